@@ -1,10 +1,9 @@
 """Steps in which all that would happen is known, without the turns of the engine's loop, and turns that time nothing.
 
-In most steps of a simulation the same rows draw one token more: nobody comes or goes and no policy is asked.  The
-engine would plan and publish each of them as the one before.  ``leap`` does to its books what it would have done in
-those turns: in one go for as many as need no block and fill none, else one by one, with the engine's own functions for
-what takes and publishes blocks.  What is decided, and when, is the same to the last bit
-(``tests/record/test_leap.py``).
+In most steps of a simulation every row that runs draws one token more, nobody enters and no policy is asked.  ``leap``
+does to the engine's books what it would have done in those turns: columns once for a stretch of steps of the same rows,
+and in between, when it is due, what takes a block, publishes one or ends a row, with the engine's own functions.  What
+is decided, and when, is the same to the last bit (``tests/record/test_leap.py``).
 """
 
 from __future__ import annotations
