@@ -104,6 +104,16 @@ def test_most_steps_are_taken_without_a_turn_and_none_where_the_engine_is_to_be_
     assert cases.simulate(case, trace, COSTS).steps == steps and not sum(taken)
 
 
+def test_only_steps_with_prompts_are_turns_where_no_policy_is_asked(monkeypatch):
+    plans, begin = [], Simulated._begin
+    monkeypatch.setattr(Simulated, "_begin", lambda self, plan: plans.append(plan) or begin(self, plan))
+    loaded = load_config(keywords={"model": "pocket", "device": "cpu", "max_num_seqs": 4}, environ={})
+    case = cases.cases([("x", loaded)], COSTS, lambda text: None)[0]
+    steps = cases.simulate(case, read_trace("synthetic:like=pocket,requests=40,seed=1"), COSTS).steps
+    assert 0 < len(plans) < steps / 2
+    assert all(plan.q_len[-1] > 1 or plan.delta.join is not None for plan in plans)
+
+
 def test_a_policy_that_fails_within_a_leap_ends_the_simulation_as_in_a_turn(monkeypatch):
     from minivllm.errors import EngineDeadError
     from minivllm.plugins.evictor.lru import Lru
