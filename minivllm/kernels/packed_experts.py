@@ -21,7 +21,7 @@ from minivllm.core.interfaces.quantizer import StoredWeight
 from .experts import ExpertProducts, _block, _gated
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
-from .quant_numbers import zeros_of
+from .quant_numbers import drained, zeros_of
 
 # by bits: pairs of an expert up to which; BM, BN, BK, stages and warps of ``up`` and of ``down``.  Of 4 bits what was
 # the fastest of benchmarks/packed_products.py on an H200; of 8, for few pairs, what was it for one weight, and for many
@@ -64,6 +64,7 @@ def _up(
                        ASM)  # fmt: skip
         up = add_tile(up, a, b, weight, scale, zero, first + N, on < N, k, inputs, H, FORM, GROUP, ZERO, BN, BK, IEEE,
                       ASM)  # fmt: skip
+        acc, up = drained(acc, PDL), drained(up, PDL)
     if PARTS > 0:
         part = tl.arange(0, PARTS_P)
         s = tl.load(squares + row[:, None] * PARTS + part[None, :],
@@ -99,6 +100,7 @@ def _down(
         a, b = load_x(h_at, k, inputs, real, N, FORM)
         acc = add_tile(acc, a, b, weight, scale, zero, first, on < H, k, inputs, N, FORM, GROUP, ZERO, BN, BK, IEEE,
                        ASM)  # fmt: skip
+        acc = drained(acc, PDL)
     if BIAS:
         acc += tl.load(bias + e.to(tl.int64) * H + on, mask=on < H, other=0.0).to(tl.float32)[:, None]
     z = acc * tl.load(weights + pair, mask=real, other=0.0)[None, :]

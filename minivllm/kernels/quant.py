@@ -26,7 +26,18 @@ from torch import Tensor
 
 from . import quant_fixed, quant_tiles, quant_words
 from .launch import capability, kernel, pdl, wait
-from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, middles, numbers_of, spread, together, zeros_of
+from .quant_numbers import (
+    drained,
+    fp8_pairs,
+    halves,
+    int4_pairs,
+    int8_pairs,
+    middles,
+    numbers_of,
+    spread,
+    together,
+    zeros_of,
+)
 from .quant_words import WIDE
 
 FEW = 8  # rows up to which ``few`` is there
@@ -172,6 +183,7 @@ def _dots(
             acc = tl.dot(fp8_pairs(raw.to(tl.uint8, bitcast=True)), a, acc)
         else:
             acc = tl.dot(raw.to(x.dtype.element_ty), a, acc, input_precision="ieee")
+        acc = drained(acc, PDL)
     acc, last = together(acc, scratch, arrived, row, tile, part, om, on, N, SK)
     if last:
         if FORM == 8:
@@ -229,8 +241,9 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
     elif hopper:
         by_tiles = "tensor cores, tiles by the copy engine"
         if dtype == torch.uint8:
-            found["17 to 64, in bfloat16"] = by_tiles
-        found[f"65 to {TILE_ROWS}, in bfloat16, large weights"] = by_tiles
+            found[f"17 to {TILE_ROWS}, in bfloat16"] = by_tiles
+        else:
+            found[f"65 to {TILE_ROWS}, in bfloat16"] = by_tiles
     if dots:
         found[f"up to {dots}, of 16 bits"] = "tensor cores, made numbers of in registers"
     found["more"] = "made numbers of in memory, a part of the weight at a time, then the library's product"
@@ -284,9 +297,7 @@ class Quantized:
             return True
         if not aligned or m > TILE_ROWS or x.dtype != torch.bfloat16 or self._sizes["ZERO"] == 1:
             return False  # fractions as zero points were not measured
-        # of small weights and more rows the copy in memory stays in the second-level cache
-        large = self.n >= WIDE or self.k > 8192
-        if m <= (16 if self.form == 4 else 64) or (m > 64 and not large):
+        if m <= (16 if self.form == 4 else 64):
             return False
         quant_tiles.tiles(self, x, None, y)
         return True

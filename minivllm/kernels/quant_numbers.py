@@ -125,6 +125,17 @@ def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 
 @triton.jit
+def drained(acc, PDL: tl.constexpr):
+    """acc, once the products that it is the sum of have ended; what a loop ends with whose dots have a side in
+    registers.  On a Hopper such a product runs on behind its instruction, and Triton lets that of one turn of a loop
+    run into the next, where its registers are written anew before it has read them (triton-lang/triton#9433; PTX of
+    ``wgmma.mma_async``).  No instruction comes of this, only the wait for what uses acc.  PDL: on a Hopper or later."""
+    if PDL:
+        acc = tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
 def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
     """The sums [BN, BM] of all parts, in their order, for the program that arrives last: (sums, whether it is)."""
     last = True

@@ -20,7 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .launch import capability, kernel, pdl, wait
-from .quant_numbers import fp8_pairs, int4_pairs, int8_pairs, middles, spread, together
+from .quant_numbers import drained, fp8_pairs, int4_pairs, int8_pairs, middles, spread, together
 from .quant_numbers import halves as scale_halves
 from .quant_words import WIDE
 
@@ -92,6 +92,7 @@ def _tiles(
             else:
                 w = raw.to(y.dtype.element_ty)
             acc = tl.dot(w, a, acc, input_precision="ieee")
+        acc = drained(acc, PDL)
     acc, last = together(acc, scratch, arrived, row, tile, part, om, on, N, SK)
     if last:
         if FORM == 8:
@@ -101,18 +102,14 @@ def _tiles(
 
 
 def tile_of(form: int, rows: int, n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py: of up to 64 rows of 4 bits on an H200, with sums split among as many
-    programs as the device has room for; of more on an H100, of 28,672 outputs, and of 4,096 of 14,336 inputs."""
-    if form == 4 and rows <= 64:
-        bm, stages, most = (32, 5, 384) if rows <= 32 else (64, 4, 264)
-        sk = next((parts for parts in (4, 2) if triton.cdiv(n, 64) * parts <= most), 1)
-        return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=stages, num_warps=4)
-    bm, bk, sk, stages = 128, 64, 1, 4
-    if n >= WIDE:
-        bk, stages = (128, 2) if form == 4 and rows > 128 else (64, 4)
-    else:
-        bm, sk = 256 if rows > 128 else 128, 4
-    return dict(BM=bm, BN=128, BK=bk, SK=sk, STAGES=stages, num_warps=8)
+    """The fastest of benchmarks/quant_kernels.py: of up to 64 rows of 4 bits on an H200, of more on an H100, of the
+    shapes of Llama-3.1-8B.  Sums are split among as many programs as the device has room for."""
+    if rows > 128 and form == 8 and n >= WIDE:
+        return dict(BM=256, BN=64, BK=64, SK=1, STAGES=3, num_warps=4)
+    bm, stages, most = (32, 5, 384) if rows <= 32 else (64, 4, 264) if rows <= 64 else (128, 3, 264)
+    programs = triton.cdiv(rows, bm) * triton.cdiv(n, 64)
+    sk = next((parts for parts in (4, 2) if programs * parts <= most), 1)
+    return dict(BM=bm, BN=64, BK=128, SK=sk, STAGES=stages, num_warps=4)
 
 
 def tiles(of: Any, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:

@@ -5,9 +5,12 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ import quant_kernels as checks
 import rounded_rows
 
 from minivllm import LLM, SamplingParams
-from minivllm.kernels import quant_vector, scaled
+from minivllm.kernels import quant, quant_tiles, quant_vector, scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -91,6 +94,41 @@ def test_many_rows_by_tiles(shape):
     tile = dict(BM=64, BN=128, BK=128, STAGES=2, num_warps=8)
     checks.check_tiles("cuda", torch.bfloat16, shape, (9, 130), tile)
     checks.check_tiles("cuda", torch.bfloat16, shape, (17, 32, 33, 64, 65, 200), None)
+
+
+@on_gpu
+@pytest.mark.parametrize("shape", [(28672, 4096), (4096, 14336)], ids=str)
+@pytest.mark.parametrize("form", ["int8", "fp8", "int4 in groups of 32", "int4 in groups of 128"])
+def test_products_that_fill_the_device_are_right_and_the_same_however_often(form, shape):
+    n, k = shape
+    draw = lambda *size: torch.rand(*size, device="cuda")  # noqa: E731
+    if form.startswith("int4"):
+        group = int(form.split()[-1])
+        codes = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+        kernels = quant.Quantized(codes, draw(n, k // group) / 256 + 1e-3, None, group)
+    else:
+        codes = torch.randint(-127, 128, (n, k), device="cuda").to(checks.EIGHT[form])
+        kernels = quant.Quantized(codes, draw(n) / 4096 + 1e-4)
+    held = kernels.numbers(slice(0, n), torch.float32)
+    for rows in (16, 32, 64, 128, 256):
+        x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
+        want = x.float() @ held.T
+        for run in (kernels, kernels.dots, partial(quant_tiles.tiles, kernels)):
+            first = run(x)
+            assert float((first.float() - want).norm() / want.norm()) < 5e-3, f"{rows} rows"
+            assert all(torch.equal(run(x), first) for _ in range(10)), f"{rows} rows"
+
+
+@pytest.mark.slow
+def test_no_product_with_a_side_in_registers_is_in_flight_at_the_end_of_a_loop():
+    environ = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    script = str(Path(__file__).with_name("compiled_loops.py"))
+    done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=600)
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0 and len(lines) == 56, done.stderr[-3000:]
+    for line in lines:
+        counts = re.findall(r"\((\d+), (\d+)\)", line)
+        assert counts and all(int(found) > 0 and int(behind) == 0 for found, behind in counts), line
 
 
 @on_gpu
