@@ -36,7 +36,11 @@ FORMATS = {
     "int4": ("int4", None), "int4-128": ("int4-128", None),
 }  # fmt: skip
 # outputs (of a gate half as many, each twice), programs of a multiprocessor, loads in flight (0: by registers), warps
-SHORT = {
+SHORT: dict[Any, tuple[tuple[int, ...], ...]] = {
+    "fp8": (
+        (4, 5, 0, 4), (4, 6, 0, 4), (4, 4, 0, 4), (4, 7, 0, 4), (2, 6, 0, 4), (2, 8, 0, 4), (8, 3, 0, 8), (8, 2, 0, 8),
+        (4, 3, 0, 8), (8, 4, 0, 4), (8, 3, 0, 4), (2, 5, 0, 4), (16, 2, 0, 8), (4, 6, 2, 4),
+    ),
     8: (
         (4, 4, 0, 4), (2, 4, 0, 4), (8, 2, 0, 8), (4, 6, 3, 4), (4, 6, 2, 4), (4, 5, 2, 4), (4, 4, 4, 4), (8, 3, 3, 4),
         (8, 3, 2, 4), (8, 2, 4, 8),
@@ -46,7 +50,11 @@ SHORT = {
     ),
 }  # fmt: skip
 # outputs, inputs at once, loads in flight, warps
-LONG = {
+LONG: dict[Any, tuple[tuple[int, ...], ...]] = {
+    "fp8": (
+        (8, 2048, 0, 4), (4, 2048, 0, 4), (16, 2048, 0, 4), (16, 2048, 0, 8), (8, 4096, 0, 8), (4, 4096, 0, 8),
+        (2, 2048, 0, 4), (8, 1024, 0, 4), (8, 1024, 0, 2), (16, 1024, 0, 4), (4, 1024, 0, 2), (8, 2048, 3, 4),
+    ),
     8: (
         (8, 1024, 0, 2), (4, 1024, 3, 4), (8, 1024, 3, 4), (8, 1024, 4, 4), (16, 512, 4, 4), (8, 512, 4, 2),
         (8, 1024, 0, 4), (8, 2048, 0, 4),
@@ -65,7 +73,8 @@ def jobs(formats: list[str]) -> Iterator[Job]:
     for fmt in formats:
         bits = 4 if fmt.startswith("int4") else 8
         for shape, (_, inputs, mode) in SHAPES.items():
-            for bn, *rest in (SHORT if inputs == HIDDEN else LONG)[bits]:
+            tiles = SHORT if inputs == HIDDEN else LONG
+            for bn, *rest in tiles[fmt if fmt in tiles else bits]:
                 yield Job(fmt, shape, (max(bn // 2, 1) if mode == GATED else bn, *rest))
 
 

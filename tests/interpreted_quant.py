@@ -11,6 +11,7 @@ import rounded_rows
 import torch
 
 from minivllm.kernels import quant_vector, scaled
+from minivllm.kernels.products import GATED, PLAIN
 
 
 @pytest.mark.parametrize("shape", quant_kernels.SHAPES)
@@ -61,6 +62,24 @@ def test_one_row_of_quantized_weights_with_what_follows_it(monkeypatch, shape, s
     quant_kernels.check_vector("cpu", torch.float16, shape, tile)
     if shape[0] == "int8":
         quant_kernels.check_vector("cpu", torch.float16, shape, tile, rounded=True)
+
+
+@pytest.mark.parametrize("stages", [0, 2], ids=["registers", "shared"])
+@pytest.mark.parametrize("second", [{"EACH": 1}, {"BK": 256}], ids=["short", "long"])
+def test_a_row_that_float8_holds_has_by_eights_the_products_that_elements_give(monkeypatch, second, stages):
+    monkeypatch.setattr(quant_vector, "SHORT", 0 if "BK" in second else 4096)
+    kernels, _ = quant_kernels.make("fp8", 40, 640, 0, False, "cpu")
+    x = (torch.randn(1, 640) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).half() / 64
+    x[0, 3] = 7.0  # the largest of float8 in these steps
+    tops = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
+    tile = dict(BN=8, STAGES=stages, num_warps=1, **second)
+    for mode in (PLAIN, GATED):
+        eights = quant_vector.VectorProduct(kernels, None, mode, rounded=torch.float8_e4m3fn)
+        assert eights.elements(x)[0] == 8
+        want = quant_vector.VectorProduct(kernels, None, mode)(x, tile=tile)[0]
+        for known in (None, tops):
+            got = eights(x, tile=tile, tops=known)[0]
+            torch.testing.assert_close(got, want, rtol=2e-3, atol=1e-3 * float(want.abs().max()))
 
 
 @pytest.mark.parametrize("shape", quant_kernels.TILES)

@@ -2,7 +2,8 @@
 
 Triton's interpreter does not run such instructions, so that without a GPU nothing would.  ``run`` packs operands as
 Triton does: of ``pack`` elements at a time each operand has as many registers as they fill, one after the other, and
-those of all operands follow each other: outputs first.  Elements of 8 and 16 bits share a register.
+those of all operands follow each other: outputs first.  Elements of 8 and 16 bits share a register; one of 64 bits has
+one of its own.
 """
 
 from __future__ import annotations
@@ -110,7 +111,18 @@ def _of_floats(high: Words, low: Words) -> Words:
     return low | high << np.uint32(16)
 
 
+def _to_e4m3(high: Words, low: Words) -> Words:
+    found = np.zeros_like(low)
+    for place, x in enumerate((low, high)):
+        numbers = torch.from_numpy(x.view(np.float32).copy()).clamp(-448, 448).to(torch.float8_e4m3fn)
+        found |= numbers.view(torch.uint8).numpy().astype(np.uint32) << np.uint32(8 * place)
+    return found
+
+
 WORDS: dict[str, Callable[..., Words]] = {
+    "add.f32": lambda a, b: (a.view(np.float32) + b.view(np.float32)).view(np.uint32),
+    "cvt.f32.f16": lambda a: _float16_of(a).astype(np.float32).view(np.uint32),
+    "cvt.rn.satfinite.e4m3x2.f32": _to_e4m3,
     "mov.b32": lambda a: a.copy(),
     "and.b32": lambda a, b: a & b,
     "xor.b32": lambda a, b: a ^ b,
@@ -133,6 +145,10 @@ def run(ptx: InlinePtx, operands: Sequence[np.ndarray], outputs: Sequence[type])
     assert sum(c.startswith("=") for c in ptx.constraints) == place, "the outputs fill other registers than are named"
     for operand in operands:
         assert operand.dtype.kind == "u"
+        if operand.dtype == np.uint64:
+            registers[f"${place}"] = operand.copy()
+            place += 1
+            continue
         rows = np.ascontiguousarray(operand).view(np.uint8).reshape(n // pack, -1)
         count = max(rows.shape[1] // 4, 1)
         padded = np.zeros((len(rows), 4 * count), np.uint8)
@@ -161,6 +177,10 @@ def _step(line: str, registers: dict[str, Words], rows: int) -> None:
     if name == "mov.b32" and halves:
         whole = registers[halves[3]]
         registers[halves[1]], registers[halves[2]] = whole & np.uint32(0xFFFF), whole >> np.uint32(16)
+        return
+    if name == "mov.b64" and halves:
+        whole = registers[halves[3]]
+        registers[halves[1]], registers[halves[2]] = whole.astype(np.uint32), (whole >> np.uint64(32)).astype(np.uint32)
         return
     target, *given = [part.strip() for part in rest.split(",")]
     values = [registers[p] if p in registers else np.full(rows, int(p, 0), np.uint32) for p in given]

@@ -8,10 +8,12 @@ the row once and keeps it in registers, as what weights are multiplied by.  The 
 while others are multiplied, and the first (STAGES 0) before the kernel in front has ended, so that the memory is never
 without work between two.
 
-Weights of whole numbers are read by words (``quant_words``), float8 an element at a time.  ``TOP``: x is rounded to 8
-bits by its largest element, as ``scaled.rows`` does it, by every program for itself; of a long row that element has to
-be known before: a gate of short rows tells the largest of what each program stored.  Sums are float32, in an order that
-goes by the shapes and the number of multiprocessors.
+Weights of whole numbers are read by words (``quant_words``), float8 an element at a time, or by eights where x is
+rounded to float8 too (``quant_eights``).  ``TOP``: x is rounded to 8 bits by its largest element, as ``scaled.rows``
+does it, by every program for itself; of a long row that element has to be known before: a gate of short rows tells the
+largest of what each program stored.  Sums are float32, in an order that goes by the shapes and the number of
+multiprocessors.
+
 """
 
 from __future__ import annotations
@@ -22,11 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import activate
-from .eight_bits import TOP, codes_of, size_of, step_of
+from .eight_bits import TOP, codes_of, divided, size_of, step_of
 from .launch import capability, kernel, multiprocessors, pdl, wait
 from .products import GATED, PLAIN
 from .quant import Quantized
 from .quant_around import Surrounded
+from .quant_eights import eight_products, pair_of
 from .quant_words import _number, _spread, _values, takes
 from .scaled import rows
 
@@ -44,9 +47,27 @@ def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
 
 
 @triton.jit
-def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl.constexpr, TOP: tl.constexpr):
+def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
+    """Where in x the inputs of an element of the weight begin: which element, or which four."""
+    if FORM == 4:
+        return word // 4 * 8 + word % 4
+    else:
+        return word * 2 if UNIT == 8 else word
+
+
+@triton.jit
+def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr,
+            TOP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
     """What weights are multiplied by: 8 values, and two sums, of which a form uses its own."""
-    if FLOAT8:
+    if FLOAT8 and UNIT == 8:
+        v0, v1, v2, v3 = _values(tl.load(wide + at, mask=on, other=0), like)
+        u0, u1, u2, u3 = _values(tl.load(wide + at + 1, mask=on, other=0), like)
+        p0 = pair_of(divided(v0, step, inverse), divided(v1, step, inverse), ASM)
+        p1 = pair_of(divided(v2, step, inverse), divided(v3, step, inverse), ASM)
+        p2 = pair_of(divided(u0, step, inverse), divided(u1, step, inverse), ASM)
+        p3 = pair_of(divided(u2, step, inverse), divided(u3, step, inverse), ASM)
+        return p0, p1, p2, p3, p0, p1, p2, p3, p0, p0
+    elif FLOAT8:
         v0 = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
         if TOP > 0:
             v0 = codes_of(v0, step, inverse, TOP, False).to(tl.float32)
@@ -64,9 +85,11 @@ def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl
 
 @triton.jit
 def _products(raw, s, z, v, BN: tl.constexpr, SOME: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr,
-              GROUP: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """Words, or float8 elements, [BN, W] times what ``_inputs`` gave, the products of a word added up."""
-    if FLOAT8:
+              UNIT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """What ``_weights`` gave [BN, W] times what ``_inputs`` gave, the products of an element added up."""
+    if FLOAT8 and UNIT == 8:
+        return eight_products(raw, v[0], v[1], v[2], v[3], ASM)
+    elif FLOAT8:
         return raw.to(tl.float32) * v[0]
     elif FORM == 8:
         raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
@@ -87,15 +110,15 @@ def _products(raw, s, z, v, BN: tl.constexpr, SOME: tl.constexpr, FORM: tl.const
 
 @triton.jit
 def _weights(weight, scale, zero, on, k, there, WIDE: tl.constexpr, W: tl.constexpr, SOME: tl.constexpr,
-             SN: tl.constexpr, SG: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr,
+             SN: tl.constexpr, SG: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
              GROUP: tl.constexpr, ZERO: tl.constexpr):  # fmt: skip
-    """Of the weight's rows ``on`` < ``there``, from input k on: words or elements [BN, W] of WIDE, and scales and zero
-    points [BN, SOME] of groups; 8 bits have one scale a row, [BN]."""
-    first, og = k if FLOAT8 else k * FORM // 32, tl.arange(0, SOME)
+    """Of the weight's rows ``on`` < ``there``, from input k on: elements [BN, W] of WIDE, and scales and zero points
+    [BN, SOME] of groups; 8 bits have one scale a row, [BN]."""
+    first, og = k // UNIT, tl.arange(0, SOME)
     word = first + tl.arange(0, W)
     at = weight + on.to(tl.int64)[:, None] * WIDE + word[None, :]
     keep = (on < there)[:, None] & (word < WIDE)[None, :]
-    raw = tl.load(at, mask=keep, other=0.0 if FLOAT8 else 0, eviction_policy="evict_first")
+    raw = tl.load(at, mask=keep, other=0.0 if UNIT == 1 else 0, eviction_policy="evict_first")
     if FORM == 4:
         at = on[:, None] * SN + (k // GROUP + og)[None, :] * SG
         keep = (on < there)[:, None] & (k + og * GROUP < K)[None, :]
@@ -149,10 +172,12 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.const
 
 @triton.jit
 def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PARTS: tl.constexpr,
-             PARTS_P: tl.constexpr, DOUBLE: tl.constexpr):  # fmt: skip
-    """What all sums of the row are multiplied by: its scale, what the norm before divides it by, 2 for words of
-    bytes."""
-    factor = 2.0 if DOUBLE else 1.0
+             PARTS_P: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
+    """What all sums of the row are multiplied by: its scale, what the norm before divides it by, and what the numbers
+    of words of bytes and of ``quant_eights.pair_of`` are smaller."""
+    factor = 1.0
+    if FORM == 8:
+        factor = 2.0 if not FLOAT8 else 16.0 if UNIT == 8 else 1.0
     if BY_ROW:
         factor *= tl.load(by_row)
     if PARTS > 0:
@@ -172,29 +197,30 @@ def _largest(tops, TOPS: tl.constexpr, TOPS_P: tl.constexpr):
 def _short(
     x, wide_x, weight, scale, zero, tops, by_row, y, bias, residual, norm, in_squares, out, eps,
     N: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, FORM: tl.constexpr,
-    FLOAT8: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr, TOPS: tl.constexpr,
-    TOPS_P: tl.constexpr, BY_ROW: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr,
-    BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, P: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    FLOAT8: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr,
+    TOPS: tl.constexpr, TOPS_P: tl.constexpr, BY_ROW: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, P: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [K], ``wide_x`` the same as int64 [K / 4] of four inputs an element; weight int32 words, or float8 elements
-    (GATED: [2 N, ...]); ``out`` [P]: of each program what ``_stored`` gave.  KP: a power of two of at least K inputs.
-    STAGES 0: the weights of the next tile go to registers; else through shared memory, so many tiles at a time."""
+    """x [K], ``wide_x`` the same as int64 [K / 4] of four inputs an element; weight (GATED: [2 N, ...]) of elements of
+    UNIT inputs: int32 words, float8, or int64 of eight of these; ``out`` [P]: of each program what ``_stored`` gave.
+    KP: a power of two of at least K inputs.  STAGES 0: the weights of the next tile go to registers; else through
+    shared memory, so many tiles at a time."""
     program = tl.program_id(0)
-    wide: tl.constexpr = K if FLOAT8 else K * FORM // 32
-    width: tl.constexpr = KP if FLOAT8 else KP * FORM // 32
+    wide: tl.constexpr = K // UNIT
+    width: tl.constexpr = KP // UNIT
     some: tl.constexpr = KP // GROUP if FORM == 4 else 1
     oi = tl.arange(0, BN)
     if STAGES == 0:
         on = program * BN + oi
-        raw, s, z = _weights(weight, scale, zero, on, 0, N, wide, width, some, SN, SG, K, FORM, FLOAT8, GROUP, ZERO)
+        raw, s, z = _weights(weight, scale, zero, on, 0, N, wide, width, some, SN, SG, K, FORM, UNIT, GROUP, ZERO)
         up_raw, up_s, up_z = raw, s, z
         if MODE == 1:
             up_raw, up_s, up_z = _weights(weight, scale, zero, tl.where(on < N, on + N, 2 * N), 0, 2 * N, wide, width,
-                                          some, SN, SG, K, FORM, FLOAT8, GROUP, ZERO)  # fmt: skip
+                                          some, SN, SG, K, FORM, UNIT, GROUP, ZERO)  # fmt: skip
     wait(PDL)
     step, inverse = 1.0, 1.0
-    factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM == 8 and not FLOAT8)
+    factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM, FLOAT8, UNIT)
     if TOP > 0:
         if TOPS > 0:
             most = _largest(tops, TOPS, TOPS_P)
@@ -204,8 +230,8 @@ def _short(
         step, inverse = step_of(most, TOP)
         factor *= step
     word = tl.arange(0, width)
-    at = word // 4 * 8 + word % 4 if FORM == 4 else word
-    v = _inputs(x, wide_x, at, word < wide, step, inverse, y, FORM, FLOAT8, TOP)
+    v = _inputs(x, wide_x, _place(word, UNIT, FORM), word < wide, step, inverse, y, FORM, FLOAT8, UNIT, TOP,
+                ASM)  # fmt: skip
     told = tl.zeros([BN], tl.float32 if MODE == 2 else tl.int32)
     for tile in tl.range(program, (N + BN - 1) // BN, P, num_stages=STAGES if STAGES > 0 else 1):
         on = tile * BN + oi
@@ -213,18 +239,18 @@ def _short(
         if STAGES == 0:
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
             ahead = on + P * BN
-        raw, s, z = _weights(weight, scale, zero, ahead, 0, N, wide, width, some, SN, SG, K, FORM, FLOAT8, GROUP, ZERO)
+        raw, s, z = _weights(weight, scale, zero, ahead, 0, N, wide, width, some, SN, SG, K, FORM, UNIT, GROUP, ZERO)
         up_raw, up_s, up_z = raw, s, z
         if MODE == 1:
             up_raw, up_s, up_z = _weights(weight, scale, zero, tl.where(ahead < N, ahead + N, 2 * N), 0, 2 * N, wide,
-                                          width, some, SN, SG, K, FORM, FLOAT8, GROUP, ZERO)  # fmt: skip
+                                          width, some, SN, SG, K, FORM, UNIT, GROUP, ZERO)  # fmt: skip
         if STAGES > 0:
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
         beside = _beside(residual, norm, on, N, MODE)
-        acc = tl.sum(_products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, GROUP, ZERO, ASM), 1)
+        acc = tl.sum(_products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM), 1)
         gated = acc
         if MODE == 1:
-            gated = tl.sum(_products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, GROUP, ZERO, ASM), 1)
+            gated = tl.sum(_products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM), 1)
         of = _stored(acc, gated, now_s, now_us, beside, on, factor, y, bias, residual, N, MODE, BIAS, ACT, FORM)
         told = told + of if MODE == 2 else tl.maximum(told, of)
     if MODE == 1:
@@ -237,7 +263,8 @@ def _short(
 def _long(
     x, wide_x, weight, scale, zero, tops, by_row, y, bias, residual, norm, in_squares, out, eps,
     N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr,
-    GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr, TOPS: tl.constexpr, TOPS_P: tl.constexpr,
+    UNIT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TOP: tl.constexpr, TOPS: tl.constexpr,
+    TOPS_P: tl.constexpr,
     BY_ROW: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -245,20 +272,20 @@ def _long(
     tile = tl.program_id(0)
     on = tile * BN + tl.arange(0, BN)
     upper = tl.where(on < N, on + N, 2 * N)
-    wide: tl.constexpr = K if FLOAT8 else K * FORM // 32
-    width: tl.constexpr = BK if FLOAT8 else BK * FORM // 32
+    wide: tl.constexpr = K // UNIT
+    width: tl.constexpr = BK // UNIT
     some: tl.constexpr = BK // GROUP if FORM == 4 else 1
     word = tl.arange(0, width)
-    at = word // 4 * 8 + word % 4 if FORM == 4 else word
+    at = _place(word, UNIT, FORM)
     if STAGES == 0:
-        raw, s, z = _weights(weight, scale, zero, on, 0, N, wide, width, some, SN, SG, K, FORM, FLOAT8, GROUP, ZERO)
+        raw, s, z = _weights(weight, scale, zero, on, 0, N, wide, width, some, SN, SG, K, FORM, UNIT, GROUP, ZERO)
         up_raw, up_s, up_z = raw, s, z
         if MODE == 1:
             up_raw, up_s, up_z = _weights(weight, scale, zero, upper, 0, 2 * N, wide, width, some, SN, SG, K, FORM,
-                                          FLOAT8, GROUP, ZERO)  # fmt: skip
+                                          UNIT, GROUP, ZERO)  # fmt: skip
     wait(PDL)
     step, inverse = 1.0, 1.0
-    factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM == 8 and not FLOAT8)
+    factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM, FLOAT8, UNIT)
     if TOP > 0:
         step, inverse = step_of(_largest(tops, TOPS, TOPS_P), TOP)
         factor *= step
@@ -276,19 +303,19 @@ def _long(
         if STAGES == 0:
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
             ahead = k + BK
-        raw, s, z = _weights(weight, scale, zero, on, ahead, N, wide, width, some, SN, SG, K, FORM, FLOAT8, GROUP,
+        raw, s, z = _weights(weight, scale, zero, on, ahead, N, wide, width, some, SN, SG, K, FORM, UNIT, GROUP,
                              ZERO)  # fmt: skip
         up_raw, up_s, up_z = raw, s, z
         if MODE == 1:
             up_raw, up_s, up_z = _weights(weight, scale, zero, upper, ahead, 2 * N, wide, width, some, SN, SG, K, FORM,
-                                          FLOAT8, GROUP, ZERO)  # fmt: skip
+                                          UNIT, GROUP, ZERO)  # fmt: skip
         if STAGES > 0:
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
-        there = (k if FLOAT8 else k * FORM // 32) + word < wide
-        v = _inputs(x, wide_x, (k if FLOAT8 else k // 4) + at, there, step, inverse, y, FORM, FLOAT8, TOP)
-        acc += _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, GROUP, ZERO, ASM)
+        first = k if UNIT == 1 else k // 4
+        v = _inputs(x, wide_x, first + at, k // UNIT + word < wide, step, inverse, y, FORM, FLOAT8, UNIT, TOP, ASM)
+        acc += _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
         if MODE == 1:
-            gated += _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, GROUP, ZERO, ASM)
+            gated += _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
     told = _stored(tl.sum(acc, 1), tl.sum(gated, 1), by, up_by, beside, on, factor, y, bias, residual, N, MODE, BIAS,
                    ACT, FORM)  # fmt: skip
     if MODE == 1:
@@ -297,24 +324,29 @@ def _long(
         tl.store(out + tile, tl.sum(told, 0))
 
 
-def short_tile(of: Quantized, gated: bool) -> dict[str, int]:
-    """The fastest of benchmarks/quant_layer.py on an H200, of 4,096 inputs; with fewer, programs have more outputs.
-    EACH: programs of a multiprocessor, as many as it has room for, where a gate is concerned: where it has room for
-    more, some get more, which the others wait for."""
+def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
+    """The fastest of benchmarks/quant_layer.py, of 4,096 inputs; with fewer, programs have more outputs.  Of 8 bits by
+    words and eights on an H100, else on an H200.  EACH: programs of a multiprocessor, as many as it has room for, where
+    a gate is concerned: where it has room for more, some get more, which the others wait for."""
+    warps = 4
     if of.form == 4:
         bn, each, stages = (4, 3, 0) if gated else (4, 5, 0)
-    elif of.weight.dtype == torch.float8_e4m3fn:
+    elif unit == 1:
         bn, each, stages = (2, 6, 3) if gated else (4, 6, 2)
+    elif gated or unit == 8:
+        bn, each, stages, warps = (4 if gated else 8), 2, 0, 8
     else:
-        bn, each, stages = (4, 3, 3) if gated else (4, 4, 0)
+        bn, each, stages = 4, 4, 0
     bn *= max(1, SHORT // max(triton.next_power_of_2(of.k), 256))
-    return dict(BN=min(bn, 32), EACH=each, STAGES=stages, num_warps=4)
+    return dict(BN=min(bn, 32), EACH=each, STAGES=stages, num_warps=warps)
 
 
-def long_tile(of: Quantized, gated: bool) -> dict[str, int]:
+def long_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
     """Likewise, of 14,336 inputs."""
-    four, eighth = of.form == 4, of.weight.dtype == torch.float8_e4m3fn
-    bn, bk, stages, warps = (16, 2048, 3, 8) if four else (8 if eighth else 4, 1024, 3, 4)
+    if of.form == 4:
+        bn, bk, stages, warps = 16, 2048, 3, 8
+    else:
+        bn, bk, stages, warps = (8, 1024, 3, 4) if unit == 1 else (8, 2048, 0, 4)
     return dict(BN=bn // 2 if gated else bn, BK=bk, STAGES=stages, num_warps=warps)
 
 
@@ -344,7 +376,8 @@ class VectorProduct(Surrounded):
         tops = tops if self.rounded is not None else None
         if self.rounded is not None and tops is None and not short:
             x, by_row = rows(x, self.rounded, x.dtype)
-        tile = dict(tile or (short_tile if short else long_tile)(of, self.mode == GATED))
+        unit, weight = self.elements(x)
+        tile = dict(tile or (short_tile if short else long_tile)(of, self.mode == GATED, unit))
         programs = triton.cdiv(self.n, tile["BN"])
         if short:
             programs = min(programs, tile.pop("EACH") * multiprocessors(x.device))
@@ -354,8 +387,8 @@ class VectorProduct(Surrounded):
         run = _short if short else _long
         run[(programs,)](
             x,
-            x if self.float8 else x.view(torch.int64),
-            of.weight if self.float8 else of.weight.view(torch.int32),
+            x if unit == 1 else x.view(torch.int64),
+            weight,
             of.scale,
             of.scale if of.zero is None else of.zero,
             x if tops is None else tops,
@@ -363,6 +396,7 @@ class VectorProduct(Surrounded):
             TOP=0.0 if self.rounded is None or by_row is not None else TOP[self.rounded],
             TOPS=0 if tops is None else tops.shape[1],
             TOPS_P=1 if tops is None else triton.next_power_of_2(tops.shape[1]),
+            UNIT=unit,
             ASM=capability(x.device) >= 8,
             **constants,
             **{**of._sizes, "N": self.n},
@@ -370,6 +404,14 @@ class VectorProduct(Surrounded):
             **pdl(x),
         )
         return y, told
+
+    def elements(self, x: Tensor) -> tuple[int, Tensor]:
+        """(inputs of an element of the weight, the weight as these)."""
+        weight = self.of.weight
+        if not self.float8:
+            return 32 // self.of.form, weight.view(torch.int32)
+        lies = self.k % 8 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 8 == 0
+        return (8, weight.view(torch.int64)) if self.rounded is not None and lies else (1, weight)
 
     def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
         """Likewise, or of a gate for the bits of the largest elements of the row's parts."""

@@ -90,3 +90,35 @@ def test_a_code_of_4_bits_becomes_128_and_itself():
     words = np.arange(256, dtype=np.uint32) << 12
     (got,) = run(ptx, [words, np.full_like(words, 0xF0000), np.full_like(words, 0x43000000)], [np.uint32])
     assert np.array_equal(got.view(np.float32), 128 + (words >> 16 & 15).astype(np.float32))
+
+
+def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    (ptx,) = written_in("kernels/quant_eights.py", "pair_of")
+    (got,) = run(ptx, [x.astype(np.float32).view(np.uint32) for x in (low, high)], [np.uint32])
+    return got
+
+
+def test_pairs_of_numbers_become_float8_and_then_a_16th_of_it_in_float16():
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        (float8(BYTES)[np.isfinite(float8(BYTES))], rng.normal(size=1000) * 60, [600.0, -1e9, 0.0, 1e-9])
+    )
+    held = torch.from_numpy(x).clamp(-448, 448).float().to(torch.float8_e4m3fn).double().numpy()
+    got = pairs_of(x, x[::-1])
+    assert np.array_equal(got.astype(np.uint16).view(np.float16) * 16.0, held)
+    assert np.array_equal((got >> np.uint32(16)).astype(np.uint16).view(np.float16) * 16.0, held[::-1])
+
+
+def test_eight_products_of_float8_are_added_up_as_float16_can():
+    (ptx,) = written_in("kernels/quant_eights.py", "eight_products")
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 256, (4096, 8)).astype(np.uint8)
+    codes[(codes & 127) == 127] = 0  # NaN
+    x = torch.from_numpy(rng.normal(size=(4096, 8)) * 100).clamp(-448, 448).to(torch.float8_e4m3fn).double().numpy()
+    codes[0], x[0] = 0x7E, 448.0  # the largest of both
+    weights = codes.view(np.uint64).ravel()
+    (got,) = run(ptx, [weights, *(pairs_of(x[:, i], x[:, i + 1]) for i in (0, 2, 4, 6))], [np.uint32])
+    products = float8(codes.ravel()).reshape(codes.shape) * x / 16
+    off = np.abs(got.view(np.float32) - products.sum(1))
+    assert (off <= np.abs(products).sum(1) * 2.0**-9 + 2.0**-20).all()
+    assert got.view(np.float32)[0] == 8 * 448 * 28
