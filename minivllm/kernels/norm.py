@@ -120,6 +120,9 @@ def _launch(
             TOP=TOP.get(y.dtype, 0.0),
             WHOLE=y.dtype == torch.int8,
             num_warps=4 if dim <= 2048 else 16,
+            # the norm that is added would be a multiply-add with the stream, and have other bits than the norm alone,
+            # which a step takes whose taps read it; of 16 bits it is rounded before
+            enable_fp_fusion=x.dtype != torch.float32,
             **pdl(x),
         )
     return y, x if residual is None else residual

@@ -12,6 +12,7 @@ import torch
 from test_transformers_fallback import OTHERS, greedy, make
 
 from minivllm import LLM, SamplingParams, Tap
+from minivllm.kernels.norm import add_rms_norm
 from minivllm.layers.experts import route
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.testing.tiny import tiny_dir
@@ -126,6 +127,18 @@ def test_torchs_operations_in_the_place_of_one_kind_of_kernels_give_nearly_the_s
             found.append([sorted(one.logprob for one in o.outputs[0].logprobs[0].values()) for o in outputs])
     for fused, plain in zip(*found, strict=True):
         assert np.allclose(fused, plain, atol=0.05), which
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_norm_before_the_addition_has_the_bits_that_two_kernels_have(dtype):
+    draw = lambda *size: torch.randn(*size, device="cuda")  # noqa: E731
+    for tokens, dim in ((3, 64), (40, 2304), (5, 5376)):
+        x, stream = draw(tokens, dim).to(dtype), draw(tokens, dim).to(dtype)
+        first, weight = draw(dim).abs() + 0.5, draw(dim).abs() + 0.5
+        want, _ = add_rms_norm(x, None, first, 1e-6)
+        want, wanted_stream = add_rms_norm(want, stream.clone(), weight, 1e-6)
+        got, got_stream = add_rms_norm(x, stream.clone(), weight, 1e-6, first, 1e-6)
+        assert torch.equal(got, want) and torch.equal(got_stream, wanted_stream)
 
 
 def test_of_a_prompt_of_32k_a_window_keeps_its_own_blocks_alone(tmp_path):
