@@ -137,14 +137,16 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
     return {**options, "num_kvcache_blocks": blocks}
 
 
-def plain_of(options: dict[str, Any], device: str) -> dict[str, Any]:
+def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
-    an answer does depend on is as in ``options``."""
+    an answer does depend on is as in ``options``.  ``other``: one whose
+    last bits are others, by norms and gates that are kernels of their own, or are not, and prompts in pieces."""
     invariant = options["quantizer"] == "none" and (device == "cpu" or options["fuse"])
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")
     return {
         **{name: options[name] for name in kept},
-        "batch_invariant": invariant,
+        "fuse": options["fuse"] != other,
+        "batch_invariant": invariant and not other,
         "graph": "off",
         "run_ahead": 0,
         "scheduler": "fcfs",
@@ -153,7 +155,7 @@ def plain_of(options: dict[str, Any], device: str) -> dict[str, Any]:
         "enable_prefix_caching": False,
         "partial_prefix_hits": False,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 1024,
+        "max_num_batched_tokens": 8 if other else 1024,
         "kvcache_block_size": 32,
         "num_kvcache_blocks": 200,
     }

@@ -49,11 +49,11 @@ class Oracle:
         while self.engines:
             self.engines.popitem()[1].close()
 
-    def engine(self, options: dict[str, Any]) -> Any:
+    def engine(self, options: dict[str, Any], other: bool = False) -> Any:
         """The plain engine for requests of an engine with these options."""
         from minivllm import LLM
 
-        plain = plain_of(options, self.device)
+        plain = plain_of(options, self.device, other)
         key = json.dumps(plain, sort_keys=True)
         if key in self.engines and self.engines[key].engine.dead:
             self.engines.pop(key).close()
@@ -64,13 +64,20 @@ class Oracle:
         self.engines.move_to_end(key)
         return self.engines[key]
 
-    def answer(self, options: dict[str, Any], prompt: list[int], params: dict[str, Any], anew: bool = False) -> Answer:
-        """What the request answers alone.  ``anew``: computed, whatever is known."""
+    def answer(
+        self,
+        options: dict[str, Any],
+        prompt: list[int],
+        params: dict[str, Any],
+        anew: bool = False,
+        other: bool = False,
+    ) -> Answer:
+        """What the request answers alone.  ``anew``: computed, whatever is known; ``other``: as ``plain_of``."""
         self.asked += 1
         params = {k: v for k, v in params.items() if k not in SERVICE}
         if len(prompt) + params["max_tokens"] <= options["max_model_len"]:  # where that ends it, it decides
             options = {**options, "max_model_len": PLAIN["max_model_len"]}
-        plain = plain_of(options, self.device)
+        plain = plain_of(options, self.device, other)
         what = json.dumps([plain, self.device, self.dtype, prompt, params], sort_keys=True)
         key = hashlib.sha256(what.encode()).hexdigest()
         if not anew and key not in self.answers:
@@ -79,7 +86,7 @@ class Oracle:
             self.computed += 1
             answer = Answer()
             made = sampling_params(params, VOCAB[options["model"]])
-            llm = self.engine(options)
+            llm = self.engine(options, other)
             taps = taps_of(params, llm.tap_points())
             answer.take(llm.generate([{"prompt_token_ids": prompt}], made, False, taps)[0])
             if anew:
