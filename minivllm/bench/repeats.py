@@ -15,7 +15,7 @@ from minivllm.errors import ConfigError
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
-WANTED = "a file that bench, ablate or compare wrote (--output-json FILE)"
+WANTED = "a file that bench, ablate, compare or replay wrote (--output-json FILE)"
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -45,6 +45,12 @@ def joules_a_token(runs: Sequence[Mapping[str, Any]], states: Sequence[Mapping[s
     ]
 
 
+def head(kind: str) -> dict[str, Any]:
+    """What a result begins with."""
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    return {"format": FORMAT, "format_version": FORMAT_VERSION, "kind": kind, "date": now}
+
+
 def result(
     kind: str,
     runs: Sequence[Mapping[str, Any]],
@@ -57,10 +63,7 @@ def result(
     energies = joules_a_token(runs, states)
     full = [{**run, "joules_per_output_token": joules} for run, joules in zip(runs, energies, strict=True)]
     return {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "kind": kind,
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        **head(kind),
         **merged(full),
         **more,
         "repeats": full,

@@ -4,11 +4,11 @@ heavy; running it imports no torch."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from minivllm import files
 from minivllm.cli.common import read_config
 from minivllm.errors import ConfigError, brief
 
@@ -38,15 +38,19 @@ def add_commands(command: Any) -> None:
         help="what a step counts for between arrivals (default 50); 0: all requests are there at once",
     )
     sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
+    sub.add_argument("--output-json", default="", metavar="FILE", help="write the figures as JSON, for report")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def replay(args: argparse.Namespace) -> int:
+    from minivllm.bench import repeats
     from minivllm.replay import compare
     from minivllm.traces.read import about, read_trace
 
     if not 0 <= args.step_ms <= 3.6e6:
         raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")
+    if args.output_json:
+        files.check_output(args.output_json)
     trace = part_of(read_trace(args.trace), args.requests)
     evictors, schedulers = (
         [n for text in texts for n in text.split(",") if n] for texts in (args.evictor, args.scheduler)
@@ -70,8 +74,12 @@ def replay(args: argparse.Namespace) -> int:
         "output_tokens": int(trace.output.sum()),
         "seconds": float(trace.arrival[-1]),
     }
+    step_ms = None if args.cache_only else args.step_ms
+    whole = {**repeats.head("replay"), **sizes, "step_ms": step_ms, "runs": rows}
+    if args.output_json:
+        repeats.write(args.output_json, whole)
     if args.json:
-        print(json.dumps({**sizes, "step_ms": None if args.cache_only else args.step_ms, "runs": rows}))
+        print(repeats.dumps(whole, None))
         return 0
     print(about(trace))
     print(compare.table(rows))

@@ -39,7 +39,16 @@ KERNEL = {
     "intervals": {"us": [8.0, 10.0]},
 }  # fmt: skip
 POLICY = {**ROW, **dict.fromkeys(("mean_e2el_ms", "p99_e2el_ms", "mean_ttft_ms", "mean_tpot_ms"), 5.0), **TIMES}
+REPLAYED = {
+    "config": NAME, "scheduler": "fcfs", "evictor": "lru", "blocks": 9, "block_size": 16, "hit_rate": 0.25,
+    "evictions": 40, "preemptions": 0, "steps": 7, "queue_steps": {"p50": 1.0, "p99": 2.0, "max": 3.0},
+}  # fmt: skip
+TRACE = {**repeats.head("replay"), "trace": NAME, "requests": 3, "prompt_tokens": 9, "output_tokens": 4, "seconds": 5.0}
+BEST = {**REPLAYED, "evictor": "optimum", "hit_rate": 0.5, "evictions": 20, "of_optimum": 1.0}
+ALONE = [{k: v for k, v in one.items() if k not in ("steps", "queue_steps")} for one in (REPLAYED, BEST)]
 RESULTS = {
+    "replay": {**TRACE, "step_ms": 50.0, "runs": [REPLAYED, {**BEST, "preemptions": 2}]},
+    "alone": {**TRACE, "step_ms": None, "runs": ALONE},
     "serve": result("serve", rows=[{**TIMED, "request_rate": rate} for rate in (1.0, 2.0)]),
     "kernels": result("kernels", rows=[KERNEL, {**KERNEL, "us": None}]),
     "batching": result(
@@ -121,7 +130,7 @@ def test_a_timeline_has_each_request_where_its_times_are():
 def test_png_and_svg_have_the_charts_of_a_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = []
-    for name in ("serve", "ablate", "memory", "compare", "kernels", "batching"):
+    for name in ("serve", "ablate", "memory", "compare", "kernels", "batching", "replay"):
         paths.append(str(tmp_path / f"{name}.json"))
         repeats.write(paths[-1], RESULTS[name])
     for ending, head in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -153,6 +162,35 @@ def test_a_figure_without_matplotlib_or_without_charts_is_refused_and_so_is_anot
     assert not list(tmp_path.glob("r.*"))
 
 
+@pytest.mark.parametrize("alone", [[], ["--cache-only"]])
+def test_what_a_replay_writes_is_drawn_a_bar_a_run_under_what_tells_it_apart(tmp_path, capsys, alone):
+    trace = "synthetic:requests=60,seed=3,question=30,answer=20,node=40,longest=600"
+    flags = ["--blocks", "20%", "--evictor", "lru,fifo", *alone, *([] if alone else ["--scheduler", "fcfs,fair"])]
+    path, out = tmp_path / "replay.json", tmp_path / "r.html"
+    assert main(["replay", trace, *flags, "--json", "--output-json", str(path)]) == 0
+    found = repeats.read(str(path))
+    assert json.loads(capsys.readouterr().out) == found
+    names = [one["evictor"] if alone else f"{one['scheduler']} {one['evictor']}" for one in found["runs"]]
+    assert names == ["lru", "fifo"] if alone else ["fcfs lru", "fcfs fifo", "fair lru", "fair fifo"]
+    drawn = [one for one in report.blocks(found) if isinstance(one, charts.BarChart)]
+    for chart, key, scale in zip(drawn, ("hit_rate", "evictions"), (100, 1), strict=False):
+        assert [(bar.name, bar.value) for bar in chart.rows] == [
+            (name, scale * one[key]) for name, one in zip(names, found["runs"], strict=True)
+        ]
+    assert main(["report", str(path), "-o", str(out)]) == 0
+    page = out.read_text()
+    assert "Evictions" in page and "energy" not in page and f"% of {'blocks' if alone else 'prompt tokens'}" in page
+
+
+def test_of_a_replay_without_preemptions_none_are_drawn():
+    titles = [[one.title for _, one in report.charts_of("r", RESULTS[name])] for name in ("replay", "alone")]
+    assert titles[0][2:] == ["Preemptions"] and [one[0] for one in titles] == [
+        "Found in the cache, % of prompt tokens",
+        "Found in the cache, % of blocks",
+    ]
+    assert len(titles[1]) == 2 and titles[1][1] == "Evictions"
+
+
 def test_failed_requests_are_no_fast_ones_and_loads_that_are_not_drawn_are_mentioned():
     assert report._answered(LOADED, "ttfts") == [0.001, 0.002]
     five = report.section("r", result("serve", rows=[{**LOADED, "request_rate": float(i)} for i in range(1, 6)]))
@@ -173,6 +211,7 @@ def test_a_distribution_ends_at_one_and_is_thinned():
         ("{}", "no result of a measurement"),
         ('{"format": "minivllm-bench", "format_version": 9}', "format 9; this minivllm reads 1"),
         (json.dumps({"format": "minivllm-bench", "format_version": 1, "kind": "ablate"}), "not a whole result"),
+        (json.dumps({**TRACE, "runs": [{}]}), "not a whole result, edited by hand? KeyError: 'step_ms'"),
         ("{", "r.json"),
     ],
 )

@@ -366,6 +366,7 @@ def test_the_command_counts_the_cache_alone(capsys):
         (["--blocks", "200%"], "want a positive number, or a percentage"),
         (["--blocks", "9", "--requests", "5:3"], "want A:B with 0 <= A < B <= 60"),
         (["--blocks", "9", "--step-ms", "-1"], "want 0 to 3600000"),
+        (["--blocks", "9", "--output-json", "/nowhere/r.json"], "/nowhere/r.json: No such file or directory"),
         (["--blocks", "9", "--cache-only", "--scheduler", "fcfs"], "--scheduler has no meaning with --cache-only"),
         (["--blocks", "9", "--evictor", "lruu"], "Did you mean 'lru'?"),
     ],
