@@ -140,7 +140,8 @@ def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
     """As ``BarChart``."""
     shown = [row for row in rows if math.isfinite(row.value)]
     values = [max(row.value, row.tick or 0.0) for row in shown]
-    ends = [min(row.high or 0.0, FARTHEST * max(values)) for row in shown]  # a wide interval leaves room for the bars
+    most = FARTHEST * max(values, default=0.0) or math.inf  # a wide interval leaves room for the bars, if there are any
+    ends = [min(row.high or 0.0, most) for row in shown]
     most = max(values + ends + ([mark] if mark else []), default=1.0) or 1.0
     scale = (WIDTH - LEFT - 70) / most
     parts = []

@@ -23,7 +23,7 @@ from .charts import (
     number,
 )
 from .serving import knee_text
-from .trials import COUNTED, ratio_text
+from .trials import counted, ratio_text
 
 MOST_STEPS = 200  # of a distribution that is drawn
 MOST_LINES = 4  # of one chart
@@ -219,10 +219,11 @@ def _compare(found: Row) -> list[Block]:
     if len({row["weight_bytes"] for row in rows}) > 1:
         memory = "weights, MiB (not from 0)"
         out.append(_scatter("Memory and speed", rows, _lightness, lambda row: row["weight_bytes"] / 2**20, memory))
+    counts = counted(list(found["runs_by_name"].values()))
+    out += [BarChart(one.name.capitalize(), [_bar(row["name"], row, one.key) for row in rows]) for one in counts]
     if failed := found.get("failed"):
         out.append(Table(("configuration", "left out"), list(failed.items())))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
-    counts = [one for one in COUNTED if any(row.get(one.key) for row in rows)]
     if counts:
         table = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
         out.append(Table(("configuration", *(one.name for one in counts)), table))

@@ -60,7 +60,7 @@ RESULTS = {
     ),
     "closed": result("serve", rows=[{**LOADED, "request_rate": "inf"}]),
     "ablate": result("ablate", model_id=NAME, rows=[{**ROW, "part": NAME, "worth": WORTH, "sets": ["a=b"]}]),
-    "compare": result("compare", rows=[FIRST, SECOND]),
+    "compare": result("compare", rows=[FIRST, SECOND], runs_by_name={NAME: [], "b": []}),
     "latency": result("latency", rows=[BATCH]),
     "memory": result("memory", weight_bytes=1 << 20, kv_peak_bytes=2 << 20, rest_bytes=1 << 20),
     "throughput": result("throughput"),
@@ -189,6 +189,24 @@ def test_of_a_replay_without_preemptions_none_are_drawn():
         "Found in the cache, % of blocks",
     ]
     assert len(titles[1]) == 2 and titles[1][1] == "Evictions"
+
+
+def test_hits_evictions_and_preemptions_of_a_comparison_are_drawn_with_their_intervals_where_any_run_has_some():
+    runs = {name: [{"figures": {"prefix_hit_rate": 0.0, "evictions": n}} for n in (0, 0, 6)] for name in "ab"}
+    runs["a"][2]["figures"]["prefix_hit_rate"] = 0.25
+    rows = [{**FIRST, **repeats.merged([run["figures"] for run in own]), "name": name} for name, own in runs.items()]
+    found = json.loads(repeats.dumps(result("compare", rows=rows, runs_by_name=runs)))
+    drawn = {one.title: one.rows for _, one in report.charts_of("r", found)}
+    assert list(drawn) == ["Tokens a second", "Prefix hits", "Evictions"], "no preemption came"
+    for row, bar in zip(rows, drawn["Evictions"], strict=True):
+        low, high = row["intervals"]["evictions"]
+        assert (bar.name, bar.value) == (row["name"], 0.0) and bar.high == pytest.approx((high - low) / 2)
+    ends = re.findall(r'class="e" d="M[\d.]+ [\d.]+H([\d.]+)M', charts.bars(drawn["Evictions"], "medians of 0"))
+    assert set(map(float, ends)) == {charts.WIDTH - 70.0}, "intervals are within the axis where no bar has a length"
+    for gone in runs.values():
+        gone[2]["figures"] |= {"prefix_hit_rate": 0.0, "evictions": 0}
+    none = result("compare", rows=rows, runs_by_name=runs)
+    assert [one.title for _, one in report.charts_of("r", none)] == ["Tokens a second"]
 
 
 def test_failed_requests_are_no_fast_ones_and_loads_that_are_not_drawn_are_mentioned():
