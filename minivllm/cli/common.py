@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli import record as recording
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -87,6 +87,13 @@ def at_commas(text: str, flag: str) -> list[str]:
             f"{flag}: a quote or bracket has no end, or no beginning; want both, and commas between values"
         )
     return parts
+
+
+def named_parts(texts: Sequence[str], flag: str) -> list[str]:
+    """The plug-ins that a flag names, with commas between them or several times: each once, a name or a table of TOML
+    (``{name="mine",options={a=1,b=2}}``)."""
+    names = [name.strip() for text in texts for name in at_commas(text, f"{flag} {shown(text)}")]
+    return list(dict.fromkeys(filter(None, names)))
 
 
 def show_warnings() -> None:

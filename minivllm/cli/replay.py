@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import read_config
+from minivllm.cli.common import named_parts, read_config
 from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
-    from minivllm.config import Loaded
+    from minivllm.config import Loaded, PluginChoice
     from minivllm.traces.trace import Trace
 
 
@@ -52,13 +52,11 @@ def replay(args: argparse.Namespace) -> int:
     if args.output_json:
         files.check_output(args.output_json)
     trace = part_of(read_trace(args.trace), args.requests)
-    evictors, schedulers = (
-        [n for text in texts for n in text.split(",") if n] for texts in (args.evictor, args.scheduler)
-    )
+    evictors, schedulers = _choices(args, "evictor"), _choices(args, "scheduler")
     if args.cache_only and schedulers:
         raise ConfigError("--scheduler has no meaning with --cache-only, which runs none; leave one of them out")
-    for seam, names in (("evictor", evictors), ("scheduler", schedulers)):
-        args.set += _whose_options(seam, names, args.set)
+    for seam, choices in (("evictor", evictors), ("scheduler", schedulers)):
+        args.set += _whose_options(seam, choices, args.set)
     found = compare.cases(
         trace, configs_of(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
     )
@@ -86,13 +84,31 @@ def replay(args: argparse.Namespace) -> int:
     return 0
 
 
-def _whose_options(seam: str, names: list[str], sets: list[str]) -> list[str]:
+def _choices(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
+    """What ``--evictor`` or ``--scheduler`` names, each as ``--set`` would read it."""
+    from minivllm.config import load_config
+
+    found = []
+    for name in named_parts(getattr(args, seam), f"--{seam}"):
+        try:
+            found.append(getattr(load_config([], [f"{seam}={name}"], environ={}).engine, seam))
+        except ConfigError as exc:
+            raise ConfigError(str(exc).replace("--set", f"--{seam}", 1)) from None
+    return found
+
+
+def _whose_options(seam: str, choices: list[PluginChoice], sets: list[str]) -> list[str]:
     """``--set`` that names the plug-in whose options are given beside ``--evictor`` or ``--scheduler``."""
+    names = [choice.name for choice in choices]
     keys = {text.partition("=")[0].strip(): text.partition("=")[2] for text in sets}
     options = [key for key in keys if key.startswith(f"{seam}.options")]
     if not options or not names:
         return []
     whose = keys.get(f"{seam}.name", names[0] if len(set(names)) == 1 else "")
+    if whose in names and all(choice.model_fields_set > {"name"} for choice in choices if choice.name == whose):
+        raise ConfigError(
+            f"--set {options[0]} beside --{seam}, which says the options of {whose} itself: want them once"
+        )
     if whose not in names:
         raise ConfigError(
             f"--set {options[0]} beside --{seam} {','.join(names)}: want options of one that is run; "

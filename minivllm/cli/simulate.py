@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import files
-from minivllm.cli.common import at_commas, load
+from minivllm.cli.common import load, named_parts
 from minivllm.cli.replay import configs_of, part_of
-from minivllm.errors import ConfigError, shown
+from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
 
@@ -138,8 +138,7 @@ def _configs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     said: set[str] = set()
     given = []
     for seam in SEAMS:
-        names = [name.strip() for text in getattr(args, seam) for name in at_commas(text, f"--{seam} {shown(text)}")]
-        given.append([f"{seam}={name}" for name in dict.fromkeys(filter(None, names))] or [""])
+        given.append([f"{seam}={name}" for name in named_parts(getattr(args, seam), f"--{seam}")] or [""])
     for chosen in itertools.product(*given):
         own = copy(args)
         own.set = [*args.set, *filter(None, chosen)]

@@ -19,20 +19,24 @@ from .blocks import CacheRun, run_cache, run_optimum
 from .serve import ServeRun, ServeSizes, serve
 
 OPTIMUM = "optimum"
+SEAMS = ("evictor", "scheduler")
 
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """One row of the table.  ``evictor`` None is Belady's optimum."""
+    """One row of the table.  ``evictor`` None is Belady's optimum.  ``told``: the options of evictor and scheduler that
+    were given beside their names, behind which they are shown."""
 
     label: str
     evictor: Part | None
     scheduler: Part
     sizes: ServeSizes
+    told: tuple[str, str] = ("", "")
 
     @property
     def names(self) -> tuple[str, str]:
-        return _short(OPTIMUM if self.evictor is None else self.evictor.name), _short(self.scheduler.name)
+        evictor = OPTIMUM if self.evictor is None else _short(self.evictor.name) + self.told[0]
+        return evictor, _short(self.scheduler.name) + self.told[1]
 
 
 def _short(label: str) -> str:
@@ -42,8 +46,8 @@ def _short(label: str) -> str:
 def cases(
     trace: Trace,
     configs: Sequence[tuple[str, Loaded]],
-    evictors: Sequence[str] = (),
-    schedulers: Sequence[str] = (),
+    evictors: Sequence[PluginChoice] = (),
+    schedulers: Sequence[PluginChoice] = (),
     blocks: str = "",
     alone: bool = False,
     optimum: bool = False,
@@ -55,18 +59,32 @@ def cases(
     for label, loaded in configs:
         config, catalog = loaded.engine, Catalog.discover(allow_targets=loaded.engine.allow_targets)
         sizes = _sizes(trace, config, blocks, alone, distinct)
-        swaps = [(e, s) for s in (schedulers or [""]) for e in (evictors or [""])]
+        swaps = [(e, s) for s in tuple(schedulers) or (None,) for e in tuple(evictors) or (None,)]
         for evictor, scheduler in swaps:
-            asked = {k: (v, getattr(config, k)) for k, v in (("evictor", evictor), ("scheduler", scheduler)) if v}
-            over = {k: own if own.name == v else PluginChoice(name=v) for k, (v, own) in asked.items()}
-            chosen = config.model_copy(update=over)
-            parts = choose_seams(chosen, catalog, ("evictor", "scheduler"), loaded.origins)
-            found.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes))
+            over = {k: v for k, v in (("evictor", evictor), ("scheduler", scheduler)) if v and not _own(config, k, v)}
+            origins = {k: v for k, v in loaded.origins.items() if k.partition(".")[0] not in over}
+            origins |= {seam: f"--{seam}" for seam in over}
+            parts = choose_seams(config.model_copy(update=over), catalog, SEAMS, origins)
+            told = (_options(evictor), _options(scheduler))
+            found.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, told))
         if optimum:
-            names = dict.fromkeys(c.scheduler.name for c in found if c.label == label)
-            first = {n: next(c for c in found if c.label == label and c.scheduler.name == n) for n in names}
+            first: dict[str, ComparedCase] = {}
+            for case in found:
+                if case.label == label:
+                    first.setdefault(case.names[1], case)
             found += [replace(case, evictor=None) for case in first.values()]
     return found
+
+
+def _own(config: EngineConfig, seam: str, choice: PluginChoice) -> bool:
+    """Whether a choice is a name alone, and the one that the configuration has."""
+    return choice.model_fields_set == {"name"} and choice.name == getattr(config, seam).name
+
+
+def _options(choice: PluginChoice | None) -> str:
+    """The options of a choice as they stand behind its name, "" if it has none."""
+    given = choice.options if choice is not None else {}
+    return f" ({', '.join(f'{key}={value}' for key, value in given.items())})" if given else ""
 
 
 def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinct: dict[int, int]) -> ServeSizes:

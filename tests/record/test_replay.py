@@ -403,6 +403,35 @@ def test_options_beside_a_name_are_its_own_or_refused(args, says, capsys):
     assert (code, says in said.err) == (2 if says else 0, True), said.err
 
 
+def test_a_comma_within_brackets_parts_no_names_and_a_table_has_options_of_its_own(tmp_path, capsys):
+    (tmp_path / "a.toml").write_text('evictor = {name = "cost-aware", options = {horizon = 1.5}}\n')
+    table = '{name="cost-aware",options={horizon=9.0,ghosts=0}}'
+    shared = ["replay", "synthetic:requests=200,seed=0", "--blocks", "10%", "--cache-only", "--json"]
+    flags = ["--config", str(tmp_path / "a.toml"), "--evictor", f"lru, {table},", "--evictor", "cost-aware,lru"]
+    assert main([*shared, *flags]) == 0
+    found = {row["evictor"]: row["evictions"] for row in json.loads(capsys.readouterr().out)["runs"]}
+    assert list(found) == ["lru", "cost-aware (horizon=9.0, ghosts=0)", "cost-aware"]
+    for name, horizon, ghosts in ((list(found)[1], 9.0, 0), ("cost-aware", 1.5, None)):
+        sets = [f"evictor.options.horizon={horizon}", *([] if ghosts is None else [f"evictor.options.ghosts={ghosts}"])]
+        assert main([*shared, "--evictor", "cost-aware", *(word for text in sets for word in ("--set", text))]) == 0
+        assert json.loads(capsys.readouterr().out)["runs"][0]["evictions"] == found[name]
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--evictor", 'lru,{name="fifo"'], "a quote or bracket has no end"),
+        (["--evictor", "8"], "--evictor: evictor: 8 is no plug-in: want a name, or a table with name and options"),
+        (["--evictor", '{nam="lru"}'], "--evictor: unknown option 'evictor.nam'. Did you mean 'name'?"),
+        (["--scheduler", '{name="fair",options={x=1}}'], "--scheduler: "),
+        (["--evictor", '{name="s3fifo",options={small=0.5}}', *OPTION], "says the options of s3fifo itself"),
+    ],
+)
+def test_a_part_that_is_named_wrongly_is_refused_by_the_flag_that_names_it(args, says, capsys):
+    assert main(["replay", SMALL, "--blocks", "9", *args]) == 2
+    assert says in capsys.readouterr().err
+
+
 def test_the_options_of_the_evictor_that_is_run_are_used(capsys):
     run = [
         "replay",
