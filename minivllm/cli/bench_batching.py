@@ -80,7 +80,7 @@ async def measure(
     found: Sequence[tuple[BatchingWay, Loaded]],
 ) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
     """(what was measured, a row for each policy and rate, machine states): all policies with the same seeds, a run each
-    in turns, in an order that rotates."""
+    in turns, in an order that rotates.  One engine a policy: intervals do not hold how engines of a kind differ."""
     from minivllm import AsyncLLM
     from minivllm.bench.direct import DirectEngine
     from minivllm.bench.loads import Bench, OfferedLoad, row_of
@@ -118,8 +118,8 @@ def lines(title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], arg
     from minivllm.bench.trials import ratio_text
 
     out = [
-        f"{title}: {whole['num_prompts']} requests, {args.repeats} runs each, paired by seed; batches of {args.batch}, "
-        f"timeout {args.timeout_ms:g} ms; medians, ± half the 95 % interval",
+        f"{title}: {whole['num_prompts']} requests, {args.repeats} runs each by one engine a policy, paired by seed; "
+        f"batches of {args.batch}, timeout {args.timeout_ms:g} ms; medians, ± half the 95 % interval",
         f"{'rate':>7} {'policy':16} {'latency ms':>16} {'p99':>8} {'TTFT ms':>8} {'TPOT ms':>8} {'requests/s':>14} "
         f"{'latency over continuous':>26}",
     ]

@@ -176,7 +176,7 @@ def _batching_flags(sub: argparse.ArgumentParser) -> None:
     text = "other scheduling policies to measure too, by name"
     sub.add_argument("--policy", type=several(str), default=[], metavar="NAME,NAME", help=text)
     workload_flags(sub, prompts=40, ratio=0.5)
-    text = "all engines at once, a run each in turns: what drifts does so for all; needs memory for all of them"
+    text = "all engines (one a policy) at once, a run each in turns: what drifts does so for all; needs memory for all"
     sub.add_argument("--in-turns", action="store_true", help=text)
     repeat_flags(sub)
 

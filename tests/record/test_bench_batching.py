@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import minivllm
 from minivllm.bench import batching
 from minivllm.cli import bench_runs, main
 
@@ -18,12 +19,17 @@ FLAGS = ["--batch", "3", "--request-rate", "50", "--num-prompts", "6", "--input-
 
 
 @pytest.mark.parametrize("turns", [[], ["--in-turns"]])
-def test_all_policies_serve_the_same_requests_and_each_is_compared_with_continuous(tmp_path, capsys, turns):
+def test_all_policies_serve_the_same_requests_each_by_one_engine_and_are_compared_with_continuous(
+    tmp_path, capsys, monkeypatch, turns
+):
+    made, init = [], minivllm.AsyncLLM.__init__
+    monkeypatch.setattr(minivllm.AsyncLLM, "__init__", lambda self, **given: made.append(self) or init(self, **given))
     out = tmp_path / "b.json"
     more = ["--repeats", "2", "--warmups", "0", "--policy", "fair", *turns]
     assert main(["bench", "batching", *SETS, *FLAGS, *more, "--output-json", str(out)]) == 0
     told, found = capsys.readouterr().out, json.loads(out.read_text())
     assert [row["policy"] for row in found["rows"]] == ["static", "size-or-timeout", "continuous", "adaptive", "fair"]
+    assert len(made) == 5 and "2 runs each by one engine a policy, paired by seed" in told
     tokens = {tuple(run["total_input_tokens"] for run in row["repeats"]) for row in found["rows"]}
     assert len(tokens) == 1, "runs of one seed have the same prompts"
     for row in found["rows"]:
