@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 
@@ -73,6 +73,7 @@ _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 _short.maxstring = _short.maxother = _short.maxlong = 120
 QUOTED = 240  # characters of a value in a message
+CAUSES = 8  # exceptions of a chain that are looked at
 
 
 def shown(value: object) -> str:
@@ -96,22 +97,90 @@ def want_name(cls: type) -> str:
     return f"want a name; of this one '{module}:{cls.__qualname__}', with allow_targets=[{module!r}]"
 
 
-def told(exc: BaseException) -> str:
-    """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does."""
+def told(exc: BaseException, part: object = None) -> str:
+    """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does; and where it
+    was raised, if that was in a part that is not of this package, or else the file of the ``part`` that was asked."""
     try:
         text = next(iter(str(exc).strip().splitlines()), "")[:400]
     except BaseException:  # somebody else's code
         text = "its text cannot be made"
-    return f"{type(exc).__name__}: {text}"
+    where = raised_at(exc) or from_file(part)
+    return f"{type(exc).__name__}: {text}{'' if where in text else where}"
+
+
+# (module, class) -> the part made of it in this process, of those that are not of this package
+_others: dict[tuple[str, str], str] = {}
+
+
+def note_part(who: str, kind: type) -> None:
+    """A part is made of a class: what is raised in its package is told with its place from now on."""
+    if kind.__module__.partition(".")[0] != __package__:
+        _others[kind.__module__, kind.__qualname__] = who
+
+
+def _raised(exc: BaseException | None) -> tuple[str, str]:
+    """(the part, FILE:LINE of its package's code) that an exception came through last, of those that are not of this
+    package; "" of none."""
+    parts: dict[str, dict[str, None]] = {}
+    for (module, _), part in _others.items():
+        parts.setdefault(module.partition(".")[0], {})[part] = None
+    who = top = place = ""
+    for _ in range(CAUSES):
+        trace = exc.__traceback__ if exc is not None else None
+        while trace is not None:
+            frame, line, trace = trace.tb_frame, trace.tb_lineno, trace.tb_next
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package in parts:
+                kind = type(frame.f_locals.get("self"))
+                top, place = package, f"{frame.f_code.co_filename}:{line}"
+                who = _others.get((kind.__module__, kind.__qualname__), who)
+        if exc is None or place:
+            break
+        exc = exc.__cause__
+    return who or (f"a part of {top}" if len(parts.get(top, ())) > 1 else "".join(parts.get(top, ()))), place
+
+
+def raised_at(exc: BaseException) -> str:
+    """`` (at FILE:LINE)``: where an exception left a part that is not of this package, in a message; else nothing."""
+    _, place = _raised(exc)
+    return f" (at {brief(place, 300)})" if place else ""
+
+
+def whose(exc: BaseException) -> str:
+    """The part that is not of this package that an exception came through, "" if it came through none."""
+    return _raised(exc)[0]
+
+
+def told_of_step(exc: BaseException, parts: Mapping[str, Any]) -> str:
+    """``told`` of what many parts compute together, by seam: where it was raised in none of those that are not of this
+    package, they are named, as what they gave may be the cause."""
+    said = told(exc)
+    others = {seam: part for seam, part in parts.items() if part.target.split(".")[0] != __package__}
+    if not others or raised_at(exc):
+        return said
+    names = (f"{seam} {brief(part.name)}{_file_of(part.target.partition(':')[0])}" for seam, part in others.items())
+    return f"{said}; parts that are not minivllm's own: {', '.join(names)}"
+
+
+def part_fault(exc: BaseException) -> PluginError | None:
+    """What to raise from an exception that nobody raised on purpose, if it came through a part that is not of this
+    package."""
+    if not whose(exc) or isinstance(exc, (MinivllmError, NotImplementedError)):
+        return None
+    return PluginError(f"{whose(exc)} failed: {told(exc)}")
 
 
 def from_file(part: object) -> str:
     """`` (of FILE)``: where the class of a part is from, in a message; nothing of those in this package, and of those
     that no file has by their name."""
     kind, module = type(part), sys.modules.get(type(part).__module__)
-    file = getattr(module, "__file__", None)
     own = kind.__module__.startswith(f"{__package__}.") or not hasattr(module, kind.__qualname__.partition(".")[0])
-    return "" if file is None or own else f" (of {brief(str(file))})"
+    return "" if own else _file_of(kind.__module__)
+
+
+def _file_of(module: str) -> str:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return "" if file is None else f" (of {brief(str(file))})"
 
 
 def error_from(name: str, message: str, param: str | None = None) -> Exception:

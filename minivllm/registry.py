@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import MinivllmError, OptionError, PluginError, shown, suggest, told
+from minivllm.errors import MinivllmError, OptionError, PluginError, note_part, shown, suggest, told
 from minivllm.spec import (
     ANY,
     CONTRACT,
@@ -429,6 +429,7 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     who = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
     found = guarded_import(who, part.target, part.source)
     check_base(KINDS[kind], who, found)
+    note_part(f"{kind} {part.name}", found)
     model = guarded_import(who, part.options_target, part.source) if part.options_target else None
     try:
         options = model(**part.options) if model is not None else None

@@ -1,12 +1,27 @@
-"""Which layers of a model share block tables: a KV group has one table for all of its layers."""
+"""Which layers of a model share block tables, and which there are: a KV group has one table for all of its layers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import PluginError, from_file, shown
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnSpec
+    from minivllm.core.interfaces.model import ModelArch
+
+
+def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
+    """The attention layers of a model.  PluginError for what is none."""
+    from minivllm.core.interfaces.attention import AttnSpec
+
+    given: Any = arch.attention(cfg)
+    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(layer, AttnSpec) for layer in found):
+        who = f"model {type(arch).__name__}{from_file(arch)}"
+        raise PluginError(f"{who}: attention() gave {shown(given)}; want an AttnSpec for each layer")
+    return found
 
 
 def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:

@@ -12,6 +12,7 @@ from minivllm.loading.hf_config import Checkpoint
 from minivllm.registry import build_part
 
 from .draft_limits import DraftLimits
+from .kv_groups import attention_layers
 from .places import ModelPlaces, told
 
 # what a processor with a model of its own cannot claim: the model reads a row once in a step, outside of a capture
@@ -41,7 +42,7 @@ class OwnModels:
         self.limits.check_config(said, own)
         parts = self.choose(checkpoint)
         arch = build_part("model", parts["model"])
-        layers = tuple(arch.attention(own))
+        layers = attention_layers(arch, own)
         self.limits.check_layers(said, layers, arch.switch(own))
         self.layers += layers
         self.notes.append((note, f"{told(checkpoint.folder)} ({checkpoint.architecture})"))

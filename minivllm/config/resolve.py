@@ -22,7 +22,7 @@ from minivllm.core.interfaces.executor import (
     SpeculationWiring,
     Wiring,
 )
-from minivllm.errors import ConfigError, ModelError, PluginError, shown
+from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
 from minivllm.native import library
@@ -33,7 +33,7 @@ from minivllm.validation import begins, source_of
 from . import tensor_parallel
 from .draft_limits import DraftLimits
 from .explanation import Explanation
-from .kv_groups import group_layers
+from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, told
 from .steps import wire_steps
@@ -274,11 +274,13 @@ class _Fold:
         hf_config = checkpoint.hf_config()
         arch = build_part("model", part)
         try:
-            specs, switch = tuple(arch.attention(hf_config)), arch.switch(hf_config)
+            specs, switch = attention_layers(arch, hf_config), arch.switch(hf_config)
         except ModelError as exc:
             raise ModelError(f"{checkpoint.folder}/config.json: {exc}") from exc
         except AttributeError as exc:  # a field that the architecture needs
-            raise ModelError(f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}") from exc
+            raise ModelError(
+                f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}{raised_at(exc)}"
+            ) from exc
         if not specs:
             raise ModelError(f"{checkpoint.folder}/config.json: the model has no attention layer")
         if "any_architecture" in part.features:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.finish import eos_within
 from minivllm.core.interfaces.grammar import GrammarContext
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, part_fault
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
@@ -21,7 +21,17 @@ if TYPE_CHECKING:
 
 
 def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the parts, load the model, start the executor.  ``live``: for clients whose time is the real one."""
+    """Choose the parts, load the model, start the executor.  ``live``: for clients whose time is the real one.
+    PluginError names a part of another package that raises meanwhile."""
+    try:
+        return _build(loaded, live)
+    except Exception as exc:
+        if fault := part_fault(exc):
+            raise fault from exc
+        raise
+
+
+def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | None]:
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic

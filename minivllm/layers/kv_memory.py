@@ -9,6 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from minivllm.core.interfaces.attention import AttentionBackend
+from minivllm.core.interfaces.kvformat import KVLayout
+from minivllm.errors import PluginError, from_file, shown
+
+
+def layouts_of(backend: AttentionBackend, layers: Sequence[Any], fmt: Any, block: int) -> list[KVLayout]:
+    """How a back end lays out the blocks of each layer.  PluginError for what is no layout."""
+    found = [backend.layout(layer.spec, fmt, block) for layer in layers]
+    if wrong := [one for one in found if not isinstance(one, KVLayout)]:
+        who = f"attention {type(backend).__name__}{from_file(backend)}"
+        raise PluginError(f"{who}: layout() gave {shown(wrong[0])}; want a KVLayout")
+    return found
+
 
 def allocate(
     layers: Sequence[Any],

@@ -14,7 +14,7 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, Attn
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, Experts, Norm, Rope
 from minivllm.core.interfaces.model import Model
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, WeightScheme
-from minivllm.errors import ModelError, PluginError
+from minivllm.errors import ModelError, PluginError, from_file, shown
 
 from . import invariant
 from .activation import APPLY, gate_mul
@@ -120,7 +120,7 @@ class ModelParts:
         copies: Mapping[str, int] | None = None,
     ) -> Linear:
         info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
-        return self._add(Linear(info, self.quantizer.scheme(info) or self._dense(info), self.group))
+        return self._add(Linear(info, self._scheme(info) or self._dense(info), self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool) -> Linear:
         """Queries, keys and values of an attention layer in one matrix, as parts "q", "k" and "v"."""
@@ -139,6 +139,14 @@ class ModelParts:
             raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
         return inp, parts
 
+    def _scheme(self, info: ModuleInfo) -> WeightScheme | None:
+        """The quantizer's, None: it leaves the module as it is.  PluginError for what is neither."""
+        scheme = self.quantizer.scheme(info)
+        if scheme is not None and not isinstance(scheme, WeightScheme):
+            who = f"quantizer {type(self.quantizer).__name__}{from_file(self.quantizer)}"
+            raise PluginError(f"{who}: scheme() gave {shown(scheme)} for {info.name}; want a WeightScheme, or None")
+        return scheme
+
     def _dense(self, info: ModuleInfo) -> Dense:
         return Dense(info, self.pairs, invariant=self.invariant)
 
@@ -147,7 +155,7 @@ class ModelParts:
     ) -> RouterLinear:
         """x [T, inp] -> logits [T, outputs]: of experts, or of the gate of a shared one."""
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
-        return self._add(RouterLinear(info, self.quantizer.scheme(info) or self._dense(info), choice_bias))
+        return self._add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
 
     def expert_linear(
         self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
@@ -156,7 +164,7 @@ class ModelParts:
         inp, parts = self._shares(name, inp, parts, split)
         each = [(f"{e}.{part}" if part else str(e), rows) for e in range(count) for part, rows in parts]
         info = self._info(name, "experts", inp, each, bias=bias, split=split, experts=count)
-        scheme = self.quantizer.scheme(info)
+        scheme = self._scheme(info)
         if scheme is not None and type(scheme).expert is WeightScheme.expert:
             raise PluginError(
                 f"{type(scheme).__name__} stores no experts ({name}): want a quantizer that does, or leaves them out"
@@ -183,7 +191,7 @@ class ModelParts:
         it is looked up by calling it alone, so that a quantizer may hold it."""
         group = self.group if self.shard.size > 1 and not whole else None
         scheme, info = None, self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
-        if packable and (scheme := self.quantizer.scheme(info)) is not None:
+        if packable and (scheme := self._scheme(info)) is not None:
             scheme = None if type(scheme).gather is WeightScheme.gather else scheme
         return self._add(Embedding(info, rows, scheme, group))
 
@@ -200,8 +208,8 @@ class ModelParts:
                 "tensor_parallel_size that divides them"
             )
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, self.quantizer.scheme, self.pairs, self.invariant))
-        return self._add(LMHead(info, self.quantizer.scheme(info) or self._dense(info), vocab, group))
+            return self._add(TiedLMHead(info, tied, self._scheme, self.pairs, self.invariant))
+        return self._add(LMHead(info, self._scheme(info) or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """``kind``: a number is the epsilon of a plain RMSNorm."""

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
-from minivllm.errors import MinivllmError, ModelError, ResourceError, shown, suggest
+from minivllm.errors import MinivllmError, ModelError, PluginError, ResourceError, from_file, raised_at, shown, suggest
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import ModelParts
@@ -87,15 +87,22 @@ def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
 
 def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path = "") -> Model:
     """The model of the folder ``where`` with its memory taken and not yet filled.  ModelError on a config value that is
-    not implemented, and on sizes that no tensor can have; ResourceError where there is no memory."""
+    not implemented, and on sizes that no tensor can have; ResourceError where there is no memory; PluginError for what
+    is no model."""
     try:
-        return arch.build(cfg, parts)
+        model = arch.build(cfg, parts)
     except torch.OutOfMemoryError as e:
         raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
     except (RuntimeError, TypeError) as e:
         if isinstance(e, MinivllmError):
             raise
-        raise ModelError(f"{where}/config.json: the model cannot be built: {str(e).splitlines()[0]}") from e
+        raise ModelError(
+            f"{where}/config.json: the model cannot be built: {str(e).splitlines()[0]}{raised_at(e)}"
+        ) from e
+    if not callable(model) or not callable(getattr(model, "logits", None)):
+        who = f"model {type(arch).__name__}{from_file(arch)}"
+        raise PluginError(f"{who}: build() gave {shown(model)}; want a Model, which is called and has logits()")
+    return model
 
 
 def load_weights(

@@ -127,11 +127,13 @@ def test_a_configuration_that_fails_is_left_out_and_the_others_are_compared(caps
     path, config = tmp_path / "r.json", tmp_path / "c.toml"
     config.write_text('dtype = "float32"\n')
     monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "own_failing", raising=False)
     args = ["compare", str(config), *SMALL, *LITTLE, "--seeds", "1,2", *turns, "--allow-target", "own_failing"]
     args += ["--output-json", str(path), "--sweep"]
     code, out, err = said(capsys, *args, "evictor=lru,own_failing:Own,fifo")
     assert code == 1 and "evictor=fifo over evictor=lru: only evictor differs\n" in out, err
-    assert err.count("no luck; it is left out, and the others go on") == 1, err
+    place = f"(at {tmp_path / 'own_failing.py'}:6)"
+    assert err.count(f"no luck {place}; it is left out, and the others go on") == 1, err
     assert out.splitlines()[-1].startswith("failed: evictor=own_failing:Own: ")
     found = json.loads(path.read_text())
     assert [row["name"] for row in found["rows"]] == ["evictor=lru", "evictor=fifo"]

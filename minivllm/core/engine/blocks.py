@@ -28,7 +28,7 @@ import numpy as np
 
 from minivllm.core.interfaces.attention import NULL_BLOCK
 from minivllm.core.interfaces.evictor import BlockInfo
-from minivllm.errors import EngineDeadError, from_file, told
+from minivllm.errors import EngineDeadError, told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,8 +127,8 @@ class BlockPool:
             if what == "victims":
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
-            said = f"{type(self.evictor).__name__} failed in {what}: {told(e)}"
-            raise EngineDeadError(f"evictor {said}{from_file(self.evictor)}") from e
+            said = f"{type(self.evictor).__name__} failed in {what}: {told(e, self.evictor)}"
+            raise EngineDeadError(f"evictor {said}") from e
         return found
 
     def _drop(self, keys: np.ndarray) -> None:

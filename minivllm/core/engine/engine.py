@@ -178,8 +178,8 @@ class Engine:
             for seq in queued:
                 if seq.queued:
                     self.planner.waiting.remove(seq)
-            who = f"scheduler {type(self.planner.policy).__name__}"
-            raise RequestError(f"{who} failed on this request: {told(e)}") from e
+            who, said = type(self.planner.policy).__name__, told(e, self.planner.policy)
+            raise RequestError(f"scheduler {who} failed on this request: {said}") from e
         self.requests[request.id] = request
         self.events.request_added(request)
 
@@ -327,9 +327,8 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as e:
-            raise EngineDeadError(
-                f"executor {type(self.executor).__name__} failed: {told(e)}"
-            ) from e
+            who, said = type(self.executor).__name__, told(e, self.executor)
+            raise EngineDeadError(f"executor {who} failed: {said}") from e
 
     def watch(self) -> None:
         """Look at the executor while there is nothing to do: one that has died ends the engine now."""
@@ -354,7 +353,8 @@ class Engine:
         except EngineDeadError as e:
             self._die(str(e))
         except Exception as e:
-            self._failed(f"planning failed ({type(self.planner.policy).__name__}): {told(e)}")
+            policy = self.planner.policy
+            self._failed(f"planning failed ({type(policy).__name__}): {told(e, policy)}")
         return None
 
     def _count_failures(self, result: Any) -> None:

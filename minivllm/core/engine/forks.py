@@ -178,7 +178,7 @@ def advance(engine: Engine, beams: Beams) -> None:
             engine,
             request,
             Finish("error"),
-            f"strategy {type(request.strategy).__name__}: {told(e)}",
+            f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}",
         )
         return
     engine.publisher.tokens += len(step.append) + step.outputs
@@ -199,7 +199,7 @@ def finish_beams(engine: Engine, request: Request, cut: Finish | None, error: st
     except Exception as e:
         cut = Finish("error")
         outputs = [Kept(None, None, cut)]
-        error = error or f"strategy {type(request.strategy).__name__}: {told(e)}"
+        error = error or f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}"
     if beams in engine.planner.searches:
         engine.planner.searches.remove(beams)
     try:

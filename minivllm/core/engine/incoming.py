@@ -100,7 +100,7 @@ class Binder(NamedTuple):
         except RequestError:
             raise
         except Exception as e:
-            raise RequestError(f"{self.name} failed on this request: {told(e)}") from e
+            raise RequestError(f"{self.name} failed on this request: {told(e, self.made)}") from e
 
 
 def binders(processors: Processors) -> list[Binder]:

@@ -201,7 +201,7 @@ class RowMasks:
         except Exception as e:
             sound = False
             for seq in late.seqs:
-                self._fail(seq, f"{type(plugin).__name__} failed: {told(e)}")
+                self._fail(seq, f"{type(plugin).__name__} failed: {told(e, plugin)}")
         early = known < late.min_length
         late.before.leave_out(mask, early)
         late.after.leave_out(mask, ~early)

@@ -284,7 +284,7 @@ class Planner:
             self.finish(
                 seq,
                 "error",
-                error=f"scheduler {type(self.policy).__name__} failed on it: {told(e)}",
+                error=f"scheduler {type(self.policy).__name__} failed on it: {told(e, self.policy)}",
             )
 
     def leave(self, slot: int) -> None:

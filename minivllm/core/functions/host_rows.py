@@ -56,7 +56,7 @@ class HostDraw:
             return call_foreign(self._draw, x, ids)
         except Exception as e:
             raise RuntimeError(
-                f"sampler {type(self.sampler).__name__} failed on the host: {told(e)}"
+                f"sampler {type(self.sampler).__name__} failed on the host: {told(e, self.sampler)}"
             ) from e
 
     def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:

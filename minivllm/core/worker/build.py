@@ -16,7 +16,7 @@ from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
 from minivllm.errors import ConfigError, ResourceError
 from minivllm.hardware import free_ram
-from minivllm.layers.kv_memory import allocate
+from minivllm.layers.kv_memory import allocate, layouts_of
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import prepare_qk
 from minivllm.loading import shapes
@@ -193,10 +193,10 @@ def _load(
 
 
 def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
-    layouts = [worker.backend.layout(layer.spec, fmt, wiring.block) for layer in parts.layers]
+    layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
     worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
     for own in worker.own_models.values():
-        its = [own.backend.layout(layer.spec, fmt, wiring.block) for layer in own.parts.layers]
+        its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)
         worker.block_bytes[0] += sum(layout.bytes for layout in its)
         layouts += its
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]

@@ -19,6 +19,7 @@ from torch import Tensor
 from minivllm.core.interfaces.plan import FAILED, StepError
 from minivllm.core.interfaces.sampling import Draw, Processor, Rows
 from minivllm.core.timing import SeamTimes, processor_seams
+from minivllm.errors import told
 
 from . import sampling, step
 from .build import fused
@@ -181,7 +182,8 @@ class GuardedCalls(BoundCalls):
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
         rows = np.flatnonzero(~self.failed) if rows is None else rows
         self.failed[rows] = True
-        self.errors.append(as_error("rows", self.chain.names[p], e, rows))
+        name, message = self.chain.names[p], told(e, self.chain.made[p])
+        self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
 
 
 class SeparateCalls(GuardedCalls):
@@ -279,8 +281,3 @@ class SeparateCalls(GuardedCalls):
         return sampling.logprobs_of(
             logits, tokens, self.topk, fused(wiring), wiring.batch_invariant
         )
-
-
-def as_error(scope: str, plugin: str, e: Exception, rows: np.ndarray) -> StepError:
-    text = f"{type(e).__name__}: {e}".splitlines()[0][:400]
-    return StepError(scope, plugin, text, tuple(rows.tolist()))

@@ -76,7 +76,9 @@ class Drafting:
             tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
             return _checked(tokens, count, len(slots), ask.k, runner.worker.vocab_size)
         except Exception as e:  # whatever a drafter raises costs its drafts
-            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", told(e))
+            running.without_drafts = StepError(
+                "drafts", f"drafter {self.part.name}", told(e, self.drafter)
+            )
             self.broken = True
             return None
 

@@ -24,13 +24,13 @@ from minivllm.core.interfaces.model import takes_logits_indices
 from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
-from minivllm.errors import RequestError, told
+from minivllm.errors import RequestError, told, told_of_step, whose
 from minivllm.hardware import free_ram
 from minivllm.layers.native_steps import NativeSteps, native_steps
 
 from . import step
 from .build import build_worker, has_kernels
-from .calls import GuardedCalls, ProcessorChain, SeparateCalls, as_error
+from .calls import GuardedCalls, ProcessorChain, SeparateCalls
 from .capture import ALONE, synchronize
 from .drafting import Drafting
 from .own_model import OwnModel
@@ -338,12 +338,9 @@ class Runner:
         return pinned.copy_(t, non_blocking=True)
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
-        names = {
-            "attention": self.wiring.parts["attention"].name,
-            "model": self.wiring.parts["model"].name,
-        }
-        scope = "device" if what == "delta" else "step"
-        running.errors = [as_error(scope, names.get(what, what), e, np.empty(0, int))]
+        scope, parts = "device" if what == "delta" else "step", self.wiring.parts
+        who = whose(e) or (parts[what].name if what in ("attention", "model") else what)
+        running.errors = [StepError(scope, who, told_of_step(e, parts))]
         running.hidden = None
 
     def profile_start(self) -> None:

@@ -17,7 +17,7 @@ import minivllm
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import StepResult
 from minivllm.core.worker.process import build
-from minivllm.errors import MinivllmError, ResourceError
+from minivllm.errors import MinivllmError, ResourceError, part_fault
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
 from minivllm.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
@@ -84,9 +84,14 @@ class Rank:
                 self.channel.send(FAILED, [_failure(0, e)])
                 return
             except RuntimeError as e:
-                if self.ranks is None or self.ranks.lost is None:
+                if (alone := self.ranks is None or self.ranks.lost is None) and part_fault(e) is None:
                     raise
-                self.channel.send(LOST, [_failure(0, e)])
+                self.channel.send(FAILED if alone else LOST, [_failure(0, e)])
+                return
+            except Exception as e:
+                if part_fault(e) is None:
+                    raise
+                self.channel.send(FAILED, [_failure(0, e)])
                 return
             self.note(PHASE, IS_READY)
             self.channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])

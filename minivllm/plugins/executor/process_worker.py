@@ -15,7 +15,7 @@ import numpy as np
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.core.worker.process import build
-from minivllm.errors import MinivllmError, ResourceError, told
+from minivllm.errors import MinivllmError, ResourceError, part_fault, told
 from minivllm.processes.channel import Channel, ChannelClosed
 from minivllm.processes.child import attach
 from minivllm.processes.rhythm import Rhythm, let_others
@@ -42,9 +42,11 @@ def _serve(channel: Channel) -> None:
     try:
         try:
             capacity = executor.adopt(build(first.data.decode()))
-        except MinivllmError as e:
+        except Exception as e:
             if isinstance(e, ResourceError):
                 e = with_others(e, json.loads(first.data)["device"])
+            elif not isinstance(e, MinivllmError) and part_fault(e) is None:
+                raise  # a bug: its trace is wanted whole
             channel.send(FAILED, [_failure(0, e)])
             return
         channel.send(READY, [_answer(0, dataclasses.asdict(capacity))])
@@ -124,6 +126,7 @@ def _answer(call: int, value: Any) -> bytes:
 
 
 def _failure(call: int, e: Exception) -> bytes:
+    e = part_fault(e) or e
     words = str(e) if isinstance(e, (MinivllmError, NotImplementedError)) else told(e)
     error = {"name": type(e).__name__, "message": words, "param": getattr(e, "param", None)}
     return json.dumps({"call": call, "error": error}).encode()

@@ -1,0 +1,131 @@
+"""A part from a file of the user's that raises, or gives what it must not: the message names the part, its file and,
+where the part raised, the line."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from cli_helpers import said
+
+from minivllm.errors import PluginError, part_fault, raised_at, told, whose
+
+BASES = {
+    "scheduler": "scheduler.fcfs:Fcfs",
+    "sampler": "sampler.default:DefaultSampler",
+    "quantizer": "quantizer.none:Unquantized",
+    "attention": "attention.sdpa:Sdpa",
+    "model_arch": "model.qwen3:Qwen3",
+    "evictor": "evictor.lru:Lru",
+}
+PART = """from minivllm.plugins.{module} import {base}
+
+
+class Own({base}):
+    def {method}(self, *given, **named):
+        {body}
+"""
+LINE = 6  # where ``body`` stands
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """Writes a module with a part that does ``body`` in a method; gives its path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("own_fault", None)
+
+    def write(seam, method, body):
+        module, _, base = BASES[seam].partition(":")
+        path = tmp_path / "own_fault.py"
+        path.write_text(PART.format(module=module, base=base, method=method, body=body))
+        return path
+
+    yield write
+    sys.modules.pop("own_fault", None)
+
+
+def run(capsys, seam, *more):
+    flags = ["--set", "device=cpu", "--set", f"{seam}=own_fault:Own", "--allow-target", "own_fault"]
+    return said(capsys, "generate", "Once", "--max-tokens", "2", *flags, *more)
+
+
+RAISES = [
+    ("scheduler", "key", "scheduler Own failed on this request: ", 2),
+    ("scheduler", "shape", "planning failed (Own): ", 7),
+    ("sampler", "bind", "local/own_fault:Own failed on this request: ", 2),
+    ("sampler", "draw", "local/own_fault:Own: ", 1),
+    ("quantizer", "scheme", "quantizer local/own_fault:Own failed: ", 4),
+    ("attention", "layout", "attention local/own_fault:Own failed: ", 4),
+    ("attention", "forward", "the step failed: attention local/own_fault:Own: ", 1),
+    ("model_arch", "attention", "model local/own_fault:Own failed: ", 4),
+    ("model_arch", "weights", "model local/own_fault:Own failed: ", 4),
+    ("evictor", "add", "evictor Own failed in add: ", 7),
+]
+
+
+@pytest.mark.parametrize(("seam", "method", "names", "code"), RAISES)
+def test_what_an_own_part_raises_is_told_with_the_part_its_file_and_the_line(own, capsys, seam, method, names, code):
+    path = own(seam, method, 'raise KeyError("lost")')
+    ended, _, err = run(capsys, seam)
+    assert f"{names}KeyError: 'lost' (at {path}:{LINE})" in err and ended == code
+
+
+NO_HIDDEN = "type('M', (), {'__call__': lambda *step: None, 'logits': m.logits})()"
+GIVES = [
+    ("scheduler", "key", "return None", "key() gave None; want numbers"),
+    ("scheduler", "shape", "return None", "shape() gave None; want a StepShape"),
+    ("sampler", "bind", "return 3", "bind returned 3; want a Row or None"),
+    ("quantizer", "scheme", "return 3", "scheme() gave 3 for embed; want a WeightScheme, or None"),
+    ("attention", "layout", "return None", "layout() gave None; want a KVLayout"),
+    ("model_arch", "attention", "return [None]", "attention() gave [None]; want an AttnSpec for each layer"),
+    ("model_arch", "build", "return None", "build() gave None; want a Model, which is called and has logits()"),
+    (
+        "model_arch",
+        "build",
+        f"m = super().build(*given); return {NO_HIDDEN}",
+        "parts that are not minivllm's own: model",
+    ),
+]
+
+
+@pytest.mark.parametrize(("seam", "method", "body", "wanted"), GIVES)
+def test_what_an_own_part_gives_wrongly_is_told_with_its_file(own, capsys, seam, method, body, wanted):
+    path = own(seam, method, body)
+    ended, _, err = run(capsys, seam)
+    assert ended and wanted in err and f"(of {path})" in err and "Own" in err and "a bug" not in err
+
+
+def test_a_fault_in_a_process_of_its_own_is_told_as_one_in_this_is(own, capsys):
+    path = own("quantizer", "scheme", "return {}[given]")
+    ended, _, err = run(capsys, "quantizer", "--set", "executor=process")
+    assert ended == 4 and "quantizer local/own_fault:Own failed: KeyError" in err and f"(at {path}:{LINE})" in err
+
+
+def test_of_several_parts_of_a_package_the_one_is_named_whose_method_an_exception_came_through(monkeypatch):
+    from minivllm import errors
+
+    monkeypatch.setattr(errors, "_others", {})
+    here: dict = {"__name__": "acme.parts"}
+    exec("class A:\n    def f(self): g()\n\nclass B(A): ...\n\ndef g(): raise ValueError('x')", here)
+    errors.note_part("evictor acme/a", here["A"])
+    for call, name in ((here["A"]().f, "evictor acme/a"), (here["g"], "evictor acme/a")):
+        with pytest.raises(ValueError, match="x") as caught:
+            call()
+        assert whose(caught.value) == name and raised_at(caught.value) == " (at <string>:6)"
+    errors.note_part("scheduler acme/b", here["B"])
+    for call, name in ((here["B"]().f, "scheduler acme/b"), (here["g"], "a part of acme")):
+        with pytest.raises(ValueError, match="x") as caught:
+            call()
+        assert whose(caught.value) == name
+    wrapped = RuntimeError("in between")
+    wrapped.__cause__ = caught.value
+    assert told(wrapped) == "RuntimeError: in between (at <string>:6)"
+    assert told(RuntimeError(told(caught.value))).count("(at ") == 1
+    assert str(part_fault(caught.value)) == "a part of acme failed: ValueError: x (at <string>:6)"
+
+
+def test_what_was_raised_on_purpose_or_elsewhere_is_no_fault_of_a_part():
+    assert part_fault(PluginError("told already")) is None
+    with pytest.raises(KeyError) as caught:
+        {}["a"]
+    assert part_fault(caught.value) is None and told(caught.value) == "KeyError: 'a'"
