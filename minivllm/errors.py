@@ -91,6 +91,12 @@ def brief(text: str, most: int = 120) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+def where_requests_go() -> str:
+    """What to say where a trace stands in the place of requests with prompts, or the reverse."""
+    traces = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
+    return f"{traces}, lines with a prompt to --dataset of bench, compare and ablate"
+
+
 def want_name(cls: type) -> str:
     """What to say instead of a class where a plug-in's name is wanted, since it travels to other processes as text."""
     module = cls.__module__

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm import files
-from minivllm.errors import ConfigError, shown
+from minivllm.errors import ConfigError, shown, where_requests_go
 
 VOCAB = 1000  # ids below it are drawn where nobody says how many there are
 LONGEST = 1 << 20  # tokens of an answer
@@ -62,6 +62,10 @@ def read(path: str, output_len: int) -> list[BenchAsk]:
     has them.  ConfigError names the line."""
     found = []
     want = "want one JSON object with a 'prompt' a line"
+    named, table = path.startswith(("sample:", "synthetic:")), path.lower().endswith(".csv")
+    want += f"; {where_requests_go()}" if named or table else ""
+    if named:
+        raise ConfigError(f"{path}: names a trace; {want}")
     for number, line in enumerate(files.read_lines(path), 1):
         if line.strip():
             try:
@@ -82,7 +86,8 @@ def _ask(value: Any, where: str, output_len: int) -> BenchAsk:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: want an object with a 'prompt', or a text, not {shown(value)}")
     if unknown := sorted(set(value) - {"prompt", "max_tokens", "at"}):
-        raise ConfigError(f"{where}: {', '.join(map(shown, unknown))}: want prompt, max_tokens and at")
+        other = f"; {where_requests_go()}" if "prompt" not in value and "input_length" in value else ""
+        raise ConfigError(f"{where}: {', '.join(map(shown, unknown))}: want prompt, max_tokens and at{other}")
     prompt, tokens, at = value.get("prompt"), value.get("max_tokens", output_len), value.get("at")
     ids = isinstance(prompt, Sequence) and all(type(i) is int and i >= 0 for i in prompt)
     if not prompt or not (isinstance(prompt, str) or ids):

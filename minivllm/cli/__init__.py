@@ -33,7 +33,7 @@ from minivllm.cli import (
 )
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
-from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest
+from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
 from minivllm.plain import is_text
 
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
@@ -58,8 +58,10 @@ class CommandParser(argparse.ArgumentParser):
                 self.error(str(exc))
         found, unknown = super().parse_known_args(args, namespace)
         if unknown and self._subparsers is None:  # here, where the command's own flags are known
-            near = suggest(unknown[0].partition("=")[0], self._option_string_actions)
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}")
+            flag = unknown[0].partition("=")[0]
+            near = suggest(flag, self._option_string_actions)
+            more = f"; {where_requests_go()}" if flag in ("--dataset", "--trace") else near and f".{near}"
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{more}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:

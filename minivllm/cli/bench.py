@@ -11,7 +11,7 @@ from typing import Any
 from minivllm import files
 from minivllm.cli import bench_runs
 from minivllm.cli.common import load, open_llm
-from minivllm.errors import ConfigError, EngineDeadError
+from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 
 
 def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.ArgumentParser) -> None:
@@ -44,6 +44,9 @@ def profile(args: argparse.Namespace) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
     loaded = load(args)
     if args.trace:
+        if args.trace.startswith(("sample:", "synthetic:")) or args.trace.endswith((".csv", ".jsonl")):
+            what = f"--trace {args.trace}: a Chrome trace is written there, want a .json"
+            raise ConfigError(f"{what}; {where_requests_go()}")
         files.check_output(args.trace)
     # a captured step is one launch, and steps that overlap cannot be told apart
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from minivllm import files
-from minivllm.errors import ConfigError, brief
+from minivllm.errors import ConfigError, brief, where_requests_go
 
 from .formats import read_azure, read_bailian, read_burstgpt, read_mooncake
 from .synthetic import generate, parse
@@ -39,13 +39,14 @@ def read_trace(source: str) -> Trace:
     try:
         lines = files.read_lines(path, files.HUGE)
         head = [line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)]
-        return _reader(path, head)(source, itertools.chain(head, lines))
+        return _reader(source, path, head)(source, itertools.chain(head, lines))
     except csv.Error as e:
         raise ConfigError(f"{source}: no CSV: {e}") from e
 
 
-def _reader(path: Path, head: list[str]) -> Callable[[str, Iterator[str]], Trace]:
-    """By the first line.  A file that is neither goes to the older format, whose reader says what it wants."""
+def _reader(source: str, path: Path, head: list[str]) -> Callable[[str, Iterator[str]], Trace]:
+    """By the first line.  A file that is neither goes to the older format, whose reader says what it wants; but for
+    requests with prompts, which are another command's."""
     first = head[0] if head else ""
     if path.suffix == ".csv":
         return read_burstgpt if "Request tokens" in first else read_azure
@@ -53,6 +54,8 @@ def _reader(path: Path, head: list[str]) -> Callable[[str, Iterator[str]], Trace
         row = json.loads(first)
     except (ValueError, RecursionError):  # its reader says so, with the line
         row = None
+    if isinstance(row, str) or (isinstance(row, dict) and "prompt" in row and "hash_ids" not in row):
+        raise ConfigError(f"{source}:1: has prompts, and is no trace; {where_requests_go()}")
     return read_bailian if isinstance(row, dict) and "chat_id" in row else read_mooncake
 
 

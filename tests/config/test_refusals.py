@@ -85,6 +85,37 @@ def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys,
         assert code == 2 and want in err
 
 
+MOONCAKE = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+TRACE_GOES = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
+PROMPTS_GO = "lines with a prompt to --dataset of bench, compare and ablate"
+
+
+@pytest.mark.parametrize(
+    ("args", "name", "text"),
+    [
+        (["bench", "throughput", "--dataset"], "m.jsonl", MOONCAKE),
+        (["compare", "--sweep", "evictor=lru,fifo", "--dataset"], "a.csv", AZURE),
+        (["bench", "serve", "--direct", "--dataset"], "sample:azure", None),
+        (["ablate", "--dataset"], "synthetic:requests=3", None),
+        (["bench", "serve", "--trace"], "m.jsonl", MOONCAKE),
+        (["bench", "profile", "--trace"], "m.jsonl", MOONCAKE),
+        (["replay", "--blocks", "9"], "p.jsonl", '{"prompt": "a"}\n'),
+        (["replay", "--blocks", "9"], "p.jsonl", '"a text alone"\n'),
+        (["replay", "sample:azure", "--dataset"], "p.jsonl", '{"prompt": "a"}\n'),
+    ],
+)
+def test_a_trace_in_the_place_of_prompts_or_the_reverse_is_refused_with_the_option_that_takes_it(
+    capsys, tmp_path, monkeypatch, args, name, text
+):
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    code, _, err = said(capsys, *args, name)
+    assert code == 2 and TRACE_GOES in err and PROMPTS_GO in err
+    assert text is None or (tmp_path / name).read_text() == text
+
+
 def test_a_message_names_the_file_of_a_part_that_is_not_of_this_package(tmp_path, monkeypatch):
     (tmp_path / "own_part.py").write_text("class Own: ...\n")
     monkeypatch.syspath_prepend(tmp_path)
