@@ -161,7 +161,7 @@ class BlockPool:
 
     def touch(self, block: int) -> None:
         """A cached block is used for a moment: an evictor hears that by hold and free."""
-        key = self.key[block : block + 1]
+        key = self.key[block : block + 1].copy()
         if not self.ref[block]:
             self._tell("hold", key)
             self._tell("free", key)
