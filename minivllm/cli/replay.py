@@ -52,7 +52,7 @@ def replay(args: argparse.Namespace) -> int:
     if args.output_json:
         files.check_output(args.output_json)
     trace = part_of(read_trace(args.trace), args.requests)
-    evictors, schedulers = _choices(args, "evictor"), _choices(args, "scheduler")
+    evictors, schedulers = choices_of(args, "evictor"), choices_of(args, "scheduler")
     if args.cache_only and schedulers:
         raise ConfigError("--scheduler has no meaning with --cache-only, which runs none; leave one of them out")
     for seam, choices in (("evictor", evictors), ("scheduler", schedulers)):
@@ -84,7 +84,7 @@ def replay(args: argparse.Namespace) -> int:
     return 0
 
 
-def _choices(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
+def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
     """What ``--evictor`` or ``--scheduler`` names, each as ``--set`` would read it."""
     from minivllm.config import load_config
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.cli.common import load, named_parts
-from minivllm.cli.replay import configs_of, part_of
+from minivllm.cli.replay import choices_of, configs_of, part_of
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
@@ -112,10 +112,10 @@ def simulate(args: argparse.Namespace) -> int:
     goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
     costs = read_costs(args.costs)
     trace = part_of(read_trace(args.trace), args.requests)
-    configs = _configs(args)
+    configs, options = _configs(args)
     answers = not (args.real or args.no_answer_hits)
     rows, told = [], (lambda text: print(f"minivllm: {text}", file=sys.stderr))
-    for case in cases.cases(configs, costs, told, args.oracle):
+    for case in cases.cases(configs, costs, told, args.oracle, options):
         for rate in rates:
             told(" ".join([f"x{rate:g}", *case.head.values()]))
             faster = cases.at_rate(trace, rate)
@@ -132,19 +132,24 @@ def simulate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _configs(args: argparse.Namespace) -> list[tuple[str, Any]]:
-    """Each configuration with each of the parts that flags name, configuration by configuration."""
+def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tuple[str, str]]]:
+    """Each configuration with each of the parts that flags name, configuration by configuration; of each the options
+    that a flag gave evictor and scheduler, as they are shown."""
+    from minivllm.replay.compare import options_text
+
     found: dict[str, list[Any]] = {}
     said: set[str] = set()
     given = []
     for seam in SEAMS:
-        given.append([f"{seam}={name}" for name in named_parts(getattr(args, seam), f"--{seam}")] or [""])
-    for chosen in itertools.product(*given):
+        sets = [f"{seam}={name}" for name in named_parts(getattr(args, seam), f"--{seam}")]
+        given.append(list(zip(sets, map(options_text, choices_of(args, seam)), strict=True)) or [("", "")])
+    for scheduler, evictor in itertools.product(*given):
         own = copy(args)
-        own.set = [*args.set, *filter(None, chosen)]
+        own.set = [*args.set, *filter(None, (scheduler[0], evictor[0]))]
         for label, loaded in configs_of(own, said):
-            found.setdefault(label, []).append(loaded)
-    return [(label, loaded) for label, own in found.items() for loaded in own]
+            found.setdefault(label, []).append((loaded, (evictor[1], scheduler[1])))
+    each = [(label, *one) for label, own in found.items() for one in own]
+    return [(label, loaded) for label, loaded, _ in each], [options for _, _, options in each]
 
 
 def _really(case: Any, trace: Any, goals: Any, costs: Any) -> dict[str, Any]:

@@ -65,7 +65,7 @@ def cases(
             origins = {k: v for k, v in loaded.origins.items() if k.partition(".")[0] not in over}
             origins |= {seam: f"--{seam}" for seam in over}
             parts = choose_seams(config.model_copy(update=over), catalog, SEAMS, origins)
-            told = (_options(evictor), _options(scheduler))
+            told = (options_text(evictor), options_text(scheduler))
             found.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, told))
         if optimum:
             first: dict[str, ComparedCase] = {}
@@ -81,7 +81,7 @@ def _own(config: EngineConfig, seam: str, choice: PluginChoice) -> bool:
     return choice.model_fields_set == {"name"} and choice.name == getattr(config, seam).name
 
 
-def _options(choice: PluginChoice | None) -> str:
+def options_text(choice: PluginChoice | None) -> str:
     """The options of a choice as they stand behind its name, "" if it has none."""
     given = choice.options if choice is not None else {}
     return f" ({', '.join(f'{key}={value}' for key, value in given.items())})" if given else ""

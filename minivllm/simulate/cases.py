@@ -29,13 +29,15 @@ MIX = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class SimulatedCase:
-    """One row of the table.  ``evictor`` None is Belady's rule; ``known``: the scheduler knows each answer's length."""
+    """One row of the table.  ``evictor`` None is Belady's rule; ``known``: the scheduler knows each answer's length.
+    ``told``: the options of evictor and scheduler that were given beside their names, behind which they are shown."""
 
     label: str
     loaded: Loaded
     evictor: Part | None
     scheduler: Part
     sizes: ServeSizes
+    told: tuple[str, str] = ("", "")
     known: bool = False
 
     @property
@@ -43,22 +45,28 @@ class SimulatedCase:
         short = lambda part: part.name.removeprefix("minivllm/")  # noqa: E731
         return {
             "config": self.label,
-            "scheduler": short(self.scheduler) + (" (lengths known)" if self.known else ""),
-            "evictor": "optimum" if self.evictor is None else short(self.evictor),
+            "scheduler": short(self.scheduler) + (" (lengths known)" if self.known else self.told[1]),
+            "evictor": "optimum" if self.evictor is None else short(self.evictor) + self.told[0],
         }
 
 
 def cases(
-    configs: Sequence[tuple[str, Loaded]], costs: CostTable, told: Callable[[str], None], oracles: bool = False
+    configs: Sequence[tuple[str, Loaded]],
+    costs: CostTable,
+    told: Callable[[str], None],
+    oracles: bool = False,
+    options: Sequence[tuple[str, str]] = (),
 ) -> list[SimulatedCase]:
-    """Each configuration; ``oracles``: and each with Belady's evictor, and with the shortest answer first."""
+    """Each configuration; ``oracles``: and each with Belady's evictor, and with the shortest answer first.
+    ``options``: of each configuration what its runs show behind the names of evictor and scheduler."""
     found = []
-    for label, loaded in configs:
+    for (label, loaded), shown in zip(configs, options or [("", "")] * len(configs), strict=True):
         config, catalog = loaded.engine, Catalog.discover(allow_targets=loaded.engine.allow_targets)
         if config.drafter.name not in ("auto", "none"):
             raise ConfigError(f"{label}: drafts have no table of costs; set drafter=none")
         parts = choose_seams(config, catalog, ("evictor", "scheduler"), loaded.origins)
-        case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes_of(label, loaded, costs, told))
+        sizes = sizes_of(label, loaded, costs, told)
+        case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes, shown)
         found.append(case)
         if oracles:
             found.append(replace(case, evictor=None))
@@ -69,7 +77,7 @@ def cases(
                 {},
             )
             found.append(replace(case, scheduler=shortest["scheduler"], known=True))
-    decided = lambda case: (case.label, case.evictor, case.scheduler, case.known)  # noqa: E731
+    decided = lambda case: (case.head, case.evictor, case.scheduler)  # noqa: E731
     return [case for i, case in enumerate(found) if decided(case) not in map(decided, found[:i])]  # bounds once
 
 

@@ -277,7 +277,8 @@ def test_parts_that_flags_name_are_run_each_with_each_of_every_configuration(tmp
     horizon = '{name="cost-aware",options={horizon=2.0,ghosts=3}}'
     assert main([*given, "--evictor", f"lru,{horizon}", "--oracle"]) == 0
     met = [row["evictor"] for row in json.loads(capsys.readouterr().out)["runs"]]
-    assert met == ["lru", "optimum", "lru", "cost-aware", "cost-aware"], "bounds are run once"
+    told = "cost-aware (horizon=2.0, ghosts=3)"
+    assert met == ["lru", "optimum", "lru", told, told], "bounds are run once"
     assert main([*given, "--evictor", "nobody"]) == 4 and "nobody" in capsys.readouterr().err
 
 
@@ -308,6 +309,7 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
         (["--goodput", "ttft"], "--goodput 'ttft': want NAME:MILLISECONDS"),
         (["--oracle", "--real"], "no real run to compare with"),
         (["--set", "drafter=ngram"], "drafts have no table of costs"),
+        (["--evictor", "8"], "--evictor: evictor: 8 is no plug-in"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
