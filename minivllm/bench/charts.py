@@ -6,9 +6,10 @@ Colours are variables of the page's style sheet.  ``plot`` draws the same charts
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
 LONGEST = 30  # characters of a name beside a bar
@@ -99,7 +100,15 @@ class TimelineChart:
         return timeline(self.rows, self.title)
 
 
+@dataclass(frozen=True)
+class Table:
+    heads: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+
+
 Chart = BarChart | StackChart | LineChart | TimelineChart
+Block = Chart | Table | str  # of a report; a text is a sentence
+Row = Mapping[str, Any]  # of a result
 
 
 def number(value: float) -> str:

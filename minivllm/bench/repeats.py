@@ -15,7 +15,7 @@ from minivllm.errors import ConfigError
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
-WANTED = "a file that bench, ablate, compare or replay wrote (--output-json FILE)"
+WANTED = "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)"
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Results of ``bench``, ``ablate``, ``compare`` and ``replay`` as one HTML file that needs nothing beside it.
+"""Results of ``bench``, ``ablate``, ``compare``, ``replay`` and ``simulate`` as one HTML file, whole in itself.
 
 No script, no font, no picture from elsewhere; light and dark by the reader's setting, from the width of a phone on.
 """
@@ -6,19 +6,22 @@ No script, no font, no picture from elsewhere; light and dark by the reader's se
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from . import report_traces
 from .charts import (
     Bar,
     BarChart,
+    Block,
     Chart,
     DrawnLine,
     LineChart,
+    Row,
     Span,
     StackChart,
+    Table,
     TimelineChart,
     number,
 )
@@ -50,17 +53,6 @@ path{fill:none}
 path.e{fill:none;stroke:var(--f);stroke-width:1.5}.m{stroke:var(--h);stroke-dasharray:4 3}.x{stroke:var(--h)}
 """
 
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    heads: Sequence[str]
-    rows: Sequence[Sequence[Any]]
-
-
-Block = Chart | Table | str  # a text is a sentence
-
 
 def page(results: Sequence[tuple[str, Row]]) -> str:
     """``results`` with their names."""
@@ -84,7 +76,8 @@ def blocks(found: Row) -> list[Block]:
         "memory": _memory,
         "kernels": _kernels,
         "batching": _batching,
-        "replay": _replay,
+        "replay": report_traces.replay,
+        "simulate": report_traces.simulate,
     }
     return kinds.get(found["kind"], _figures)(found)
 
@@ -358,32 +351,6 @@ def _batching(found: Row) -> list[Block]:
     ]
 
 
-def _replay(found: Row) -> list[Block]:
-    runs, alone = found["runs"], found["step_ms"] is None
-    parts = ("config", "scheduler", "evictor")
-    apart = [key for key in parts if len({run[key] for run in runs}) > 1] or ["evictor"]
-    names = [" ".join(run[key] for key in apart) for run in runs]
-    rates = [Bar(name, 100 * run["hit_rate"]) for name, run in zip(names, runs, strict=True)]
-    out: list[Block] = [BarChart(f"Found in the cache, % of {'blocks' if alone else 'prompt tokens'}", rates)]
-    for key, title in (("evictions", "Evictions"), ("preemptions", "Preemptions")):
-        if any(run.get(key) for run in runs):
-            out.append(BarChart(title, [Bar(name, run[key]) for name, run in zip(names, runs, strict=True)]))
-    how = "the cache alone" if alone else f"a step counts for {number(found['step_ms'])} ms"
-    tokens = f"{found['prompt_tokens']} prompt and {found['output_tokens']} output tokens"
-    out.append(f"{found['requests']} requests in {found['seconds']:.0f} s, {tokens}; {how}.")
-    heads = (*parts, "blocks", "hits", "of optimum", "evicted")
-    counted = () if alone else ("preemptions", "steps")
-    waited = () if alone else ("p50", "p99", "max")
-    told = []
-    for run in runs:
-        best, sizes = run.get("of_optimum"), f"{run['blocks']} x {run['block_size']}"
-        shares = (f"{100 * run['hit_rate']:.2f} %", None if best is None else f"{100 * best:.1f} %")
-        own = (*(run[key] for key in ("evictions", *counted)), *(run["queue_steps"].get(q) for q in waited))
-        told.append((*(run[key] for key in parts), sizes, *shares, *own))
-    more = () if alone else ("preempted", "steps", "steps queued p50", "p99", "most")
-    return [*out, Table((*heads, *more), told)]
-
-
 def _about(name: str, found: Row) -> str:
     """What was measured, where and when."""
     bill = found.get("bill_of_materials") or next(iter((found.get("bills_of_materials") or {}).values()), None)
@@ -398,6 +365,6 @@ def _about(name: str, found: Row) -> str:
     states = found.get("machine_states") or [{}]
     if others := [state["cores_of_others"] for state in states if state.get("cores_of_others") is not None]:
         parts.append(f"others used {max(others):.2f} cores at most")
-    if found.get("joules_per_output_token", 0) is None:  # a replay has none to know
+    if found.get("joules_per_output_token", 0) is None:  # a trace's result has none of its own
         parts.append("energy unknown")
     return "; ".join(filter(None, parts))

@@ -65,15 +65,8 @@ def replay(args: argparse.Namespace) -> int:
     else:
         told = lambda text: print(f"minivllm: {text}", file=sys.stderr)  # noqa: E731
         rows = compare.run_engine(trace, found, args.step_ms / 1e3, told)
-    sizes = {
-        "trace": trace.name,
-        "requests": len(trace),
-        "prompt_tokens": int(trace.prompt.sum()),
-        "output_tokens": int(trace.output.sum()),
-        "seconds": float(trace.arrival[-1]),
-    }
     step_ms = None if args.cache_only else args.step_ms
-    whole = {**repeats.head("replay"), **sizes, "step_ms": step_ms, "runs": rows}
+    whole = {**repeats.head("replay"), **sizes(trace), "step_ms": step_ms, "runs": rows}
     if args.output_json:
         repeats.write(args.output_json, whole)
     if args.json:
@@ -132,6 +125,17 @@ def configs_of(args: argparse.Namespace, said: set[str] | None = None) -> list[t
         if said is not None:
             said.update(loaded.notes)
     return found or [("defaults", read_config([], args.set, flags))]
+
+
+def sizes(trace: Trace) -> dict[str, Any]:
+    """What a result says of its trace."""
+    return {
+        "trace": trace.name,
+        "requests": len(trace),
+        "prompt_tokens": int(trace.prompt.sum()),
+        "output_tokens": int(trace.output.sum()),
+        "seconds": float(trace.arrival[-1]),
+    }
 
 
 def part_of(trace: Trace, text: str) -> Trace:

@@ -14,7 +14,9 @@ PAGES = ("html", "htm")
 
 def add_commands(command: Any) -> None:
     """Add ``report``.  ``command`` is that of ``minivllm.cli``."""
-    text = "Results of bench, ablate, compare and replay as one HTML file with charts, whole in itself; or as PNG, SVG."
+    text = (
+        "Results of bench, ablate, compare, replay, simulate as one HTML file of charts, whole in itself; or PNG, SVG."
+    )
     sub = command("report", "cli.report:report", text)
     sub.add_argument("result", nargs="+", metavar="RESULT.JSON", help="what --output-json wrote")
     text = "where it goes: .html, or .png or .svg, which matplotlib draws (the extra plot)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.cli.common import load, named_parts
-from minivllm.cli.replay import choices_of, configs_of, part_of
+from minivllm.cli.replay import choices_of, configs_of, part_of, sizes
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
@@ -47,6 +47,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--oracle", action="store_true", help="bounds: Belady's evictor; the shortest answer first")
     sub.add_argument("--real", action="store_true", help="the trace on the real engine too, and how far off this was")
     sub.add_argument("--no-answer-hits", action="store_true", help="later prompts hold no answers of earlier requests")
+    sub.add_argument("--output-json", default="", metavar="FILE", help="write the figures as JSON, for report")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
@@ -103,10 +104,13 @@ def fit_table(fit: Any) -> str:
 
 
 def simulate(args: argparse.Namespace) -> int:
+    from minivllm.bench import repeats
     from minivllm.plugins.executor.costs import read_costs
     from minivllm.simulate import cases, figures
     from minivllm.traces.read import about, read_trace
 
+    if args.output_json:
+        files.check_output(args.output_json)
     if args.real and args.oracle:
         raise ConfigError("--oracle has no real run to compare with; leave out --real")
     goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
@@ -124,8 +128,18 @@ def simulate(args: argparse.Namespace) -> int:
             if args.real:
                 rows[-1]["real"] = real = _really(case, faster, goals, costs)
                 rows[-1]["off"] = figures.off(found, real)
+    whole = {
+        **repeats.head("simulate"),
+        **sizes(trace),
+        "costs": args.costs,
+        "costs_about": dict(costs.about),
+        "goodput": goals,
+        "runs": rows,
+    }
+    if args.output_json:
+        repeats.write(args.output_json, whole)
     if args.json:
-        print(json.dumps({"trace": trace.name, "requests": len(trace), "costs": args.costs, "runs": rows}))
+        print(repeats.dumps(whole, None))
         return 0
     print(about(trace))
     print(table(rows))

@@ -46,7 +46,20 @@ REPLAYED = {
 TRACE = {**repeats.head("replay"), "trace": NAME, "requests": 3, "prompt_tokens": 9, "output_tokens": 4, "seconds": 5.0}
 BEST = {**REPLAYED, "evictor": "optimum", "hit_rate": 0.5, "evictions": 20, "of_optimum": 1.0}
 ALONE = [{k: v for k, v in one.items() if k not in ("steps", "queue_steps")} for one in (REPLAYED, BEST)]
+LATENCIES = {f"{q}_{key}_ms": 2.0 for key in ("ttft", "tpot", "e2el") for q in ("p50", "p90", "p99")}
+SIMULATED = {
+    "config": NAME, "scheduler": "fcfs", "evictor": "lru", "rate": 1.0, "output_throughput": 90.0, "failed": 0,
+    "request_throughput": 2.0, "prefix_hit_rate": 0.5, "evictions": 3, "preemptions": 1, **LATENCIES,
+}  # fmt: skip
 RESULTS = {
+    "simulate": {
+        **TRACE,
+        "kind": "simulate",
+        "costs": NAME,
+        "costs_about": {"model": NAME},
+        "goodput": {},
+        "runs": [SIMULATED, {**SIMULATED, "rate": "inf", "real": SIMULATED}],
+    },
     "replay": {**TRACE, "step_ms": 50.0, "runs": [REPLAYED, {**BEST, "preemptions": 2}]},
     "alone": {**TRACE, "step_ms": None, "runs": ALONE},
     "serve": result("serve", rows=[{**TIMED, "request_rate": rate} for rate in (1.0, 2.0)]),
@@ -130,7 +143,7 @@ def test_a_timeline_has_each_request_where_its_times_are():
 def test_png_and_svg_have_the_charts_of_a_report(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     paths = []
-    for name in ("serve", "ablate", "memory", "compare", "kernels", "batching", "replay"):
+    for name in ("serve", "ablate", "memory", "compare", "kernels", "batching", "replay", "simulate"):
         paths.append(str(tmp_path / f"{name}.json"))
         repeats.write(paths[-1], RESULTS[name])
     for ending, head in (("png", b"\x89PNG"), ("svg", b"<?xml")):
@@ -230,6 +243,10 @@ def test_a_distribution_ends_at_one_and_is_thinned():
         ('{"format": "minivllm-bench", "format_version": 9}', "format 9; this minivllm reads 1"),
         (json.dumps({"format": "minivllm-bench", "format_version": 1, "kind": "ablate"}), "not a whole result"),
         (json.dumps({**TRACE, "runs": [{}]}), "not a whole result, edited by hand? KeyError: 'step_ms'"),
+        (
+            '{"trace": "a", "costs": "c.json", "runs": []}',
+            "want a file that bench, ablate, compare, replay or simulate",
+        ),
         ("{", "r.json"),
     ],
 )

@@ -1,11 +1,14 @@
-"""What ``minivllm simulate`` says of its runs."""
+"""What ``minivllm simulate`` says of its runs, and what ``minivllm report`` draws of it."""
 
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
 from test_simulate import COSTS
 
+from minivllm.bench import charts, repeats, report
 from minivllm.cli import main
 from minivllm.plugins.evictor.options import CostAwareOptions
 
@@ -15,13 +18,36 @@ OPTIONS = [f'{{name="cost-aware",options={{horizon={h},ghosts=2}}}}' for h in ("
 SHOWN = [f"cost-aware (horizon={h}, ghosts=2)" for h in ("2.0", "3.0")]
 
 
-def test_rows_that_differ_in_options_alone_say_them(tmp_path, capsys):
-    costs = tmp_path / "costs.json"
+@pytest.fixture
+def simulated(tmp_path, capsys):
+    """The result of ``simulate`` with flags, and its file."""
+    costs, path = tmp_path / "costs.json", tmp_path / "simulated.json"
     costs.write_text(json.dumps(COSTS.as_json()))
 
+    def simulate(*flags):
+        given = ["--trace", TRACE, "--costs", str(costs), *SIZES, *flags, "--json", "--output-json", str(path)]
+        assert main(["simulate", *given]) == 0
+        found = repeats.read(str(path))
+        assert json.loads(capsys.readouterr().out) == found
+        return found, str(path)
+
+    return simulate
+
+
+def drawn(found):
+    return {one.title: one for _, one in report.charts_of("s", found)}
+
+
+def test_a_result_begins_as_others_do_and_says_what_was_run_with_which_costs(simulated):
+    found, _ = simulated("--goodput", "ttft:200")
+    assert list(found)[:4] == ["format", "format_version", "kind", "date"] and found["kind"] == "simulate"
+    assert (found["requests"], found["goodput"]) == (40, {"ttft": 200.0})
+    assert found["trace"].startswith("synthetic:") and found["costs"].endswith("costs.json")
+
+
+def test_rows_that_differ_in_options_alone_say_them(simulated):
     def told(*flags):
-        assert main(["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES, *flags, "--json"]) == 0
-        return [(run["scheduler"], run["evictor"]) for run in json.loads(capsys.readouterr().out)["runs"]]
+        return [(run["scheduler"], run["evictor"]) for run in simulated(*flags)[0]["runs"]]
 
     met = told("--evictor", ",".join(["cost-aware", *OPTIONS]), "--scheduler", "fcfs,static")
     assert met == [(one, evictor) for one in ("fcfs", "static") for evictor in ("cost-aware", *SHOWN)]
@@ -30,12 +56,78 @@ def test_rows_that_differ_in_options_alone_say_them(tmp_path, capsys):
     assert met == [("static", "lru"), ("static", "optimum"), (shortest, "lru"), (hold, "lru"), (hold, "optimum")]
 
 
-def test_a_part_with_an_option_at_its_default_is_a_run_beside_the_one_without(tmp_path, capsys):
-    costs = tmp_path / "costs.json"
-    costs.write_text(json.dumps(COSTS.as_json()))
+def test_a_part_with_an_option_at_its_default_is_a_run_beside_the_one_without(simulated):
     default = CostAwareOptions().horizon
-    flags = ["--evictor", f'cost-aware,{{name="cost-aware",options={{horizon={default}}}}}']
-    assert main(["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES, *flags, "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["runs"]
+    found, _ = simulated("--evictor", f'cost-aware,{{name="cost-aware",options={{horizon={default}}}}}')
+    runs = found["runs"]
     assert [run["evictor"] for run in runs] == ["cost-aware", f"cost-aware (horizon={default})"]
     assert runs[0]["mean_e2el_ms"] == runs[1]["mean_e2el_ms"]
+
+
+def test_bars_hold_the_percentiles_of_each_run_under_what_tells_it_apart(simulated):
+    found, _ = simulated("--evictor", "lru,fifo", "--rate", "x1", "--rate", "xinf")
+    names = ["lru x1", "lru xinf", "fifo x1", "fifo xinf"]
+    latencies = [one for title, one in drawn(found).items() if "p99 (line)" in title]
+    for key, chart in zip(("ttft", "tpot", "e2el"), latencies, strict=True):
+        for name, run, bar in zip(names, found["runs"], chart.rows, strict=True):
+            p50, p90, p99 = (run[f"{q}_{key}_ms"] for q in ("p50", "p90", "p99"))
+            assert bar == charts.Bar(name, p50, p50, p90, p99)
+    for title, key, scale in (
+        ("Found in the cache, % of prompt tokens", "prefix_hit_rate", 100),
+        ("Joules for each output token", "joules_per_output_token", 1),
+        ("Throughput, tokens/s", "output_throughput", 1),
+    ):
+        bars = [(bar.name, bar.value) for bar in drawn(found)[title].rows]
+        assert bars == [(name, scale * run[key]) for name, run in zip(names, found["runs"], strict=True)]
+
+
+def test_throughput_and_goodput_are_lines_over_the_rates_whatever_their_order(simulated):
+    rates = [word for rate in ("x40", "x1", "xinf", "x7.5") for word in ("--rate", rate)]
+    found, _ = simulated("--evictor", "lru,fifo", "--goodput", "ttft:1e5", *rates)
+    for title, key in (("Throughput", "output_throughput"), ("Goodput", "request_goodput")):
+        chart = drawn(found)[f"{title} against the rate"]
+        for line in chart.lines:
+            own = {run["rate"]: run[key] for run in found["runs"] if run["evictor"] == line.name}
+            assert list(line.points) == [(rate, own[rate]) for rate in (1.0, 7.5, 40.0)]
+        assert [line.name for line in chart.lines] == ["lru", "fifo"]
+    said = [one for one in report.blocks(found) if isinstance(one, str)]
+    assert any("(xinf) are no points" in one for one in said)
+    assert "Good are requests with ttft of at most 100000 ms." in said
+
+
+def test_more_lines_than_colours_are_drawn_in_several_charts():
+    run = {"config": "a", "scheduler": "fcfs", "output_throughput": 1.0}
+    runs = [{**run, "evictor": f"e{i}", "rate": rate} for i in range(8) for rate in (1.0, 2.0)]
+    about = {"trace": "t", "requests": 1, "prompt_tokens": 1, "output_tokens": 1, "seconds": 1.0, "costs": "c"}
+    found = {**repeats.head("simulate"), **about, "costs_about": {}, "goodput": {}, "runs": runs}
+    own = [one for _, one in report.charts_of("s", found) if isinstance(one, charts.LineChart)]
+    assert [[line.name for line in one.lines] for one in own] == [[f"e{i}" for i in range(6)], ["e6", "e7"]]
+
+
+def test_long_names_of_bars_are_apart_where_they_are_cut(simulated):
+    found, _ = simulated("--evictor", ",".join(OPTIONS), "--rate", "x1", "--rate", "x4")
+    bars = next(iter(drawn(found).values())).rows
+    assert len({charts.short(bar.name) for bar in bars}) == len(bars) == 4
+    cells = [row[:4] for one in report.blocks(found) if isinstance(one, charts.Table) for row in one.rows]
+    for i, bar in enumerate(bars):
+        assert bar.name.startswith(f"row {i + 1}: ") and cells[i][3] in bar.name
+
+
+def test_what_a_table_does_not_know_is_not_drawn_and_what_the_real_engine_did_is_a_run_of_its_own(simulated):
+    found, _ = simulated()
+    run = {key: value for key, value in found["runs"][0].items() if "joules" not in key}
+    found["runs"] = [{**run, "real": {**run, "p50_ttft_ms": 1.5}}]
+    shown = drawn(found)
+    assert not [title for title in shown if "Joules" in title or "Goodput" in title or title == "Preemptions"]
+    first = next(iter(shown.values())).rows
+    assert [(bar.name, bar.value) for bar in first] == [("fcfs", run["p50_ttft_ms"]), ("fcfs, really", 1.5)]
+
+
+def test_a_page_of_a_simulation_has_its_charts_and_a_row_for_each_run(simulated, tmp_path, capsys):
+    found, path = simulated("--evictor", "lru,fifo", "--rate", "x1", "--rate", "x4", "--goodput", "e2el:1e6")
+    out = tmp_path / "r.html"
+    assert main(["report", path, "-o", str(out)]) == 0
+    page = out.read_text()
+    assert "simulate: synthetic:" in page and "energy unknown" not in page and "nan" not in page
+    assert page.count("<figure>") == len(report.charts_of(path, found)) and page.count("<tr>") == 1 + 4
+    assert re.search(r"<td>\d+\.\d %</td>", page) and "<th>good/s</th>" in page
