@@ -62,7 +62,7 @@ class Simulated(Counting):
         its rows it ends, i64."""
         assert self.costs is not None
         self._count()
-        self._work(1e3 * self.costs.seconds(self._counter.decodes(plan, self._kv, wake=self._wakes())))
+        self._work(1e3 * self.costs.seconds(self._counter.decodes(plan, self._kv, wake=self.wakes())))
         self._rows = plan.slots if self._left and self._is_warm() else None
         ends = self.known[self._at] + self._ahead >= self.end[self._at]
         if not self._left:
@@ -110,7 +110,7 @@ class Simulated(Counting):
             self._work(1e3 * self.costs.slopes["end"] * rows)
 
     def submit(self, plan: StepPlan) -> None:
-        if plan.slots is self._rows and self._left > 1 and not self._behind and _is_still(plan):
+        if plan.slots is self._rows and self._left > 1 and not self._behind and not self.wakes() and _is_still(plan):
             assert self.costs is not None
             ms = 1e3 * self.costs.decode(len(self._at), self._kv + len(self._at))
             self._count()

@@ -134,7 +134,7 @@ class _Stretch:
                 lacks[rows] += self.slots.block
                 lack = _least(lacks)
             self._tell_nobody()
-            if device.again:
+            if device.again and not device.wakes():
                 taken += device.pass_steps(clock, min(lack - 1, max(fill, taken + 1)) - taken, until)
             else:
                 taken += 1

@@ -91,6 +91,20 @@ def test_leaps_and_turns_give_the_same_outcome(seed, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("seed", [4, 17, 20])
+def test_a_step_behind_a_pause_costs_as_much_in_a_leap(seed, monkeypatch):
+    """Twelve requests at a time, for two rows: to take them keeps the host longer than the device."""
+    case, trace, answers = drawn(400 + seed)
+    case = replace(case, sizes=replace(case.sizes, max_num_seqs=2, depth=0))
+    trace = replace(trace, arrival=np.arange(len(trace)) // 12 * 0.11)
+    fast, wakes, woken = outcome(case, trace, answers, True), [], ByTurns.wakes
+    monkeypatch.setattr(ByTurns, "wakes", lambda self: wakes.append(woken(self)) or wakes[-1])
+    monkeypatch.setattr(cases, "Simulated", ByTurns)
+    slow = outcome(case, trace, answers, False)
+    assert fast[1] == slow[1]
+    assert sum(wakes) > 1
+
+
 def test_most_steps_are_taken_without_a_turn_and_none_where_the_engine_is_to_be_checked(monkeypatch):
     loaded = load_config(keywords={"model": "pocket", "device": "cpu", "max_num_seqs": 4}, environ={})
     case = cases.cases([("x", loaded)], COSTS, lambda text: None)[0]

@@ -405,7 +405,7 @@ def test_mixed_steps_are_measured_at_every_number_of_rows_and_none_is_preempted(
 def test_no_turn_of_the_engine_is_lost_where_steps_are_in_flight(depth, monkeypatch):
     """The first turn of a burst gives nothing back if a step runs ahead: its time is the first step's."""
     sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "run_ahead": depth}
-    with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 5}}, device="cpu", **sizes) as llm:
+    with LLM("pocket", executor={"name": "sim", "options": {"step_ms": 25}}, device="cpu", **sizes) as llm:
         turns, step = [], llm.engine.step
 
         def counted():

@@ -149,10 +149,10 @@ class Sim(Executor):
         """Milliseconds of its FORWARD."""
         o = self.options
         if self.costs is not None:
-            return 1e3 * self.costs.seconds(self._counter.count(plan, wake=self._wakes()))
+            return 1e3 * self.costs.seconds(self._counter.count(plan, wake=self.wakes()))
         return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
 
-    def _wakes(self) -> bool:
+    def wakes(self) -> bool:
         """Whether a step that begins now comes behind a pause."""
         return not self._running and self.clock.now() - self._free_at > PAUSE
 
