@@ -245,12 +245,12 @@ class KVCache:
             rows, need = slots[at].astype(np.intp), missing[g, at]
             if not (total := sum(need.tolist())):
                 continue
-            have = self.slots.blocks[g, rows]
+            blocks, have = pool.take(total), self.slots.blocks[g, rows]
             self.slots.blocks[g, rows] = have + need
             if total > len(at):  # else one each, as in most steps
                 start = (have - (need.cumsum() - need)).repeat(need)
                 rows, have = rows.repeat(need), start + np.arange(total)
-            self._append(g, rows, have, pool.take(total))
+            self._append(g, rows, have, blocks)
 
     def grow_chunk(self, slot: int, chunk: int) -> int:
         """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
