@@ -22,6 +22,7 @@ KEPT = {"cpu": 8, "cuda": 4}  # plain engines of a process and dtype at once
 NEAR = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2}  # of log-probabilities whose tokens are equal
 READ = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}  # of what is read at points, of its largest
 NEAR_TIES = 5e-3  # the same where the last bits of logits go by the batch, which is compared in float32 only
+STEPPED = ("wrong token", "logprob", "taps", "ties")  # kinds of faults that a step of rounding may be
 TIES = "of equal ones"  # how a fault of the kind "ties" begins
 SERVICE = ("priority", "tenant", "cache_salt", "ttft_ms", "tpot_ms", "expected_tokens")
 
@@ -147,6 +148,14 @@ def differences(
                 found.append((scores_kind(said), f"prompt token {i}: {said}"))
                 break
     return found
+
+
+def differs(got: Answer, want: Answer, length: int | None, dtype: str, tie: Tie | None, times: float) -> bool:
+    """Whether two answers differ in what a step of rounding may change; of ``length`` tokens, where that is given."""
+    if length is None:
+        return any(kind in STEPPED for kind, _ in differences(got, want, dtype, False, tie, times))
+    pairs = zip(got.outputs, want.outputs, strict=False)
+    return any(a.tokens[:length] != b.tokens[:length] for a, b in pairs)
 
 
 def _values(x: np.ndarray, y: np.ndarray | None, near: float) -> str:

@@ -24,7 +24,7 @@ from fuzz.cases import KINDS, Case
 from fuzz.configs import rounds
 from fuzz.drive import Answer, Run
 from fuzz.invariants import check, kind_of, may_run_dry
-from fuzz.oracle import Fault, Oracle, differences
+from fuzz.oracle import STEPPED, Fault, Oracle, differences, differs
 from fuzz.ties import Ties
 
 MOST_MEMORY = 6 << 30  # bytes of a process, and of the device for it, at which it is replaced
@@ -169,12 +169,13 @@ class Play:
         tie = None if exact else Ties(self.oracle, options, prompt, params)
         times = 1 if tie is None else tie.times
         found = differences(answer, alone, self.case.dtype, answer.left, tie, times)
-        if found and rounds(options) and not exact:
-            # where a last bit becomes a step of rounding, and that decides what is attended to, nothing is told
+        if not exact and rounds(options) and any(kind in STEPPED for kind, _ in found):
+            # where a last bit becomes a step of rounding, that may decide what is attended to
             moved = self.oracle.answer(options, prompt, params, other=True)
-            if differences(moved, alone, self.case.dtype, False, tie, times):
+            length = max(map(len, answer.pieces.values()), default=0) if answer.left else None
+            if differs(moved, alone, length, self.case.dtype, tie, times):
                 self.met["undecided"] += 1
-                return []
+                found = [one for one in found if one[0] not in STEPPED]
         if found:
             again = self.oracle.answer(options, prompt, params, anew=True)
             if differences(again, alone, self.case.dtype):
