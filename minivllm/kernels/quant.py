@@ -253,7 +253,8 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
 class Quantized:
     """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
 
-    The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits.
+    The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits, and a
+    group a power of two of at most 128, or as many inputs as a tile divides.
     """
 
     def __init__(

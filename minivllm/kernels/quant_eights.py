@@ -3,7 +3,7 @@
 The product of two numbers of float8 has 8 bits of significand, where float16 has 11, and two products of float16 are
 one instruction.  Of the 8 products four and four are added up in float16, the two sums in float32; what that rounds is
 2e-4 of such a sum.  One side is divided by 16 before, as 4 * 448 * 448 is too large for float16; products that become
-less than 2 ** -14 by that lose bits, which are worth 2 ** -38 of the largest.  NaN stays NaN.
+less than 2 ** -14 by that lose bits, which are worth 2 ** -38 of the largest.  NaN stays NaN (``ASM``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def pair_of(v0, v1, ASM: tl.constexpr):
 
 @triton.jit
 def _two(raw, pair, at: tl.constexpr):
-    """float16: the products of the float8 codes at bits ``at`` to at + 15 with the pair, added up as two lanes."""
+    """The products, float32, of the two float8 codes at bits ``at`` to at + 15 with the pair; NaN counts as 480."""
     low, high = (raw >> at).to(tl.int16), (raw >> (at + 8)).to(tl.int16)
     v0 = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256
     v1 = (((high & 0x80) << 8) | ((high & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256

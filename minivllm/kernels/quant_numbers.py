@@ -17,6 +17,7 @@ from typing import Any
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language import target_info
 
 from .launch import kernel, pdl, wait
 
@@ -129,8 +130,9 @@ def drained(acc, PDL: tl.constexpr):
     """acc, once the products that it is the sum of have ended; what a loop ends with whose dots have a side in
     registers.  On a Hopper such a product runs on behind its instruction, and Triton lets that of one turn of a loop
     run into the next, where its registers are written anew before it has read them (triton-lang/triton#9433; PTX of
-    ``wgmma.mma_async``).  No instruction comes of this, only the wait for what uses acc.  PDL: on a Hopper or later."""
-    if PDL:
+    ``wgmma.mma_async``).  No instruction comes of this, only the wait for what uses acc.  PDL: on a Hopper or later;
+    later ones have other products."""
+    if PDL and not target_info.cuda_capability_geq(10, 0):
         acc = tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
 

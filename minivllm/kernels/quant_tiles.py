@@ -1,4 +1,5 @@
-"""17 to 512 rows times a weight of 8 or 4 bits on the tensor cores, whose tiles come by the copy engine of a Hopper.
+"""17 to 256 rows times a weight of 4 bits, 65 to 256 times one of 8, on the tensor cores, whose tiles come by the copy
+engine of a Hopper.
 
     halves    x [M, K] -> [M, K], of each 32 inputs the first 16 in the left half of the row, the others in the right
     tiles     grid (M / BM, N / BN, SK)   y^T [BN, BM] = numbers(W) [BN, K / SK] x^T, as ``quant``'s dots

@@ -13,7 +13,6 @@ rounded to float8 too (``quant_eights``).  ``TOP``: x is rounded to 8 bits by it
 does it, by every program for itself; of a long row that element has to be known before: a gate of short rows tells the
 largest of what each program stored.  Sums are float32, in an order that goes by the shapes and the number of
 multiprocessors.
-
 """
 
 from __future__ import annotations
