@@ -172,7 +172,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         scheme = self.scheme(info)
         if scheme is None:
             return ["refused"] * (kind == "linear")
-        low, high = (1e-2, 1e4) if "float16" in (dtype, stored) else self.sizes
+        low, high = written.sizes(self.spec, self.sizes, dtype, stored)
         weight = data.FILLS[fill](info.out_features, info.in_features, low, high).to(getattr(torch, stored))
         parts = list(data.by_part(weight, info).items())
         self.fill(scheme, info, dict(parts[i] for i in torch.randperm(len(parts)).tolist()))

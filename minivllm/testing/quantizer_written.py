@@ -29,6 +29,7 @@ class WrittenMethod(NamedTuple):
     bits: int = 4
     exponent: int = 0
     outs: tuple[int, ...] = (5, 8, 64, 136)  # output rows of a part, tried with
+    scales: str = ""  # "float16": larger numbers than its own cannot be written
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
@@ -155,7 +156,7 @@ WRITTEN: Mapping[str, WrittenMethod] = {
         bits=8,
         exponent=4,
     ),
-    "gguf": WrittenMethod({"quant_method": "gguf"}, _q8_0, _q8_0_step, bits=8),
+    "gguf": WrittenMethod({"quant_method": "gguf"}, _q8_0, _q8_0_step, bits=8, scales="float16"),
     "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
 }
 
@@ -163,6 +164,13 @@ WRITTEN: Mapping[str, WrittenMethod] = {
 def methods(spec: Spec) -> Any:
     """Those that a quantizer reads."""
     return ANY if spec.limits == ANY else spec.limits["checkpoint"]
+
+
+def sizes(spec: Spec, own: tuple[float, float], *dtypes: str) -> tuple[float, float]:
+    """Of the smallest and the largest numbers that a weight is tried with: ``own``, or what float16 holds where a dtype
+    or the scales are that."""
+    made = of(spec)
+    return (1e-2, 1e4) if "float16" in dtypes or (made and made.scales == "float16") else own
 
 
 def of(spec: Spec) -> WrittenMethod | None:
