@@ -254,7 +254,7 @@ class Quantized:
     """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
 
     The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits, and a
-    group a power of two of at most 128, or as many inputs as a tile divides.
+    group 32, 64 or 128 of them; others are not checked, and what no tile divides gives wrong products.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def pair_of(v0, v1, ASM: tl.constexpr):
-    """Two numbers of float8, float32, or what becomes them -> int32 of two float16, a 16th of each."""
+    """v0 and v1 float32, rounded to float8 -> int32 of two float16, v0 low, a 16th of each."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{

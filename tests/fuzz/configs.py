@@ -139,8 +139,8 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
 
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
-    an answer does depend on is as in ``options``.  ``other``: one whose
-    last bits are others, by norms and gates that are kernels of their own, or are not, and prompts in pieces."""
+    an answer does depend on is as in ``options``.  ``other``: one whose last bits are others, as norms and gates are
+    kernels of their own where they were not, or the reverse, and prompts come in pieces."""
     invariant = options["quantizer"] == "none" and (device == "cpu" or options["fuse"])
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")
     return {
