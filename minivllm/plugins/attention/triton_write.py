@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
+from minivllm.kernels.eight_bits import divided
 from minivllm.kernels.launch import kernel, pdl, release, settle
 
 from .triton_decode import power, scales_of
@@ -34,9 +35,13 @@ def _scale(greatest, nothing, MOST: tl.constexpr):
 
 @triton.jit
 def _scaled(x, by, MOST: tl.constexpr):
-    """x [HB, n] over its scales, within the range of the stored dtype; for int8 a whole number, ties to even."""
-    by = tl.maximum(by, TINY)[:, None]
-    x = tl.div_rn(x, tl.broadcast_to(by, x.shape))
+    """x [HB, n] over its scales, within the range of the stored dtype; for int8 a whole number, ties to even.  Small
+    numbers are lifted, so that what ``divided`` leaves of them is normal."""
+    by = tl.maximum(by, TINY)
+    lift = tl.where(by < 1e-18, 1.2089258196146292e24, 1.0)  # 2 ** 80
+    by = by * lift
+    inverse = tl.div_rn(tl.full(by.shape, 1.0, tl.float32), by)
+    x = divided(x * lift[:, None], by[:, None], inverse[:, None])
     x = tl.minimum(tl.maximum(x, -MOST), MOST)
     if MOST < 128:
         x = (x + ROUND) - ROUND
@@ -91,16 +96,17 @@ def _write(
         if ROTARY:
             a, b = a * c - b * s, b * c + a * s
         to_q = q_out + (token * QH + head)[:, None] * D
-        to_k = k_cache + (slot * KH + head - QH)[:, None] * D
         tl.store(to_q + ia[None, :], a.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
         tl.store(to_q + ib[None, :], b.to(q_out.dtype.element_ty), mask=is_q[:, None] & on)
-        if MOST > 0:
-            a, b = tl.where(on, a, 0.0), tl.where(on, b, 0.0)
-            by = _scale(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), tl.sum(a * 0.0 + b * 0.0, 1), MOST)
-            tl.store(k_scales + slot * KH + head - QH, by, mask=is_k & kept)
-            a, b = _scaled(a, by, MOST), _scaled(b, by, MOST)
-        tl.store(to_k + ia[None, :], a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
-        tl.store(to_k + ib[None, :], b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
+        if part * HB + HB > QH:
+            to_k = k_cache + (slot * KH + head - QH)[:, None] * D
+            if MOST > 0:
+                a, b = tl.where(on, a, 0.0), tl.where(on, b, 0.0)
+                by = _scale(tl.maximum(tl.max(tl.abs(a), 1), tl.max(tl.abs(b), 1)), tl.sum(a * 0.0 + b * 0.0, 1), MOST)
+                tl.store(k_scales + slot * KH + head - QH, by, mask=is_k & kept)
+                a, b = _scaled(a, by, MOST), _scaled(b, by, MOST)
+            tl.store(to_k + ia[None, :], a.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
+            tl.store(to_k + ib[None, :], b.to(k_cache.dtype.element_ty), mask=is_k[:, None] & on & kept)
     if HAS_V and part * HB + HB > QH + KH:
         mine = head - QH - KH
         ov = tl.arange(0, DVP)
