@@ -16,6 +16,7 @@ from minivllm.errors import PluginError
 
 from .triton_decode import DecodeWork, deal, decode, in_float32
 from .triton_prefill import make_tiles, prefill, tile_lines, tiles_on_device
+from .triton_widen import pays, widened
 from .triton_write import fits, write
 
 FIXED_LINES = 64  # of a tile of queries if results must not depend on the batch
@@ -71,7 +72,10 @@ class Triton(AttentionBackend):
             decode(layer, q, meta, out, lse, work, known)
             meta.work["settled"] = True  # what later layers read of the step itself, they may read at once
         if mixed or rows < len(meta.host_q_len):
-            prefill(layer, q, meta, out, lse, self._tiles(meta, layer.spec, q))
+            tiles = self._tiles(meta, layer.spec, q)
+            if not mixed and pays(layer, q, meta):
+                layer, meta = widened(layer, q, meta)
+            prefill(layer, q, meta, out, lse, tiles)
 
     def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[DecodeWork, bool]:
         """The work of a layer's rows, and whether a layer before had the same."""

@@ -1,0 +1,121 @@
+"""Triton's attention on a CPU, under Triton's interpreter, against the kit and against itself; run by test_kernels.py.
+
+The interpreter cuts bfloat16 off instead of rounding it, so float32 and float16 are what is tested here; the
+conformance kit tests every dtype on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
+from minivllm.layers.rotary import prepare_qk
+from minivllm.plugins.attention import triton_prefill, triton_widen
+from minivllm.plugins.attention.triton_backend import Triton
+from minivllm.plugins.kvformat.plain import Fp32
+from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV
+from minivllm.testing import AttentionConformance
+from minivllm.testing.attention_world import make_meta
+
+
+class TestTriton(AttentionConformance):
+    plugin, device = "triton", "cpu"
+    # What is kept between calls is the same in kernels that are compiled; here a hundred calls would take half an hour.
+    test_what_has_ended_leaves_nothing_behind = None
+
+    def values(self, fact, *candidates):
+        return [v for v in super().values(fact, *candidates) if v not in ("bfloat16", "float16", "bf16", "fp16")]
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_the_device_cuts_rows_into_the_tiles_that_the_host_would(least):
+    q_len = np.array([1, 1, 7, 64, 0, 9], np.int32)
+    row, token = triton_prefill.tiles_on_device(torch.from_numpy(q_len), 20, 8, least)
+    kept = np.where(q_len >= least, q_len, 0)
+    want = sorted(zip(*(x.tolist() for x in triton_prefill.make_tiles(kept, 0, 8)), strict=True))
+    got = sorted((r, t) for r, t in zip(row.tolist(), token.tolist(), strict=True) if r >= 0)
+    assert got == want and row.tolist()[len(want) :] == [-1] * (20 - len(want))
+
+
+def test_keys_are_copied_whole_for_the_kits_larger_heads(monkeypatch):
+    chosen, choose = [], triton_prefill.by_tma
+    monkeypatch.setattr(triton_prefill, "by_tma", lambda *facts: chosen.append(choose(*facts)) or chosen[-1])
+    TestTriton().test_common_sizes_have_no_answer_of_their_own()
+    assert chosen == [False, True], "heads of 64, and of 128"
+
+
+def paged(window, kv_heads=1, heads=7, dim=16, block=4, blocks=40):
+    """A layer of the Triton back end on the CPU, its cache zero, and the back end."""
+    spec = AttnSpec(heads, kv_heads, dim, dim, window=window)
+    ctx = AttentionContext("cpu", "float32", Fp32(), block, 4, 64, prepare_qk)
+    cache = {name: torch.zeros(blocks, block, kv_heads, dim) for name in "kv"}
+    return AttnLayer(0, 0, spec, cache), Triton(None, ctx)
+
+
+@pytest.mark.parametrize("computed, chunk", [(30, 9), (21, 1), (40, 3), (0, 33)])
+def test_a_window_reads_nothing_of_blocks_that_were_given_back(computed, chunk):
+    """They are the null block in the row's table: whatever lies there, NaN too, takes no part."""
+    torch.manual_seed(computed)
+    layer, backend = paged(window=6)
+    length = computed + chunk
+    table = np.zeros((1, 4, 17), np.int32)
+    table[0, 0, : -(-length // 4)] = np.arange(1, -(-length // 4) + 1)
+    for name in "kv":
+        layer.cache[name][1:13] = torch.randn(12, 4, 1, 16)
+    rows = [(0, chunk, length)]
+    meta = make_meta(rows, table, 4, "cpu")
+    q, want, got = torch.randn(chunk, 7, 16), torch.empty(chunk, 7, 16), torch.empty(chunk, 7, 16)
+    backend.plan(meta, GraphKey())
+    backend.forward(layer, q, meta, want)
+    gone = max(0, computed - 6 + 1) // 4
+    table[0, 0, :gone] = 0
+    for name in "kv":
+        layer.cache[name][0] = torch.nan
+    meta = make_meta(rows, table, 4, "cpu")
+    backend.plan(meta, GraphKey())
+    backend.forward(layer, q, meta, got)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fmt", [Fp8KV(), Int8KV()], ids=["fp8", "int8"])
+@pytest.mark.parametrize(("dim", "window"), [(16, None), (128, None), (16, 12)])
+def test_a_copy_of_bytes_in_16_bits_gives_the_long_rows_what_the_bytes_give(fmt, dim, window, monkeypatch):
+    torch.manual_seed(dim)
+    block = 4 if dim == 16 else 32
+    spec = AttnSpec(4, 2, dim, dim, window=window)
+    backend = Triton(None, AttentionContext("cpu", "float16", fmt, block, 4, 128, prepare_qk))
+    cache = {}
+    for name, t in backend.layout(spec, fmt, block).tensors.items():
+        of = torch.randn(30, *t.shape) if "scale" not in name else torch.rand(30, *t.shape) / 50
+        cache[name] = (of * 40).to(getattr(torch, t.dtype)) if "scale" not in name else of
+    layer = AttnLayer(0, 0, spec, cache)
+    table = np.array([[np.random.default_rng(i).permutation(np.arange(1, 30)) for i in range(4)]], np.int32)
+    rows = [(2, 1, 9), (0, 70, 70), (3, 9, 33), (1, 2, 12)]
+    meta = make_meta(rows, table, block, "cpu")
+    q = torch.randn(82, 4, dim).half()
+    found = []
+    monkeypatch.setattr(triton_widen, "LEAST", 0)
+    for least in (1 << 30, 0):
+        monkeypatch.setattr(triton_widen, "PAYS", least)
+        out = torch.full((82, 4, dim), torch.nan).half()
+        lse = torch.empty(82, 4)
+        backend.plan(meta, GraphKey())
+        assert triton_widen.pays(layer, q, meta) == (least == 0)
+        backend.forward(layer, q, meta, out, lse)
+        found.append((out, lse))
+    assert torch.equal(found[0][0][:1], found[1][0][:1]), "a row that decodes reads the bytes"
+    for given, got in zip(*found, strict=True):
+        torch.testing.assert_close(got.float(), given.float(), rtol=3e-3, atol=3e-3)
+
+
+def test_what_belongs_to_nobody_is_not_written():
+    layer, backend = paged(window=None)
+    meta = make_meta([(0, 3, 3)], np.ones((1, 4, 17), np.int32), 4, "cpu")
+    meta.slot_map = torch.tensor([[0, 5, 3]])  # the null block's are those below 4
+    x = torch.full((3, 1, 16), torch.nan)
+    x[1] = 2.0
+    backend.write(layer, torch.zeros(3, 7, 16), x, x.clone(), meta, None)
+    for name in "kv":
+        assert not layer.cache[name][0].any() and (layer.cache[name][1, 1] == 2).all()
