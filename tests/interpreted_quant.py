@@ -121,8 +121,8 @@ def test_sums_of_eight_bits_that_are_split_are_those_in_one():
     for m in (5, 20):
         q, scale = scaled.rows(torch.randn(m, 640), torch.int8)
         found = []
-        for parts in (1, 2, 4):
-            tile = dict(BM=16, BN=16, BK=64, SK=parts, STAGES=2, num_warps=4)
+        for parts, turned in ((1, 0), (2, 0), (4, 0), (1, 1), (3, 1)):
+            tile = dict(BM=16, BN=32, BK=64, SK=parts, STAGES=2, num_warps=4, TURNED=turned)
             y = torch.full((m, 40), torch.nan)
             found.append(scaled.product(q, scale, weight, by_column, y, tile, arrived))
         exact = (q.double() * scale.double()) @ (weight.double() * by_column.double()[:, None]).T

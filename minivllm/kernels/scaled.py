@@ -4,8 +4,12 @@
     product   y [M, N] = (q W^T) * scale[m] * (scale of the weight)[n], grid (N / BN * M / BM, SK)
 
 SK: in how many parts a sum is split; the program that arrives last adds them, in their order.  Sums are int32, which is
-exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of significand), so that 128 inputs
-are summed there and then added in float32.
+exact, or float32.  float8's go beyond what the tensor cores keep of a sum (14 bits of significand), so that of few rows
+128 inputs are summed there and then added in float32.
+
+Up to 64 rows the memory is what a product waits for.  The tensor cores take 64 lines of one side, and 8 or more columns
+of the other, so the weight stands where the lines are (TURNED) and no row is padded to 64; and each program asks for
+its first weights before the kernel in front has ended (AHEAD).
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eight_bits import TOP, codes_of, divided, empty_rows, size_of, step_of
-from .launch import kernel, pdl, wait
+from .launch import capability, kernel, pdl, wait
 from .quant import Quantized
 from .quant_words import WIDE
 
 MULTIPROCESSORS = 132  # of the GPU that was measured
 FEW_ROWS = 2  # up to which no matrix units serve
+PLAINLY = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # where a tile does not say
 
 
 @kernel()
@@ -108,60 +113,95 @@ def _all_parts(acc, scratch, arrived, at, part, BM: tl.constexpr, BN: tl.constex
     return acc, last
 
 
+@triton.jit
+def _ask(at):
+    """For 256 bytes at each of the pointers ``at``, divisible by 16, to come into the second-level cache."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @kernel("M")
 def _product(
-    x, weight, x_scale, w_scale, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, WHOLE: tl.constexpr,
-    PDL: tl.constexpr,
+    x, weight, codes, x_scale, w_scale, y, scratch, arrived, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
+    AHEAD: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WHOLE: of int8.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors
-    they give 0."""
-    wait(PDL)
+    they give 0.  ``codes`` is where the weight lies.  TURNED: sums are [BN, BM].  AHEAD: inputs of the weight that are
+    asked for early, at most K.  FAST: sums of float8 stay in the tensor cores."""
     # tiles of eight rows of tiles one after another share what they read
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     at, wide = tl.program_id(0), 8 * tiles_n
     first = at // wide * 8
     many = tl.minimum(tiles_m - first, 8)
     row, tile = first + at % wide % many, at % wide // many
-    acc = tl.zeros([BM, BN], tl.int32 if WHOLE else tl.float32)
+    lines: tl.constexpr = BN if TURNED else BM
+    columns: tl.constexpr = BM if TURNED else BN
+    acc = tl.zeros([lines, columns], tl.int32 if WHOLE else tl.float32)
     begin, end = 0, K
     if SK > 1:
         each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
         begin = tl.program_id(1) * each
         end = tl.minimum(begin + each, K)
+    if AHEAD > 0:
+        outputs = tl.minimum(tile * BN + tl.arange(0, BN), N - 1).to(tl.int64)
+        for i in tl.static_range(0, AHEAD, 256):
+            _ask(codes + outputs * K + tl.minimum(begin + i, K - 256))
+    wait(PDL)
     for k in tl.range(begin, end, BK, num_stages=STAGES):
-        a, b = x.load([row * BM, k]), weight.load([tile * BN, k]).T
+        if TURNED:
+            a, b = weight.load([tile * BN, k]), x.load([row * BM, k]).T
+        else:
+            a, b = x.load([row * BM, k]), weight.load([tile * BN, k]).T
         if WHOLE:
             acc = tl.dot(a, b, acc, out_dtype=tl.int32)
+        elif FAST:
+            acc = tl.dot(a, b, acc)
         else:
             acc = tl.dot(a, b, acc, max_num_imprecise_acc=BK if BK < 128 else 128)
     last = True
     if SK > 1:
-        acc, last = _all_parts(acc, scratch, arrived, at, tl.program_id(1), BM, BN, SK)
+        acc, last = _all_parts(acc, scratch, arrived, at, tl.program_id(1), lines, columns, SK)
     if last:
+        total = tl.trans(acc) if TURNED else acc
         om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
         by_row = tl.load(x_scale + om, mask=om < M, other=0.0)
         by_column = tl.load(w_scale + on, mask=on < N, other=0.0)
-        out = acc.to(tl.float32) * by_row[:, None] * by_column[None, :]
+        out = total.to(tl.float32) * by_row[:, None] * by_column[None, :]
         at_y = y + om.to(tl.int64)[:, None] * N + on[None, :]
         tl.store(at_y, out.to(y.dtype.element_ty), mask=(om < M)[:, None] & (on < N)[None, :])
 
 
 def product_tile(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and of
-    4,096 of 14,336.  Sums are split where half of the multiprocessors would have nothing to do."""
-    bm, bn, sk, stages, warps = 64, 64, 1, 6, 4
-    if m > 256 or (n >= WIDE and m > 64):
-        bm, bn, stages, warps = (128, 256, 4, 8) if whole or m > 128 else (128, 128, 5, 8)
-    elif m <= 32 and n > 4096:
-        bn, stages = 128, 5 if n >= WIDE else 7
-    elif m <= 32 and k > 4096:
-        bn, sk, stages = 128, 4, 5
-    elif m <= 64 and n < WIDE:
-        bn, stages = 32, 8
-    if m <= 128 and n < WIDE and triton.cdiv(m, bm) * triton.cdiv(n, bn) <= MULTIPROCESSORS:
-        sk = max(sk, 2)
-    return dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
+    """The fastest of benchmarks/quant_kernels.py on an H100, of 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and of
+    4,096 of 14,336.  Of up to 64 rows a multiprocessor has one program, with many loads in flight, or several."""
+    if m <= 64:
+        bm, sk = max(16, triton.next_power_of_2(m)), 1
+        if n <= 4096:
+            sk = min(4 if m <= 32 else 1 if whole else 2, max(1, k // 1024))
+        alone = triton.cdiv(n, 64) * sk <= MULTIPROCESSORS
+        stages = 6 if alone else 4 if m <= 32 else 3
+        ahead = 512 if alone else 256
+        return dict(BM=bm, BN=64, BK=256, SK=sk, STAGES=stages, num_warps=4, TURNED=1, AHEAD=ahead)
+    bm, bn, bk, sk, stages, warps = 128, 256, 128, 1, 4, 8
+    if m <= 128 and n >= WIDE:
+        bn, stages, warps = 128, 3 if whole else 6, 4
+    elif m <= 128:
+        bn, sk, stages, warps = 64, 2 if whole and n <= 4096 and k >= 1024 else 1, 8, 4
+    elif m <= 256 and n >= WIDE:
+        bm, bn = 256, 128
+    elif m <= 256 and n > 4096:
+        bn, stages, warps = 128, 6, 4
+    elif m <= 256:
+        bm, bn, bk, stages, warps = (64, 128, 128, 8, 4) if whole else (128, 64, 256, 4, 4)
+    tile = dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
+    return tile | dict(AHEAD=256 if m <= 256 else 0, FAST=int(not whole))
 
 
 def product(
@@ -176,10 +216,12 @@ def product(
     """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
     multiple of 16.  ``arrived`` i32, zeros before and after: a counter for each tile, without which no sum is split."""
     (m, k), n = x.shape, len(weight)
-    tile = tile or product_tile(m, n, k, x.dtype == torch.int8)
+    tile = {**PLAINLY, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
+    if tile["AHEAD"] > k or capability(x.device) < 9:
+        tile["AHEAD"] = 0
     tiles = triton.cdiv(m, tile["BM"]) * triton.cdiv(n, tile["BN"])
     if arrived is None or tiles > len(arrived):
-        tile = {**tile, "SK": 1}
+        tile["SK"] = 1
     scratch = y
     if tile["SK"] > 1:
         kept = torch.int32 if x.dtype == torch.int8 else torch.float32
@@ -187,6 +229,7 @@ def product(
     _product[(tiles, tile["SK"])](
         TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
         TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]]),
+        weight,
         x_scale,
         scale,
         y,
@@ -210,7 +253,7 @@ def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor
 
 def by_library(m: int, n: int) -> bool:
     """Whether the library's float8 product is the faster one: likewise."""
-    return m >= 4 if n >= WIDE else m > 128
+    return m > 64 if n >= WIDE else m > (128 if n > 4096 else 256)
 
 
 class ScaledProduct:

@@ -189,7 +189,11 @@ def test_captured_steps_give_the_tokens_of_steps_that_are_not(tmp_path, form, dt
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("form", DTYPES, ids=str)
 def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, dtype):
-    for m, n, k in ((9, 48, 64), (33, 1536, 1024), (300, 520, 3584), (700, 256, 1040)):
+    sizes = [(9, 48, 64), (33, 1536, 1024), (300, 520, 3584), (700, 256, 1040)]
+    if form == torch.bfloat16:  # as large as those for which the tiles were chosen
+        sizes += [(17, 4096, 4096), (64, 28672, 4096), (60, 4096, 14336), (100, 6144, 4096), (256, 4096, 14336)]
+        sizes += [(128, 28672, 4096), (200, 6144, 4096)]
+    for m, n, k in sizes:
         x = torch.randn(m, k, device="cuda").mul_(torch.logspace(-2, 2, m, device="cuda")[:, None]).to(form)
         x[1] = 0
         q, scale = scaled.rows(x, dtype)
