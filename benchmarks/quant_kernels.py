@@ -7,8 +7,8 @@ float64 product of what the weight holds, then timed as a replayed graph of laun
 as the second-level cache does not hold.  A variant that fails is printed with its error, and the rest goes on.
 
 Tiles: few and words BN/BK/stages/warps, slim BN/BK/parts/stages/warps, dots and tiles BM/BN/BK/split/stages/warps,
-dense elements at once, w8a8 BM/BN/BK/split/stages/warps.  "now" is what serves so many rows, with its tile.
-"rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
+dense elements at once, w8a8 BM/BN/BK/split/stages/warps/turned/ahead/fast.  "now" is what serves so many rows, with its
+tile.  "rows" is what it takes to quantize x, which w8a8 and the library's product of 8 bits need before.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ TILES = {
         (256, 64, 64, 1, 3, 4), (128, 128, 128, 1, 2, 8), (128, 128, 64, 1, 4, 8), (256, 128, 64, 1, 4, 8),
     ),
 }  # fmt: skip
+# of products of 8 bits: rows (0: all), outputs, inputs, parts of the sum, loads in flight, warps
+EIGHT_FEW = (
+    (0, 64, 256, 1, 6, 4), (0, 64, 256, 1, 4, 4), (0, 64, 256, 1, 3, 4), (0, 64, 256, 2, 6, 4), (0, 64, 256, 2, 4, 4),
+    (0, 64, 256, 3, 4, 4), (0, 64, 256, 4, 4, 4), (0, 64, 256, 4, 5, 4), (0, 64, 128, 1, 10, 4), (0, 64, 128, 2, 6, 4),
+    (0, 128, 256, 1, 3, 8), (0, 128, 256, 1, 4, 8), (0, 128, 128, 1, 5, 8), (0, 256, 256, 1, 3, 8),
+)  # fmt: skip
+EIGHT_MANY = (
+    (128, 64, 128, 1, 8, 4), (128, 64, 128, 2, 8, 4), (128, 64, 256, 1, 4, 4), (128, 64, 256, 2, 4, 4),
+    (64, 128, 128, 1, 8, 4), (64, 128, 128, 2, 8, 4), (64, 128, 256, 1, 4, 4), (128, 128, 128, 1, 6, 4),
+    (128, 128, 128, 1, 3, 4), (128, 128, 128, 2, 6, 8), (256, 128, 128, 1, 4, 8), (128, 256, 128, 1, 4, 8),
+)  # fmt: skip
 FIXED_TILES = (
     (64, 128, 128, 4, 8), (64, 128, 128, 3, 4), (128, 128, 128, 4, 8), (64, 256, 128, 3, 8), (64, 64, 128, 4, 4),
 )  # fmt: skip
@@ -116,19 +128,14 @@ def dots_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
                 yield dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
 
 
-def product_tiles(rows: int, n: int) -> Iterator[dict[str, int]]:
+def product_tiles(fmt: str, rows: int, n: int) -> Iterator[dict[str, int]]:
     """Sums are split where few tiles of outputs would leave most of the device without work."""
-    tiles = [(64, 64, 6, 4), (64, 128, 5, 4), (64, 128, 7, 4)] if rows <= 256 else []
-    tiles += [(64, 32, 8, 4), (64, 32, 12, 4)] if rows <= 64 else []
-    tiles += [(128, 128, 5, 8), (128, 128, 4, 4), (128, 256, 4, 8)] if rows >= 128 else []
-    for bm, bn, stages, warps in tiles:
-        yield dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=stages, num_warps=warps)
-    split = [(64, 64, 2, 6, 4), (64, 64, 4, 6, 4), (64, 128, 4, 5, 4), (64, 128, 2, 5, 4)]
-    split += [(64, 32, 2, 8, 4)] if rows <= 64 else []
-    split += [(128, 128, 2, 5, 8), (128, 128, 4, 5, 8), (128, 64, 2, 6, 4)] if rows >= 128 else []
-    for bm, bn, sk, stages, warps in split:
-        if rows <= 256 and n < 16384:
-            yield dict(BM=bm, BN=bn, BK=128, SK=sk, STAGES=stages, num_warps=warps)
+    few, many = [*product(EIGHT_FEW, (1,), (0, 256, 512), (0,))], [*product(EIGHT_MANY, (0,), (0, 256), (0, 1))]
+    for (bm, bn, bk, sk, stages, warps), turned, ahead, fast in few if rows <= 64 else many:
+        bm = bm or max(16, triton.next_power_of_2(rows))
+        if (bm + bn) * bk * stages <= 225 << 10 and (sk == 1 or n < 28672) and not (fast and fmt == "int8"):
+            parts = dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=stages, num_warps=warps)
+            yield parts | dict(TURNED=turned, AHEAD=ahead, FAST=fast)
 
 
 def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, int]]]:
@@ -156,7 +163,7 @@ def variants(fmt: str, shape: str, rows: int) -> Iterator[tuple[str, dict[str, i
     if rows >= 32:
         yield from (("dense", {"at_once": 1 << p}) for p in (23, 25, 27))
     if not fmt.startswith("int4"):
-        yield from (("w8a8", tile) for tile in product_tiles(rows, n_out))
+        yield from (("w8a8", tile) for tile in product_tiles(fmt, rows, n_out))
         if fmt == "fp8" or rows > 16:  # what the library takes of int8
             yield "library", {"fast": 0}
         if fmt == "fp8":
