@@ -254,7 +254,7 @@ class Quantized:
     """The kernels for one weight in a form of ``StoredWeight``; keeps the counters of split sums, 0 between launches.
 
     The scales of groups lie as they come, [N, groups] of any strides; inputs must be a multiple of 32 for 4 bits, and a
-    group 32, 64 or 128 of them; others are not checked, and what no tile divides gives wrong products.
+    group 32, 64 or 128 of them, else ValueError: what no tile divides would give wrong products.
     """
 
     def __init__(
@@ -267,6 +267,8 @@ class Quantized:
     ) -> None:
         self.weight, self.scale, self.zero, self.table = weight, scale, zero, table
         self.form = 4 if weight.dtype == torch.uint8 else 8
+        if self.form == 4 and group not in (32, 64, 128):
+            raise ValueError(f"groups of {group} inputs with 4 bits: want 32, 64 or 128")
         self.n, self.k = weight.shape[0], weight.shape[1] * 8 // self.form
         self.group = group if self.form == 4 else self.k
         self.serves = SERVES[weight.dtype] if table is None else (FEW, 0)

@@ -27,7 +27,7 @@ from .quant_words import WIDE
 
 MULTIPROCESSORS = 132  # of the GPU that was measured
 FEW_ROWS = 2  # up to which no matrix units serve
-PLAINLY = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # where a tile does not say
+DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 
 
 @kernel()
@@ -216,7 +216,7 @@ def product(
     """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
     multiple of 16.  ``arrived`` i32, zeros before and after: a counter for each tile, without which no sum is split."""
     (m, k), n = x.shape, len(weight)
-    tile = {**PLAINLY, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
+    tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
     tile["FAST"] &= int(y.dtype == torch.bfloat16)  # others have digits for the sums' own
     if tile["AHEAD"] > k or capability(x.device) < 9:
         tile["AHEAD"] = 0

@@ -4,6 +4,7 @@ conformance kit, which is run here with options other than the default ones."""
 from __future__ import annotations
 
 import weakref
+from importlib import import_module
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from minivllm.errors import ModelError, OptionError, PluginError
 from minivllm.layers.linear import Dense
 from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
-from minivllm.plugins.quantizer import int4, tiled
+from minivllm.plugins.quantizer import fast, int4, tiled
 from minivllm.plugins.quantizer.int4 import Int4, Int4Weight
 from minivllm.plugins.quantizer.int8 import Int8Weight
 from minivllm.plugins.quantizer.options import Int4Options
@@ -359,6 +360,16 @@ class TestSteps(Group):
 
     def step(self, weight, info):
         return by_group(lambda g: g.abs().amax(2, keepdim=True) / 7, weight, 32)
+
+
+def test_groups_that_no_tile_divides_are_not_given_to_the_kernels(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fast, "_served", lambda weight, least: True)
+    weight = torch.zeros(8, 96, dtype=torch.uint8)
+    for group, taken in ((32, True), (64, True), (48, False), (96, False), (192, False)):
+        assert (fast.kernels_of(weight, torch.ones(8, 192 // group), None, group) is not None) == taken
+    with pytest.raises(ValueError, match="groups of 48 inputs with 4 bits: want 32, 64 or 128"):
+        import_module("minivllm.kernels.quant").Quantized(weight, torch.ones(8, 4), None, 48)
 
 
 @pytest.mark.slow

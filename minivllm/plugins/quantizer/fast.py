@@ -12,6 +12,7 @@ from torch import Tensor
 from minivllm.layers.linear import CAPTURED
 
 FP8 = torch.float8_e4m3fn
+GROUPS = (32, 64, 128)  # inputs of a scale of 4 bits that the kernels' tiles divide
 LEAST = {FP8: (8, 9)}  # compute capability that Triton has the numbers of a dtype from; of others:
 OTHERS = (8, 0)
 
@@ -20,8 +21,8 @@ def kernels_of(
     weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
 ) -> Any:
     """``Quantized`` for a weight as in ``StoredWeight``, or of codes that stand for what ``table`` has; None where
-    there is no Triton, or no GPU for it."""
-    if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
+    there is no Triton, or no GPU for it, or where 4 bits come in groups of another size than GROUPS."""
+    if not _served(weight, LEAST.get(weight.dtype, OTHERS)) or (weight.dtype == torch.uint8 and group not in GROUPS):
         return None
     from minivllm.kernels.quant import Quantized
 

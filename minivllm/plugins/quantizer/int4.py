@@ -20,13 +20,12 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight, WeightScheme
 from minivllm.errors import OptionError
 
-from .fast import joined, kernels_of, served_by
+from .fast import GROUPS, joined, kernels_of, served_by
 from .online import OnlineQuantizer
 from .options import Int4Options
 from .tiled import MadeByTiles, Tiled
 
 BLOCK = 32  # inputs that lie in 16 bytes
-GROUPS = (32, 64, 128)
 CENTRE = 8  # the code in the middle of the grid: the zero point if none is kept
 CANDIDATES = 20  # scales that are tried, if any but those that hold all
 SHORTEST = 0.7  # of its whole range that a group may be cut to; of normal weights no group is best cut shorter
