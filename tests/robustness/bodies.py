@@ -84,10 +84,11 @@ def a5(ground: Ground, rng: random.Random) -> Any:
             refused(ground.post(COMPLETIONS, content=chunks(), headers=JSON_TYPE), 413, "8388608")
 
     def tiny() -> None:
-        """Hundreds of thousands of chunks of a byte (Triton: CVE-2025-23310)."""
+        """Hundreds of thousands of chunks of a byte (Triton: CVE-2025-23310), five more bytes around each: too many
+        beside the body, where httptools reads it."""
         head = ground.head(COMPLETIONS, "Transfer-Encoding: chunked") + b"\r\n"
         answer = ground.raw(head + b"1\r\n{\r\n" + b"1\r\n \r\n" * 300_000 + b"1\r\n}\r\n0\r\n\r\n")
-        assert status_of(answer) == 400, answer[:100]
+        assert status_of(answer) in (400, 431), answer[:100]
 
     def declared() -> None:
         answer = ground.raw(
