@@ -6,13 +6,14 @@ conformance kit tests every dtype on a GPU.
 
 from __future__ import annotations
 
+import copied_keys
 import numpy as np
 import pytest
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
 from minivllm.layers.rotary import prepare_qk
-from minivllm.plugins.attention import triton_prefill, triton_widen
+from minivllm.plugins.attention import triton_prefill
 from minivllm.plugins.attention.triton_backend import Triton
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV
@@ -80,34 +81,9 @@ def test_a_window_reads_nothing_of_blocks_that_were_given_back(computed, chunk):
 
 
 @pytest.mark.parametrize("fmt", [Fp8KV(), Int8KV()], ids=["fp8", "int8"])
-@pytest.mark.parametrize(("dim", "window"), [(16, None), (128, None), (16, 12)])
-def test_a_copy_of_bytes_in_16_bits_gives_the_long_rows_what_the_bytes_give(fmt, dim, window, monkeypatch):
-    torch.manual_seed(dim)
-    block = 4 if dim == 16 else 32
-    spec = AttnSpec(4, 2, dim, dim, window=window)
-    backend = Triton(None, AttentionContext("cpu", "float16", fmt, block, 4, 128, prepare_qk))
-    cache = {}
-    for name, t in backend.layout(spec, fmt, block).tensors.items():
-        of = torch.randn(30, *t.shape) if "scale" not in name else torch.rand(30, *t.shape) / 50
-        cache[name] = (of * 40).to(getattr(torch, t.dtype)) if "scale" not in name else of
-    layer = AttnLayer(0, 0, spec, cache)
-    table = np.array([[np.random.default_rng(i).permutation(np.arange(1, 30)) for i in range(4)]], np.int32)
-    rows = [(2, 1, 9), (0, 70, 70), (3, 9, 33), (1, 2, 12)]
-    meta = make_meta(rows, table, block, "cpu")
-    q = torch.randn(82, 4, dim).half()
-    found = []
-    monkeypatch.setattr(triton_widen, "LEAST", 0)
-    for least in (1 << 30, 0):
-        monkeypatch.setattr(triton_widen, "PAYS", least)
-        out = torch.full((82, 4, dim), torch.nan).half()
-        lse = torch.empty(82, 4)
-        backend.plan(meta, GraphKey())
-        assert triton_widen.pays(layer, q, meta) == (least == 0)
-        backend.forward(layer, q, meta, out, lse)
-        found.append((out, lse))
-    assert torch.equal(found[0][0][:1], found[1][0][:1]), "a row that decodes reads the bytes"
-    for given, got in zip(*found, strict=True):
-        torch.testing.assert_close(got.float(), given.float(), rtol=3e-3, atol=3e-3)
+@pytest.mark.parametrize("shape", copied_keys.SHAPES)
+def test_a_copy_of_bytes_in_16_bits_gives_the_long_rows_what_the_bytes_give(fmt, shape, monkeypatch):
+    copied_keys.check(monkeypatch, fmt, shape, "cpu", "float16", 3e-3)
 
 
 def test_what_belongs_to_nobody_is_not_written():

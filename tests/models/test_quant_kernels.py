@@ -215,7 +215,8 @@ def test_rows_are_rounded_as_torch_rounds_them_and_their_products_scaled(form, d
             products.append(scaled.library(q, scale, weight, by_column, x.new_empty(m, n)))
         for got in products:
             off = (got.double() - exact).norm(dim=1) / (exact.norm(dim=1) + 1e-30)
-            assert off.max() < 2 * torch.finfo(form).eps + (1e-3 if dtype == torch.float8_e4m3fn else 1e-6)
+            sums = 1e-6 if dtype == torch.int8 else 5e-3 if form == torch.bfloat16 else 1e-3
+            assert off.max() < torch.finfo(form).eps + sums
 
 
 @on_gpu

@@ -122,7 +122,7 @@ def m3(tools: Tools, rng: random.Random) -> Any:
         {"text_config": 5},
         {"text_config": {"head_dim": 0}},
         {"quantization_config": "fp8"},
-        {"max_position_embeddings": 10**300},
+        {"max_position_embeddings": 10**30},
         {"max_position_embeddings": 0},
         {"sliding_window": 0},
         {"num_attention_heads": 0},
@@ -154,6 +154,9 @@ def m3(tools: Tools, rng: random.Random) -> Any:
     ):
         key = next(iter(more))
         yield str(more), lambda more=more, key=key: model(tools, changed(**more), "config.json", key)
+    # before its key is known
+    long = changed(max_position_embeddings=10**300)
+    yield "301 digits", lambda: model(tools, long, "config.json", "has 301 digits; want at most 40")
 
 
 @line("M4", "an architecture that nobody has", "tools")

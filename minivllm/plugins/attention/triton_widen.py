@@ -3,8 +3,10 @@
     cache      block table[slots[row]][i] ── element * scale, rounded ──► copy      block starts[row] + i
 
 A program of ``triton_prefill`` would make a number of every byte that it reads, and of the same one as often as tiles
-of queries see it: 512 tokens in float8 took 2.3 times as long as in bfloat16 on an H100.  The copy has a table of its
+of queries see it: 512 tokens in float8 took 2.2 times as long as in bfloat16 on an H100.  The copy has a table of its
 own, no scales, and lives as long as one layer's attention.  What is rounded here is rounded by ``sdpa`` too.
+
+Of a layer with a window the copy begins where the row's first query begins to see; ``starts`` may then be negative.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
 from minivllm.kernels.launch import kernel
 
 from .triton_decode import scales_of
+from .triton_prefill import KEYS
 
 PAYS = 64  # queries that read a key on average, from which on a copy takes less time than it saves
 LEAST = 1 << 27  # pairs of a query head and a key; with fewer, the host would take longer to launch it
-SHARE = 128  # of the device's memory a copy takes at most one part of so many
+SHARE = 256  # of the device's memory a copy takes at most one part of so many
 CHUNK = 4096  # elements of a program
 
 
@@ -39,16 +42,17 @@ def _copied(x, scales, to, block, place, at, E: tl.constexpr, D: tl.constexpr, S
     tl.store(to + place * E + at, value.to(to.dtype.element_ty), mask=on)
 
 
-@kernel("slots", "row", "nth")
+@kernel("slots", "row", "starts")
 def _widen(
-    k, v, k_scales, v_scales, k_to, v_to, table, slots, row, nth, table_stride,
+    k, v, k_scales, v_scales, k_to, v_to, table, slots, row, starts, table_stride,
     KE: tl.constexpr, VE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, CHUNK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Block ``program_id(0)`` of the copy, elements from CHUNK * program_id(1) on; a block has KE of keys and VE
-    of values."""
+    """Block ``program_id(0)`` of the copy, which is of row ``row[block]``; elements from CHUNK * program_id(1) on.  A
+    block has KE elements of keys and VE of values."""
     place = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots + tl.load(row + place))
-    block = tl.load(table + slot * table_stride + tl.load(nth + place)).to(tl.int64)
+    of = tl.load(row + place)
+    nth = place - tl.load(starts + of)
+    block = tl.load(table + tl.load(slots + of) * table_stride + nth).to(tl.int64)
     at = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
     _copied(k, k_scales, k_to, block, place, at, KE, D, SCALED)
     _copied(v, v_scales, v_to, block, place, at, VE, DV, SCALED)
@@ -65,45 +69,58 @@ def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
     spec = layer.spec
     if layer.cache["k"].element_size() != 1 or q.element_size() != 2 or spec.v_in_k:
         return False
-    key = ("to widen", layer.group, spec.heads, spec.window)
+    key = ("to widen", layer.group, spec.heads)
     if key not in meta.work:
-        meta.work[key] = _pays(layer, q, meta)
+        first, q_len = _first_blocks(layer, meta), meta.host_q_len.astype(np.int64)
+        keys = meta.host_kv_len[layer.group] - first * meta.block
+        keys[: meta.decode_rows] = 0
+        seen = keys if spec.window is None else np.minimum(keys, spec.window)
+        pairs, total = int((seen * q_len).sum()), int(keys.sum())
+        size = _room(-(-total // meta.block) + len(keys)) * meta.block * spec.kv_heads * (spec.dim_qk + spec.dim_v)
+        fits = size * q.element_size() <= _most_bytes(q.device)
+        meta.work[key] = fits and pairs >= PAYS * total and pairs * spec.heads >= LEAST
     return bool(meta.work[key])
 
 
-def _pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
-    spec, first = layer.spec, meta.decode_rows
-    keys = meta.host_kv_len[layer.group][first:].astype(np.int64)
-    seen = keys if spec.window is None else np.minimum(keys, spec.window)
-    pairs, total = int((seen * meta.host_q_len[first:]).sum()), int((keys + meta.block).sum())
-    size = total * spec.kv_heads * (spec.dim_qk + spec.dim_v) * q.element_size()
-    return pairs >= PAYS * total and pairs * spec.heads >= LEAST and size <= _most_bytes(q.device)
+def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
+    """i64 [R], of each row the block of its table that its first query's first tile of keys lies in."""
+    kv_len = meta.host_kv_len[layer.group].astype(np.int64)
+    if layer.spec.window is None:
+        return np.zeros_like(kv_len)
+    least = np.maximum(kv_len - meta.host_q_len - layer.spec.window + 1, 0)
+    return least // KEYS * KEYS // meta.block
 
 
-def _places(meta: AttnMeta, group: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(row, place in it) i32 of each block of the copy, its table i32 and the first block i64 of each row."""
-    key = ("widened", group)
+def _room(blocks: int) -> int:
+    """Blocks that are allocated: a power of two, so that a context that grows by steps takes what was freed before."""
+    return 1 << max(blocks - 1, 0).bit_length()
+
+
+def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The copy's table i32 [blocks], and i64: the row of each block, and by row where in the table its block 0 is, or
+    would be."""
+    key = ("widened", layer.group)
     if key not in meta.work:
-        blocks = -(-meta.host_kv_len[group] // meta.block)
+        first = _first_blocks(layer, meta)
+        blocks = -(-meta.host_kv_len[layer.group] // meta.block) - first
         blocks[: meta.decode_rows] = 0
-        starts = np.cumsum(blocks) - blocks
-        row = np.repeat(np.arange(len(blocks)), blocks)
-        packed = np.concatenate([row, np.arange(len(row)) - starts[row], np.arange(len(row)), starts]).astype(np.int32)
-        there = torch.from_numpy(packed).to(device, non_blocking=True)
-        each = len(row)
-        meta.work[key] = (*there[: 3 * each].view(3, each).unbind(), there[3 * each :].long())
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = meta.work[key]
+        total, starts = int(blocks.sum()), np.cumsum(blocks) - blocks - first
+        there = torch.from_numpy(np.stack([blocks, starts])).to(device, non_blocking=True)
+        every = torch.arange(len(blocks), device=device)
+        row = torch.repeat_interleave(every, there[0], output_size=total)
+        meta.work[key] = torch.arange(total, dtype=torch.int32, device=device), row, there[1]
+    found: tuple[Tensor, Tensor, Tensor] = meta.work[key]
     return found
 
 
 def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, AttnMeta]:
     """The layer with a copy in the dtype of q for a cache, and the step with the copy's table, for the rows from
     ``decode_rows`` on."""
-    row, nth, table, starts = _places(meta, layer.group, q.device)
-    k, v = layer.cache["k"], layer.cache["v"]
-    cache = {name: x.new_empty((len(row), *x.shape[1:]), dtype=q.dtype) for name, x in (("k", k), ("v", v))}
+    table, row, starts = _places(layer, meta, q.device)
+    k, v, room = layer.cache["k"], layer.cache["v"], _room(len(table))
+    cache = {name: x.new_empty((room, *x.shape[1:]), dtype=q.dtype) for name, x in (("k", k), ("v", v))}
     sizes = k[0].numel(), v[0].numel()
-    _widen[(len(row), triton.cdiv(max(sizes), CHUNK))](
+    _widen[(len(table), triton.cdiv(max(sizes), CHUNK))](
         k,
         v,
         *scales_of(layer),
@@ -111,7 +128,7 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
         meta.table[layer.group],
         meta.slots,
         row,
-        nth,
+        starts,
         meta.table.stride(1),
         KE=sizes[0],
         VE=sizes[1],
@@ -121,6 +138,6 @@ def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, Att
         SCALED="k_scale" in layer.cache,
         num_warps=4,
     )
-    # a row's "slot" is the place of its first block in the one list of all
+    # a row's "slot" is the place of its block 0 in the one list of all
     table = table[None, :, None].expand(len(meta.table), -1, 1)
     return replace(layer, cache=cache), replace(meta, table=table, slots=starts)
