@@ -33,6 +33,13 @@ COLUMNS = {
     "J/token": "joules_per_output_token",
     "failed": "failed",
 }
+OFF = {
+    "tokens/s": "output_throughput",
+    **{f"{name} {q}": f"{q}_{key}_ms" for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("E2E", "e2el"))
+       for q in ("mean", "p50", "p99")},
+    "hits": "prefix_hit_rate",
+    "steps": "steps",
+}  # fmt: skip
 
 
 def replay(found: Row) -> list[Block]:
@@ -77,7 +84,21 @@ def simulate(found: Row) -> list[Block]:
         (*(run[key] for key in ("config", "rate", *PARTS[1:])), *(_cell(run, k) for k in shown.values()))
         for run in runs
     ]
-    return [*out, Table(("config", "rate", *PARTS[1:], *shown), told)]
+    return [*out, Table(("config", "rate", *PARTS[1:], *shown), told), *_errors(found["runs"])]
+
+
+def _errors(runs: Sequence[Row]) -> list[Block]:
+    """How far the simulation was off, of runs that the real engine made too."""
+    real = [run for run in runs if "off" in run]
+    shown = {head: key for head, key in OFF.items() if any(key in run["off"] for run in real)}
+    if not shown:
+        return []
+    told = []
+    for run in real:
+        errors = (f"{100 * run['off'][key]:+.1f} %" if key in run["off"] else None for key in shown.values())
+        told.append((run["config"], f"x{float(run['rate']):g}", run["scheduler"], run["evictor"], *errors))
+    table = Table(("config", "rate", *PARTS[1:], *shown), told)
+    return ["How far the simulation is off what the real engine did:", table]
 
 
 def _names(runs: Sequence[Row], keys: Sequence[str]) -> list[str]:

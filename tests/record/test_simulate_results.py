@@ -123,6 +123,16 @@ def test_what_a_table_does_not_know_is_not_drawn_and_what_the_real_engine_did_is
     assert [(bar.name, bar.value) for bar in first] == [("fcfs", run["p50_ttft_ms"]), ("fcfs, really", 1.5)]
 
 
+def test_how_far_a_simulation_is_off_is_a_table_of_its_own(simulated):
+    found, _ = simulated()
+    tables = lambda: [one for one in report.blocks(found) if isinstance(one, charts.Table)]  # noqa: E731
+    (alone,) = tables()
+    found["runs"][0]["off"] = {"mean_ttft_ms": -0.1234, "output_throughput": 0.02}
+    first, off = tables()
+    assert first == alone and off.heads == ("config", "rate", "scheduler", "evictor", "tokens/s", "TTFT mean")
+    assert off.rows == [(*first.rows[0][:4], "+2.0 %", "-12.3 %")]
+
+
 def test_a_page_of_a_simulation_has_its_charts_and_a_row_for_each_run(simulated, tmp_path, capsys):
     found, path = simulated("--evictor", "lru,fifo", "--rate", "x1", "--rate", "x4", "--goodput", "e2el:1e6")
     out = tmp_path / "r.html"
