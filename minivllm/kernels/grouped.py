@@ -17,6 +17,7 @@ from torch import Tensor
 from .launch import capability, kernel, pdl, wait
 from .packed_tiles import add_tile, inputs_of, load_x
 from .quant import together
+from .quant_numbers import drained
 
 DOTS = 256  # rows up to which ``dots`` serves
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
@@ -40,6 +41,7 @@ def _dots(
     for k in tl.range(part * each, tl.minimum(part * each + each, K), BK, num_stages=STAGES):
         a, b = load_x(x_at, k, inputs, om < M, K, 8)
         acc = add_tile(acc, a, b, weight, scale, zero, wide, on < N, k, inputs, K, 8, GROUP, ZERO, BN, BK, IEEE, ASM)
+        acc = drained(acc, PDL)
     acc, last = together(acc, scratch, arrived, row, tile, part, om, on, N, SK)
     if last:
         at = y + om.to(tl.int64)[None, :] * N + on[:, None]

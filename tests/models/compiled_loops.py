@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from minivllm.core.interfaces.quantizer import StoredWeight
-from minivllm.kernels import packed_experts, quant, quant_tiles
+from minivllm.kernels import grouped, packed_experts, quant, quant_tiles
 
 MADE: list[Any] = []
 
@@ -77,6 +77,18 @@ def weights() -> list[tuple[str, quant.Quantized]]:
     return made
 
 
+def in_groups() -> list[tuple[str, grouped.GroupedProduct]]:
+    """Of 8 bits, with zero points and without."""
+    empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
+    made = []
+    for n, k in ((4096, 4096), (28672, 4096)):
+        for dtype, group, zero in ((torch.int8, 32, 0), (torch.float8_e4m3fn, 64, 0), (torch.uint8, 128, 1)):
+            scale = empty(n, k // group)
+            product = grouped.GroupedProduct(empty(n, k, dtype=dtype), scale, scale if zero else None)
+            made.append((f"{dtype} in groups of {group}", product))
+    return made
+
+
 def experts(bits: int) -> None:
     """Of 4 bits in groups, or of 8."""
     empty = lambda *shape, dtype=torch.float32: torch.empty(*shape, dtype=dtype, device="meta")  # noqa: E731
@@ -95,12 +107,13 @@ def experts(bits: int) -> None:
 
 def main() -> None:
     driver.set_active(Hopper())  # type: ignore[arg-type]
-    for module in (quant, quant_tiles, packed_experts):
+    for module in (grouped, quant, quant_tiles, packed_experts):
         module.pdl = lambda like: {"PDL": True, "launch_pdl": True}  # type: ignore[attr-defined]
         module.capability = lambda device: 9  # type: ignore[attr-defined]
     quant._dots, quant_tiles._tiles, quant_tiles._halves = (
         Compiled(kernel) for kernel in (quant._dots, quant_tiles._tiles, quant_tiles._halves)
     )
+    grouped._dots = Compiled(grouped._dots)
     packed_experts._up, packed_experts._down = Compiled(packed_experts._up), Compiled(packed_experts._down)
     for name, kernels in weights():
         for rows in (16, 64, 256):
@@ -109,6 +122,10 @@ def main() -> None:
             print(name, rows, "dots", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
             quant_tiles.tiles(kernels, x)
             print(name, rows, "tiles", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
+    for name, product in in_groups():
+        for rows in (16, 64, 256):
+            product.dots(torch.empty(rows, product.k, dtype=torch.bfloat16, device="meta"))
+            print(name, rows, "dots", *(left(body) for body in loops(MADE[-1].asm["ttgir"])))
     for bits in (4, 8):
         before = len(MADE)
         experts(bits)

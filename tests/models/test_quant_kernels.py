@@ -125,7 +125,7 @@ def test_no_product_with_a_side_in_registers_is_in_flight_at_the_end_of_a_loop()
     script = str(Path(__file__).with_name("compiled_loops.py"))
     done = subprocess.run([sys.executable, script], env=environ, capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
-    assert done.returncode == 0 and len(lines) == 56, done.stderr[-3000:]
+    assert done.returncode == 0 and len(lines) == 74, done.stderr[-3000:]
     for line in lines:
         counts = re.findall(r"\((\d+), (\d+)\)", line)
         assert counts and all(int(found) > 0 and int(behind) == 0 for found, behind in counts), line
