@@ -245,10 +245,10 @@ class _Fold:
         if device.kind != "cpu":
             if not config.fuse:
                 raise ConfigError(f"{said} with fuse=false: torch's products go by the number of rows; want fuse=true")
-            if (device.sm or 0) < 90:
+            if not 90 <= (device.sm or 0) < 120:
                 have = f"{device.name} has {device.sm / 10:.1f}" if device.sm else f"{device.name} has none"
                 raise ConfigError(
-                    f"{said} on {device.kind}: its product is made for compute capability 9.0 or later, and {have}; "
+                    f"{said} on {device.kind}: its product is made for compute capability 9.0 to 11, and {have}; "
                     "want such a GPU, or device=cpu"
                 )
             if (missing := Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()) is not None:

@@ -65,6 +65,12 @@ def capability(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0]
 
 
+def roomy(device: torch.device) -> bool:
+    """Whether a program may have the shared memory that tiles which come by the copy engine were chosen for, 227 KiB:
+    compute capability 12 (GeForce RTX 50 and its kin) has the engine, and 99 KiB."""
+    return 9 <= capability(device) < 12
+
+
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
     """How many a GPU has; on a CPU, where kernels are interpreted, a few."""

@@ -125,8 +125,8 @@ def takes(stored: StoredWeight | None) -> int:
         return 0
     rows, inputs = stored.weight.shape
     group = stored.group or inputs
-    if group & (group - 1) and (group <= 64 or group not in (inputs, 2 * inputs)):
-        return 0  # a tile of up to 128 inputs lies in one group, or has whole ones
+    if group & (group - 1) and (group <= 64 or stored.scale.numel() != rows):
+        return 0  # a tile of up to 128 inputs lies in one group, which may be the row, or has whole ones
     if stored.weight.dtype in (torch.int8, torch.float8_e4m3fn):
         return 8
     if stored.weight.dtype != torch.uint8 or not stored.group:

@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.errors import ModelError
 
 from .activation import NUMBER, activate
-from .launch import capability, kernel, pdl, wait
+from .launch import kernel, pdl, roomy, wait
 
 MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
 SMALL = 1 << 23  # elements of a weight for which that holds up to ...
@@ -186,14 +186,14 @@ class Product:
     sums, which are 0 between launches.
 
     What stands in its place (``WeightScheme.joined``) may also have ``rounds`` and ``of_rows``, by which it is given
-    many rows in 8 bits (``quant_joined.JoinedProduct``)."""
+    many rows in 8 bits, and ``takes_tops`` (``quant_joined.JoinedProduct``)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
         self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
         self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
         self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
         self.rows = 1  # the most for which a product here is faster than the library's with norm or gate beside it
-        if capability(weight.device) >= 9 and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
+        if roomy(weight.device) and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 
     def fits(self, x: Tensor) -> bool:

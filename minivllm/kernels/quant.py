@@ -40,6 +40,7 @@ from .quant_numbers import (
 )
 from .quant_words import WIDE
 
+SMALL = ((8, 6), (8, 9), (12, 0), (12, 1))  # compute capabilities whose programs have 99 KiB of shared memory
 FEW = 8  # rows up to which ``few`` is there
 DENSE_AT_ONCE = 1 << 27  # elements of a weight that ``dense`` has in memory at a time
 # up to which ``quant_fixed`` and ``quant_tiles`` serve, on a Hopper: as far as an H100 has measured them
@@ -345,6 +346,8 @@ class Quantized:
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
         tile = tile or dots_tile(self.form, self.group, m, self.n)
+        if tile["BM"] == 256 and x.is_cuda and torch.cuda.get_device_capability(x.device) in SMALL:
+            tile = {**tile, "BM": 128}
         rows, tiles = triton.cdiv(m, tile["BM"]), triton.cdiv(self.n, tile["BN"])
         if tile["SK"] > 1 and rows * tiles > len(self.arrived):
             tile = {**tile, "SK": 1}

@@ -24,6 +24,11 @@ class JoinedProduct:
         if of.form == 8:
             self.each.append(SlimProduct(of, *around, **more))
 
+    @property
+    def takes_tops(self) -> bool:
+        """Whether one row may come with the largest elements of its parts: where it is rounded by them."""
+        return self.each[0].rounded is not None
+
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x."""
         return any(one.fits(x) for one in self.each)

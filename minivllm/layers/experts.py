@@ -70,9 +70,11 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
 
 
 def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
-    """Whether experts run by ``kernels.experts``, which read 16 bytes at a time; ``inner``: of this process's share."""
+    """Whether experts run by ``kernels.experts``, which read 16 bytes at a time, and whose tiles do not fit the shared
+    memory of compute capability 12; ``inner``: of this process's share."""
     whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, inner))
-    return (parts.invariant or (parts.fuse and whole)) and parts.device.startswith("cuda")
+    asked = parts.invariant or (parts.fuse and whole)
+    return asked and parts.device.startswith("cuda") and torch.cuda.get_device_capability(parts.device)[0] < 12
 
 
 class DenseExperts(Dense):

@@ -98,6 +98,10 @@ class _Pair:
         wants = getattr(self.made(), "rounds", None)
         return None if wants is None else wants(rows)
 
+    def takes_tops(self) -> bool:
+        """Whether its kernel is told the largest elements of a row's parts (``GatedRow``)."""
+        return bool(getattr(self.made(), "takes_tops", False))
+
     def product(self, x: Tensor | Rounded) -> Tensor:
         """linear(x), as its layer gives it."""
         if not isinstance(x, Rounded):
@@ -135,8 +139,9 @@ class GatedLinear(_Pair):
         kernel = self.kernel(h.x)
         if kernel is not None:
             y, tops = kernel(h.x, h.squares, h.eps)
-            return y if tops is None or self.follower is None else GatedRow(y, tops)
-        if h.squares is None or self.linear.bias is not None or not self.divides:
+            known = tops is not None and self.follower is not None and self.follower.takes_tops()
+            return GatedRow(y, tops) if known else y
+        if h.squares is None or self.linear.bias is not None or not (self.divides and self.linear.scheme.homogeneous):
             y = self.product(h.finished())
             dtype = self.follower.rounds(len(y)) if self.follower is not None and self.divides else None
             return self.gate_mul(y) if dtype is None else self._rounded(y, dtype)
@@ -181,6 +186,9 @@ class LinearNorm(_Pair):
 
     def rounds(self, rows: int) -> torch.dtype | None:
         return super().rounds(rows) if self.part is None else self.part.rounds(rows)
+
+    def takes_tops(self) -> bool:
+        return super().takes_tops() if self.part is None else self.part.takes_tops()
 
     def __call__(self, x: Tensor | Rounded | GatedRow, residual: Tensor) -> tuple[Normed, Tensor]:
         if self.part is not None and (peers := self.linear.group.peers) is not None:

@@ -102,6 +102,9 @@ class WeightScheme(ABC):
     """
 
     tensors: dict[str, Tensor]
+    homogeneous = (
+        True  # apply(c * x) is c * apply(x), so that a norm's division may come behind the product
+    )
 
     @abstractmethod
     def params(self) -> Mapping[str, tuple[int, ...]]:

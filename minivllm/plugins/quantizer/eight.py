@@ -88,6 +88,8 @@ class LlmInt8Weight(Int8Weight):
     paper makes of it.  One product serves both, since an element is in one of them.
     """
 
+    homogeneous = False  # what is large is told by a number that does not change with x
+
     def __init__(self, info: ModuleInfo, threshold: float) -> None:
         super().__init__(info)
         self.threshold = threshold

@@ -39,8 +39,8 @@ def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> An
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
-    """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper."""
-    if not _served(weight, (9, 0)):
+    """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper, and are large."""
+    if not _served(weight, (9, 0)) or torch.cuda.get_device_capability(weight.device)[0] >= 12:
         return None
     from minivllm.kernels.scaled import ScaledProduct
 
@@ -71,7 +71,8 @@ def served_by(
     """As ``WeightScheme.served``, of a weight of this dtype, or of codes with a table; ``rounded``: to what rows of x
     are."""
     least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
-    if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or find_spec("triton") is None:
+    beyond = rounded is not None and sm >= 120  # ``scaled_kernels_of``
+    if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or beyond or find_spec("triton") is None:
         any_rows = {"any": "made numbers of the run's dtype, then the library's product"}
         if device == "cpu" and rounded is None and not table and dtype != FP8:
             return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}
