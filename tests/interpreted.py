@@ -6,6 +6,7 @@ every dtype on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import expert_kernels
@@ -116,7 +117,8 @@ def test_a_split_sum_leaves_its_counters_at_zero():
 LIMITS = (
     {}, {"temperature": 0.0}, {"temperature": 0.5}, {"top_k": 1}, {"top_k": 40}, {"top_p": 0.9}, {"top_p": 0.3},
     {"top_p": 0.01}, {"min_p": 0.1}, {"min_p": 1.0}, {"min_p": 0.02, "top_p": 0.5}, {"top_k": 30, "top_p": 0.5},
-    {"top_k": 900, "top_p": 0.7}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.6},
+    {"top_k": 900, "top_p": 0.7}, {"top_k": 1500}, {"top_k": 1500, "top_p": 0.6}, {"top_p": 1e-46},
+    {"top_p": 1e-46, "top_k": 5},
     {"temperature": 1.5, "top_k": 40, "top_p": 0.9, "min_p": 0.01}, {"top_k": 2000, "min_p": 0.3, "top_p": 0.8},
 )  # fmt: skip
 
@@ -162,6 +164,18 @@ def test_a_draw_is_that_of_the_reference_whatever_the_limits(width, kind):
     got = draws(logits, LIMITS, fused=True)
     assert torch.equal(logits, before), "the logits stay as they are"
     assert got == draws(logits, LIMITS, fused=False)
+
+
+def test_a_search_in_a_nucleus_of_nothing_ends_with_the_best_token(monkeypatch):
+    class Nothing(DefaultSampler):
+        def bind(self, params, prompt_len):
+            row = super().bind(params, prompt_len)
+            return replace(row, values={**row.values, "top_p": 0.0})
+
+    monkeypatch.setitem(globals(), "DefaultSampler", Nothing)
+    torch.manual_seed(5)
+    logits = spread("flat", 4, 300)
+    assert draws(logits, [{"top_p": 0.5}] * 4, fused=True) == logits.argmax(1).tolist()
 
 
 def test_a_row_draws_the_same_alone():

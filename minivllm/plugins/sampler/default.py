@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 # variant bits; above them one bit per power of two that bounds a small top_k
 GREEDY, DRAWN, LIMITED, MIN_P, FULL, K_SHIFT = 1, 2, 4, 8, 16, 5
 MIN_TEMPERATURE = 1e-5  # below, 1 / T overflows float32: greedy
+MIN_TOP_P = torch.finfo(torch.float32).tiny  # below, the column would hold 0, of which not even the best token is part
 MASS_SCALE = 2.0**40  # integer mass of the likeliest token: 2**22 tokens fit in int64
 COLUMNS = ("temperature", "top_k", "top_p", "min_p")  # as the kernels take them
 CHUNK = 1 << 23  # logits that are sorted at a time: bounds the temporary memory to about 0.25 GB
@@ -58,7 +59,8 @@ class DefaultSampler(Sampler):
             variant |= MIN_P
         if k or params.top_p < 1:
             variant |= LIMITED | (1 << (K_SHIFT + (k - 1).bit_length()) if 0 < k <= SMALL_K else FULL)
-        values = {"temperature": params.temperature, "top_k": k, "top_p": params.top_p, "min_p": params.min_p}
+        top_p = max(params.top_p, MIN_TOP_P)
+        values = {"temperature": params.temperature, "top_k": k, "top_p": top_p, "min_p": params.min_p}
         return Row(values, variant)
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:

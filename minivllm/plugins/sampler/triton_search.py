@@ -118,7 +118,7 @@ def _search(
             value = tl.load(base + token).to(tl.float32)
             above, whole = _masses(base, value, best, inv, floor, V, CHUNK)
             whole = tl.where(k > 0, few, whole)
-            if above.to(tl.float64) < p.to(tl.float64) * whole.to(tl.float64):
+            if (above <= 0) | (above.to(tl.float64) < p.to(tl.float64) * whole.to(tl.float64)):
                 searching = tl.full((), 0, tl.int32)
             else:
                 token = _best_above(base, value, best, inv, floor, a, b, V, CHUNK, FAST)
