@@ -72,9 +72,12 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
 def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
     """Whether experts run by ``kernels.experts``, which read 16 bytes at a time, and whose tiles do not fit the shared
     memory of compute capability 12; ``inner``: of this process's share."""
+    if not parts.device.startswith("cuda"):
+        return False
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(parts.device)[0] >= 12:
+        return False
     whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, inner))
-    asked = parts.invariant or (parts.fuse and whole)
-    return asked and parts.device.startswith("cuda") and torch.cuda.get_device_capability(parts.device)[0] < 12
+    return parts.invariant or (parts.fuse and whole)
 
 
 class DenseExperts(Dense):
