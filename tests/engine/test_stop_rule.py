@@ -64,3 +64,10 @@ def test_an_end_of_sequence_goes_before_a_stop_id_and_both_before_the_length():
 
 def test_end_of_sequence_ids_beyond_the_vocabulary_and_twice_are_left_out():
     assert eos_within([7, 99, 7, 3], 50) == (7, 3)
+
+
+def test_a_least_length_beyond_the_end_is_the_end():
+    """The device keeps it as an int32."""
+    for least in (2**31 - 4, 2**40, 10**30):
+        rule = StopRule.of(SamplingParams(max_tokens=None, min_tokens=least), (3,), 4, 12, False)
+        assert rule.min_end == rule.min_length == rule.end == 12

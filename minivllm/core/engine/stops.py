@@ -42,7 +42,7 @@ class StopRule:
         says so, with an end-of-sequence token, whatever ``ignore_eos`` asks for."""
         eos = () if params.ignore_eos and not grammar else tuple(eos_ids)
         ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
-        min_length = prompt + params.min_tokens
+        min_length = min(prompt + params.min_tokens, end)  # a column of int32 keeps it
         return cls(
             ids,
             len(eos),

@@ -215,5 +215,6 @@ def _bias(value: Any, vocab: int) -> dict[int, float]:
         _want(ok, "logit_bias", f"token ids from 0 to {vocab - 1} as keys, not {str(key)[:20]!r}")
         number = isinstance(by, (int, float)) and not isinstance(by, bool)
         _want(number and -100 <= by <= 100, "logit_bias", f"a number from -100 to 100 for token {key}")
+        _want(int(key) not in made, "logit_bias", f"each token id once, not token {int(key)} again")
         made[int(key)] = float(by)
     return made
