@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
-from packed_checkpoints import Eight, Four, awq, coded, compressed, gptq, packed_dir
+from packed_checkpoints import Eight, Four, awq, coded, compressed, gptq, packed_dir, scaled
 from transformers import AutoConfig, Olmo2Config
 
 from minivllm.config import EngineConfig
@@ -149,6 +150,20 @@ FORMATS = {
         lambda name, n, k: coded(n, k, 4, 32, symmetric=False),
         lambda c, name: compressed(c, 4, symmetric=False),
     ),
+    "int8 by outputs, the head too": (
+        {
+            "quant_method": "compressed-tensors",
+            "format": "int-quantized",
+            "ignore": [],
+            "config_groups": {
+                "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+            },
+        },
+        lambda name, n, k: SimpleNamespace(
+            **dict(zip(("tensors", "weight"), scaled(torch.int8, 1, k, n, k), strict=True))
+        ),
+        lambda c, name: c.tensors,
+    ),
 }
 
 
@@ -159,7 +174,8 @@ def test_ranks_cut_checkpoints_of_every_packed_format(tmp_path, name, size):
     torch.manual_seed(6)
     said, code, write = FORMATS[name]
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-    plain = lambda name, n, k: None if name == "lm_head" else code(name, n, k)  # noqa: E731
+    kept = said.get("ignore", ["lm_head"])
+    plain = lambda name, n, k: None if name in kept else code(name, n, k)  # noqa: E731
     cfg, hf = packed_dir(tmp_path, said, plain, write, **shape, head_dim=32)
     arch, cfg = architecture(tmp_path)
     config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", skip_tokenizer_init=True)

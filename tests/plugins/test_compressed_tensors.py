@@ -117,6 +117,20 @@ def test_inputs_that_were_sorted_by_activations_are_sorted_again():
     assert forms(scheme) == [Int4Rows] and "order" in scheme.tensors
 
 
+@pytest.mark.parametrize(("dtype", "kind"), [(torch.int8, "int"), (torch.float8_e4m3fn, "float")])
+def test_inputs_of_bytes_that_were_sorted_by_activations_are_sorted_again(dtype, kind):
+    torch.manual_seed(0)
+    tensors, _ = scaled(dtype, 1, 32, 32, 128)
+    order = torch.arange(128)[torch.randperm(128)] // 32
+    tensors["weight_g_idx"] = order.int()
+    want = tensors["weight"].double() * tensors["weight_scale"].double()[:, order]
+    said = config((["Linear"], weights(8, kind, actorder="group"), {"format": f"{kind}-quantized"}))
+    m = info((32,), 128, sources={"a": source_of(tensors)})
+    torch.testing.assert_close(
+        held(loaded(CompressedTensors(None, said), m, {"a": tensors})), want, rtol=1e-6, atol=1e-7
+    )
+
+
 def source_of(tensors, name="model.layers.0.self_attn.q_proj"):
     from minivllm.core.interfaces.quantizer import PartSource
     from minivllm.plugins.quantizer.packed import NAMES

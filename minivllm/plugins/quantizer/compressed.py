@@ -24,14 +24,13 @@ from minivllm.errors import ModelError, shown
 from . import forms
 from .forms import Numbers
 from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
-from .scaled_bytes import BytesLayout, by_row, scale_shapes
+from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 STRATEGIES = ("tensor", "channel", "group", "block", None)
 # what says how activations, keys and values were quantized
 UNUSED = (
     "input_scale", "input_zero_point", "output_scale", "output_zero_point", "k_scale", "v_scale", "weight_zero_point",
-    "weight_g_idx",
 )  # fmt: skip
 
 
@@ -105,7 +104,7 @@ class FieldsLayout(PartLayout):
             raise ModelError(f"weight_shape says {shape}, want {[share.outputs, share.inputs]}")
         codes = share.taken(given["weight_packed"][share.rows], bits)
         scale = by_row(given["weight_scale"], share, self.rows)
-        return Numbers(codes, scale, self._zero(given), self._group_of(given), bits, 1 << (bits - 1))
+        return Numbers(codes, scale, self._zero(given), group_of(given, share, self.columns), bits, 1 << (bits - 1))
 
     def _zero(self, given: Mapping[str, Tensor]) -> Tensor | None:
         share, bits = self.share, self.group.bits
@@ -115,18 +114,6 @@ class FieldsLayout(PartLayout):
         if not self.fields:
             return by_row(zero, share, self.rows) + (1 << (bits - 1))
         return forms.fields(zero.t(), bits, share.outputs)[:, share.rows].t().float()
-
-    def _group_of(self, given: Mapping[str, Tensor]) -> Tensor:
-        plain = self.share.group_of(self.columns)
-        if "weight_g_idx" not in given:
-            return plain
-        found = given["weight_g_idx"][self.share.columns].long().cpu()
-        groups = -(-self.share.inputs // self.columns)
-        if bool((found == -1).all()):  # as it is before groups are sorted
-            return plain
-        if bool(((found < 0) | (found >= groups)).any()):
-            raise ModelError(f"weight_g_idx has groups beyond 0 to {groups - 1}, as many as there are scales")
-        return found
 
 
 class CompressedTensors(CheckpointQuantizer):
@@ -170,6 +157,8 @@ class CompressedTensors(CheckpointQuantizer):
         else:
             dtype = "F8_E4M3" if group.floating else "I8"
             made = BytesLayout(share, dtype, *group.blocks(share), group.why, "weight_scale", not group.symmetric)
+            if has is not None and "weight_g_idx" in has:
+                made.want["weight_g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
         for name in UNUSED:
             if has is not None and name in has and name not in made.want:
                 made.want[name] = Want((has[name][1],), (has[name][0],))

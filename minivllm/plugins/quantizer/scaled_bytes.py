@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from minivllm.errors import ModelError
+
 from .forms import Numbers
 from .packed import FLOATS, PartLayout, Share, Want
 
@@ -25,6 +27,21 @@ def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
     table = scales.to(share.device).float().reshape(-(-share.outputs // rows), -1)
     at = torch.arange(share.rows.start, share.rows.stop, device=table.device) // rows
     return table[at]
+
+
+def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
+    """The group of each of this process's inputs, i64, of groups of ``columns``: by ``weight_g_idx``, where the groups
+    were made of inputs in another order."""
+    plain = share.group_of(columns)
+    if "weight_g_idx" not in given:
+        return plain
+    found = given["weight_g_idx"][share.columns].long().cpu()
+    groups = -(-share.inputs // columns)
+    if bool((found == -1).all()):  # as it is before groups are sorted
+        return plain
+    if bool(((found < 0) | (found >= groups)).any()):
+        raise ModelError(f"weight_g_idx has groups beyond 0 to {groups - 1}, as many as there are scales")
+    return found
 
 
 class BytesLayout(PartLayout):
@@ -46,4 +63,4 @@ class BytesLayout(PartLayout):
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
         scale = by_row(given[self.scale_name], share, self.rows)
         zero = by_row(given["weight_zero_point"], share, self.rows) if "weight_zero_point" in self.want else None
-        return Numbers(codes, scale, zero, share.group_of(self.columns))
+        return Numbers(codes, scale, zero, group_of(given, share, self.columns))
