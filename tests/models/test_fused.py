@@ -17,6 +17,11 @@ from minivllm.layers.norm import RMSNorm
 from minivllm.plugins.quantizer.eight import LlmInt8Weight
 
 HIDDEN, INNER = 16, 24
+# inputs, of which so many share a scale, bits, and whether packed experts may lie so
+GROUPS = (
+    (192, 32, 4, True), (192, 96, 4, False), (192, 192, 4, True), (320, 160, 4, False), (192, 96, 8, False),
+    (192, 192, 8, True), (256, 128, 8, True),
+)  # fmt: skip
 
 
 class Kernel:
@@ -85,10 +90,7 @@ def test_rows_are_divided_by_their_norm_before_a_weight_for_which_it_matters_whi
 
 def test_experts_of_packed_weights_are_taken_where_a_tile_lies_in_one_group_or_has_whole_ones():
     takes = pytest.importorskip("minivllm.kernels.packed_experts").takes
-    for inputs, group, bits, taken in (
-        (192, 32, 4, True), (192, 96, 4, False), (192, 192, 4, True), (320, 160, 4, False), (192, 96, 8, False),
-        (192, 192, 8, True), (256, 128, 8, True),
-    ):  # fmt: skip
+    for inputs, group, bits, taken in GROUPS:
         weight = torch.zeros(8, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
         stored = StoredWeight(weight, torch.ones(8, inputs // group), None, group)
         assert (takes(stored) == bits) == taken, (inputs, group, bits)
