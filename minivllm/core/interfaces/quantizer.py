@@ -102,9 +102,8 @@ class WeightScheme(ABC):
     """
 
     tensors: dict[str, Tensor]
-    homogeneous = (
-        True  # apply(c * x) is c * apply(x), so that a norm's division may come behind the product
-    )
+    # apply(c * x) is c * apply(x), so that a norm may divide behind the product, not before it
+    homogeneous = True
 
     @abstractmethod
     def params(self) -> Mapping[str, tuple[int, ...]]:

@@ -40,11 +40,12 @@ def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> An
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
     """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper, and are large."""
-    if not _served(weight, (9, 0)) or torch.cuda.get_device_capability(weight.device)[0] >= 12:
+    if not _served(weight, (9, 0)):
         return None
+    from minivllm.kernels.launch import roomy
     from minivllm.kernels.scaled import ScaledProduct
 
-    return ScaledProduct(weight, scale)
+    return ScaledProduct(weight, scale) if roomy(weight.device) else None
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
