@@ -12,9 +12,10 @@ next one would not reach back to the one before::
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -75,6 +76,34 @@ def roomy(device: torch.device) -> bool:
 def multiprocessors(device: torch.device) -> int:
     """How many a GPU has; on a CPU, where kernels are interpreted, a few."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
+
+
+def keep_room(launched: Any, programs: int, device: torch.device) -> None:
+    """A multiprocessor is to keep shared memory for ``programs`` programs of a kernel at once; 0: as many as fit.
+
+    Shared memory and the first-level cache divide 256 KiB of a Hopper's multiprocessor, and what is loaded to registers
+    is in that cache on its way: the less of it, the fewer bytes are under way.  By itself the driver keeps as much as
+    the programs need that the registers have room for, and kernels that start before a multiprocessor was idle, as in a
+    chain of dependent launches, find it divided as the kernel in front had it.
+
+    ``launched``: what a launch returned, the compiled kernel (nothing, under the interpreter).  The driver takes the
+    preference for all later launches of this variant of the kernel.
+    """
+    if launched is None or programs == 0 or capability(device) == 0:
+        return
+    whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    share = programs * (launched.metadata.shared + 1024)  # the driver takes 1 KiB of each program
+    _prefer(launched.function, min(100, -(-100 * share // whole)))
+
+
+@cache
+def _prefer(function: int, percent: int) -> None:
+    """How much of its largest shared memory a multiprocessor keeps for a kernel, told to the driver once."""
+    carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+    try:
+        ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, percent)
+    except (OSError, AttributeError):  # a preference: without it kernels are slower and no other
+        return
 
 
 def pdl(like: torch.Tensor) -> dict[str, Any]:

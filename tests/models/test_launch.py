@@ -21,6 +21,57 @@ def test_a_kernel_names_no_argument_that_it_does_not_have():
         launch.kernel("x", "rows")(lambda x, n: None)
 
 
+def test_a_driver_is_told_once_of_each_variant_how_much_shared_memory_its_programs_need(monkeypatch):
+    told = []
+
+    class Driver:
+        def cuFuncSetAttribute(self, function, attribute, value):
+            told.append((function.value, attribute, value))
+            return 0
+
+    monkeypatch.setattr(launch, "capability", lambda device: 9)
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: Driver())
+    whole = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
+    monkeypatch.setattr(launch.torch.cuda, "get_device_properties", lambda device: whole)
+    launch._prefer.cache_clear()
+    made = lambda function, shared: SimpleNamespace(function=function, metadata=SimpleNamespace(shared=shared))  # noqa: E731
+    device = torch.device("cuda", 0)
+    for launched, programs in ((made(70, 36 * 1024), 2), (made(70, 36 * 1024), 2), (made(71, 100 * 1024), 4)):
+        launch.keep_room(launched, programs, device)
+    assert told == [(70, 9, 33), (71, 9, 100)]  # 2 * 37 of 228 KiB, and no more than all
+    launch.keep_room(None, 2, device)
+    launch.keep_room(made(72, 1024), 0, device)
+    assert len(told) == 2
+    monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    launch.keep_room(made(73, 1024), 1, device)  # no driver of that name: nothing is preferred
+    launch._prefer.cache_clear()
+
+
+def test_only_decode_of_one_row_from_bytes_has_a_variant_that_keeps_room(monkeypatch):
+    rooms, kept = [], []
+
+    class Decodes:
+        def __getitem__(self, grid):
+            return lambda *args, **kwargs: rooms.append(kwargs["ROOM"])
+
+    monkeypatch.setattr(triton_decode, "_deal", Launches())
+    monkeypatch.setattr(triton_decode, "_decode", Decodes())
+    monkeypatch.setattr(triton_decode, "_merge", Launches())
+    monkeypatch.setattr(triton_decode, "keep_room", lambda launched, programs, device: kept.append(programs))
+    monkeypatch.setattr(triton_decode, "multiprocessors", lambda device: 20)
+    spec, table = AttnSpec(8, 4, 64, 64), np.ones((1, 4, 64), np.int32)
+    for dtype in (torch.float8_e4m3fn, torch.bfloat16):
+        layer = AttnLayer(0, 0, spec)
+        layer.cache = {name: torch.zeros(8, 16, 4, 64).to(dtype) for name in "kv"}
+        for rows in (1, 2):
+            meta = make_meta([(slot, 1, 9) for slot in range(rows)], table, 16, "cpu")
+            slots = torch.arange(rows)
+            work = triton_decode.deal(spec, meta.kv_len, meta.q_len, slots, rows, 64, False, True)
+            q = torch.zeros(rows, 8, 64)
+            triton_decode.decode(layer, q, meta, torch.zeros_like(q), None, work, False)
+    assert rooms == [7, 0, 0, 0] == kept  # 4 heads of 32 parts for 20 multiprocessors
+
+
 class Launches(list):
     """In the place of a kernel: what each launch was given."""
 

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.kernels.launch import kernel, pdl, release, settle, wait
+from minivllm.kernels.launch import keep_room, kernel, multiprocessors, pdl, release, settle, wait
 
 from .triton_bytes import numbers, quarters, together
 
@@ -170,9 +170,10 @@ def _decode(
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    ROOM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: keys and values are bytes, and ``v_cache`` has them by four (``triton_bytes``); VS is in its elements."""
+    """WORDS: keys and values are bytes, and ``v_cache`` has them by four (``triton_bytes``); VS is in its elements.
+    ROOM: not read, so that ``launch.keep_room`` has a variant of its own."""
     if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
     release(PDL)
@@ -409,7 +410,9 @@ def decode(
     flags = dict(SINKS=spec.sinks, LSE=lse is not None)
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
-    _decode[(spec.kv_heads, len(work.entries))](
+    few = words and len(work.first) == 1  # the products around it load their weights to registers
+    room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if few else 0
+    launched = _decode[(spec.kv_heads, len(work.entries))](
         q,
         k,
         v.view(torch.int32) if words else v,
@@ -436,10 +439,12 @@ def decode(
         FLOAT8=k.dtype == torch.float8_e4m3fn,
         ASM=q.device.type == "cuda",
         EARLY=early,
+        ROOM=room,
         num_warps=2 if tile == 64 else 4,
         **sizes,
         **flags,
         **pdl(q),
     )
+    keep_room(launched, room, q.device)
     if work.cut:
         _merge[(spec.heads, len(work.first))](work.first, *ends, **sizes, **flags, num_warps=2, **pdl(q))
