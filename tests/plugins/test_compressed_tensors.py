@@ -15,18 +15,20 @@ from packed_checkpoints import (
     info,
     loaded,
     logits_of,
+    packed,
     packed_dir,
     say,
     scaled,
 )
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.quantizer import Shard
+from minivllm.core.interfaces.quantizer import PartSource, Shard
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.int4 import Int4Rows
 from minivllm.plugins.quantizer.int8 import ByteRows
+from minivllm.plugins.quantizer.packed import NAMES
 
 FP8 = torch.float8_e4m3fn
 
@@ -197,6 +199,39 @@ def test_auto_takes_it_and_leaves_scales_of_keys_and_values(checkpoint):
     with torch.inference_mode():
         want = hf.generate(torch.tensor([PROMPT]), max_new_tokens=8, do_sample=False, eos_token_id=None)[0]
     assert list(ids.token_ids) == want[len(PROMPT) :].tolist()
+
+
+@pytest.mark.parametrize("bits", [0, 3, 4, 8], ids=["bytes", "3 bits", "4 bits", "8 bits"])
+def test_zero_points_beside_symmetric_are_taken_where_they_are_0_and_refused_elsewhere(bits):
+    torch.manual_seed(bits)
+    if bits:
+        one = coded(32, 96, bits, 32)
+        given, want, said = compressed(one, bits, True), one.weight, weights(bits)
+        middle = torch.full((32, 3), 1 << (bits - 1), dtype=torch.uint8)
+        zeros = [torch.zeros(32, 3, dtype=torch.int8), packed(middle.t(), bits).t().contiguous()]
+        wrong = packed((middle - (torch.arange(96).view(32, 3) == 95).byte()).t(), bits).t().contiguous()
+    else:
+        given, want = scaled(torch.int8, 1, 192)
+        given, said = dict(given), weights(8, strategy="channel", group_size=None)
+        zeros, wrong = [torch.zeros(96, 1, dtype=torch.int8)], torch.ones(96, 1, dtype=torch.int8)
+    for zero in (*zeros, wrong):
+        tensors = {**given, "weight_zero_point": zero}
+        seen = {name: (tuple(t.shape), NAMES[t.dtype]) for name, t in tensors.items()}
+        m = info(want.shape[:1], want.shape[1], sources={"a": PartSource("model.layers.3.o_proj", seen)})
+        quantizer = CompressedTensors(None, config((["Linear"], said)))
+        if zero is wrong:
+            with pytest.raises(ModelError, match=r"weight_zero_point is not 0.*want symmetric=false"):
+                loaded(quantizer, m, {"a": tensors})
+        else:
+            torch.testing.assert_close(held(loaded(quantizer, m, {"a": tensors})), want.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_scales_that_are_no_numbers_are_refused_by_the_name_of_the_layer(number):
+    given = compressed(coded(32, 96, 4, 32), 4, True)
+    given["weight_scale"][31, 2] = number
+    with pytest.raises(ModelError, match=r"layers.3.attn.qkv: scales that are inf or NaN.*damaged"):
+        loaded(CompressedTensors(None, config((["Linear"], weights()))), info((32,), 96), {"a": given})
 
 
 LINEAR = (["Linear"], weights())

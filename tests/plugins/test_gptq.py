@@ -114,6 +114,16 @@ def test_zero_points_of_0_and_15_are_held_by_v2_and_v1_warns():
         assert all(n.startswith("v1 zero points are at their largest, as of a 0") for n in quantizer.notes)
 
 
+def test_the_format_is_read_where_tools_write_no_checkpoint_format():
+    one = coded(32, 64, 4, 32, symmetric=False)
+    said = config(format="gptq_v2")
+    said.pop("checkpoint_format", None)
+    scheme = loaded(Gptq(None, said), info((32,)), {"a": gptq(one, 4, v1=False)})
+    torch.testing.assert_close(held(scheme), one.weight.double(), rtol=1e-6, atol=1e-7)
+    with pytest.raises(ModelError, match="checkpoint_format='marlin'"):
+        Gptq(None, {**said, "format": "marlin"})
+
+
 def test_symmetric_zero_points_say_which_version_they_are_of_where_config_is_wrong():
     one = coded(32, 64, 4, 32)
     for v1, notes in ((True, 0), (False, 1)):

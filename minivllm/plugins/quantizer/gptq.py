@@ -102,8 +102,9 @@ class Gptq(CheckpointQuantizer):
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
-        written = self.settings.given.get("checkpoint_format") or "gptq"
-        if self.settings.given.get("is_marlin_format"):
+        given = self.settings.given  # "format": as tools have it that write no checkpoint_format
+        written = given.get("checkpoint_format") or given.get("format") or "gptq"
+        if given.get("is_marlin_format"):
             written = "marlin"
         if written not in FORMATS:
             raise ModelError(

@@ -184,6 +184,8 @@ class PackedWeight(WeightScheme):
         if isinstance(found, Tensor):
             self._pieces[part] = HeldRows("plain", found)
         else:
+            if not bool(torch.isfinite(found.scale).all()):
+                raise ModelError(f"{self.info.name}: scales that are inf or NaN, want numbers: the file is damaged")
             self._pieces[part] = piece = forms.piece_of(found, layout.share.dtype)
             if piece.form == "plain":
                 what = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"

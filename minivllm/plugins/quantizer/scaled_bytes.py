@@ -44,6 +44,12 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
     return found
 
 
+def symmetric(zero: Tensor | None) -> None:
+    """ModelError for zero points other than 0, of a weight of which the configuration says that it has none."""
+    if zero is not None and bool((zero.float() != 0).any()):
+        raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: want symmetric=false")
+
+
 class BytesLayout(PartLayout):
     """``weight`` and ``scale_name``, of which ``rows`` outputs and ``columns`` inputs share each number; with zero
     points ``weight_zero_point``, of the same shape."""
@@ -55,6 +61,7 @@ class BytesLayout(PartLayout):
         self.rows, self.columns, self.why, self.scale_name = rows, columns, why, scale_name
         shapes = scale_shapes(share, rows, columns)
         self.want = {"weight": Want((dtype,), ((share.outputs, share.inputs),)), scale_name: Want(SCALES, shapes)}
+        self.zero = zero
         if zero:
             self.want["weight_zero_point"] = Want(("I8", "I32", *FLOATS), shapes)
 
@@ -62,5 +69,7 @@ class BytesLayout(PartLayout):
         share = self.share
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
         scale = by_row(given[self.scale_name], share, self.rows)
-        zero = by_row(given["weight_zero_point"], share, self.rows) if "weight_zero_point" in self.want else None
+        zero = by_row(given["weight_zero_point"], share, self.rows) if self.zero else None
+        if not self.zero:
+            symmetric(given.get("weight_zero_point"))
         return Numbers(codes, scale, zero, group_of(given, share, self.columns))
