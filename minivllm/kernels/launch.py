@@ -78,6 +78,12 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes that a GPU's multiprocessor has for all its programs together, at most."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+
+
 def keep_room(launched: Any, programs: int, device: torch.device) -> None:
     """A multiprocessor is to keep shared memory for ``programs`` programs of a kernel at once; 0: as many as fit.
 
@@ -91,9 +97,8 @@ def keep_room(launched: Any, programs: int, device: torch.device) -> None:
     """
     if launched is None or programs == 0 or capability(device) == 0:
         return
-    whole = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     share = programs * (launched.metadata.shared + 1024)  # the driver takes 1 KiB of each program
-    _prefer(launched.function, min(100, -(-100 * share // whole)))
+    _prefer(launched.function, min(100, -(-100 * share // shared_memory(device))))
 
 
 @cache

@@ -31,8 +31,7 @@ def test_a_driver_is_told_once_of_each_variant_how_much_shared_memory_its_progra
 
     monkeypatch.setattr(launch, "capability", lambda device: 9)
     monkeypatch.setattr(launch.ctypes, "CDLL", lambda name: Driver())
-    whole = SimpleNamespace(shared_memory_per_multiprocessor=228 * 1024)
-    monkeypatch.setattr(launch.torch.cuda, "get_device_properties", lambda device: whole)
+    monkeypatch.setattr(launch, "shared_memory", lambda device: 228 * 1024)
     launch._prefer.cache_clear()
     made = lambda function, shared: SimpleNamespace(function=function, metadata=SimpleNamespace(shared=shared))  # noqa: E731
     device = torch.device("cuda", 0)

@@ -24,7 +24,7 @@ from minivllm.errors import ModelError, shown
 from . import forms
 from .forms import Numbers
 from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
-from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes, symmetric
+from .scaled_bytes import BytesLayout, by_row, group_of, scale_shapes, want_symmetric
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 STRATEGIES = ("tensor", "channel", "group", "block", None)
@@ -112,7 +112,7 @@ class FieldsLayout(PartLayout):
             words = given.get("weight_zero_point")
             if words is not None and words.shape[:1] == (-(-share.outputs * bits // 32),):  # else not packed
                 words = forms.fields(words.t(), bits, share.outputs).int() - (1 << (bits - 1))
-            symmetric(words)
+            want_symmetric(words)
             return None
         zero = given["weight_zero_point"].to(share.device)
         if not self.fields:

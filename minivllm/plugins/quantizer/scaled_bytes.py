@@ -44,7 +44,7 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
     return found
 
 
-def symmetric(zero: Tensor | None) -> None:
+def want_symmetric(zero: Tensor | None) -> None:
     """ModelError for zero points other than 0, of a weight of which the configuration says that it has none."""
     if zero is not None and bool((zero.float() != 0).any()):
         raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: want symmetric=false")
@@ -71,5 +71,5 @@ class BytesLayout(PartLayout):
         scale = by_row(given[self.scale_name], share, self.rows)
         zero = by_row(given["weight_zero_point"], share, self.rows) if self.zero else None
         if not self.zero:
-            symmetric(given.get("weight_zero_point"))
+            want_symmetric(given.get("weight_zero_point"))
         return Numbers(codes, scale, zero, group_of(given, share, self.columns))
