@@ -46,7 +46,8 @@ SHORT: dict[Any, tuple[tuple[int, ...], ...]] = {
         (8, 3, 2, 4), (8, 2, 4, 8),
     ),
     4: (
-        (8, 4, 0, 4), (4, 4, 0, 4), (8, 2, 0, 8), (8, 5, 0, 4), (4, 5, 0, 4), (8, 3, 0, 4), (16, 2, 0, 4), (8, 4, 3, 4),
+        (8, 4, 0, 4), (8, 3, 0, 4), (8, 5, 0, 4), (4, 4, 0, 4), (4, 5, 0, 4), (4, 6, 0, 4), (4, 7, 0, 4), (4, 8, 0, 4),
+        (8, 2, 0, 8), (8, 3, 0, 8), (16, 2, 0, 4), (16, 2, 0, 8), (2, 8, 0, 4), (8, 4, 3, 4),
     ),
 }  # fmt: skip
 # outputs, inputs at once, loads in flight, warps
@@ -59,7 +60,11 @@ LONG: dict[Any, tuple[tuple[int, ...], ...]] = {
         (8, 1024, 0, 2), (4, 1024, 3, 4), (8, 1024, 3, 4), (8, 1024, 4, 4), (16, 512, 4, 4), (8, 512, 4, 2),
         (8, 1024, 0, 4), (8, 2048, 0, 4),
     ),
-    4: ((8, 2048, 0, 2), (16, 2048, 3, 8), (16, 2048, 4, 8), (16, 1024, 4, 4), (8, 2048, 3, 4), (8, 4096, 0, 4)),
+    4: (
+        (8, 2048, 0, 2), (16, 2048, 3, 8), (16, 2048, 4, 8), (16, 1024, 4, 4), (8, 2048, 3, 4), (8, 4096, 0, 4),
+        (8, 2048, 0, 4), (4, 2048, 0, 4), (16, 2048, 0, 8), (8, 4096, 0, 8), (8, 2048, 0, 8), (16, 4096, 0, 8),
+        (4, 4096, 0, 4), (16, 2048, 2, 8),
+    ),
 }  # fmt: skip
 
 
@@ -109,7 +114,7 @@ class Inputs:
     def joined(self, product: Any, shape: str, tile: dict[str, int] | None) -> Any:
         _, k, mode = SHAPES[shape]
         if mode == ADDED:
-            tops = {"tops": self.tops} if k != HIDDEN and product.rounded else {}
+            tops = {"tops": self.tops} if k != HIDDEN else {}
             return product(self.x[k], residual=self.residual, norm=self.norm, tile=tile, **tops)
         return product(self.x[k], self.squares[512], EPS, tile=tile)
 

@@ -111,6 +111,11 @@ def _of_floats(high: Words, low: Words) -> Words:
     return low | high << np.uint32(16)
 
 
+def _of_floats_in_16(high: Words, low: Words) -> Words:
+    low, high = (_bits_of_float16(x.view(np.float32)) for x in (low, high))
+    return low | high << np.uint32(16)
+
+
 def _to_e4m3(high: Words, low: Words) -> Words:
     found = np.zeros_like(low)
     for place, x in enumerate((low, high)):
@@ -131,6 +136,7 @@ WORDS: dict[str, Callable[..., Words]] = {
     "cvt.u32.u16": lambda a: a & np.uint32(0xFFFF),
     "cvt.rn.f16x2.e4m3x2": _of_e4m3,
     "cvt.rn.bf16x2.f32": _of_floats,
+    "cvt.rn.f16x2.f32": _of_floats_in_16,
     "prmt.b32": _permuted,
     "lop3.b32": _by_table,
 }

@@ -170,14 +170,20 @@ def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, in
 
 
 def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
-    """Beside that, a gate tells the largest element, and a row of which it is known is rounded to the same bits."""
+    """Beside that, a gate tells the largest element, and a row of which it is known has the same products.  With 4 bits
+    no row is too large or too small: of a row times a power of two they are as many times as large, to the bit."""
     check_joined(VectorProduct, device, dtype, shape, (1,), tile, rounded)
     kernels, held = make(*shape, device)
     x = torch.randn(1, held.shape[1], generator=torch.Generator().manual_seed(1)).to(device, dtype)
     y, tops = VectorProduct(kernels, None, GATED)(x, tile=tile)
     assert tops is not None and tops.view(torch.float32).max() == y.float().abs().max()
-    if rounded:
-        product = VectorProduct(kernels, rounded=kernels.weight.dtype)
+    product = VectorProduct(kernels, rounded=kernels.weight.dtype if rounded else None)
+    if kernels.form == 4:
+        whole = product(x, tile=tile)[0]
+        for power in (0.25, 4.0) if dtype == torch.float16 else (2.0**-80, 2.0**90):
+            assert torch.equal(product(x * power, tile=tile)[0], whole * power), power
+        assert not product(torch.zeros_like(x), tile=tile)[0].any()
+    if product.by_largest:
         known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
         assert torch.equal(product(x, tile=tile, tops=known)[0], product(x, tile=tile)[0])
 

@@ -20,14 +20,15 @@ class JoinedProduct:
     def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:
         """As ``quant_around.Surrounded``."""
         self.scaled = scaled
-        self.each: list[VectorProduct | SlimProduct] = [VectorProduct(of, *around, **more)]
+        self.vector = VectorProduct(of, *around, **more)
+        self.each: list[VectorProduct | SlimProduct] = [self.vector]
         if of.form == 8:
             self.each.append(SlimProduct(of, *around, **more))
 
     @property
     def takes_tops(self) -> bool:
-        """Whether one row may come with the largest elements of its parts: where it is rounded by them."""
-        return self.each[0].rounded is not None
+        """Whether one row may come with the largest elements of its parts: where they are asked for."""
+        return self.vector.by_largest
 
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x."""

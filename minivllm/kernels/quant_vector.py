@@ -8,11 +8,12 @@ the row once and keeps it in registers, as what weights are multiplied by.  The 
 while others are multiplied, and the first (STAGES 0) before the kernel in front has ended, so that the memory is never
 without work between two.
 
-Weights of whole numbers are read by words (``quant_words``), float8 an element at a time, or by eights where x is
-rounded to float8 too (``quant_eights``).  ``TOP``: x is rounded to 8 bits by its largest element, as ``scaled.rows``
-does it, by every program for itself; of a long row that element has to be known before: a gate of short rows tells the
-largest of what each program stored.  Sums are float32, in an order that goes by the shapes and the number of
-multiprocessors.
+Weights of 8 bits that are whole numbers are read by words (``quant_words``), float8 an element at a time, or by eights
+where x is rounded to float8 too (``quant_eights``), and 4 bits by words (``quant_fours``).  ``TOP``: x is rounded to 8
+bits by its largest element, as ``scaled.rows`` does it, by every program for itself.  Of a long row that element has to
+be known before, and with 4 bits had better be: a gate tells the largest of what each program stored.  Sums are float32,
+but of four and four products of ``quant_eights`` and ``quant_fours``, in an order that goes by the shapes and the
+number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .products import GATED, PLAIN
 from .quant import Quantized
 from .quant_around import Surrounded
 from .quant_eights import eight_products, pair_of
+from .quant_fours import UNITS, code_products, power_of, two_of
 from .quant_words import _number, _spread, _values, takes
 from .scaled import rows
 
@@ -57,7 +59,7 @@ def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr,
             TOP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """What weights are multiplied by: 8 values, and two sums, of which a form uses its own."""
+    """What weights are multiplied by, and the sum that is taken off, of which a form uses its own."""
     if FLOAT8 and UNIT == 8:
         v0, v1, v2, v3 = _values(tl.load(wide + at, mask=on, other=0), like)
         u0, u1, u2, u3 = _values(tl.load(wide + at + 1, mask=on, other=0), like)
@@ -65,21 +67,23 @@ def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl
         p1 = pair_of(divided(v2, step, inverse), divided(v3, step, inverse), ASM)
         p2 = pair_of(divided(u0, step, inverse), divided(u1, step, inverse), ASM)
         p3 = pair_of(divided(u2, step, inverse), divided(u3, step, inverse), ASM)
-        return p0, p1, p2, p3, p0, p1, p2, p3, p0, p0
+        return p0, p1, p2, p3, p0
     elif FLOAT8:
         v0 = tl.load(x + at, mask=on, other=0.0).to(tl.float32)
         if TOP > 0:
             v0 = codes_of(v0, step, inverse, TOP, False).to(tl.float32)
         v0 = v0[None, :]
-        return v0, v0, v0, v0, v0, v0, v0, v0, v0, v0
+        return v0, v0, v0, v0, v0
     else:
         v0, v1, v2, v3, low = _fours(wide, at, on, step, inverse, like, TOP)
         if FORM == 8:
-            return v0, v1, v2, v3, v0, v1, v2, v3, -192.0 * low, low
+            return v0, v1, v2, v3, -192.0 * low
         else:
             u0, u1, u2, u3, high = _fours(wide, at + 4, on, step, inverse, like, TOP)
-            off = 128.0 * (low + 16.0 * high)
-            return v0, v1, v2, v3, 16.0 * u0, 16.0 * u1, 16.0 * u2, 16.0 * u3, off, low + high
+            near, far = inverse, inverse / 16
+            p0, p1 = two_of(v0 * near, v2 * near, ASM), two_of(u0 * far, u2 * far, ASM)
+            p2, p3 = two_of(v1 * near, v3 * near, ASM), two_of(u1 * far, u3 * far, ASM)
+            return p0, p1, p2, p3, (low + high) * (near / (1 << 24))
 
 
 @triton.jit
@@ -94,17 +98,11 @@ def _products(raw, s, z, v, BN: tl.constexpr, SOME: tl.constexpr, FORM: tl.const
         raw = raw ^ -0x7F7F7F80  # 128 + q of each byte
         n0, n1 = _number(raw << 15, 0x7F8000, ASM), _number(raw << 7, 0x7F8000, ASM)
         n2, n3 = _number(raw >> 1, 0x7F8000, ASM), _number(raw >> 9, 0x7F8000, ASM)
-        return n0 * v[0] + (n1 * v[1] + (n2 * v[2] + (n3 * v[3] + v[8])))
+        return n0 * v[0] + (n1 * v[1] + (n2 * v[2] + (n3 * v[3] + v[4])))
     else:
         s = _spread(s, BN, SOME, GROUP // 8)
         z = _spread(z, BN, SOME, GROUP // 8) if ZERO else 8.0
-        a, b, c, d = raw << 16, raw << 8, raw >> 8, raw >> 16
-        n0, n1 = _number(a, 0xF0000, ASM), _number(b, 0xF0000, ASM)
-        n2, n3 = _number(raw, 0xF0000, ASM), _number(c, 0xF0000, ASM)
-        part = n0 * v[0] + (n1 * v[1] + (n2 * v[2] + (n3 * v[3] - (v[8] + z * v[9]))))
-        n0, n1 = _number(b, 0xF000, ASM), _number(raw, 0xF000, ASM)
-        n2, n3 = _number(c, 0xF000, ASM), _number(d, 0xF000, ASM)
-        return s * (n0 * v[4] + (n1 * v[5] + (n2 * v[6] + (n3 * v[7] + part))))
+        return s * (code_products(raw, v[0], v[1], v[2], v[3], ASM) - z * v[4])
 
 
 @triton.jit
@@ -130,6 +128,20 @@ def _weights(weight, scale, zero, on, k, there, WIDE: tl.constexpr, W: tl.conste
 
 
 @triton.jit
+def _both_added(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _steps(most, TOP: tl.constexpr, FORM: tl.constexpr):
+    """(what the sums of a row are multiplied by whose largest element is ``most``, its inverse or a part of that)."""
+    if FORM == 4:
+        return power_of(most)
+    else:
+        return step_of(most, TOP)
+
+
+@triton.jit
 def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
     """What the sums of outputs ``on`` are added to, and the weight of the norm behind, which are loaded before these
     sums are there."""
@@ -147,7 +159,9 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.const
     the stream, or ``size_of`` what is behind a gate."""
     ok = on < N
     acc, up = acc * factor, up * factor
-    if FORM == 8:
+    if FORM == 4:
+        acc, up = acc * UNITS, up * UNITS
+    else:
         acc, up = acc * s, up * up_s
     if BIAS:
         acc += tl.load(bias + on, mask=ok, other=0.0).to(tl.float32)
@@ -186,10 +200,17 @@ def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PAR
 
 
 @triton.jit
-def _largest(tops, TOPS: tl.constexpr, TOPS_P: tl.constexpr):
-    """The largest of ``tops`` [TOPS] int32, which are 0 or more."""
-    at = tl.arange(0, TOPS_P)
-    return tl.max(tl.load(tops + at, mask=at < TOPS, other=0), 0)
+def _largest(x, tops, K: tl.constexpr, STEP: tl.constexpr, TOPS: tl.constexpr, TOPS_P: tl.constexpr):
+    """The largest ``size_of`` the elements of x [K], which is the largest of ``tops`` [TOPS] where these are told."""
+    if TOPS > 0:
+        at = tl.arange(0, TOPS_P)
+        most = tl.load(tops + at, mask=at < TOPS, other=0)
+    else:
+        at = tl.arange(0, STEP)
+        most = tl.zeros([STEP], tl.int32)
+        for k in tl.static_range(0, K, STEP):
+            most = tl.maximum(most, size_of(tl.load(x + k + at, mask=k + at < K, other=0.0).to(tl.float32)))
+    return tl.max(most, 0)
 
 
 @kernel()
@@ -220,13 +241,8 @@ def _short(
     wait(PDL)
     step, inverse = 1.0, 1.0
     factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM, FLOAT8, UNIT)
-    if TOP > 0:
-        if TOPS > 0:
-            most = _largest(tops, TOPS, TOPS_P)
-        else:
-            ox = tl.arange(0, KP)
-            most = tl.max(size_of(tl.load(x + ox, mask=ox < K, other=0.0).to(tl.float32)), 0)
-        step, inverse = step_of(most, TOP)
+    if TOP > 0 or FORM == 4:
+        step, inverse = _steps(_largest(x, tops, K, KP, TOPS, TOPS_P), TOP, FORM)
         factor *= step
     word = tl.arange(0, width)
     v = _inputs(x, wide_x, _place(word, UNIT, FORM), word < wide, step, inverse, y, FORM, FLOAT8, UNIT, TOP,
@@ -246,10 +262,16 @@ def _short(
         if STAGES > 0:
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
         beside = _beside(residual, norm, on, N, MODE)
-        acc = tl.sum(_products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM), 1)
-        gated = acc
-        if MODE == 1:
+        each = _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
+        if MODE == 1 and ASM:
+            other = _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
+            acc, gated = tl.reduce((each, other), 1, _both_added)  # the program waits for its warps once
+        elif MODE == 1:
+            acc = tl.sum(each, 1)
             gated = tl.sum(_products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM), 1)
+        else:
+            acc = tl.sum(each, 1)
+            gated = acc
         of = _stored(acc, gated, now_s, now_us, beside, on, factor, y, bias, residual, N, MODE, BIAS, ACT, FORM)
         told = told + of if MODE == 2 else tl.maximum(told, of)
     if MODE == 1:
@@ -285,8 +307,8 @@ def _long(
     wait(PDL)
     step, inverse = 1.0, 1.0
     factor = _factors(by_row, in_squares, eps, K, BY_ROW, PARTS, PARTS_P, FORM, FLOAT8, UNIT)
-    if TOP > 0:
-        step, inverse = step_of(_largest(tops, TOPS, TOPS_P), TOP)
+    if TOP > 0 or FORM == 4:
+        step, inverse = _steps(_largest(x, tops, K, BK, TOPS, TOPS_P), TOP, FORM)
         factor *= step
     by, up_by = 1.0, 1.0
     if FORM == 8:
@@ -329,7 +351,8 @@ def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
     a gate is concerned: where it has room for more, some get more, which the others wait for."""
     warps = 4
     if of.form == 4:
-        bn, each, stages = (4, 3, 0) if gated else (4, 5, 0)
+        many = of.group == 128 or (of.group == 64 and of.zero is None)  # fewer scales in registers
+        bn, each, stages = (4, 4 if many else 3, 0) if gated else (8, 3, 0)
     elif unit == 1:
         bn, each, stages = (2, 6, 3) if gated else (4, 6, 2)
     elif gated or unit == 8:
@@ -352,6 +375,11 @@ def long_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
 class VectorProduct(Surrounded):
     """Of a weight of 8 or 4 bits."""
 
+    @property
+    def by_largest(self) -> bool:
+        """Whether the largest element of x is asked for."""
+        return self.rounded is not None or self.of.form == 4
+
     def fits(self, x: Tensor) -> bool:
         """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
         be too large for that."""
@@ -372,7 +400,7 @@ class VectorProduct(Surrounded):
         """As ``products.Product``, of x [1, K]; a gate gives int32 [1, P], as which ``tops`` may be known of x: the
         bits of the largest elements of its parts."""
         of, by_row, short = self.of, None, self.k <= SHORT
-        tops = tops if self.rounded is not None else None
+        tops = tops if self.by_largest else None
         if self.rounded is not None and tops is None and not short:
             x, by_row = rows(x, self.rounded, x.dtype)
         unit, weight = self.elements(x)

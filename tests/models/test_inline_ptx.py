@@ -122,3 +122,30 @@ def test_eight_products_of_float8_are_added_up_as_float16_can():
     off = np.abs(got.view(np.float32) - products.sum(1))
     assert (off <= np.abs(products).sum(1) * 2.0**-9 + 2.0**-20).all()
     assert got.view(np.float32)[0] == 8 * 448 * 28
+
+
+def halves_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    (ptx,) = written_in("kernels/quant_fours.py", "two_of")
+    (got,) = run(ptx, [x.astype(np.float32).view(np.uint32) for x in (low, high)], [np.uint32])
+    return got
+
+
+def test_eight_products_of_codes_of_4_bits_are_added_up_as_float16_can():
+    """Of numbers less than 2 ** 16, and exactly where one code is multiplied by a whole number."""
+    (ptx,) = written_in("kernels/quant_fours.py", "code_products")
+    rng = np.random.default_rng(1)
+    codes = rng.integers(0, 16, (4096, 8)).astype(np.uint32)  # at bits 0 to 3, 4 to 7 and so on
+    x = np.round(rng.normal(size=(4096, 8)) * 64).clip(-255, 255) * 2.0 ** rng.integers(-12, 7, (4096, 8))
+    codes[0], x[0] = 15, 255 * 2.0**8
+    for i in range(8):
+        codes[1 + i], codes[1 + i, i], x[1 + i, i] = 0, 13, 3 * (i + 1)
+    words = (codes << np.arange(0, 32, 4, dtype=np.uint32)).sum(1).astype(np.uint32)
+    near, far = x, x / 16  # what stands four bits further up is 16 times as large
+    pairs = [halves_of(near[:, 0], near[:, 4]), halves_of(far[:, 1], far[:, 5])]
+    pairs += [halves_of(near[:, 2], near[:, 6]), halves_of(far[:, 3], far[:, 7])]
+    (got,) = run(ptx, [words, *pairs], [np.uint32])
+    products = codes * x * 2.0**-24
+    off = np.abs(got.view(np.float32) - products.sum(1))
+    assert (off <= np.abs(products).sum(1) * 2.0**-10 + 8 * 2.0**-25).all()
+    assert abs(got.view(np.float32)[0] / (8 * 15 * 255 * 2.0**-16) - 1) < 2.0**-10
+    assert np.array_equal(got.view(np.float32)[1:9], [13 * x[1 + i, i] * 2.0**-24 for i in range(8)])
