@@ -60,7 +60,7 @@ class Gathered(AttentionBackend):
         table = self.table(meta)[group, meta.slots[row]]
         index = (key // meta.block).clamp(max=table.shape[1] - 1)
         at = table[:, index].long() * meta.block + key % meta.block  # [T, keys]
-        seen = (key <= position) & (key < meta.kv_len[group][row][:, None])
+        seen = (key <= position) & (key < self.lengths(meta, group)[row][:, None])
         if spec.window is not None:
             seen &= key > position - spec.window
         k, v = (x.flatten(0, 1)[at] for x in (layer.cache["k"], layer.cache["v"]))
@@ -74,13 +74,16 @@ class Gathered(AttentionBackend):
     def longest(self, meta, group):
         return int(meta.host_kv_len[group].max())
 
+    def lengths(self, meta, group):
+        return meta.kv_len[group]
+
     def row(self, meta):
         return meta.row
 
     def position(self, meta, group, row):
         """The queries of a row are the last ones of its context."""
         here = torch.arange(len(meta.row), device=meta.row.device)
-        return meta.kv_len[group][row] - meta.cu_q[row + 1] + here
+        return self.lengths(meta, group)[row] - meta.cu_q[row + 1] + here
 
     def table(self, meta):
         return meta.table
@@ -155,10 +158,10 @@ class LengthsOfTheCapture(Gathered):
     def plan(self, meta, key):
         self.captured = key.kind != "eager"
 
-    def forward(self, layer, q, meta, out, lse=None):
-        if self.captured:
-            meta.position.copy_(torch.from_numpy(meta.host_kv_len[layer.group]).to(q.device)[meta.row] - 1)
-        super().forward(layer, q, meta, out, lse)
+    def lengths(self, meta, group):
+        if not self.captured:
+            return meta.kv_len[group]
+        return torch.from_numpy(meta.host_kv_len[group]).to(meta.row.device)
 
 
 class RowsOfTheHost(Gathered):
