@@ -183,9 +183,21 @@ def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, 
         for power in (0.25, 4.0) if dtype == torch.float16 else (2.0**-80, 2.0**90):
             assert torch.equal(product(x * power, tile=tile)[0], whole * power), power
         assert not product(torch.zeros_like(x), tile=tile)[0].any()
+        largest_is_found(product, held, x, tile)
     if product.by_largest:
         known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
         assert torch.equal(product(x, tile=tile, tops=known)[0], product(x, tile=tile)[0])
+
+
+def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict[str, int]) -> None:
+    """An element at the end of a row that is too large for what the others would be multiplied by, told or not; and
+    what is told is what is used."""
+    x = x.clone()
+    x[0, -1] = 27000.0
+    known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
+    for tops in (None, known):
+        close(product(x, tile=tile, tops=tops)[0], x, held, "a row with a large element")
+    assert not product(x, tile=tile, tops=torch.zeros_like(known))[0].isfinite().all()
 
 
 def agree(got: Tensor, want: Tensor, near: float, what: str) -> None:

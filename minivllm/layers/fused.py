@@ -38,7 +38,7 @@ class Rounded(NamedTuple):
 
 class GatedRow(NamedTuple):
     """A row ``x`` [1, dim] that is not rounded yet, and ``tops`` int32 [1, P]: of its parts the bits of the largest
-    |element|, by which a product of long rows rounds it."""
+    |element|, by which a product rounds or scales it."""
 
     x: Tensor
     tops: Tensor

@@ -410,7 +410,7 @@ def decode(
     flags = dict(SINKS=spec.sinks, LSE=lse is not None)
     words = k.element_size() == 1 and spec.dim_qk % 4 == 0 and spec.dim_v % 4 == 0
     ends = (work.sums, work.norms, layer.sinks if spec.sinks else out, out, lse if lse is not None else out)
-    one = len(work.first) == 1  # the products around it load their weights to registers
+    one = len(work.first) == 1  # products of quantized weights around it load to registers
     room = triton.cdiv(spec.kv_heads * len(work.entries), multiprocessors(q.device)) if one else 0
     launched = _decode[(spec.kv_heads, len(work.entries))](
         q,
