@@ -263,12 +263,9 @@ def _short(
             now, now_s, now_z, up, now_us, now_uz = raw, s, z, up_raw, up_s, up_z
         beside = _beside(residual, norm, on, N, MODE)
         each = _products(now, now_s, now_z, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
-        if MODE == 1 and ASM:
+        if MODE == 1:
             other = _products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM)
             acc, gated = tl.reduce((each, other), 1, _both_added)  # the program waits for its warps once
-        elif MODE == 1:
-            acc = tl.sum(each, 1)
-            gated = tl.sum(_products(up, now_us, now_uz, v, BN, some, FORM, FLOAT8, UNIT, GROUP, ZERO, ASM), 1)
         else:
             acc = tl.sum(each, 1)
             gated = acc
@@ -347,8 +344,9 @@ def _long(
 
 def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
     """The fastest of benchmarks/quant_layer.py, of 4,096 inputs; with fewer, programs have more outputs.  Of 8 bits by
-    words and eights on an H100, else on an H200.  EACH: programs of a multiprocessor, as many as it has room for, where
-    a gate is concerned: where it has room for more, some get more, which the others wait for."""
+    words and eights on an H100, else on an H200, and of 4 bits in a step of an engine (docs/performance.md).  EACH:
+    programs of a multiprocessor, as many as it has room for, where a gate is concerned: where it has room for more,
+    some get more, which the others wait for."""
     warps = 4
     if of.form == 4:
         many = of.group == 128 or (of.group == 64 and of.zero is None)  # fewer scales in registers
