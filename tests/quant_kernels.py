@@ -55,8 +55,9 @@ def make(form: str, n: int, k: int, group: int, zeros: bool | str, device: str) 
     return Quantized(packed.to(device), scale.to(device), None if zero is None else zero.to(device), group), held
 
 
-def close(got: Tensor, x: Tensor, held: Tensor, what: str) -> None:
-    want, size = x.double().cpu() @ held.T, x.double().cpu().abs() @ held.abs().T
+def close(got: Tensor, x: Tensor, held: Tensor, what: str, sizes: Tensor | None = None) -> None:
+    """Relative to the sums of the absolute values of x times ``sizes``; None: those of the weights."""
+    want, size = x.double().cpu() @ held.T, x.double().cpu().abs() @ (held if sizes is None else sizes).abs().T
     assert got.shape == want.shape
     off = float(((got.double().cpu() - want).abs() / (size + 1e-30)).amax()) if want.numel() else 0.0
     assert off <= NEAR[x.dtype], f"{what}: off by {off:.1e} of the sum of absolute values"
@@ -191,12 +192,13 @@ def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, 
 
 def largest_is_found(product: VectorProduct, held: Tensor, x: Tensor, tile: dict[str, int]) -> None:
     """An element at the end of a row that is too large for what the others would be multiplied by, told or not; and
-    what is told is what is used."""
-    x = x.clone()
+    what is told is what is used.  It is multiplied by a code before the zero point is subtracted, so what is rounded
+    is a part of the largest weight even where its own weight is 0."""
+    x, largest = x.clone(), held.abs().amax(1, keepdim=True).expand_as(held)
     x[0, -1] = 27000.0
     known = x.float().abs().unflatten(1, (4, -1)).amax(2).view(torch.int32)
     for tops in (None, known):
-        close(product(x, tile=tile, tops=tops)[0], x, held, "a row with a large element")
+        close(product(x, tile=tile, tops=tops)[0], x, held, "a row with a large element", largest)
     assert not product(x, tile=tile, tops=torch.zeros_like(known))[0].isfinite().all()
 
 
