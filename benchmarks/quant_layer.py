@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import quant_kernels
 import torch
 
-from minivllm.kernels import quant, quant_slim, quant_vector, scaled
+from minivllm.kernels import quant, quant_slim, quant_slim_four, quant_vector, scaled
 from minivllm.kernels.activation import gate_mul
 from minivllm.kernels.norm import add_rms_norm
 from minivllm.kernels.products import ADDED, GATED, PLAIN, Product
@@ -114,7 +114,7 @@ class Inputs:
     def joined(self, product: Any, shape: str, tile: dict[str, int] | None) -> Any:
         _, k, mode = SHAPES[shape]
         if mode == ADDED:
-            tops = {"tops": self.tops} if k != HIDDEN else {}
+            tops = {"tops": self.tops} if k != HIDDEN and len(self.tops) == 1 else {}
             return product(self.x[k], residual=self.residual, norm=self.norm, tile=tile, **tops)
         return product(self.x[k], self.squares[512], EPS, tile=tile)
 
@@ -216,6 +216,9 @@ def format_layers(fmt: str, rows: int, state: Layer, tiles: dict[str, Any]) -> I
         made_of = {
             name: quant_slim.SlimProduct(of, None, SHAPES[name][2], rounded=rounded) for name, of in kernels.items()
         }
+        yield "slim", joined(made_of, state, None)
+    elif 1 < rows <= quant_slim_four.SlimFourProduct(kernels["o"]).rows:
+        made_of = {name: quant_slim_four.SlimFourProduct(of, None, SHAPES[name][2]) for name, of in kernels.items()}
         yield "slim", joined(made_of, state, None)
 
 

@@ -48,6 +48,14 @@ def test_few_rows_of_quantized_weights_with_what_follows_them(shape):
     quant_kernels.check_slim("cpu", torch.float16, shape, dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1))
 
 
+@pytest.mark.parametrize("each", [1, 4])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("shape", quant_kernels.SLIM_FOUR, ids=str)
+def test_few_rows_of_four_bits_with_what_surrounds_them(shape, parts, each):
+    tile = dict(BN=16, EACH=each, SK=parts, STAGES=2, num_warps=1)
+    quant_kernels.check_slim_four("cpu", torch.float16, shape, tile)
+
+
 def test_rows_are_rounded_before_a_product_of_few_rows():
     tile = dict(BN=16, BK=64, P=2, STAGES=2, num_warps=1)
     quant_kernels.check_slim("cpu", torch.float16, quant_kernels.SLIM[0], tile, rounded=True)

@@ -10,6 +10,7 @@ from minivllm.kernels.products import ADDED, GATED
 from minivllm.kernels.quant import FEW, Quantized, few_tile
 from minivllm.kernels.quant_fixed import fixed
 from minivllm.kernels.quant_slim import SlimProduct
+from minivllm.kernels.quant_slim_four import SlimFourProduct
 from minivllm.kernels.quant_tiles import tile_of, tiles
 from minivllm.kernels.quant_vector import VectorProduct
 from minivllm.kernels.quant_words import takes
@@ -100,6 +101,12 @@ def check_calls(device: str, dtype: torch.dtype, form: str = "int8", group: int 
 
 
 SLIM = [("int8", 48, 256, 0, False), ("fp8", 40, 128, 0, False), ("int8", 40, 640, 0, False)]
+SLIM_FOUR = [
+    ("int4", 36, 384, 128, True),
+    ("int4", 40, 640, 32, False),
+    ("int4", 24, 192, 64, False),
+    ("int4", 20, 192, 32, "whole"),
+]
 
 
 VECTOR = [("int8", 40, 640, 0, False), ("int4", 36, 384, 128, True), ("int4", 40, 640, 32, False)]
@@ -168,6 +175,25 @@ def check_joined(kind, device: str, dtype: torch.dtype, shape: tuple, rows, tile
 
 def check_slim(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:
     check_joined(SlimProduct, device, dtype, shape, (1, 2, 5, 8), tile, rounded)
+
+
+def check_slim_four(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int] | None) -> None:
+    """Beside that, the same bits twice, of rows that are large and small; K that no two groups of 32 divide is left
+    to others."""
+    kernels, held = make(*shape, device)
+    if kernels.k % max(kernels.group, 64):
+        assert SlimFourProduct(kernels).rows == 0
+        return
+    check_joined(SlimFourProduct, device, dtype, shape, (2, 4, 5, 8), tile)
+    x = torch.randn(3, kernels.k, generator=torch.Generator().manual_seed(3)).to(device, dtype)
+    product, size = SlimFourProduct(kernels), 2.0**90 if dtype == torch.bfloat16 else 8.0
+    whole = product(x, tile=tile)[0]
+    assert torch.equal(product(x, tile=tile)[0], whole)
+    by = torch.tensor([[1 / size], [1.0], [size]], device=device, dtype=dtype)
+    assert torch.equal(product(x * by, tile=tile)[0], whole * by), "other numbers of rows times a power of two"
+    x[0, -1], x[1] = 27000.0, 0
+    close(product(x, tile=tile)[0], x, held, "a large element, and a row of zeros")
+    assert not product.arrived.any(), "counters of split sums are not 0 again"
 
 
 def check_vector(device: str, dtype: torch.dtype, shape: tuple, tile: dict[str, int], rounded: bool = False) -> None:

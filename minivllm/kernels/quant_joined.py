@@ -10,20 +10,20 @@ from torch import Tensor
 from .activation import LONGEST
 from .quant import FEW, Quantized
 from .quant_slim import SlimProduct
+from .quant_slim_four import SlimFourProduct
 from .quant_vector import VectorProduct
 
 
 class JoinedProduct:
-    """One row without matrix units; 2 to 8 with them, of weights of 8 bits.  Of more, what comes before the product
+    """One row without matrix units; 2 to 8 with them.  Of more, what comes before the product
     rounds the rows, where ``scaled`` is given, a ``ScaledProduct``."""
 
     def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:
         """As ``quant_around.Surrounded``."""
         self.scaled = scaled
         self.vector = VectorProduct(of, *around, **more)
-        self.each: list[VectorProduct | SlimProduct] = [self.vector]
-        if of.form == 8:
-            self.each.append(SlimProduct(of, *around, **more))
+        slim = SlimProduct if of.form == 8 else SlimFourProduct
+        self.each: list[VectorProduct | SlimProduct | SlimFourProduct] = [self.vector, slim(of, *around, **more)]
 
     @property
     def takes_tops(self) -> bool:

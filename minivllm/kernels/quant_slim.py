@@ -8,7 +8,7 @@ byte of element i, 2 i + 1 the high one.  x is read two inputs at a time, so tha
 half of what was read.  bfloat16 has 8 bits of significand, so 128 + q is exact for q in 0..127 and its bits are
 0x4300 | q.  Sums are float32.
 
-One row is faster by ``quant_vector``, which takes no padding along, and 4 bits by ``quant``'s dots.
+One row is faster by ``quant_vector``, which takes no padding along; 4 bits have ``quant_slim_four``.
 """
 
 from __future__ import annotations

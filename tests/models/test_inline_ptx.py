@@ -92,6 +92,13 @@ def test_a_code_of_4_bits_becomes_128_and_itself():
     assert np.array_equal(got.view(np.float32), 128 + (words >> 16 & 15).astype(np.float32))
 
 
+def test_four_planes_of_codes_of_4_bits_become_subnormal_float16():
+    (ptx,) = written_in("kernels/quant_slim_four.py", "_planes")
+    words = np.arange(1 << 16, dtype=np.uint16)
+    for shift, power, got in zip((0, 8, 4, 12), (24, 24, 20, 20), run(ptx, [words], [np.uint16] * 4), strict=True):
+        assert np.array_equal(got.view(np.float16).astype(np.float64), (words >> shift & 15) * 2.0**-power)
+
+
 def pairs_of(low: np.ndarray, high: np.ndarray) -> np.ndarray:
     (ptx,) = written_in("kernels/quant_eights.py", "pair_of")
     (got,) = run(ptx, [x.astype(np.float32).view(np.uint32) for x in (low, high)], [np.uint32])

@@ -1,0 +1,365 @@
+"""2 to 8 rows times a weight of 4 bits, and what surrounds it, in one kernel whose rows stay in registers.
+
+    grid (P, SK)    y^T [BN, BM] = W [BN, K / SK] x^T on the tensor cores, for T tiles of BN outputs one after another
+
+All programs that there is room for stay: each makes its part of x the operand of the tensor cores once, and then reads
+nothing but weights, which come by the copy engine, and scales.  A register has two elements of 16 bits of a weight,
+eight codes, and becomes four registers of two numbers by masks and one shift, subnormal float16 as in ``quant_fours``::
+
+    element e = 2 i, of word i          inputs j, j + 1, j + 16, j + 17          j = i // 4 * 32 + i % 4 * 4
+            e = 2 i + 1                 inputs j + 2, j + 3, j + 18, j + 19
+    plane 0   word & 0x000f000f         the first of them, as 2 ** -24 q
+          1   word >> 8, likewise       the second
+          2   word & 0x00f000f0         the third, as 2 ** -20 q, times a 16th of x
+          3   word >> 8, likewise       the fourth
+
+x is read two inputs at a time, so that each plane's are halves of what was read, and multiplied by the power of two
+that ``quant_fours.power_of`` gives of the largest of a row's inputs of a batch: as float16 they are then exact but for
+what is 2 ** -29 of the largest.  Products are exact and sums are float32: those of a group, less the zero point times
+the sum of x, are multiplied by its scale.
+
+A group is a batch of the tensor cores' product.  One of 32 inputs has too few elements for that, and two make a batch:
+x stands twice, in columns [0, BM) without the second group, behind them without the first.  SK > 1: the program that
+arrives last at ``arrived`` adds up the parts of its tiles, in their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .eight_bits import size_of
+from .launch import kernel, multiprocessors, pdl, roomy, wait
+from .products import ADDED, GATED, PLAIN, _finish
+from .quant import Quantized
+from .quant_around import Surrounded
+from .quant_fours import UNITS, power_of
+
+LEAST_ROWS, ROWS, ROWS_OF_32 = 2, 8, 4  # groups of 32 inputs have half of the columns for rows
+
+
+@triton.jit
+def _planes(w, ASM: tl.constexpr):
+    """int16 of four codes -> float16, 2 ** -24 or 2 ** -20 of the code of each plane."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 v;
+            and.b32 $0, $4, 0x000f000f;
+            and.b32 $2, $4, 0x00f000f0;
+            shr.u32 v, $4, 8;
+            and.b32 $1, v, 0x000f000f;
+            and.b32 $3, v, 0x00f000f0;
+            }""",
+            "=&r,=&r,=&r,=r,r",
+            [w],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        unit: tl.constexpr = 1.0 / (1 << 24)
+        a, b = (w & 15).to(tl.float32) * unit, ((w >> 8) & 15).to(tl.float32) * unit
+        c, d = (w & 0xF0).to(tl.float32) * unit, ((w >> 8) & 0xF0).to(tl.float32) * unit
+        return a.to(tl.float16), b.to(tl.float16), c.to(tl.float16), d.to(tl.float16)
+
+
+@triton.jit
+def _two(pair, like):
+    """int32 -> its lower and its upper half, numbers of the dtype that ``like`` points to, as float32."""
+    dtype: tl.constexpr = like.dtype.element_ty
+    low, high = pair.to(tl.int16).to(dtype, bitcast=True), (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return low.to(tl.float32), high.to(tl.float32)
+
+
+@triton.jit
+def _ask(at, ok, base):
+    """128 bytes at each of the pointers ``at`` that are ``ok`` are fetched into the second-level cache; else those at
+    ``base``."""
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;",
+        "=r,l",
+        [tl.where(ok, at, base).to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _ask_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexpr, WIDE: tl.constexpr):
+    """Of outputs ``on`` < N: weights of so many ``inputs`` from ``first`` on; WIDE: a power of two of at least as
+    many."""
+    ol = tl.arange(0, WIDE // 256 if WIDE > 256 else 1) * 64  # elements of a line
+    ok = (ol + 64 <= inputs // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
+    _ask(weight + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :], ok, weight)
+
+
+@triton.jit
+def _scales(scale, zero, on, k, there, N, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, GROUP: tl.constexpr,
+            SIDES: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
+    """Of outputs ``on`` < N and batches at inputs k: scales and zero points [G, BN], and those of the second groups of
+    batches.  EVEN: nothing is outside."""
+    at = on[None, :] * SN + (k // GROUP)[:, None] * SG
+    if EVEN:
+        s = tl.load(scale + at)
+        z, s1, z1 = s, s, s
+        if ZERO:
+            z = tl.load(zero + at)
+        if SIDES > 1:
+            s1 = tl.load(scale + at + SG)
+            if ZERO:
+                z1 = tl.load(zero + at + SG)
+    else:
+        keep = there[:, None] & (on < N)[None, :]
+        s = tl.load(scale + at, mask=keep, other=0.0)
+        z, s1, z1 = s, s, s
+        if ZERO:
+            z = tl.load(zero + at, mask=keep, other=0.0)
+        if SIDES > 1:
+            s1 = tl.load(scale + at + SG, mask=keep, other=0.0)
+            if ZERO:
+                z1 = tl.load(zero + at + SG, mask=keep, other=0.0)
+    return s, z, s1, z1
+
+
+@triton.jit
+def _sums(a, b, c, d, x0, x1, x2, x3, acc):
+    """acc [G, BN, C] and the products of four planes."""
+    acc = tl.dot(a, x0, acc)
+    acc = tl.dot(b, x1, acc)
+    acc = tl.dot(c, x2, acc)
+    return tl.dot(d, x3, acc)
+
+
+@triton.jit
+def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
+              SIDES: tl.constexpr):  # fmt: skip
+    """Of batches at inputs k [G] and columns of rows ``om`` [C]: what each plane is multiplied by, float16 [G, E, C],
+    the sums of x [G, BN, C], in the unit of the products, and what these are multiplied by [G, 1, C]."""
+    oe = tl.arange(0, E)
+    pairs = (k // 2)[:, None] + (oe // 8 * 16 + oe % 8)[None, :]
+    keep = (there[:, None] & (pairs < K // 2))[:, :, None] & (om < M)[None, None, :]
+    if SIDES > 1:
+        keep = keep & ((oe // 8)[None, :, None] == side[None, None, :])
+    x_at = x + om[None, None, :] * (K // 2) + pairs[:, :, None]
+    v0, v1 = _two(tl.load(x_at, mask=keep, other=0), like)
+    v2, v3 = _two(tl.load(x_at + 8, mask=keep, other=0), like)
+    size = tl.maximum(tl.maximum(size_of(v0), size_of(v1)), tl.maximum(size_of(v2), size_of(v3)))
+    step, inverse = power_of(tl.max(size, 1))
+    by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
+    x0, x1 = (v0 * by_near).to(tl.float16), (v1 * by_near).to(tl.float16)
+    x2, x3 = (v2 * by_far).to(tl.float16), (v3 * by_far).to(tl.float16)
+    low = tl.full([G, BN, E], 1.0 / (1 << 24), tl.float16)
+    high = tl.full([G, BN, E], 1.0 / (1 << 20), tl.float16)
+    of_x = _sums(low, low, high, high, x0, x1, x2, x3, tl.zeros([G, BN, om.shape[0]], tl.float32))
+    return x0, x1, x2, x3, of_x, step[:, None, :]
+
+
+@triton.jit
+def _of_side(v, v1, side, SIDES: tl.constexpr):
+    """[G, BN] each -> [G, BN, C], the second where ``side`` [C] is 1."""
+    if SIDES > 1:
+        return tl.where(side[None, None, :] == 0, v[:, :, None], v1[:, :, None])
+    else:
+        return v[:, :, None]
+
+
+@triton.jit
+def _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr,
+              ASM: tl.constexpr):  # fmt: skip
+    """-> [G, BN, C]: the sums of each group."""
+    a, b, c, d = _planes(w, ASM)
+    if ZERO:
+        acc = _sums(a, b, c, d, x0, x1, x2, x3, tl.zeros(of_x.shape, tl.float32))
+        acc = acc - _of_side(z, z1, side, SIDES) * of_x
+    else:
+        acc = _sums(a, b, c, d, x0, x1, x2, x3, of_x * -8.0)
+    return _of_side(s, s1, side, SIDES) * (acc * step)
+
+
+@triton.jit
+def _rows(total, by, SIDES: tl.constexpr):
+    """[BN, C] times ``by`` [C] -> [BN, BM]: both sides added up."""
+    total = total * by[None, :]
+    if SIDES > 1:
+        total = tl.sum(tl.reshape(total, [total.shape[0], SIDES, total.shape[1] // SIDES]), 1)
+    return total
+
+
+@triton.jit
+def _both_added(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
+    """Two of [outputs, BM]: the sums, and those behind a gate, which lie beside them."""
+    inside = (outputs < N)[:, None]
+    at = parts + outputs[:, None] * (2 * BM if MODE == 1 else BM)
+    sums = tl.zeros([outputs.shape[0], BM], tl.float32)
+    up = sums
+    for i in tl.static_range(SK):
+        if MODE == 1:
+            both = (at + i * STEP * 2)[:, :, None] + tl.arange(0, 2)[None, None, :]
+            one, two = tl.split(tl.load(both, mask=inside[:, :, None], other=0.0, cache_modifier=".cg"))
+            sums += one
+            up += two
+        else:
+            sums += tl.load(at + i * STEP, mask=inside, other=0.0, cache_modifier=".cg")
+    return sums, up
+
+
+@kernel("M")
+def _slim_four(
+    x, weight, codes, scale, zero, by_row, y, bias, residual, norm, in_squares, out_squares, eps, scratch, arrived, M,
+    N: tl.constexpr, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
+    ZERO: tl.constexpr, FLOAT8: tl.constexpr, BY_ROW: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr,
+    T_P: tl.constexpr, G: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x int32 [M, K / 2], ``codes`` int16 [N, K / 4] (GATED: [2 N, ...]), ``weight`` a descriptor of these with blocks
+    [G, BN, E] of batches, outputs and elements, which gives 0 outside.  A part has at most G batches and a program T
+    tiles; T_P is a power of two of at least T."""
+    SIDES: tl.constexpr = 2 if GROUP == 32 else 1
+    BATCH: tl.constexpr = GROUP * SIDES  # inputs
+    E: tl.constexpr = BATCH // 4
+    EACH: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # batches of a part
+    EVEN: tl.constexpr = N % BN == 0 and G == EACH and K == BATCH * EACH * SK
+    program, part = tl.program_id(0), tl.program_id(1)
+    og, oc, oi = tl.arange(0, G), tl.arange(0, SIDES * BM), tl.arange(0, BN)
+    first = program * T
+    if ASM:
+        at = first * BN + oi
+        _ask_weights(codes, at, part * EACH * BATCH, EACH * BATCH, N, K, G * BATCH)
+        if MODE == 1:
+            _ask_weights(codes, tl.where(at < N, at + N, 2 * N), part * EACH * BATCH, EACH * BATCH, 2 * N, K,
+                         G * BATCH)  # fmt: skip
+    wait(PDL)
+    k = (part * EACH + og) * BATCH
+    om, side, there = oc % BM, oc // BM, (og < EACH) & (k < K)
+    x0, x1, x2, x3, of_x, step = _operands(x, k, there, om, side, y, M, K, G, BN, E, SIDES)
+    by = tl.full([SIDES * BM], UNITS, tl.float32)
+    if PARTS > 0:
+        op = tl.arange(0, PARTS_P)
+        squares = tl.load(in_squares + om[:, None] * PARTS + op[None, :],
+                          mask=(om < M)[:, None] & (op < PARTS)[None, :], other=0.0)  # fmt: skip
+        by *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
+    om = tl.arange(0, BM)
+    STEP: tl.constexpr = (N + BN - 1) // BN * BN * BM
+    parts = scratch + om[None, :] * (2 if MODE == 1 else 1)
+    for tile in tl.range(first, tl.minimum(first + T, (N + BN - 1) // BN), num_stages=STAGES):
+        on = tile * BN + oi
+        w = weight.load([part * EACH, tile * BN, 0])
+        s, z, s1, z1 = _scales(scale, zero, on, k, there, N, K, SN, SG, GROUP, SIDES, ZERO, EVEN)
+        if MODE == 1:
+            u = weight.load([part * EACH, N + tile * BN, 0])
+            upper = on + N if EVEN else tl.where(on < N, on + N, 2 * N)
+            us, uz, us1, uz1 = _scales(scale, zero, upper, k, there, 2 * N, K, SN, SG, GROUP, SIDES, ZERO, EVEN)
+        each = _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES, ZERO, ASM)
+        if MODE == 1:
+            gated = _products(u, us, uz, us1, uz1, x0, x1, x2, x3, of_x, step, side, SIDES, ZERO, ASM)
+            total, up = tl.reduce((each, gated), 0, _both_added)  # the program waits for its warps once
+            total, up = _rows(total, by, SIDES), _rows(up, by, SIDES)
+        else:
+            total = _rows(tl.sum(each, 0), by, SIDES)
+            up = total
+        if SK > 1 and MODE == 1:
+            to = parts + part * STEP * 2 + on[:, None] * (2 * BM)
+            tl.store(to[:, :, None] + tl.arange(0, 2)[None, None, :], tl.join(total, up))
+        elif SK > 1:
+            tl.store(parts + part * STEP + on[:, None] * BM, total)
+        else:
+            _finish(tl.trans(total), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares,
+                    eps, M, N, K, 0, 1, MODE, BIAS, ACT)  # fmt: skip
+    if SK > 1:
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        if tl.atomic_add(arrived + program, 1, sem="acq_rel") == SK - 1:
+            of = tl.arange(0, T_P * BN)
+            outputs = tl.where(of < T * BN, first * BN + of, N)
+            sums, up_sums = _parts_added(parts, outputs, N, STEP, BM, SK, MODE)
+            _finish(tl.trans(sums), tl.trans(up_sums), om, outputs, program, y, bias, residual, norm, in_squares,
+                    out_squares, eps, M, N, K, 0, 1, MODE, BIAS, ACT)  # fmt: skip
+            tl.store(arrived + program, 0)
+
+
+def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
+    """The fastest of an H100, of 4,096 and 14,336 inputs.  EACH: programs of a multiprocessor."""
+    if mode == GATED:
+        part, each, stages, warps = (2048, 2, 2, 4) if of.group == 32 else (4096, 1, 3, 8)
+    elif of.group == 32:
+        part, each, stages, warps = 1024, 4, 3, 4
+    elif mode == PLAIN:
+        part, each, stages, warps = 1024, 8, 2, 2
+    else:
+        part, each, stages, warps = (1024, 4, 2, 4) if of.k <= 8192 else (1024, 6, 3, 2)
+    if of.k > 16384:
+        part *= 2  # or a program would add up too many tiles
+    return dict(BN=16, EACH=each, SK=triton.cdiv(of.k, part), STAGES=stages, num_warps=warps)
+
+
+class SlimFourProduct(Surrounded):
+    """Of a weight of 4 bits."""
+
+    def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
+        super().__init__(of, *around, **more)
+        self.batch = max(of.group, 64)  # inputs
+        whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.table is None
+        most = ROWS_OF_32 if of.group == 32 else ROWS
+        self.rows = most if whole and roomy(of.weight.device) else 0
+        self.arrived = torch.zeros(triton.cdiv(self.n, 16), dtype=torch.int32, device=of.weight.device)
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether to use it for x.  float16 is left out, as in ``quant_vector``."""
+        aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
+        return LEAST_ROWS <= len(x) <= self.rows and x.dtype == torch.bfloat16 and aligned
+
+    def __call__(
+        self,
+        x: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+        tile: dict[str, int] | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As ``products.Product``, of x [1 to 8, K]."""
+        of, m = self.of, len(x)
+        tile = dict(tile or slim_four_tile(of, self.mode))
+        split, bn = tile["SK"], tile["BN"]
+        tiles, room = triton.cdiv(self.n, bn), tile.pop("EACH") * multiprocessors(x.device)
+        each = triton.cdiv(tiles, max(1, room // split))
+        if split > 1 and self.mode == ADDED:
+            each = triton.next_power_of_2(each)  # as the sums of squares are told
+        programs, batches = triton.cdiv(tiles, each), triton.next_power_of_2(triton.cdiv(self.k, self.batch * split))
+        y, sums, around, constants = self.given(x, None, squares, eps, residual, norm, programs if split > 1 else tiles)
+        columns = 4 if of.group == 32 and m <= 4 else 8 if m <= 8 else 16
+        size = split * columns * (2 if self.mode == GATED else 1) * tiles * bn if split > 1 else 0
+        codes = of.weight.view(torch.int16)
+        elements = codes.view(of.n, self.k // self.batch, self.batch // 4).transpose(0, 1)
+        _slim_four[(programs, split)](
+            x.view(torch.int32),
+            TensorDescriptor.from_tensor(elements, [batches, bn, self.batch // 4]),
+            codes,
+            of.scale,
+            of.scale if of.zero is None else of.zero,
+            *around,
+            torch.empty(size, dtype=torch.float32, device=x.device) if size else y,
+            self.arrived,
+            m,
+            BM=columns,
+            T=each,
+            T_P=triton.next_power_of_2(each),
+            G=batches,
+            ASM=x.dtype == torch.bfloat16,
+            **constants,
+            **{**of._sizes, "N": self.n},
+            **tile,
+            **pdl(x),
+        )
+        return y, sums
