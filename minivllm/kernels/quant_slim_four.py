@@ -338,7 +338,7 @@ class SlimFourProduct(Surrounded):
             each = triton.next_power_of_2(each)  # as the sums of squares are told
         programs, batches = triton.cdiv(tiles, each), triton.next_power_of_2(triton.cdiv(self.k, self.batch * split))
         y, sums, around, constants = self.given(x, None, squares, eps, residual, norm, programs if split > 1 else tiles)
-        columns = 4 if of.group == 32 and m <= 4 else 8 if m <= 8 else 16
+        columns = 4 if of.group == 32 and m <= 4 else 8
         size = split * columns * (2 if self.mode == GATED else 1) * tiles * bn if split > 1 else 0
         codes = of.weight.view(torch.int16)
         elements = codes.view(of.n, self.k // self.batch, self.batch // 4).transpose(0, 1)
