@@ -34,11 +34,12 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .eight_bits import size_of
-from .launch import kernel, multiprocessors, pdl, roomy, wait
+from .launch import capability, kernel, multiprocessors, pdl, wait
 from .products import ADDED, GATED, PLAIN, _finish
 from .quant import Quantized
 from .quant_around import Surrounded
 from .quant_fours import UNITS, power_of
+from .quant_vector import _both_added
 
 LEAST_ROWS, ROWS, ROWS_OF_32 = 2, 8, 4  # groups of 32 inputs have half of the columns for rows
 
@@ -193,11 +194,6 @@ def _rows(total, by, SIDES: tl.constexpr):
 
 
 @triton.jit
-def _both_added(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
     """Two of [outputs, BM]: the sums, and those behind a gate, which lie beside them."""
     inside = (outputs < N)[:, None]
@@ -311,7 +307,7 @@ class SlimFourProduct(Surrounded):
         self.batch = max(of.group, 64)  # inputs
         whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.table is None
         most = ROWS_OF_32 if of.group == 32 else ROWS
-        self.rows = most if whole and roomy(of.weight.device) else 0
+        self.rows = most if whole and capability(of.weight.device) == 9 else 0  # no other was measured
         self.arrived = torch.zeros(triton.cdiv(self.n, 16), dtype=torch.int32, device=of.weight.device)
 
     def fits(self, x: Tensor) -> bool:
