@@ -10,7 +10,7 @@ import quant_kernels
 import rounded_rows
 import torch
 
-from minivllm.kernels import quant_vector, scaled
+from minivllm.kernels import quant, quant_slim_four, quant_vector, scaled
 from minivllm.kernels.products import GATED, PLAIN
 
 
@@ -54,6 +54,16 @@ def test_few_rows_of_quantized_weights_with_what_follows_them(shape):
 def test_few_rows_of_four_bits_with_what_surrounds_them(shape, parts, each):
     tile = dict(BN=16, EACH=each, SK=parts, STAGES=2, num_warps=1)
     quant_kernels.check_slim_four("cpu", torch.float16, shape, tile)
+
+
+def test_few_rows_of_four_bits_are_served_as_far_as_tiles_were_measured(monkeypatch):
+    monkeypatch.setattr(quant_slim_four, "capability", lambda device: 9)
+    for k, group, rows in ((14336, 128, 8), (14336, 32, 4), (16384, 64, 8), (16896, 128, 0), (1056, 32, 0)):
+        packed, scale = torch.empty(16, k // 2, dtype=torch.uint8), torch.empty(16, k // group)
+        assert quant_slim_four.SlimFourProduct(quant.Quantized(packed, scale, None, group)).rows == rows, (k, group)
+    kernels, _ = quant_kernels.make("int4", 16, 128, 128, False, "cpu")
+    with pytest.raises(ValueError, match="9 rows: want 1 to 8"):
+        quant_slim_four.SlimFourProduct(kernels)(torch.zeros(9, 128).half())
 
 
 def test_rows_are_rounded_before_a_product_of_few_rows():

@@ -233,7 +233,7 @@ def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) 
     if slim:
         found["2 to 8 in bfloat16"] = "tensor cores, with norm and gate in the same kernel"
     elif joins and sm // 10 == 9:
-        found["2 to 8 in bfloat16, in groups of 32 to 4"] = "tensor cores, with norm and gate in the same kernel"
+        found["2 to 8 in bfloat16 (2 to 4 in groups of 32)"] = "tensor cores, with norm and gate in the same kernel"
     if rounded is not None:
         found["more" if slim else "any"] = "rows rounded by the norm or gate before, or a kernel; products of 8 bits"
         return found

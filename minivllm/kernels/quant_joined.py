@@ -15,7 +15,7 @@ from .quant_vector import VectorProduct
 
 
 class JoinedProduct:
-    """One row without matrix units; 2 to 8 with them.  Of more, what comes before the product
+    """One row without matrix units; 2 to 8 with them (``fits``).  Of more, what comes before the product
     rounds the rows, where ``scaled`` is given, a ``ScaledProduct``."""
 
     def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:

@@ -42,6 +42,7 @@ from .quant_fours import UNITS, power_of
 from .quant_vector import _both_added
 
 LEAST_ROWS, ROWS, ROWS_OF_32 = 2, 8, 4  # groups of 32 inputs have half of the columns for rows
+LONGEST = 16384  # inputs; of more a program would add up more tiles than it has registers for
 
 
 @triton.jit
@@ -294,8 +295,6 @@ def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
         part, each, stages, warps = 1024, 8, 2, 2
     else:
         part, each, stages, warps = (1024, 4, 2, 4) if of.k <= 8192 else (1024, 6, 3, 2)
-    if of.k > 16384:
-        part *= 2  # or a program would add up too many tiles
     return dict(BN=16, EACH=each, SK=triton.cdiv(of.k, part), STAGES=stages, num_warps=warps)
 
 
@@ -305,7 +304,7 @@ class SlimFourProduct(Surrounded):
     def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
         super().__init__(of, *around, **more)
         self.batch = max(of.group, 64)  # inputs
-        whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.table is None
+        whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.k <= LONGEST and of.table is None
         most = ROWS_OF_32 if of.group == 32 else ROWS
         self.rows = most if whole and capability(of.weight.device) == 9 else 0  # no other was measured
         self.arrived = torch.zeros(triton.cdiv(self.n, 16), dtype=torch.int32, device=of.weight.device)
@@ -326,6 +325,8 @@ class SlimFourProduct(Surrounded):
     ) -> tuple[Tensor, Tensor | None]:
         """As ``products.Product``, of x [1 to 8, K]."""
         of, m = self.of, len(x)
+        if m > ROWS:
+            raise ValueError(f"{m} rows: want 1 to {ROWS}")
         tile = dict(tile or slim_four_tile(of, self.mode))
         split, bn = tile["SK"], tile["BN"]
         tiles, room = triton.cdiv(self.n, bn), tile.pop("EACH") * multiprocessors(x.device)
