@@ -23,7 +23,7 @@ class JoinedProduct:
         self.scaled = scaled
         self.vector = VectorProduct(of, *around, **more)
         slim = SlimProduct if of.form == 8 else SlimFourProduct
-        self.each: list[VectorProduct | SlimProduct | SlimFourProduct] = [self.vector, slim(of, *around, **more)]
+        self.each: list[VectorProduct | SlimProduct] = [self.vector, slim(of, *around, **more)]
 
     @property
     def takes_tops(self) -> bool:

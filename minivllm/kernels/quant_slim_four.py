@@ -2,9 +2,10 @@
 
     grid (P, SK)    y^T [BN, BM] = W [BN, K / SK] x^T on the tensor cores, for T tiles of BN outputs one after another
 
-All programs that there is room for stay: each makes its part of x the operand of the tensor cores once, and then reads
-nothing but weights, which come by the copy engine, and scales.  A register has two elements of 16 bits of a weight,
-eight codes, and becomes four registers of two numbers by masks and one shift, subnormal float16 as in ``quant_fours``::
+About as many programs as there is room for stay: each makes its part of x the operand of the tensor cores once, and
+then reads nothing but weights, which come by the copy engine, and scales.  A register has two elements of 16 bits of a
+weight, eight codes, and becomes four registers of two numbers by masks and one shift, subnormal float16 as in
+``quant_fours``::
 
     element e = 2 i, of word i          inputs j, j + 1, j + 16, j + 17          j = i // 4 * 32 + i % 4 * 4
             e = 2 i + 1                 inputs j + 2, j + 3, j + 18, j + 19
@@ -37,17 +38,17 @@ from .eight_bits import size_of
 from .launch import capability, kernel, multiprocessors, pdl, wait
 from .products import ADDED, GATED, PLAIN, _finish
 from .quant import Quantized
-from .quant_around import Surrounded
 from .quant_fours import UNITS, power_of
+from .quant_slim import ROWS, SlimProduct, _halves
 from .quant_vector import _both_added
 
-LEAST_ROWS, ROWS, ROWS_OF_32 = 2, 8, 4  # groups of 32 inputs have half of the columns for rows
-LONGEST = 16384  # inputs; of more a program would add up more tiles than it has registers for
+ROWS_OF_32 = 4  # rows of groups of 32 inputs at most, as these stand twice
+MOST_INPUTS = 16384  # of more a program would add up more tiles than it has registers for
 
 
 @triton.jit
 def _planes(w, ASM: tl.constexpr):
-    """int16 of four codes -> float16, 2 ** -24 or 2 ** -20 of the code of each plane."""
+    """int16 of four codes -> four times float16: 2 ** -24 of the codes of planes 0 and 1, 2 ** -20 of 2 and 3."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -72,17 +73,8 @@ def _planes(w, ASM: tl.constexpr):
 
 
 @triton.jit
-def _two(pair, like):
-    """int32 -> its lower and its upper half, numbers of the dtype that ``like`` points to, as float32."""
-    dtype: tl.constexpr = like.dtype.element_ty
-    low, high = pair.to(tl.int16).to(dtype, bitcast=True), (pair >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
-
-
-@triton.jit
-def _ask(at, ok, base):
-    """128 bytes at each of the pointers ``at`` that are ``ok`` are fetched into the second-level cache; else those at
-    ``base``."""
+def _prefetch(at, ok, base):
+    """128 bytes at each of the pointers ``at`` that are ``ok`` go to the second-level cache; else those at ``base``."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;",
         "=r,l",
@@ -94,12 +86,12 @@ def _ask(at, ok, base):
 
 
 @triton.jit
-def _ask_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexpr, WIDE: tl.constexpr):
+def _prefetch_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexpr, WIDE: tl.constexpr):
     """Of outputs ``on`` < N: weights of so many ``inputs`` from ``first`` on; WIDE: a power of two of at least as
     many."""
     ol = tl.arange(0, WIDE // 256 if WIDE > 256 else 1) * 64  # elements of a line
     ok = (ol + 64 <= inputs // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
-    _ask(weight + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :], ok, weight)
+    _prefetch(weight + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :], ok, weight)
 
 
 @triton.jit
@@ -150,13 +142,16 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
     if SIDES > 1:
         keep = keep & ((oe // 8)[None, :, None] == side[None, None, :])
     x_at = x + om[None, None, :] * (K // 2) + pairs[:, :, None]
-    v0, v1 = _two(tl.load(x_at, mask=keep, other=0), like)
-    v2, v3 = _two(tl.load(x_at + 8, mask=keep, other=0), like)
+    v0, v1 = _halves(tl.load(x_at, mask=keep, other=0), like, False)
+    v0, v1 = v0.to(tl.float32), v1.to(tl.float32)
+    v2, v3 = _halves(tl.load(x_at + 8, mask=keep, other=0), like, False)
+    v2, v3 = v2.to(tl.float32), v3.to(tl.float32)
     size = tl.maximum(tl.maximum(size_of(v0), size_of(v1)), tl.maximum(size_of(v2), size_of(v3)))
     step, inverse = power_of(tl.max(size, 1))
     by_near, by_far = inverse[:, None, :], inverse[:, None, :] / 16
     x0, x1 = (v0 * by_near).to(tl.float16), (v1 * by_near).to(tl.float16)
     x2, x3 = (v2 * by_far).to(tl.float16), (v3 * by_far).to(tl.float16)
+    # the sums of x are its products with code 1, of planes in the lower and in the upper half of bytes
     low = tl.full([G, BN, E], 1.0 / (1 << 24), tl.float16)
     high = tl.full([G, BN, E], 1.0 / (1 << 20), tl.float16)
     of_x = _sums(low, low, high, high, x0, x1, x2, x3, tl.zeros([G, BN, om.shape[0]], tl.float32))
@@ -226,20 +221,20 @@ def _slim_four(
     SIDES: tl.constexpr = 2 if GROUP == 32 else 1
     BATCH: tl.constexpr = GROUP * SIDES  # inputs
     E: tl.constexpr = BATCH // 4
-    EACH: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # batches of a part
-    EVEN: tl.constexpr = N % BN == 0 and G == EACH and K == BATCH * EACH * SK
+    BATCHES: tl.constexpr = (K + BATCH * SK - 1) // (BATCH * SK)  # batches of a part
+    EVEN: tl.constexpr = N % BN == 0 and G == BATCHES and K == BATCH * BATCHES * SK
     program, part = tl.program_id(0), tl.program_id(1)
     og, oc, oi = tl.arange(0, G), tl.arange(0, SIDES * BM), tl.arange(0, BN)
     first = program * T
     if ASM:
         at = first * BN + oi
-        _ask_weights(codes, at, part * EACH * BATCH, EACH * BATCH, N, K, G * BATCH)
+        _prefetch_weights(codes, at, part * BATCHES * BATCH, BATCHES * BATCH, N, K, G * BATCH)
         if MODE == 1:
-            _ask_weights(codes, tl.where(at < N, at + N, 2 * N), part * EACH * BATCH, EACH * BATCH, 2 * N, K,
+            _prefetch_weights(codes, tl.where(at < N, at + N, 2 * N), part * BATCHES * BATCH, BATCHES * BATCH, 2 * N, K,
                          G * BATCH)  # fmt: skip
     wait(PDL)
-    k = (part * EACH + og) * BATCH
-    om, side, there = oc % BM, oc // BM, (og < EACH) & (k < K)
+    k = (part * BATCHES + og) * BATCH
+    om, side, there = oc % BM, oc // BM, (og < BATCHES) & (k < K)
     x0, x1, x2, x3, of_x, step = _operands(x, k, there, om, side, y, M, K, G, BN, E, SIDES)
     by = tl.full([SIDES * BM], UNITS, tl.float32)
     if PARTS > 0:
@@ -247,15 +242,15 @@ def _slim_four(
         squares = tl.load(in_squares + om[:, None] * PARTS + op[None, :],
                           mask=(om < M)[:, None] & (op < PARTS)[None, :], other=0.0)  # fmt: skip
         by *= tl.rsqrt(tl.sum(squares, 1) / K + eps)
-    om = tl.arange(0, BM)
+    rows = tl.arange(0, BM)
     STEP: tl.constexpr = (N + BN - 1) // BN * BN * BM
-    parts = scratch + om[None, :] * (2 if MODE == 1 else 1)
+    parts = scratch + rows[None, :] * (2 if MODE == 1 else 1)
     for tile in tl.range(first, tl.minimum(first + T, (N + BN - 1) // BN), num_stages=STAGES):
         on = tile * BN + oi
-        w = weight.load([part * EACH, tile * BN, 0])
+        w = weight.load([part * BATCHES, tile * BN, 0])
         s, z, s1, z1 = _scales(scale, zero, on, k, there, N, K, SN, SG, GROUP, SIDES, ZERO, EVEN)
         if MODE == 1:
-            u = weight.load([part * EACH, N + tile * BN, 0])
+            u = weight.load([part * BATCHES, N + tile * BN, 0])
             upper = on + N if EVEN else tl.where(on < N, on + N, 2 * N)
             us, uz, us1, uz1 = _scales(scale, zero, upper, k, there, 2 * N, K, SN, SG, GROUP, SIDES, ZERO, EVEN)
         each = _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES, ZERO, ASM)
@@ -272,7 +267,7 @@ def _slim_four(
         elif SK > 1:
             tl.store(parts + part * STEP + on[:, None] * BM, total)
         else:
-            _finish(tl.trans(total), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares,
+            _finish(tl.trans(total), tl.trans(up), rows, on, tile, y, bias, residual, norm, in_squares, out_squares,
                     eps, M, N, K, 0, 1, MODE, BIAS, ACT)  # fmt: skip
     if SK > 1:
         tl.debug_barrier()  # all of the program's stores come before its arrival
@@ -280,7 +275,7 @@ def _slim_four(
             of = tl.arange(0, T_P * BN)
             outputs = tl.where(of < T * BN, first * BN + of, N)
             sums, up_sums = _parts_added(parts, outputs, N, STEP, BM, SK, MODE)
-            _finish(tl.trans(sums), tl.trans(up_sums), om, outputs, program, y, bias, residual, norm, in_squares,
+            _finish(tl.trans(sums), tl.trans(up_sums), rows, outputs, program, y, bias, residual, norm, in_squares,
                     out_squares, eps, M, N, K, 0, 1, MODE, BIAS, ACT)  # fmt: skip
             tl.store(arrived + program, 0)
 
@@ -298,21 +293,17 @@ def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
     return dict(BN=16, EACH=each, SK=triton.cdiv(of.k, part), STAGES=stages, num_warps=warps)
 
 
-class SlimFourProduct(Surrounded):
-    """Of a weight of 4 bits."""
+class SlimFourProduct(SlimProduct):
+    """Of a weight of 4 bits, of rows that are not rounded."""
 
     def __init__(self, of: Quantized, *around: Any, **more: Any) -> None:
         super().__init__(of, *around, **more)
         self.batch = max(of.group, 64)  # inputs
-        whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.k <= LONGEST and of.table is None
+        whole = of.weight.data_ptr() % 16 == 0 and of.k % self.batch == 0 and of.k <= MOST_INPUTS and of.table is None
         most = ROWS_OF_32 if of.group == 32 else ROWS
-        self.rows = most if whole and capability(of.weight.device) == 9 else 0  # no other was measured
+        served = whole and self.rounded is None and capability(of.weight.device) == 9  # no other GPU was measured
+        self.rows = most if served else 0
         self.arrived = torch.zeros(triton.cdiv(self.n, 16), dtype=torch.int32, device=of.weight.device)
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether to use it for x.  float16 is left out, as in ``quant_vector``."""
-        aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
-        return LEAST_ROWS <= len(x) <= self.rows and x.dtype == torch.bfloat16 and aligned
 
     def __call__(
         self,
@@ -330,10 +321,10 @@ class SlimFourProduct(Surrounded):
         tile = dict(tile or slim_four_tile(of, self.mode))
         split, bn = tile["SK"], tile["BN"]
         tiles, room = triton.cdiv(self.n, bn), tile.pop("EACH") * multiprocessors(x.device)
-        each = triton.cdiv(tiles, max(1, room // split))
+        turns = triton.cdiv(tiles, max(1, room // split))
         if split > 1 and self.mode == ADDED:
-            each = triton.next_power_of_2(each)  # as the sums of squares are told
-        programs, batches = triton.cdiv(tiles, each), triton.next_power_of_2(triton.cdiv(self.k, self.batch * split))
+            turns = triton.next_power_of_2(turns)  # as the sums of squares are told
+        programs, batches = triton.cdiv(tiles, turns), triton.next_power_of_2(triton.cdiv(self.k, self.batch * split))
         y, sums, around, constants = self.given(x, None, squares, eps, residual, norm, programs if split > 1 else tiles)
         columns = 4 if of.group == 32 and m <= 4 else 8
         size = split * columns * (2 if self.mode == GATED else 1) * tiles * bn if split > 1 else 0
@@ -350,8 +341,8 @@ class SlimFourProduct(Surrounded):
             self.arrived,
             m,
             BM=columns,
-            T=each,
-            T_P=triton.next_power_of_2(each),
+            T=turns,
+            T_P=triton.next_power_of_2(turns),
             G=batches,
             ASM=x.dtype == torch.bfloat16,
             **constants,
