@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TREES = ("minivllm", "contrib", "benchmarks", "tests", "docs", ".ci")
-FILE, FUNCTION = 450, 60  # lines; a function's are those of the package, not of tests or Triton kernels
-CORE, CORE_DENSITY = 12_000, 10.0  # lines of minivllm/core; its tokens a line
+FILE, FUNCTION = 700, 60  # lines; a function's are those of the package, not of tests or Triton kernels
+CORE, CORE_DENSITY = 85_500, 10.0  # tokens of minivllm/core (84,499 on 2026-11-28; 80,000 is the aim), per line
 DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.Tuple)
 DATA = (*DISPLAYS, ast.Constant, ast.Name, ast.Subscript, ast.UnaryOp)
 TABLE = 6  # elements of a table within a function, at least
@@ -137,8 +137,8 @@ def main() -> None:
     over = [line for f in found.values() for line in f.over]
     over += [line for f in found.values() for line in f.unfree]
     core = found["minivllm/core"]
-    if core.lines > CORE:
-        over.append(f"minivllm/core has {core.lines} lines; at most {CORE}")
+    if core.tokens > CORE:
+        over.append(f"minivllm/core has {core.tokens} tokens; at most {CORE}")
     if core.density > CORE_DENSITY:
         over.append(f"minivllm/core has {core.density:.1f} tokens a line; at most {CORE_DENSITY}")
     sys.exit("\n".join(over) if over else 0)
