@@ -29,9 +29,11 @@ def allocate(
     groups: Sequence[Sequence[int]],
     blocks: Sequence[int],
     device: torch.device,
-) -> list[list[Mapping[str, torch.Tensor]]]:
-    """Gives each layer of each group its blocks; zeroed, so that a slot which nobody has written holds no NaN.  Returns
-    them, [group][layer of it]."""
+) -> list[list[dict[str, torch.Tensor]]]:
+    """Allocate the KV blocks of each layer and return them as [group][layer of the group][tensor's name].
+
+    The memory is zeroed, so that a slot without a token holds no NaN.
+    """
     for group, n in zip(groups, blocks, strict=True):
         for i in group:
             layers[i].cache = {
@@ -41,7 +43,7 @@ def allocate(
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """On a CPU the pages are taken when they are first written (numpy's calloc), not now."""
+    """Return a tensor of zeros.  On a CPU its pages are reserved by calloc and taken on the first write."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     try:

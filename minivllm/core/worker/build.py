@@ -25,7 +25,7 @@ from minivllm.loading.weights import build_model, load_weights, weight_bytes
 from minivllm.registry import build_part
 
 from . import step
-from .capture import ALONE, synchronize
+from .capture import ALONE, release_unused, synchronize
 from .state import DeviceState
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Worker:
     hidden_size: int
     weight_bytes: int
     # [group][layer of it]
-    caches: list[list[Mapping[str, torch.Tensor]]] = field(default_factory=list)
+    caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -297,9 +297,8 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
 
 
 def _free_memory(device: str) -> int:
-    """Bytes that weights may take on the device."""
+    """Return the bytes that weights may take on the device."""
     if device == "cpu":
         return free_ram()
-    with ALONE:  # beside a capture it would give nothing back
-        torch.cuda.empty_cache()  # what an engine before this one gave back to torch
+    release_unused()  # an earlier engine of this process may have been dropped without close()
     return torch.cuda.mem_get_info()[0]

@@ -14,6 +14,7 @@ What goes wrong otherwise, each seen as wrong tokens or a device-side assert of 
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Callable
 from functools import lru_cache
@@ -83,6 +84,16 @@ class GraphRecorder:
 
 
 def synchronize() -> None:
-    """Wait for all that the device has been given; no capture of another thread is broken by it."""
+    """Wait for the work queued on the device.  Captures of other threads stay intact."""
     with ALONE:
         torch.cuda.synchronize()
+
+
+def release_unused() -> None:
+    """Collect unreachable tensors, then return the allocator's unused memory to the device.
+
+    A model and its attention back end refer to each other, so that only the garbage collector frees them.
+    """
+    gc.collect()
+    with ALONE:
+        torch.cuda.empty_cache()

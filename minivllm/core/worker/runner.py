@@ -31,7 +31,7 @@ from minivllm.layers.native_steps import NativeSteps, native_steps
 from . import step
 from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls
-from .capture import ALONE, synchronize
+from .capture import release_unused, synchronize
 from .drafting import Drafting
 from .own_model import OwnModel
 from .running import Running
@@ -357,20 +357,22 @@ class Runner:
         self._trace = None
 
     def close(self) -> None:
-        """Give the device memory back, and end a profile that nobody wants any more."""
+        """Free weights, caches, captures and columns, and end a profile that is running."""
         if self._trace is not None:
             self._trace.close()
             self._trace = None
         if self.device.type == "cuda":
-            # a device that has failed has nothing left to wait for
+            # a failed device raises here; nothing on it is worth waiting for
             with contextlib.suppress(RuntimeError):
-                # graphs and memory go away: no step that is still on its way may need them
-                synchronize()
+                synchronize()  # a step in flight still uses graphs and memory
         if self.native is not None:
             self.native.close()
+        if self.worker is not None:
+            # emptied in place, because the layers of the model hold the same mappings
+            for cache in (layer for group in self.worker.caches for layer in group):
+                cache.clear()
         self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
-        self.native = None
+        self.native = self.taps = self.chain = self.sampler = self.processors = None
         self.own_models = {}
         if self.device.type == "cuda":
-            with ALONE:
-                torch.cuda.empty_cache()
+            release_unused()

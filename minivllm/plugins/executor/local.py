@@ -1,8 +1,9 @@
-"""Runs the steps in this process on one device.  On a GPU a submitted step is enqueued and its result copied to pinned
-memory behind an event; on a CPU it has run when ``submit`` returns."""
+"""Run the steps in this process on one device.  On a GPU a submitted step is enqueued, and its result is copied to pinned
+memory behind an event.  On a CPU the step has run when ``submit`` returns."""
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,29 +22,33 @@ if TYPE_CHECKING:
 
 
 class Local(Executor):
-    """One runner.  A step whose late masks are missing waits between FORWARD and SAMPLE, and those behind it before
-    FORWARD: captured steps share the tensors of their inputs and hidden states, which belong to the step that waits."""
+    """Run one runner.  A step whose late masks are missing waits between FORWARD and SAMPLE, and later steps wait before
+    FORWARD, because captured steps share the tensors of their inputs and hidden states."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
         self.runner: Any = None
         self._seams: Any = None  # a profile that labels them
-        self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last have drawn
-        self._behind: deque[StepPlan] = deque()  # a step that waits for its masks
-        # what a step in ``_behind`` waits for, by its id; None for a rank that draws nothing
+        self._running: deque[Any] = deque()  # runner.Running, in order of submission; all but the last are sampled
+        self._behind: deque[StepPlan] = deque()  # steps that wait for the masks of an earlier step
+        # late inputs of the steps in ``_behind``, by step id; None on a rank that does not sample
         self._early: dict[int, LateInputs | None] = {}
-        self._heap: HeapTrimmer | None = None  # where steps compute in the heap of this process
+        self._heap: HeapTrimmer | None = None  # set if steps run in this process's heap
 
     def start(self, wiring: Wiring) -> Capacity:
         from minivllm.core.worker.runner import Runner
 
         try:
             return self.adopt(Runner(wiring))
-        except ResourceError as e:
-            raise with_others(e, wiring.device) from e
+        except BaseException as e:
+            if wiring.device != "cpu":
+                _free_failed_start(e)
+            if isinstance(e, ResourceError):
+                raise with_others(e, wiring.device) from e
+            raise
 
     def adopt(self, runner: Runner) -> Capacity:
-        """Run steps with a runner that has been made."""
+        """Run steps with a runner that exists."""
         self.runner = runner
         self._heap = HeapTrimmer() if self.runner.device.type == "cpu" else None
         return self.runner.capacity()
@@ -117,6 +122,22 @@ class Local(Executor):
         if self.runner is not None:
             self.runner.close()
             self.runner = None
+
+
+def _free_failed_start(error: BaseException) -> None:
+    """Free the device memory of an engine that could not start.
+
+    The frames of its traceback refer to weights and caches, and a notebook keeps the last traceback.
+    """
+    from minivllm.core.worker.capture import release_unused
+
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        traceback.clear_frames(one.__traceback__)
+        one = one.__cause__ or one.__context__
+    release_unused()
 
 
 def _name(device: Any) -> str:
