@@ -9,7 +9,7 @@ import weakref
 import pytest
 import torch
 
-from minivllm import AsyncLLM, LLM, SamplingParams
+from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.testing.tiny import tiny_dir
 
 OPTIONS = dict(skip_tokenizer_init=True, dtype="float32", num_kvcache_blocks=64, max_num_seqs=8, max_model_len=256)
@@ -53,7 +53,6 @@ def test_close_frees_model_and_cache_while_an_exception_of_the_engine_is_kept(tm
     tiny_dir(tmp_path, "qwen3", vocab_size=257)
     llm = LLM(model=str(tmp_path), device="cpu", **OPTIONS)
     runner = llm.engine.executor.runner
-    forward = runner.forward
 
     def fail(plan):
         cache = runner.worker.caches
@@ -64,7 +63,6 @@ def test_close_frees_model_and_cache_while_an_exception_of_the_engine_is_kept(tm
     with pytest.raises(KeyboardInterrupt) as kept:
         llm.generate([[1, 2, 3]], TEN, use_tqdm=False)
     assert kept.value.__traceback__ is not None
-    del runner, forward
     llm.close()
     gc.collect()
     assert "KV cache" not in alive(found)

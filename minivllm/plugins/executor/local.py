@@ -1,5 +1,7 @@
-"""Run the steps in this process on one device.  On a GPU a submitted step is enqueued, and its result is copied to pinned
-memory behind an event.  On a CPU the step has run when ``submit`` returns."""
+"""Run the steps in this process on one device.
+
+On a GPU a submitted step is enqueued, and its result is copied to pinned memory behind an event.  On a CPU the step has
+run when ``submit`` returns."""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ if TYPE_CHECKING:
 
 
 class Local(Executor):
-    """Run one runner.  A step whose late masks are missing waits between FORWARD and SAMPLE, and later steps wait before
-    FORWARD, because captured steps share the tensors of their inputs and hidden states."""
+    """Run the steps of one runner.
+
+    A step whose late masks are missing waits between FORWARD and SAMPLE.  Later steps wait before FORWARD, because
+    captured steps share the tensors of their inputs and hidden states."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
