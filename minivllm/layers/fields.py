@@ -124,11 +124,12 @@ def sparse_layers(cfg: Any) -> list[bool]:
 
 
 def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:
-    """The rotary embedding of a layer, from transformers' ``rope_parameters`` (one, or one for each layer type), or an
-    older config's ``rope_scaling`` beside ``rope_theta``.  ``partial``: the architecture rotates the part of a head
-    that ``partial_rotary_factor`` says.  ModelError on a type that is not implemented, or that lacks a number."""
+    """Return the rotary embedding of a layer, from transformers' ``rope_parameters`` (one table, or one for each layer
+    type), or an older config's ``rope_scaling`` and ``rope_theta``.  ``partial``: the architecture rotates the part of
+    a head that ``partial_rotary_factor`` gives.  ModelError for a type that is not implemented or lacks a number."""
     found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
-    params = dict(found.get(layer_type) or {}) if layer_type in found else dict(found)
+    nested = layer_type in found
+    params = dict(found.get(layer_type) or {}) if nested else dict(found)
     if FULL in params or SLIDING in params:
         raise ModelError("rope_parameters: one for each type of layer, which this architecture has no use for")
     kind = params.get("rope_type") or params.get("type") or "default"
@@ -136,8 +137,10 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
         raise ModelError(f"rope_type={shown(kind)}: want one of {', '.join(sorted(ROPES))}")
     theta = params.get("rope_theta") or getattr(cfg, "rope_theta", None)
     params["rope_theta"] = 10000.0 if theta is None else theta
-    if ORIGINAL in ROPES[kind][0] and params.get(ORIGINAL) is None:
-        params[ORIGINAL] = getattr(cfg, ORIGINAL, None) or getattr(cfg, "max_position_embeddings", None)
+    if ORIGINAL in ROPES[kind][0]:
+        params[ORIGINAL] = _trained_length(cfg, params, nested)
+    if nested:
+        params.pop("truncate", None)  # transformers reads it from the outer table, where no layer type has it
     needs, takes = ROPES[kind]
     for name in ("rope_theta", *needs, *takes):
         if name in needs or name == "rope_theta" or params.get(name) is not None:
@@ -156,6 +159,14 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
     if turned % 2 or not 0 < turned <= size:
         raise ModelError(f"partial_rotary_factor={shown(share)}: want an even part of head_dim={size}, got {turned}")
     return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
+
+
+def _trained_length(cfg: Any, params: Mapping[str, Any], nested: bool) -> Any:
+    """Return ``original_max_position_embeddings``: as transformers does, the config's own before that of a table for
+    all layers, then ``max_position_embeddings``."""
+    own, table = getattr(cfg, ORIGINAL, None), params.get(ORIGINAL)
+    most = getattr(cfg, "max_position_embeddings", None)
+    return (table or most) if nested else (own or table or most)
 
 
 def _check_number(name: str, value: Any, kind: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 from collections.abc import Mapping
@@ -62,13 +63,14 @@ class Checkpoint:
         return plain_config(self.raw, self.from_transformers) or self.from_transformers()
 
     def from_transformers(self) -> Any:
+        """Return transformers' configuration of the text model.  ModelError with its reason if it refuses the file."""
         from transformers.configuration_utils import PreTrainedConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         known = self.model_type in CONFIG_MAPPING
-        try:
-            made = (CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig).from_dict(dict(self.raw))
-            return made.get_text_config()
+        kind = CONFIG_MAPPING[self.model_type] if known else PreTrainedConfig  # ``get`` does not import the class
+        try:  # of a copy, which some classes write to
+            return kind.from_dict(copy.deepcopy(dict(self.raw))).get_text_config()
         except Exception as exc:  # transformers checks fields with errors of many types
             raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc
 
@@ -105,19 +107,20 @@ def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def longest_context(cfg: Any) -> int | None:
-    """Tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding stretches what
-    that counts.  None: the configuration does not say."""
+    """Return the tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding
+    stretches it.  None: the configuration has no limit."""
     most = getattr(cfg, "max_position_embeddings", None)
     params = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     kind, factor = params.get("rope_type") or params.get("type"), params.get("factor")
     if most is None or not isinstance(factor, (int, float)) or kind not in ("dynamic", "yarn"):
         return most
-    trained = params.get("original_max_position_embeddings") if kind == "yarn" else most
+    name = "original_max_position_embeddings"
+    trained = (getattr(cfg, name, None) or params.get(name)) if kind == "yarn" else most
     return max(most, int((trained or most) * factor))
 
 
 def context_said(cfg: Any) -> str:
-    """``longest_context``, as a user is told of it."""
+    """Return ``longest_context`` in words, for a message."""
     most, named = longest_context(cfg), getattr(cfg, "max_position_embeddings", None)
     stretched = "" if most == named else f", which its rotary embedding stretches to {most}"
     return f"max_position_embeddings={named}{stretched}"

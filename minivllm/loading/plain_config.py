@@ -16,6 +16,7 @@ THETA = 10_000.0  # of the rotary embedding, where a file has none
 
 
 def _kinds(*kinds: Any) -> Kinds:
+    """Return one flat tuple of types."""
     return tuple(k for kind in kinds for k in (kind if isinstance(kind, tuple) else (kind,)))
 
 
@@ -56,6 +57,7 @@ NO_MATTER = {  # to what is computed
     "_name_or_path", "architectures", "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range",
     "model_type", "pad_token_id", "pretraining_tp", "torch_dtype", "transformers_version", "use_cache",
 }  # fmt: skip
+LAYER_TYPES = ("full_attention", "sliding_attention")  # older names are transformers' to map
 ROPE = {"rope_parameters", "rope_scaling", "rope_theta"}
 ROPE_KINDS = {"default", "linear", "llama3"}
 ROPE_NUMBERS = {
@@ -69,7 +71,7 @@ UNSET = {
 
 
 class PlainConfig:
-    """The fields of a config.json as attributes; ``whole`` makes transformers' object, if it is asked for more."""
+    """Fields of a config.json as attributes; ``whole`` makes transformers' object, which has the other attributes."""
 
     def __init__(self, values: Mapping[str, Any], whole: Callable[[], Any]) -> None:
         self.__dict__.update(values)
@@ -81,14 +83,14 @@ class PlainConfig:
         return getattr(self.made(), name)
 
     def made(self) -> Any:
-        """Transformers' object."""
+        """Return transformers' object, made once."""
         if self._made is None:
             self._made = self._whole()
         return self._made
 
 
 def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfig | None:
-    """None: the file is not one that is read here."""
+    """Return the configuration in a file; None if the file is left to transformers, ``whole``."""
     fields = FIELDS.get(str(raw.get("model_type")))
     if fields is None or not set(raw) <= fields.keys() | NO_MATTER | ROPE:
         return None
@@ -97,7 +99,9 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
         return None
     rope = _rope(raw)
     heads, layers, types = (values.get(n) for n in ("num_attention_heads", "num_hidden_layers", "layer_types"))
-    if rope is None or heads < 1 or values["hidden_size"] % heads or (types is not None and len(types) != layers):
+    if rope is None or heads < 1 or values["hidden_size"] % heads:
+        return None
+    if types is not None and (len(types) != layers or not all(kind in LAYER_TYPES for kind in types)):
         return None
     values["num_key_value_heads"] = values["num_key_value_heads"] or heads
     if "head_dim" in values:
@@ -113,8 +117,9 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_parameters`` as transformers 5 has them, of new files and old ones."""
-    given = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    """Return ``rope_parameters`` as transformers 5 has them, of new files and old ones: ``rope_scaling`` comes first
+    where a file has both."""
+    given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(given, dict) or not given.keys() <= ROPE_NUMBERS | {"rope_type", "type"}:
         return None
     kind = given.get("rope_type") or given.get("type") or "default"
