@@ -1,5 +1,10 @@
-"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), read by the package ``gguf``: what they say
-of a model, and its tensors, mapped into memory.
+"""GGUF files (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md): their metadata, and their tensors mapped into
+memory.
+
+A file comes from a stranger.  Each count in its header is compared with the bytes that are left before anything is
+allocated, so the time and memory that a header takes are bounded by the size of the file and by the limits below.  The
+package ``gguf``, which takes 40 s for the header of a vocabulary of 128,000 tokens, only says how large the blocks of a
+tensor type are.
 
 Every function raises ModelError with the file's name.
 """
@@ -7,22 +12,39 @@ Every function raises ModelError with the file's name.
 from __future__ import annotations
 
 import functools
+import math
+import mmap
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minivllm import files
-from minivllm.errors import ModelError, ResourceError, shown, told
+from minivllm.errors import ModelError, ResourceError, shown
 
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 MAGIC = b"GGUF"
+# limits, several times what the largest published files have
+MOST_KEYS = 1 << 16
+MOST_TENSORS = 1 << 18
+MOST_STRINGS = 1 << 22  # in all arrays of a file; a vocabulary of 262,144 tokens has some 800,000 with its merges
+MOST_TEXT = 1 << 28  # bytes of all strings of a file
+MOST_DIMS = 4
+LISTED = 1 << 12  # numbers of an array that become a list; longer ones stay in the mapped file
+ALIGNMENT = 32  # of tensors, where the file has no general.alignment
+STRING, ARRAY, BOOL = 8, 9, 7
+SCALARS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
+NUMPY = {"F32": "<f4", "F16": "<f2"}  # tensor types whose data have the tensor's shape
 
 
 class GgufTensor(NamedTuple):
-    """``shape`` is rows first, as torch has it; ``data`` numpy: of F32 and F16 as ``shape`` says, else u8 [rows, bytes
-    of a row]."""
+    """A tensor of a file.  ``shape`` is rows first, as torch has it.  ``data`` is a numpy array: F32 and F16 have
+    ``shape``, other types are u8 [rows, bytes of a row]."""
 
     kind: str  # "F32", "F16", "BF16", "Q4_K" ...
     shape: tuple[int, ...]
@@ -31,7 +53,7 @@ class GgufTensor(NamedTuple):
 
 class GgufFile(NamedTuple):
     path: Path
-    values: Mapping[str, Any]  # "llama.block_count" -> a number, a text, or a list of them
+    values: Mapping[str, Any]  # "llama.block_count" -> a number, a text, a list or, of many numbers, a numpy array
     tensors: Mapping[str, GgufTensor]
 
     def refuse(self, what: str) -> ModelError:
@@ -45,18 +67,18 @@ class GgufFile(NamedTuple):
         return found
 
     def of_model(self, key: str, default: Any = None) -> Any:
-        """A value by its name without the architecture's."""
+        """Return the value of a key that begins with the architecture's name, or ``default``."""
         return self.values.get(f"{self.architecture}.{key}", default)
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:
-    """Whether a model is named that is one file of this format."""
+    """Return whether ``path`` is one file of this format."""
     name = os.fspath(path)
     return name.lower().endswith(SUFFIX) and os.path.isfile(name)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
-    """The file; once, as long as it does not change: a vocabulary takes a second."""
+    """Read the header of a file and map its tensors.  A file that has not changed is read once."""
     files.check(path, error=ModelError)
     found = os.stat(path)
     return _read(os.fspath(path), found.st_size, found.st_mtime_ns)
@@ -70,22 +92,154 @@ def _read(path: str, size: int, changed: int) -> GgufFile:
         raise ResourceError(
             f"{path}: is a GGUF file, which the package gguf reads; install it with pip install 'minivllm[gguf]'"
         ) from None
-    with open(path, "rb") as file:
+    with files.opened(path, None, ModelError) as file:
         head = file.read(8)
-    if head[:4] != MAGIC:
-        raise ModelError(f"{path}: not a GGUF file: it begins with {shown(head[:4])}, want {shown(MAGIC)}")
-    version = int.from_bytes(head[4:8], "little")
-    if version not in VERSIONS:
-        other = ", or its bytes are in another order" if version > 1 << 16 else ""
-        raise ModelError(f"{path}: GGUF of version {version}{other}: want {' or '.join(map(str, VERSIONS))}")
+        if head[:4] != MAGIC:
+            raise ModelError(f"{path}: not a GGUF file: it begins with {shown(head[:4])}, want {shown(MAGIC)}")
+        version = int.from_bytes(head[4:8], "little")
+        if version not in VERSIONS:
+            other = ", or its bytes are in another order" if version > 1 << 16 else ""
+            raise ModelError(f"{path}: GGUF of version {version}{other}: want {' or '.join(map(str, VERSIONS))}")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sizes = {int(kind): (kind.name, *block) for kind, block in gguf.GGML_QUANT_SIZES.items()}
     try:
-        reader = gguf.GGUFReader(path)
-        values = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-        tensors = {t.name: _tensor(t) for t in reader.tensors}
-    except Exception as e:  # what a file that ends early makes of numpy is of many kinds
-        raise ModelError(f"{path}: not a whole GGUF file ({told(e)}); download it again") from e
-    return GgufFile(Path(path), values, tensors)
+        header = _Header(data)
+        return GgufFile(Path(path), *header.read(sizes))
+    except (Broken, struct.error) as e:  # struct: the file ends within a number
+        raise ModelError(f"{path}: not a whole GGUF file ({e}); download it again") from None
 
 
-def _tensor(found: Any) -> GgufTensor:
-    return GgufTensor(found.tensor_type.name, tuple(int(n) for n in reversed(found.shape)), found.data)
+class Broken(ValueError):
+    """A header contradicts itself, or the size of its file."""
+
+
+class _Header:
+    """A reader of the header of one file: ``data`` are its bytes, ``at`` is the offset of the next value."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self.data, self.at = data, 8
+        self.strings, self.text = 0, 0  # that were read so far; bytes of them
+
+    def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+        """Return the values and the tensors.  ``sizes``: number of a tensor type -> (name, elements of a block, bytes
+        of a block)."""
+        tensors, keys = self._unpack("<Q"), self._unpack("<Q")
+        self._fits("tensors", tensors, 24, MOST_TENSORS)  # bytes that an entry has at least
+        self._fits("keys", keys, 13, MOST_KEYS)
+        values: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self._string("a key")
+            if key in values:
+                raise Broken(f"key {shown(key)} is there twice")
+            values[key] = self._value(self._unpack("<I"), key)
+        table = [self._entry() for _ in range(tensors)]
+        alignment = values.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16 or alignment & (alignment - 1):
+            raise Broken(f"general.alignment={shown(alignment)}: want a power of two up to {1 << 16}")
+        return values, self._tensors(table, -(-self.at // alignment) * alignment, sizes)
+
+    def _unpack(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def _fits(self, what: str, count: int, least: int, most: int | None) -> None:
+        """Refuse ``count`` items of at least ``least`` bytes that the rest of the file cannot hold."""
+        if most is not None and count > most:
+            raise Broken(f"it says that it has {count} {what}: want at most {most}")
+        if count * least > len(self.data) - self.at:
+            raise Broken(f"it says that {count} {what} follow, but only {len(self.data) - self.at} bytes do")
+
+    def _string(self, what: str) -> str:
+        size, begin = self._unpack("<Q"), self.at
+        self.text += size
+        if self.text > MOST_TEXT:
+            raise Broken(f"it has more than {MOST_TEXT >> 20} MiB of text")
+        self._fits(f"bytes of {what}", size, 1, MOST_TEXT)
+        self.at += size
+        try:
+            return self.data[begin : self.at].decode()
+        except UnicodeDecodeError:
+            raise Broken(f"{what} is not UTF-8") from None
+
+    def _value(self, kind: int, key: str) -> Any:
+        if kind == STRING:
+            return self._string(key)
+        if kind != ARRAY:
+            if kind not in FORMATS:
+                raise Broken(f"{shown(key)} is of type {kind}, which the format does not have")
+            value = self._unpack(FORMATS[kind])
+            return bool(value) if kind == BOOL else value
+        kind, count = self._unpack("<I"), self._unpack("<Q")
+        if kind == STRING:
+            return self._strings(count, key)
+        if kind not in SCALARS:
+            raise Broken(f"{shown(key)} is an array of type {kind}; want numbers or strings")
+        import numpy as np
+
+        dtype = np.dtype(SCALARS[kind])
+        self._fits(f"numbers of {shown(key)}", count, dtype.itemsize, None)
+        found = np.frombuffer(self.data, dtype, count, self.at)
+        self.at += count * dtype.itemsize
+        found = found.view(np.bool_) if kind == BOOL else found
+        return found.tolist() if count <= LISTED else found
+
+    def _strings(self, count: int, key: str) -> list[str]:
+        """Return an array of strings.  This loop takes most of the time that a header takes."""
+        self.strings += count
+        self._fits(f"strings of {shown(key)}", self.strings, 0, MOST_STRINGS)
+        self._fits(f"strings of {shown(key)}", count, 8, MOST_STRINGS)
+        data, at, length = self.data, self.at, struct.Struct("<Q")
+        found, first = [], at
+        try:
+            for _ in range(count):
+                (size,) = length.unpack_from(data, at)
+                end = at + 8 + size
+                if end > len(data) or end - first > MOST_TEXT:
+                    raise Broken(f"a string of {shown(key)} says that it has {size} bytes")
+                found.append(data[at + 8 : end].decode())
+                at = end
+        except UnicodeDecodeError:
+            raise Broken(f"string {len(found)} of {shown(key)} is not UTF-8") from None
+        self.at, self.text = at, self.text + at - first
+        return found
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Return (name, shape, number of its type, offset behind the header) of a tensor."""
+        name, dims = self._string("the name of a tensor"), self._unpack("<I")
+        if dims > MOST_DIMS:
+            raise Broken(f"tensor {shown(name)} has {dims} dimensions; want at most {MOST_DIMS}")
+        shape = tuple(reversed([self._unpack("<Q") for _ in range(dims)]))
+        return name, shape, self._unpack("<I"), self._unpack("<Q")
+
+    def _tensors(
+        self, table: list[tuple[str, tuple[int, ...], int, int]], start: int, sizes: Mapping[int, tuple[str, int, int]]
+    ) -> dict[str, GgufTensor]:
+        found: dict[str, GgufTensor] = {}
+        end = 0  # of the tensor before: tensors share no bytes, so all of them together are at most the file
+        for name, shape, number, offset in sorted(table, key=lambda entry: entry[3]):
+            if name in found:
+                raise Broken(f"tensor {shown(name)} is there twice")
+            if number not in sizes:
+                raise Broken(f"tensor {shown(name)} is of type {number}, which this version of gguf does not know")
+            kind, count, width = sizes[number]
+            if shape and shape[-1] % count:
+                raise Broken(f"tensor {shown(name)} of {kind} has rows of {shape[-1]}; want multiples of {count}")
+            bytes_ = math.prod(shape) // count * width
+            if offset < end or start + offset + bytes_ > len(self.data):
+                where = "overlaps another" if offset < end else "goes beyond the end of the file"
+                raise Broken(f"tensor {shown(name)}, {bytes_} bytes at {offset}, {where}")
+            found[name], end = (
+                GgufTensor(kind, shape, self._mapped(kind, shape, start + offset, bytes_)),
+                offset + bytes_,
+            )
+        return {name: found[name] for name, *_ in table}
+
+    def _mapped(self, kind: str, shape: tuple[int, ...], at: int, size: int) -> Any:
+        import numpy as np
+
+        if kind in NUMPY:
+            dtype = np.dtype(NUMPY[kind])
+            return np.frombuffer(self.data, dtype, size // dtype.itemsize, at).reshape(shape)
+        rows = math.prod(shape[:-1])
+        return np.frombuffer(self.data, np.uint8, size, at).reshape(*shape[:-1], size // rows if rows else 0)

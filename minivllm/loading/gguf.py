@@ -62,31 +62,32 @@ def config_of(path: Path) -> dict[str, Any]:
     if (parts := file.values.get("split.count", 0)) not in (0, 1):
         raise file.refuse(f"is one of {parts} parts; want them merged (llama-gguf-split --merge)")
     model_type, name, _ = KNOWN[file.architecture]
-    heads, width = _number(file, "attention.head_count"), _number(file, "embedding_length")
+    heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
     embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise file.refuse("lacks tensor token_embd.weight; download it again")
-    head_dim = _number(file, "attention.key_length", width // heads)
+    if embedding is None or len(embedding.shape) != 2:
+        raise file.refuse("lacks a matrix token_embd.weight; download it again")
+    head_dim = _count(file, "attention.key_length", width // heads)
     _check_fixed(file, head_dim)
     raw: dict[str, Any] = {
         "model_type": model_type,
         "architectures": [name],
         "vocab_size": embedding.shape[0],
         "hidden_size": width,
-        "intermediate_size": _number(file, "feed_forward_length"),
-        "num_hidden_layers": _number(file, "block_count"),
+        "intermediate_size": _count(file, "feed_forward_length"),
+        "num_hidden_layers": _count(file, "block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": _number(file, "attention.head_count_kv", heads),
+        "num_key_value_heads": _count(file, "attention.head_count_kv", heads),
         "head_dim": head_dim,
-        "max_position_embeddings": _number(file, "context_length"),
+        "max_position_embeddings": _count(file, "context_length"),
         "rms_norm_eps": _digits(_number(file, "attention.layer_norm_rms_epsilon")),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
         **_special(file),
-        **_attention(file, heads, width),
+        **_attention(file, heads, width, head_dim),
         **_rope(file),
     }
-    packed = sorted({t.kind for t in file.tensors.values()} - FLOATS.keys())
+    placed = {name: found for name, found in file.tensors.items() if name != ROPE_FACTORS}
+    packed = sorted({found.kind for name, found in placed.items() if is_packed(tensor_name(file, name)[0], found)})
     if packed:
         raw["quantization_config"] = {"quant_method": "gguf", "types": packed}
     return raw
@@ -98,6 +99,14 @@ def _number(file: GgufFile, key: str, default: Any = None) -> Any:
         raise file.refuse(f"lacks {file.architecture}.{key}; want a whole GGUF file of a model")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a number; layers that differ are not read")
+    return value
+
+
+def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+    """Return a whole number of at least 1; ModelError for another value."""
+    value = _number(file, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a whole number of at least 1")
     return value
 
 
@@ -133,7 +142,7 @@ def _special(file: GgufFile) -> dict[str, Any]:
     return found
 
 
-def _attention(file: GgufFile, heads: int, width: int) -> dict[str, Any]:
+def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[str, Any]:
     if file.architecture == "llama":
         biased = {part: f"blk.0.{part}.bias" in file.tensors for part in LINEAR}
         return {
@@ -147,8 +156,8 @@ def _attention(file: GgufFile, heads: int, width: int) -> dict[str, Any]:
         found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
     window = file.of_model("attention.sliding_window")
     found |= {} if window is None else {"sliding_window": window}
-    widest = _number(file, "block_count") == WIDEST_GEMMA[file.architecture]
-    found["query_pre_attn_scalar"] = width // heads if widest else _number(file, "attention.key_length")
+    widest = _count(file, "block_count") == WIDEST_GEMMA[file.architecture]
+    found["query_pre_attn_scalar"] = width // heads if widest else head_dim
     return found
 
 
@@ -219,10 +228,16 @@ def gguf_tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, Callab
 
 def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> Callable[[], Tensor]:
     def call() -> Tensor:
-        tensor = read(file.tensors[name])
+        try:
+            tensor = read(file.tensors[name])
+        except NotImplementedError:
+            kind = file.tensors[name].kind
+            raise file.refuse(
+                f"tensor {shown(name)}: the package gguf does not unpack {kind}; want another file"
+            ) from None
         if file.architecture == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
-            heads = _number(file, "attention.head_count")
-            heads = heads if found[1] == "q" else _number(file, "attention.head_count_kv", heads)
+            heads = _count(file, "attention.head_count")
+            heads = heads if found[1] == "q" else _count(file, "attention.head_count_kv", heads)
             pairs = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2)
             return pairs.flatten(0, 2).contiguous()
         return tensor - 1 if file.architecture.startswith("gemma") and name.endswith("norm.weight") else tensor

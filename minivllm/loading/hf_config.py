@@ -81,7 +81,9 @@ def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubO
     if is_gguf(folder):
         from .gguf import config_of
 
-        return Checkpoint(folder, config_of(folder))
+        raw = config_of(folder)
+        check_numbers(str(folder), raw)
+        return Checkpoint(folder, raw)
     path = folder / "config.json"
     if not files.is_there(path):
         raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory")

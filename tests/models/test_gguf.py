@@ -146,6 +146,7 @@ FLOATS, PACKED = (TYPE.F32, TYPE.F16, TYPE.BF16), (TYPE.Q4_K, TYPE.Q6_K, TYPE.Q8
     [
         ("llama", FLOATS, {}), ("llama", PACKED, {"attention_bias": True}), ("llama", (TYPE.Q4_K,), {}),
         ("llama", (TYPE.Q4_0, TYPE.Q5_K, TYPE.F16), {"tie_word_embeddings": True}),
+        ("qwen3", (TYPE.Q8_0, *[TYPE.F16] * 99), {"tie_word_embeddings": True}),
         ("qwen2", PACKED, {"tie_word_embeddings": True}), ("qwen3", PACKED, {}), ("qwen3", (TYPE.Q6_K,), {}),
         ("gemma2", PACKED, {"tie_word_embeddings": True, **CAPS}),
         ("gemma3", PACKED, {"tie_word_embeddings": True, "query_pre_attn_scalar": 64, "sliding_window": 6}),
@@ -156,7 +157,7 @@ def test_logits_of_a_file_are_those_of_its_unpacked_weights_in_transformers(fami
     _, hf = written(path, family, kinds, KEYS.get(family, lambda writer: None), **values)
     checkpoint = open_checkpoint(str(path))
     cfg = checkpoint.hf_config()
-    held_packed = any(kind not in FLOATS for kind in kinds)
+    held_packed = any(kind not in FLOATS for kind in kinds[1:] or kinds)  # the first is that of the embeddings
     assert checkpoint.quantization == ("gguf" if held_packed else "none")
     quantizer = Gguf(None, cfg.quantization_config) if held_packed else None
     harness = Harness(path, ARCHS[family](), cfg, **({"quantizer": quantizer} if quantizer else {}))
@@ -295,6 +296,11 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, mon
     written(
         tmp_path / "odd.gguf", "llama", FLOATS, lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, "f"))
     )
+
+    def changed(key, value):
+        at = whole.index(f"llama.{key}".encode()) + len(f"llama.{key}") + 4
+        return whole[:at] + value.to_bytes(4, "little") + whole[at + 4 :]
+
     files = {
         "cut": (whole[:-5000], "not a whole GGUF file"),
         "head": (whole[:300], "not a whole GGUF file"),
@@ -305,6 +311,9 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, mon
         "split": ((tmp_path / "split.gguf").read_bytes(), "is one of 3 parts; want them merged"),
         "odd": ((tmp_path / "odd.gguf").read_bytes(), "tensor 'blk.0.ffn_gate_inp.weight' has no place in llama"),
         "empty": (b"", "not a GGUF file"),
+        "deep": (changed("block_count", 1 << 30), "num_hidden_layers=1073741824: want a whole number from 1 to 2000"),
+        "headless": (changed("attention.head_count", 0), "llama.attention.head_count=0: want a whole number of at le"),
+        "wide": (changed("feed_forward_length", 0), "feed_forward_length=0: want a whole number of at least 1"),
     }
     for name, (content, message) in files.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)
