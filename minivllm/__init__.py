@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minivllm import moved as _moved  # noqa: F401  (old import paths work from here on)
 from minivllm.errors import (
     ConfigError,
     EngineDeadError,

@@ -1,6 +1,6 @@
 """What a plug-in says about itself: light, standard library only, so that asking costs nothing.
 
-A package that offers plug-ins imports this module and nothing else of minivllm in the module of its specs::
+A package imports these names from ``minivllm.plugin`` in the module of its specs, and nothing else of minivllm::
 
     FLASH = Spec(
         impl="acme.attention:Flash", api=(1, 0), summary="Paged attention for Hopper", priority=50,

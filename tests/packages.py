@@ -42,11 +42,8 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root])}
 
 
-# What a package may import of minivllm.  ``core.worker.runner`` is for executors, which need something that runs steps.
-PUBLIC = (
-    "minivllm.core.interfaces", "minivllm.layers", "minivllm.kernels", "minivllm.core.worker.sampling",
-    "minivllm.core.worker.runner", "minivllm.spec", "minivllm.errors", "minivllm.hooks", "minivllm.testing",
-)  # fmt: skip
+# What a package may import of minivllm, beside what ``import minivllm`` offers.
+PUBLIC = ("minivllm.plugin", "minivllm.testing", "minivllm.layers", "minivllm.kernels")
 
 
 def public_imports(folder: Path) -> list[str]:

@@ -37,6 +37,25 @@ FACTS = {  # what the values of a fact are
     "sm": "10 * major + minor of the GPU's compute capability; asked on CUDA only",
     "tensor_parallel_size": "processes that share a model",
 }
+PLANS = ("Join", "Delta", "StepPlan", "LateInputs", "LogProbs", "StepError", "StepResult")
+VIEWS = (
+    "EngineView", "RequestView", "PlannedStep", "FinishedStep", "PreemptionView", "BlocksView", "RequestEnd",
+)  # fmt: skip
+# seam -> (what its classes or functions are for, their file, their names; none: all public ones) that its contract uses
+MORE: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "executor": [("Plans and results", "core/interfaces/plan.py", PLANS)],
+    "hooks": [("What hooks are given", "hooks/views.py", VIEWS)],
+    "kvformat": [("The layer whose keys and values are stored", "core/interfaces/attention.py", ("AttnSpec",))],
+    "model": [
+        ("A decoder as a table", "core/interfaces/decoder.py", ()),
+        ("`fields`: what config.json says, read for the table", "layers/fields.py", ()),
+    ],
+    "quantizer": [
+        ("Helpers of a scheme", "layers/linear.py", ("part_rows", "no_adapter")),
+        ("Checks of a scheme", "layers/module.py", ("check_shape",)),
+    ],
+    "sampler": [("Noise", "core/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
+}
 
 
 def page(kind: Kind) -> str:
@@ -50,9 +69,10 @@ def page(kind: Kind) -> str:
         "",
         f"<!-- written by docs/plugins/make.py from {file.relative_to(ROOT)}: do not edit -->",
         "",
-        f"A plug-in is a subclass of `{module}.{base}`, offered by the entry-point group",
+        f"A plug-in is a subclass of `minivllm.plugin.{base}`, offered by the entry-point group",
         f"`{kind.group}` and chosen with the option `{option}`. [The overview](../plugins.md) says what a spec is and",
-        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package.",
+        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package. The classes on this page",
+        "are names of `minivllm.plugin`.",
         "",
         f"A package that works, to start from ({about(name)['summary']}):",
         "",
@@ -68,6 +88,7 @@ def page(kind: Kind) -> str:
         *stubs(source, base),
         "```",
         "",
+        *(line for title, path, names in MORE.get(name, ()) for line in more(title, path, names)),
         *claims(kind),
         "## What the conformance kit demands",
         "",
@@ -79,7 +100,7 @@ def page(kind: Kind) -> str:
 
 def text(docstring: str) -> Iterator[str]:
     """A docstring as Markdown: its double backquotes become single ones, what follows '::' a block."""
-    for part in re.split(r"\n\n", docstring):
+    for part in re.split(r"\n\n(?! )|(?<=::)\n\n", docstring):
         if part.startswith("    "):
             yield from ("```text", *(line[4:] for line in part.splitlines()), "```", "")
         else:
@@ -100,6 +121,40 @@ def stubs(source: str, base: str) -> list[str]:
         if node.name not in other:
             out += ["", *stub(node, lines)]
     return out
+
+
+def more(title: str, path: str, names: tuple[str, ...]) -> Iterator[str]:
+    """Write a section with public classes, functions and constants of another file."""
+    source = (ROOT / "minivllm" / path).read_text(encoding="utf-8")
+    lines, tree = source.splitlines(), ast.parse(source)
+    yield from (f"### {title}", "", f"From `minivllm/{path}`.", "")
+    if not names:
+        yield from text(ast.get_docstring(tree) or "")
+    yield "```python"
+    for node in tree.body:
+        public = [name for name in defined(node) if not name.startswith("_") and name != "API"]
+        if not public or (names and not set(names) & set(public)):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from ("", *stub(node, lines), "")
+        elif isinstance(node, ast.FunctionDef):
+            yield from ("", *(line.replace("        ...", "    ...") for line in method(node, lines, node.lineno - 1)))
+        elif not names:
+            first = node.lineno - 1
+            while lines[first - 1].startswith("# "):  # the comment above a constant
+                first -= 1
+            yield from lines[first : node.end_lineno]
+    yield from ("```", "")
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement of a module defines."""
+    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        return [node.name]
+    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        return [node.target.id]
+    targets = [name for target in getattr(node, "targets", ()) for name in ast.walk(target)]
+    return [name.id for name in targets if isinstance(name, ast.Name)]
 
 
 def stub(node: ast.ClassDef, lines: list[str]) -> list[str]:

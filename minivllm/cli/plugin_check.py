@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from minivllm import declared
+from minivllm import declared, moved
 from minivllm.errors import PluginError, suggest
 from minivllm.processes.fresh import command
 from minivllm.registration import importing
@@ -38,6 +38,7 @@ class Report:
     entry: Entry
     faults: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()  # what must be installed first: no fault of the plug-in's
+    outdated: tuple[str, ...] = ()  # old import paths that it uses, which still work: no fault either
     spec_ms: float | None = None
     impl_ms: float | None = None
     heavy_ms: Mapping[str, float] = field(default_factory=dict)
@@ -66,7 +67,8 @@ def check_one(entry: Entry, timeout: float = TIMEOUT) -> Report:
         return Report(entry, (f"importing it had not ended after {timeout:g} s",))
     try:
         found = json.loads(done.stdout.splitlines()[-1])
-        report = Report(entry, tuple(found.pop("faults")), tuple(found.pop("missing")), **found)
+        found |= {name: tuple(found[name]) for name in ("faults", "missing", "outdated")}
+        report = Report(entry, **found)
     except (ValueError, IndexError, KeyError):
         return Report(entry, (f"importing it {how_it_ended(done.returncode)}{_tail(done.stderr)}",))
     if hint := version_hint(entry):
@@ -86,6 +88,7 @@ def _tail(text: str) -> str:
 class _Look:
     faults: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
+    outdated: list[str] = field(default_factory=list)
     spec_ms: float | None = None
     impl_ms: float | None = None
     heavy_ms: dict[str, float] = field(default_factory=dict)
@@ -101,6 +104,7 @@ def main(text: str) -> None:
         _look(Entry(**json.loads(text)), look)
     except PluginError as exc:
         look.faults.append(str(exc).partition("\n")[0])
+    look.outdated += moved.used.values()
     os.write(report, (json.dumps(asdict(look)) + "\n").encode())
     sys.stdout.flush()
     os._exit(0)  # threads that a plug-in started do not keep the process

@@ -190,7 +190,7 @@ def check(args: argparse.Namespace) -> int:
             spec, impl = ("-" if ms is None else f"{ms:.1f}" for ms in (report.spec_ms, report.impl_ms))
             heavy = "".join(f", {name} {ms:.0f} ms" for name, ms in report.heavy_ms.items())
             print(f"{report.word:8} {spec:>8} {impl:>8}  {report.entry.kind} {report.entry.label}{heavy}", flush=True)
-            for text in (*report.faults, *report.missing):
+            for text in (*report.faults, *report.missing, *report.outdated):
                 print(f"{'':28}{text}")
     bad = [r for r in reports if r.faults or (names and r.missing)]
     if args.json:

@@ -44,10 +44,19 @@ def guarded_import(who: str, target: str, source: str) -> Any:
         raise
     except BaseException as exc:
         # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
-        top = target.partition(":")[0].partition(".")[0]
-        lost = isinstance(exc, ModuleNotFoundError) and exc.name == top and source.startswith("target ")
-        hint = ". Put the folder it is in on PYTHONPATH (PYTHONPATH=. for the current one)" if lost else ""
-        raise PluginError(f"{who} could not be imported{at}: {told(exc)}{hint}") from exc
+        raise PluginError(f"{who} could not be imported{at}: {told(exc)}{_hint(exc, target, source)}") from exc
+
+
+def _hint(exc: BaseException, target: str, source: str) -> str:
+    """Return what to do about a failed import, or nothing."""
+    if not isinstance(exc, ImportError) or not exc.name:
+        return ""
+    if exc.name.partition(".")[0] == "minivllm":
+        return ". It was written for another minivllm: upgrade it; plug-ins import from minivllm.plugin"
+    lost = isinstance(exc, ModuleNotFoundError) and exc.name == target.partition(":")[0].partition(".")[0]
+    if lost and source.startswith("target "):
+        return ". Put the folder it is in on PYTHONPATH (PYTHONPATH=. for the current one)"
+    return ""
 
 
 def ends_process(target: str) -> str:

@@ -18,7 +18,8 @@
     │ registry  registration                                finds plug-ins, chooses one
     │ server  tenant_cache  json_schema  processes  plugins.specs  validation  spec  parameters  native  gguf_file
     │ usage                                                 statistics that stay on this machine
-    ▼ minivllm  hardware  files  plain  errors              what is imported from everywhere
+    │ plugin                                                names for authors, each imported when it is used
+    ▼ minivllm  hardware  files  plain  errors  moved       what is imported from everywhere
 
 A room is a package or a file of its own name; what a package has no row for is in the room of the package, so
 ``server`` is what all of the server's folders share: errors, queues, logs.  What only type checkers read (``if
@@ -40,7 +41,7 @@ import minivllm
 LAZY = minivllm._LAZY  # public names of the package -> their module
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "minivllm"
-BASE = ("minivllm", "files", "plain", "errors")  # any room that is not one of them may import them
+BASE = ("minivllm", "files", "plain", "errors", "moved")  # any room that is not one of them may import them
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
@@ -100,11 +101,13 @@ MAY_IMPORT = {
     "native": "",
     "gguf_file": "",
     "usage": "",
-    "minivllm": "hardware errors",
+    "plugin": "",
+    "minivllm": "hardware errors moved",
     "hardware": "",
     "files": "plain errors",
     "plain": "errors",
     "errors": "",
+    "moved": "",
 }
 
 

@@ -43,11 +43,13 @@ def test_a_private_import_is_found(tmp_path):
             "from minivllm.registry import Catalog",
             "def f():\n    from minivllm.plugins.evictor.lru import Lru",
             "from minivllm import llm",
+            "from minivllm.spec import Spec",
+            "from minivllm.core.interfaces.evictor import Evictor",
         )
     ):
         (tmp_path / "a.py").write_text(line)
         assert len(public_imports(tmp_path)) == 1, (i, line)
-    fine = ("import minivllm", "from minivllm import LLM", "from minivllm.core.interfaces import plan", "import torch")
+    fine = ("import minivllm", "from minivllm import LLM", "from minivllm.plugin import StepPlan", "import torch")
     (tmp_path / "a.py").write_text("\n".join(fine))
     assert not public_imports(tmp_path)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
-from minivllm.errors import ConfigError
+from minivllm.plugin import ConfigError
 from minivllm.testing import ProcessorConformance
 from minivllm.testing.tiny import tiny_dir
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from minivllm_sieve.sieve import Sieve
 
-from minivllm.core.interfaces.evictor import BlockInfo, EvictorContext
+from minivllm.plugin import BlockInfo, EvictorContext
 from minivllm.testing import EvictorConformance
 from minivllm.testing.sim import request, run, sim_engine
 

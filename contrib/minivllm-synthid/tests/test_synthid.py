@@ -9,7 +9,7 @@ from minivllm_synthid.sampler import SynthId, limited
 from minivllm_synthid.tournament import context_hash, detect, g_bits, tournament
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.interfaces.sampling import Rows, SamplingContext
+from minivllm.plugin import Rows, SamplingContext
 from minivllm.testing import SamplerConformance
 
 KEY = 0x5EED

@@ -150,8 +150,8 @@ class Processor(ABC):
 
 
 class Sampler(Processor):
-    """Draws one token per row.  The only randomness is ``noise(seed, position, sample, lane)`` of
-    ``minivllm.core.worker.sampling``, so a draw is a function of (logits, seed, position, sample) alone."""
+    """Draws one token per row.  The only randomness is ``minivllm.plugin.noise(seed, position, sample,
+    lane)``, so a draw is a function of (logits, seed, position, sample) alone."""
 
     #: It takes logits in any floating dtype, which saves a float32 copy where no processor changes them.
     any_dtype: bool = False

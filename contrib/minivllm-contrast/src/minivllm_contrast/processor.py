@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows, SamplingContext
+from minivllm.plugin import Column, Processor, Row, Rows, SamplingContext
 
 from .options import ContrastOptions
 from .spec import CONTRAST

@@ -1,6 +1,6 @@
 """What the processor says about itself."""
 
-from minivllm.spec import ANY, Param, Spec
+from minivllm.plugin import ANY, Param, Spec
 
 CONTRAST = Spec(
     impl="minivllm_contrast.processor:Contrast",

@@ -24,9 +24,16 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, AttnSpec
-from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
-from minivllm.errors import PluginError
+from minivllm.plugin import (
+    AttentionBackend,
+    AttentionContext,
+    AttnLayer,
+    AttnMeta,
+    AttnSpec,
+    KVFormat,
+    KVLayout,
+    PluginError,
+)
 
 from .options import FlexOptions
 

@@ -1,6 +1,6 @@
 """What the back end says about itself."""
 
-from minivllm.spec import ANY, MultipleOf, Needs, Spec
+from minivllm.plugin import ANY, MultipleOf, Needs, Spec
 
 FLEX = Spec(
     impl="minivllm_flex.backend:Flex",

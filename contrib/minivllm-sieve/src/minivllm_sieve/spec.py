@@ -1,6 +1,6 @@
 """What the evictor says about itself."""
 
-from minivllm.spec import Spec
+from minivllm.plugin import Spec
 
 SIEVE = Spec(
     impl="minivllm_sieve.sieve:Sieve",

@@ -1,6 +1,6 @@
 """What the policy says about itself."""
 
-from minivllm.spec import Spec
+from minivllm.plugin import Spec
 
 SRPT = Spec(
     impl="minivllm_srpt.srpt:Srpt",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+from minivllm.plugin import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
 
 from .lengths import Lengths
 from .options import SrptOptions

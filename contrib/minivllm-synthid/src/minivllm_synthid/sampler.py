@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler, SamplingContext
-from minivllm.core.worker.sampling import gumbel
+from minivllm.plugin import Column, Draw, Row, Rows, Sampler, SamplingContext, gumbel
 
 from .options import SynthIdOptions
 from .spec import SYNTHID

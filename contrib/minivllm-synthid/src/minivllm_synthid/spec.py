@@ -1,6 +1,6 @@
 """What the sampler says about itself."""
 
-from minivllm.spec import ANY, Param, Spec
+from minivllm.plugin import ANY, Param, Spec
 
 SYNTHID = Spec(
     impl="minivllm_synthid.sampler:SynthId",

@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.core.worker.sampling import noise_bits
+from minivllm.plugin import noise_bits
 
 MULTIPLIER = 6364136223846793005  # of Knuth's MMIX generator: odd, so that no bit of a token is lost
 

@@ -1,7 +1,7 @@
 import numpy as np
 from my_plugin.plugin import MyPlugin
 
-from minivllm.core.interfaces.grammar import GrammarContext, GrammarSource
+from minivllm.plugin import GrammarContext, GrammarSource
 from minivllm.testing import GrammarConformance
 
 

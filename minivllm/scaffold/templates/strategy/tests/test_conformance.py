@@ -1,6 +1,6 @@
 from my_plugin.plugin import MyPlugin
 
-from minivllm.core.interfaces.strategy import BranchEnd
+from minivllm.plugin import BranchEnd
 from minivllm.testing import StrategyConformance
 
 

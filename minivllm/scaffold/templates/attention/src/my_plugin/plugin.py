@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta
-from minivllm.errors import PluginError
+from minivllm.plugin import AttentionBackend, AttnLayer, AttnMeta, PluginError
 
 
 class MyPlugin(AttentionBackend):

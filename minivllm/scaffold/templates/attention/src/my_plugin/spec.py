@@ -1,6 +1,6 @@
 """What the back end says about itself.  What is not claimed here is refused, and what is claimed the kit tests."""
 
-from minivllm.spec import ANY, MultipleOf, Spec
+from minivllm.plugin import ANY, MultipleOf, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

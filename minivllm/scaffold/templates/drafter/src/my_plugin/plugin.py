@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.drafter import Ask, Drafter
+from minivllm.plugin import Ask, Drafter
 
 
 class MyPlugin(Drafter):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
+from minivllm.plugin import BlockInfo, Evictor, EvictorContext
 
 
 @dataclass

@@ -12,9 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
-from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.core.worker.runner import Runner  # a model on one device: StepPlan -> StepResult
+from minivllm.plugin import Capacity, Executor, LateInputs, Runner, StepPlan, StepResult, Wiring
 
 
 @dataclass

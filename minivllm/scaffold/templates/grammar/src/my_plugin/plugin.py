@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
+from minivllm.plugin import Compiled, Grammar, GrammarContext, GrammarSource
 
 END = None  # what follows the end of the sequence
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.hooks import EngineView, FinishedStep, Hooks, hookimpl
+from minivllm.plugin import EngineView, FinishedStep, Hooks, hookimpl
 
 from .options import Options
 

@@ -1,6 +1,6 @@
 """What the hooks say about themselves."""
 
-from minivllm.spec import Spec
+from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

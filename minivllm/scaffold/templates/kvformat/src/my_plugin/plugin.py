@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
+from minivllm.plugin import AttnSpec, KVFormat, KVLayout, TensorSpec
 
 
 class MyPlugin(KVFormat):

@@ -1,6 +1,6 @@
 """What the format says about itself, and a back end that reads it."""
 
-from minivllm.spec import ANY, MultipleOf, Spec
+from minivllm.plugin import ANY, MultipleOf, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm
-from minivllm.core.interfaces.model import ModelArch
-from minivllm.errors import ModelError
-from minivllm.layers import fields
+from minivllm.plugin import MLP, DecoderSpec, LayerSpec, ModelArch, ModelError, Norm, fields
 
 
 class MyPlugin(ModelArch):

@@ -1,6 +1,6 @@
 """What the architecture says about itself.  ``architecture`` and ``model_type`` are what config.json calls it."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

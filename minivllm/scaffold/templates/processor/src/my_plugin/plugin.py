@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows, SamplingContext
+from minivllm.plugin import Column, Processor, Row, Rows, SamplingContext
 
 from .options import Options
 from .spec import MY_PLUGIN

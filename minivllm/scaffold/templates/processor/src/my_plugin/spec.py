@@ -1,6 +1,6 @@
 """What the processor says about itself."""
 
-from minivllm.spec import ANY, Param, Spec
+from minivllm.plugin import ANY, Param, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

@@ -9,10 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
-from minivllm.errors import ModelError
-from minivllm.layers.linear import no_adapter, part_rows
-from minivllm.layers.module import check_shape
+from minivllm.plugin import ModelError, ModuleInfo, Quantizer, WeightScheme, check_shape, no_adapter, part_rows
 
 
 class Weight(WeightScheme):

@@ -1,6 +1,6 @@
 """What the quantizer says about itself."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

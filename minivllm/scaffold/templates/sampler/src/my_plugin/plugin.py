@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
-from minivllm.core.worker.sampling import gumbel
+from minivllm.plugin import Column, Draw, Row, Rows, Sampler, gumbel
 
 from .spec import MY_PLUGIN
 

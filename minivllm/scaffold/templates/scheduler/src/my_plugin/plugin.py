@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minivllm.core.interfaces.scheduler import QueueView, SchedulerContext, SchedulerPolicy
+from minivllm.plugin import QueueView, SchedulerContext, SchedulerPolicy
 
 from .options import Options
 

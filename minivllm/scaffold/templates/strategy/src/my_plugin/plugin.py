@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy
-from minivllm.errors import RequestError
+from minivllm.plugin import Branch, BranchEnd, DecodingStrategy, RequestError
 
 if TYPE_CHECKING:
     from minivllm import SamplingParams

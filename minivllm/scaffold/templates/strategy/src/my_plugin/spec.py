@@ -1,6 +1,6 @@
 """What the strategy says about itself."""
 
-from minivllm.spec import Spec
+from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",

@@ -1,0 +1,84 @@
+"""Old import paths that a document named once: each still works for a while, with a warning that names the new path.
+
+``MOVED`` maps an old module or package to the new one and to the version of minivllm in which the old path ends; a
+package takes all modules below it along.  To move a folder, add one line here: a target may have moved again itself,
+and is followed.  An old path gives the module object of the new one, so a class has one identity whatever its path.
+
+Importing this module installs the finder, which looks at names below ``minivllm.`` only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+import warnings
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+MOVED: dict[str, tuple[str, str]] = {  # old path: (new path, version of minivllm that drops the old one)
+    "minivllm.config_files": ("minivllm.config.files", "0.2"),
+    "minivllm.core.kernels": ("minivllm.kernels", "0.2"),
+    "minivllm.core.layers": ("minivllm.layers", "0.2"),
+    "minivllm.core.request": ("minivllm.core.interfaces.params", "0.2"),
+    "minivllm.core.runner": ("minivllm.core.worker.runner", "0.2"),
+    "minivllm.core.sampling": ("minivllm.core.worker.sampling", "0.2"),
+    "minivllm.fresh": ("minivllm.processes.fresh", "0.2"),
+    "minivllm.server.calls": ("minivllm.server.openai.calls", "0.2"),
+    "minivllm.server.tools": ("minivllm.server.openai.tools", "0.2"),
+    "minivllm.worker": ("minivllm.core.worker.process", "0.2"),
+}
+
+used: dict[str, str] = {}  # old paths that this process has imported -> the warning about each
+
+
+def new_path(name: str) -> tuple[str, str] | None:
+    """Return (new path, version that drops the old one) of a module's old path, or None if the path is not an old one.
+
+    The longest old package above ``name`` counts.  A target that has moved again is followed to its last place.
+    """
+    found = None
+    for _ in range(len(MOVED) + 1):
+        above = next((old for old in _upwards(name) if old in MOVED), None)
+        if above is None:
+            return found
+        target, until = MOVED[above]
+        name = target + name[len(above) :]
+        found = name, found[1] if found else until
+    raise RuntimeError(f"minivllm.moved.MOVED: the path {name} leads back to itself")
+
+
+def _upwards(name: str) -> list[str]:
+    """Return a dotted path and its parents, the longest first."""
+    parts = name.split(".")
+    return [".".join(parts[:n]) for n in range(len(parts), 1, -1)]
+
+
+class _Finder:
+    """Finds modules by their old paths; it comes before the finder of files, which would load a module twice."""
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
+        if not name.startswith("minivllm.") or (moved := new_path(name)) is None:
+            return None
+        new, until = moved
+        used[name] = f"{name} is {new} now; minivllm {until} drops the old path. Plug-ins import from minivllm.plugin"
+        warnings.warn(used[name], DeprecationWarning, stacklevel=2)
+        return importlib.machinery.ModuleSpec(name, _Loader(new))  # type: ignore[arg-type]
+
+
+class _Loader:
+    """Puts the module of the new path in the place of the old one."""
+
+    def __init__(self, new: str) -> None:
+        self.new = new
+
+    def create_module(self, spec: Any) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = importlib.import_module(self.new)
+
+
+sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]

@@ -1,0 +1,326 @@
+"""The one module that a package of plug-ins imports from, beside ``minivllm.testing`` in its tests.
+
+    from minivllm.plugin import ANY, Sampler, Spec, gumbel
+
+Each name is imported from its own module when it is first used, so the import of this module, and of a spec that is
+made of its names, costs no torch and no numpy.  The names stay while the contract of their seam has its version
+(docs/compatibility.md).  Where the modules behind them lie is private and may change.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import suggest as _suggest
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import (
+        NULL_BLOCK,
+        AttentionBackend,
+        AttentionContext,
+        AttnLayer,
+        AttnMeta,
+        AttnSpec,
+        GraphKey,
+        QKPre,
+    )
+    from minivllm.core.interfaces.codec import (
+        CodecError,
+        decode_late,
+        decode_plan,
+        decode_result,
+        encode_late,
+        encode_plan,
+        encode_result,
+    )
+    from minivllm.core.interfaces.decoder import (
+        MLP,
+        DecoderSpec,
+        ExpertNames,
+        Experts,
+        LayerSpec,
+        Norm,
+        Rope,
+        Router,
+        WeightNames,
+    )
+    from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
+    from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
+    from minivllm.core.interfaces.executor import (
+        CacheWiring,
+        Capacity,
+        DraftWiring,
+        Executor,
+        ParallelWiring,
+        Part,
+        SpeculationWiring,
+        StepWiring,
+        Wiring,
+    )
+    from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
+    from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
+    from minivllm.core.interfaces.model import (
+        Attention,
+        Conversion,
+        LinearModule,
+        Model,
+        ModelArch,
+        Parts,
+        Rule,
+        StepTaps,
+        StepTensors,
+        decoder_rules,
+    )
+    from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.plan import Delta, Join, LateInputs, LogProbs, StepError, StepPlan, StepResult
+    from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
+    from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows, Sampler, SamplingContext
+    from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+    from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Grown, Guide, Moves, Pick, Search
+    from minivllm.core.interfaces.structured import StructuredOutputsParams
+    from minivllm.core.interfaces.taps import Tap
+    from minivllm.core.worker.process import build as build_worker
+    from minivllm.core.worker.runner import Runner
+    from minivllm.core.worker.sampling import gumbel, noise, noise_bits
+    from minivllm.errors import (
+        ConfigError,
+        MinivllmError,
+        ModelError,
+        OptionError,
+        PluginError,
+        RequestError,
+        ResourceError,
+    )
+    from minivllm.hooks import (
+        BlocksView,
+        EngineView,
+        FinishedStep,
+        HookContracts,
+        Hooks,
+        PlannedStep,
+        PreemptionView,
+        RequestEnd,
+        RequestView,
+        hookimpl,
+    )
+    from minivllm.layers import fields
+    from minivllm.layers.experts import route
+    from minivllm.layers.linear import no_adapter, part_rows
+    from minivllm.layers.module import Module, Tensors, check_shape
+    from minivllm.processes.channel import Channel, ChannelClosed
+    from minivllm.processes.fresh import command as worker_command
+    from minivllm.spec import ANY, AtLeast, AtMost, MultipleOf, Needs, Param, PluginQuery, Range, Reason, Spec
+    from minivllm.wiring import wiring_from_json, wiring_to_json
+
+_HOMES: dict[str, str] = {  # module -> names that it defines
+    # every plug-in
+    "minivllm.spec": "ANY AtLeast AtMost MultipleOf Needs Param PluginQuery Range Reason Spec",
+    "minivllm.errors": "ConfigError MinivllmError ModelError OptionError PluginError RequestError ResourceError",
+    # requests
+    "minivllm.core.interfaces.params": "SamplingParams",
+    "minivllm.core.interfaces.structured": "StructuredOutputsParams",
+    "minivllm.core.interfaces.taps": "Tap",
+    # attention
+    "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
+    "AttnMeta AttnSpec GraphKey QKPre",
+    # drafter
+    "minivllm.core.interfaces.drafter": "Ask Drafter DrafterContext DraftModel",
+    # evictor
+    "minivllm.core.interfaces.evictor": "BlockInfo Evictor EvictorContext",
+    # executor
+    "minivllm.core.interfaces.executor": "CacheWiring Capacity DraftWiring Executor ParallelWiring Part "
+    "SpeculationWiring StepWiring Wiring",
+    "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepPlan StepResult",
+    "minivllm.core.interfaces.codec": "CodecError decode_late decode_plan decode_result encode_late "
+    "encode_plan encode_result",
+    "minivllm.core.worker.runner": "Runner",
+    "minivllm.wiring": "wiring_from_json wiring_to_json",
+    "minivllm.processes.channel": "Channel ChannelClosed",
+    # grammar
+    "minivllm.core.interfaces.grammar": "Compiled Grammar GrammarContext GrammarSource",
+    # hooks
+    "minivllm.hooks": "BlocksView EngineView FinishedStep HookContracts Hooks PlannedStep PreemptionView RequestEnd "
+    "RequestView hookimpl",
+    # kvformat
+    "minivllm.core.interfaces.kvformat": "KVFormat KVLayout TensorSpec",
+    # model
+    "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
+    "StepTaps StepTensors decoder_rules",
+    "minivllm.core.interfaces.decoder": "MLP DecoderSpec ExpertNames Experts LayerSpec Norm Rope Router WeightNames",
+    "minivllm.layers": "fields",
+    "minivllm.layers.module": "Module Tensors check_shape",
+    "minivllm.layers.experts": "route",
+    # quantizer
+    "minivllm.core.interfaces.quantizer": "ModuleInfo PartSource Quantizer Shard StoredWeight WeightScheme",
+    "minivllm.layers.linear": "no_adapter part_rows",
+    # processor and sampler
+    "minivllm.core.interfaces.sampling": "Column Draw Processor Row Rows Sampler SamplingContext",
+    "minivllm.core.worker.sampling": "gumbel noise noise_bits",
+    # scheduler
+    "minivllm.core.interfaces.scheduler": "Load QueueView SchedulerContext SchedulerPolicy StepShape",
+    # strategy
+    "minivllm.core.interfaces.strategy": "Branch BranchEnd DecodingStrategy Grown Guide Moves Pick Search",
+}
+_RENAMED = {  # name here -> module and name there, where that says too little by itself
+    "build_worker": ("minivllm.core.worker.process", "build"),
+    "worker_command": ("minivllm.processes.fresh", "command"),
+}
+_FOUND = {name: (module, name) for module, names in _HOMES.items() for name in names.split()} | _RENAMED
+
+__all__ = [
+    "ANY",
+    "MLP",
+    "NULL_BLOCK",
+    "Ask",
+    "AtLeast",
+    "AtMost",
+    "Attention",
+    "AttentionBackend",
+    "AttentionContext",
+    "AttnLayer",
+    "AttnMeta",
+    "AttnSpec",
+    "BlockInfo",
+    "BlocksView",
+    "Branch",
+    "BranchEnd",
+    "CacheWiring",
+    "Capacity",
+    "Channel",
+    "ChannelClosed",
+    "CodecError",
+    "Column",
+    "Compiled",
+    "ConfigError",
+    "Conversion",
+    "DecoderSpec",
+    "DecodingStrategy",
+    "Delta",
+    "DraftModel",
+    "DraftWiring",
+    "Drafter",
+    "DrafterContext",
+    "Draw",
+    "EngineView",
+    "Evictor",
+    "EvictorContext",
+    "Executor",
+    "ExpertNames",
+    "Experts",
+    "FinishedStep",
+    "Grammar",
+    "GrammarContext",
+    "GrammarSource",
+    "GraphKey",
+    "Grown",
+    "Guide",
+    "HookContracts",
+    "Hooks",
+    "Join",
+    "KVFormat",
+    "KVLayout",
+    "LateInputs",
+    "LayerSpec",
+    "LinearModule",
+    "Load",
+    "LogProbs",
+    "MinivllmError",
+    "Model",
+    "ModelArch",
+    "ModelError",
+    "Module",
+    "ModuleInfo",
+    "Moves",
+    "MultipleOf",
+    "Needs",
+    "Norm",
+    "OptionError",
+    "ParallelWiring",
+    "Param",
+    "Part",
+    "PartSource",
+    "Parts",
+    "Pick",
+    "PlannedStep",
+    "PluginError",
+    "PluginQuery",
+    "PreemptionView",
+    "Processor",
+    "QKPre",
+    "Quantizer",
+    "QueueView",
+    "Range",
+    "Reason",
+    "RequestEnd",
+    "RequestError",
+    "RequestView",
+    "ResourceError",
+    "Rope",
+    "Router",
+    "Row",
+    "Rows",
+    "Rule",
+    "Runner",
+    "Sampler",
+    "SamplingContext",
+    "SamplingParams",
+    "SchedulerContext",
+    "SchedulerPolicy",
+    "Search",
+    "Shard",
+    "Spec",
+    "SpeculationWiring",
+    "StepError",
+    "StepPlan",
+    "StepResult",
+    "StepShape",
+    "StepTaps",
+    "StepTensors",
+    "StepWiring",
+    "StoredWeight",
+    "StructuredOutputsParams",
+    "Tap",
+    "TensorSpec",
+    "Tensors",
+    "WeightNames",
+    "WeightScheme",
+    "Wiring",
+    "build_worker",
+    "check_shape",
+    "decode_late",
+    "decode_plan",
+    "decode_result",
+    "decoder_rules",
+    "encode_late",
+    "encode_plan",
+    "encode_result",
+    "fields",
+    "gumbel",
+    "hookimpl",
+    "no_adapter",
+    "noise",
+    "noise_bits",
+    "part_rows",
+    "route",
+    "wiring_from_json",
+    "wiring_to_json",
+    "worker_command",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name of this module when it is first used (PEP 562)."""
+    if name not in _FOUND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{_suggest(name, __all__)}")
+    module, attribute = _FOUND[name]
+    home = importlib.import_module(module)
+    value = getattr(home, attribute, None)
+    if value is None:  # a module of a package
+        value = importlib.import_module(f"{module}.{attribute}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
