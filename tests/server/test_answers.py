@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from minivllm.server.desk_work import make
 from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import LongAnswer
 from minivllm.server.link import engine_loop
-from minivllm.server.link.pace import SHARED_LEAST, SHARED_TURN, Pace
+from minivllm.server.link.pace import SHARED_LEAST, TURN
 from minivllm.server.link.scored import Columns, Scored, ScoredToken
 from minivllm.server.openai import answers, logprobs
 from minivllm.server.openai.answers import Shaper, Slices, Stretch, TokenScores
@@ -239,8 +240,8 @@ def test_prompts_of_one_owner_have_short_steps_beside_another(monkeypatch):
 
     async def main(owners):
         client, seen = Wired(sim_engine(slots=8, budget=512, blocks=400)), []
-        client.loop.pace.tokens, client.loop.shared_pace.tokens = 60, 20
-        client.loop.pace.note = client.loop.shared_pace.note = lambda tokens, seconds: None
+        fixed = SimpleNamespace(note=lambda *step: None, most=lambda context, turn, least: 60 if turn == TURN else 20)
+        client.loop.paces = fixed, fixed
         planned = client.engine.planner.next
 
         def noted(now):
@@ -270,12 +271,15 @@ def test_prompts_of_one_owner_have_short_steps_beside_another(monkeypatch):
 def test_what_rows_take_anyway_does_not_shorten_prompts():
     """Of a step with 200 rows that decode in 60 ms and prompts beside them."""
     client = Wired(sim_engine(slots=8, budget=64, blocks=400))
-    loop, engine = client.loop, client.engine
-    found = Pace(4096, 512, SHARED_TURN, SHARED_LEAST["cpu"])
-    for _ in range(12):
-        found.note(found.tokens, max(0.06 + found.tokens / 20_000 - 0.06, 0.2 * 0.06))
-    assert found.tokens == pytest.approx(SHARED_TURN * 20_000, rel=0.1)
-    assert loop.shared_pace.turn == SHARED_TURN and loop.shared_pace.most == engine.planner.max_tokens
+    loop, budget = client.loop, client.engine.planner.max_tokens
+    assert loop.shared_least == SHARED_LEAST["cpu"] and all(found.budget == budget for found in loop.paces)
+    noted = []
+    loop.paces = (SimpleNamespace(note=lambda *step: noted.append(step)),) * 2
+    decodes = SimpleNamespace(q_len=np.ones(200, np.int32), computed=np.full(200, 30), prompt=())
+    loop._note([decodes], 0.06)
+    q_len, computed = np.array([1] * 200 + [1000], np.int32), np.array([31] * 200 + [500])
+    loop._note([SimpleNamespace(q_len=q_len, computed=computed, prompt=())], 0.11)
+    assert noted == [(1000, 1000.0, pytest.approx(0.05))]
 
 
 def test_parts_of_answers_wait_for_their_turn_and_are_not_refused():

@@ -320,44 +320,98 @@ def test_nobody_is_turned_away_because_another_has_filled_its_room():
 # ---- the pace --------------------------------------------------------------------------------------------------------
 
 
+def prompt_steps(found, steps, each, key=0.0, fixed=0.0, shared=False, length=10**9):
+    """Compute a prompt whose tokens cost ``each`` seconds and ``key`` for each key that they attend to, step by step;
+    (seconds, tokens) of each."""
+    times, at = [], 0
+    for _ in range(steps):
+        n = min(found.most(at, *((pace.SHARED_TURN, 64) if shared else ())), length - at)
+        seconds = fixed + n * (each + key * (at + n / 2))
+        found.note(n, at + n / 2, seconds)
+        times.append((seconds, n))
+        at = (at + n) % length
+    return times
+
+
 @pytest.mark.parametrize("rate", [100.0, 2000.0, 50_000.0, 5e6])
 def test_a_step_comes_to_take_as_long_as_it_may_whatever_the_device_computes(rate):
     """Tokens a second."""
-    found, times = Pace(16384, 512), []
-    for _ in range(30):
-        times.append(found.tokens / rate)
-        found.note(found.tokens, times[-1])
+    found = Pace(16384, 512)
+    times = prompt_steps(found, 30, 1 / rate)
     fits = pace.TURN * rate
-    assert found.tokens == pytest.approx(min(max(fits, pace.LEAST), 16384), rel=0.01)
-    assert all(t <= pace.TURN * 1.01 or n * rate <= pace.LEAST for n, t in enumerate(times[2:])) or fits < pace.LEAST
+    least = max(min(pace.LEAST, pace.LONG * rate), pace.FEWEST)
+    assert times[-1][1] == pytest.approx(min(max(fits, least), 16384), rel=0.05)
+    assert all(t <= pace.LONG * 1.01 or n <= pace.FEWEST for t, n in times[1:])
+
+
+@pytest.mark.parametrize("each", [2e-5, 1e-3])
+@pytest.mark.parametrize("key", [1e-8, 1e-6, 1e-5])
+@pytest.mark.parametrize("fixed", [0.0, 0.02])
+def test_a_step_ends_in_time_however_much_the_tokens_before_it_cost(each, key, fixed):
+    found = Pace(8192, pace.FIRST)
+    for _ in range(2):
+        times = prompt_steps(found, 400, each, key, fixed, length=20_000)
+        assert max(t for t, n in times if n > pace.FEWEST) < 2.4 * pace.TURN, "from the first step on"
+    steps = [n for _, n in times]
+    assert max(steps) > pace.FEWEST and sum(steps) > 20 * pace.FEWEST
 
 
 def test_decodes_say_nothing_of_the_pace_and_one_slow_step_is_forgotten():
     found = Pace(16384, 16384)
-    for _ in range(100):
-        found.note(64, 5.0)  # 64 rows, on a machine that was busy
-    assert found.tokens == 16384
-    found.note(16384, 60.0)
-    assert found.tokens == pace.LEAST
-    for _ in range(10):
-        found.note(found.tokens, 0.01)
-    assert found.tokens > 10_000
-    assert Pace(100, 512).tokens == 100
+    assert found.most(0) == 16384
+    found.note(16384, 8192.0, 60.0)
+    assert found.most(0) < 300
+    for _ in range(12):
+        n = found.most(0)
+        found.note(n, n / 2, 0.01)
+    assert found.most(0) > 10_000
+    before = found.most(0)
+    for _ in range(30):
+        found.note(3, 2.0, 0.01)  # short prompts, whose steps take as long as any
+    assert found.most(0) > before / 8
+    assert Pace(100, 512).most(0) == 100
 
 
 def test_the_loop_bounds_the_prompt_tokens_of_a_step_by_its_pace():
     async def main():
         client = Wired(sim_engine(slots=8, budget=64, blocks=400))
-        client.loop.pace = SimpleNamespace(tokens=10, note=lambda tokens, seconds: noted.append(tokens))
-        noted = []
+        fixed = SimpleNamespace(most=lambda context, *turn: asked.append(context) or 10)
+        fixed.note = lambda tokens, context, seconds: noted.append((tokens, context))
+        client.loop.paces = fixed, fixed
+        asked, noted = [], []
         stream = await client.add(range(40), "r", max_tokens=3, ignore_eos=True)
         for _ in range(8):
             client.loop.turn()
-        assert noted[:5] == [10, 10, 10, 10, 1]
+        assert noted == [(10, 5.0), (10, 15.0), (10, 25.0), (10, 35.0)]
+        assert asked[:4] == [0, 10, 20, 30]
         await stream.aclose()
         client.rest()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_of_its_owner():
+    """Where the clock bounds a step; a long one waits, as the policy has it."""
+
+    async def main(short, turns):
+        client = Wired(sim_engine(slots=8, budget=512, blocks=400))
+        fixed = SimpleNamespace(most=lambda *step: 40, note=lambda *step: None)
+        client.loop.paces = fixed, fixed
+        long = await client.add([3] * 400, "long", max_tokens=1, ignore_eos=True)
+        other = await client.add([4] * short, "short", max_tokens=1, ignore_eos=True)
+        for _ in range(turns):
+            client.loop.turn()
+        begun = other.metrics.first_token_time
+        for _ in range(20):
+            client.loop.turn()
+        assert long.metrics.first_token_time, "nor is the long one forgotten"
+        for one in (long, other):
+            await one.aclose()
+        client.rest()
+        return begun is not None
+
+    assert asyncio.run(asyncio.wait_for(main(9, 2), 60))
+    assert not asyncio.run(asyncio.wait_for(main(30, 2), 60))
 
 
 def test_a_prompt_of_ids_is_what_the_loop_gets(monkeypatch):

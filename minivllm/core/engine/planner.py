@@ -173,7 +173,7 @@ class Planner:
     def _fill(
         self, shape: StepShape, decode: np.ndarray, chunks: dict[int, int], now: float
     ) -> np.ndarray:
-        """Chunks of prompts, of rows that run and of newcomers.  Returns the rows that decode yet."""
+        """Cut chunks of prompts, of rows that run and of newcomers.  Return the rows that decode yet."""
         s = self.slots
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         parts = OwnerShares(
@@ -182,16 +182,27 @@ class Planner:
             if self.shared
             else 1,
         )
-        decode = self._prefill(chunks, parts, decode)
         static = shape.kind == "static"
         admits = not self.wake_at and not (static and len(s.running))
+        spare = self._spare(parts.left) if admits else 0
+        parts.left -= spare
+        decode = self._prefill(chunks, parts, decode)
+        parts.left += spare
         if admits:
             self._admit(chunks, parts, now, static)
-        if parts.join():
+        if parts.join() or (spare and parts.left > 0):
             decode = self._prefill(chunks, parts, decode)
             if admits and not static:
                 self._admit(chunks, parts, now)
         return decode
+
+    def _spare(self, budget: int) -> int:
+        """Return the tokens that running prompts leave to a newcomer who is short, where time bounds a step: it need
+        not wait for all of a prompt that takes many steps."""
+        if self.most_prefill >= self.max_tokens or not self.n_waiting:
+            return 0
+        least = min(seq.known for seq in self.waiting.heads())
+        return least if 4 * least <= budget else 0
 
     def need(self, run: np.ndarray) -> np.ndarray:
         """Tokens that each row has to compute; 0 where it has to wait."""

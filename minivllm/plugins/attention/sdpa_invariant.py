@@ -5,15 +5,17 @@
     peak over all tiles, p = exp(s - peak) ──► p v by pairs, added up tile after tile, first to last
 
 The tiles lie at absolute positions, so a chunk, a prefix hit and a whole prompt meet the same ones; a tile that a query
-does not see adds exact zeros.  All of it is float32.  Products are calls on ``PAIRS`` pairs, always of one shape; that
-neither a line's nor a pair's place in the call matters is tried once for each head size (``same_at_every_place``).
-The column of ones that stands behind the values makes the softmax's denominator a sum of the same order.
+does not see adds exact zeros.  The keys of a row are read from the cache once, for all of its items.  All of it is
+float32.  Products are calls on ``PAIRS`` pairs, always of one shape; that neither a line's nor a pair's place in the
+call matters is tried once for each head size (``same_at_every_place``).  The column of ones behind the values makes
+the denominator of the softmax a sum of the same order.
 
 Reference: ``sdpa.attend_explicit``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
@@ -29,35 +31,85 @@ from minivllm.layers.invariant import same_at_every_place
 
 LINES, KEYS, PAIRS = 16, 64, 16
 MOST_PAIRS = 1024  # attended at once: bounds the memory, without influence on results
+MOST_TILES = 1024  # tiles of several rows, all KV heads, that are read at once; a row alone may have more
 
 
 @dataclass(frozen=True)
 class Items:
-    """I items that see up to J tiles of keys; those that only fill up the calls have no ``real`` line.
+    """I items that see up to J tiles of keys; items that only fill up the calls have no ``real`` line.
 
     token i64 [I, LINES] of the step, head i64 [I, LINES] within its KV head's group, real bool [I, LINES],
-    slots i64 [I, J * KEYS] of the cache, hidden bool [I, 1, J, LINES, KEYS].
+    tile i64 [I, J] of the ``Keys``, hidden bool [I, 1, J, LINES, KEYS].
     """
 
     token: Tensor
     head: Tensor
     real: Tensor
-    slots: Tensor
+    tile: np.ndarray
     hidden: Tensor
 
 
-def make_items(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Items]:
-    """Cut a step into items, those of a similar number of tiles together."""
-    heads = spec.heads // spec.kv_heads
+@dataclass(frozen=True)
+class Keys:
+    """The T tiles of keys of some rows, and their items.  slots i64 [T, KEYS] of the cache."""
+
+    slots: Tensor
+    items: list[Items]
+
+
+def make_keys(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Keys]:
+    """Cut a step into groups of whole rows, in order, and these into items.  A group has at most ``MOST_TILES`` tiles,
+    or one row."""
     q_len, kv_len = meta.q_len.numpy().astype(np.int64), meta.kv_len[group].numpy().astype(np.int64)
+    first = np.maximum(kv_len - q_len, 0)
+    low = np.zeros(len(q_len), np.int64) if spec.window is None else np.maximum(first - spec.window + 1, 0)
+    begin, last = low // KEYS, np.maximum(kv_len - 1, 0)
+    tiles = last // KEYS - begin + 1
+    most, found, at = MOST_TILES // spec.kv_heads, [], 0
+    total = np.cumsum(tiles)
+    while at < len(q_len):
+        end = max(int(np.searchsorted(total, most + (total[at - 1] if at else 0), "right")), at + 1)
+        some = np.arange(at, end)
+        offset = np.cumsum(tiles[some]) - tiles[some]
+        slots = _slots(meta, group, some, begin[some], tiles[some], low[some], last[some])
+        found.append(Keys(slots, _make_items(meta, spec, some, first[some], begin[some] - offset)))
+        at = end
+    return found
+
+
+def _slots(
+    meta: AttnMeta,
+    group: int,
+    rows: np.ndarray,
+    begin: np.ndarray,
+    tiles: np.ndarray,
+    low: np.ndarray,
+    last: np.ndarray,
+) -> Tensor:
+    """Slots of the cache [T, KEYS] of the tiles of these rows; nothing outside [low, last] of a row is read."""
+    row = np.repeat(np.arange(len(rows)), tiles)
+    tile = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles) + begin[row]
+    key = tile[:, None] * KEYS + np.arange(KEYS)
+    key = torch.from_numpy(np.clip(key, low[row, None], last[row, None]))
+    table = meta.table[group].index_select(0, meta.slots[torch.from_numpy(rows)])
+    blocks = table[torch.from_numpy(row)[:, None], key // meta.block]
+    return blocks.long() * meta.block + key % meta.block
+
+
+def _make_items(meta: AttnMeta, spec: AttnSpec, rows: np.ndarray, first: np.ndarray, shift: np.ndarray) -> list[Items]:
+    """Cut these rows into items, items of a similar number of tiles together.  ``first``: position of each row's first
+    query; ``shift``: what to take off the number of a tile of the row for its place among the ``Keys``."""
+    heads = spec.heads // spec.kv_heads
+    every = meta.q_len.numpy().astype(np.int64)
+    start, q_len = (np.cumsum(every) - every)[rows], every[rows]
     counts = -(-q_len * heads // LINES)
     row = np.repeat(np.arange(len(q_len)), counts)
     first_line = (np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)) * LINES
     line = first_line[:, None] + np.arange(LINES)
     last_line = (q_len * heads - 1)[row][:, None]
     real, line = line <= last_line, np.minimum(line, last_line)
-    token = (np.cumsum(q_len) - q_len)[row][:, None] + line // heads
-    position = np.maximum((kv_len - q_len)[row][:, None] + line // heads, 0)
+    token = start[row][:, None] + line // heads
+    position = first[row][:, None] + line // heads
     low = np.zeros(len(row), np.int64)
     if spec.window is not None:
         low = np.maximum(position[:, 0] - spec.window + 1, 0)
@@ -68,46 +120,42 @@ def make_items(meta: AttnMeta, group: int, spec: AttnSpec) -> list[Items]:
         whole = PAIRS // gcd(PAIRS, n * spec.kv_heads)
         step = max(whole, MOST_PAIRS // (n * spec.kv_heads) // whole * whole)
         for part in (at[i : i + step] for i in range(0, len(at), step)):
-            fill = -len(part) % whole
-            pick = np.concatenate([part, np.repeat(part[-1:], fill)])
+            pick = np.concatenate([part, np.repeat(part[-1:], -len(part) % whole)])
             shown = real[pick]
             shown[len(part) :] = False
-            found.append(
-                _items(
-                    meta, group, spec, row[pick], token[pick], line[pick] % heads, shown, position[pick], low[pick], n
-                )
-            )
+            made = _items(spec, token[pick], line[pick] % heads, shown, position[pick], low[pick], n, shift[row[pick]])
+            found.append(made)
     return found
 
 
 def sizes(n: np.ndarray) -> np.ndarray:
-    """Rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24 ...: few different ones, at most half more."""
+    """Round up to 1, 2, 3, 4, 6, 8, 12, 16, and above that to one of eight sizes between powers of two: few different
+    ones, and of many tiles at most an eighth more."""
     power = 1 << np.ceil(np.log2(n)).astype(np.int64)
-    return np.where((n > 2) & (n <= power * 3 // 4), power * 3 // 4, power)
+    few = np.where((n > 2) & (n <= power * 3 // 4), power * 3 // 4, power)
+    step = np.maximum(power // 16, 1)
+    return np.where(n > 16, -(-n // step) * step, few)
 
 
 def _items(
-    meta: AttnMeta,
-    group: int,
     spec: AttnSpec,
-    row: np.ndarray,
     token: np.ndarray,
     head: np.ndarray,
     real: np.ndarray,
     position: np.ndarray,
     low: np.ndarray,
     n: int,
+    shift: np.ndarray,
 ) -> Items:
     key = (low // KEYS * KEYS)[:, None] + np.arange(n * KEYS)
     hidden = key[:, None] > position[:, :, None]
     if spec.window is not None:
         hidden |= key[:, None] <= position[:, :, None] - spec.window
-    hidden = hidden.reshape(len(row), LINES, n, KEYS).swapaxes(1, 2)[:, None]
-    key = torch.from_numpy(np.clip(key, low[:, None], position[:, -1:]))  # nothing is read that nobody sees
-    blocks = meta.table[group].index_select(0, meta.slots[torch.from_numpy(row)]).gather(1, key // meta.block)
-    slots = blocks.long() * meta.block + key % meta.block
+    hidden = hidden.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None]
+    # a tile behind the item's last one is hidden as a whole, so any that is there will do
+    tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
     given = (torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real))
-    return Items(*given, slots, torch.from_numpy(np.ascontiguousarray(hidden)))
+    return Items(*given, tile, torch.from_numpy(np.ascontiguousarray(hidden)))
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
@@ -116,25 +164,53 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
     key = ("invariant", layer.group, spec.window, spec.heads)
     every = meta.work.get(key)
     if every is None:
-        every = meta.work[key] = make_items(meta, layer.group, spec)
+        every = meta.work[key] = make_keys(meta, layer.group, spec)
     cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
-    for items in every:
-        k, v = fmt.load(cache, items.slots, torch.float32)
-        result, total = _softmax_product(layer, q, k, v[..., : spec.dim_v], items)
-        token, head = items.token[items.real], items.head[items.real]
-        heads = (len(q), spec.kv_heads, -1)
-        out.view(*heads, spec.dim_v)[token, :, head] = result.transpose(1, 2)[items.real].to(out.dtype)
-        if lse is not None:
-            lse.view(*heads)[token, :, head] = total.transpose(1, 2)[items.real]
+    heads = (len(q), spec.kv_heads, -1)
+    room = _room(meta, spec, max(len(keys.slots) for keys in every)) if every else None
+    for keys in every:
+        k, v = _tiles(fmt, cache, keys.slots, spec, room)
+        for items in keys.items:
+            result, total = _softmax_product(layer, q, k, v, items)
+            token, head = items.token[items.real], items.head[items.real]
+            out.view(*heads, spec.dim_v)[token, :, head] = result.transpose(1, 2)[items.real].to(out.dtype)
+            if lse is not None:
+                lse.view(*heads)[token, :, head] = total.transpose(1, 2)[items.real]
+
+
+def _room(meta: AttnMeta, spec: AttnSpec, tiles: int) -> tuple[Tensor, Tensor]:
+    """Return room for so many tiles of keys and of values, one after another, which the layers of a step share: new
+    memory for each of them would cost more than what is written there.  Behind the values is the column of ones."""
+    key, most = ("invariant room", spec.dim_qk, spec.dim_v), tiles * spec.kv_heads
+    found = meta.work.get(key)
+    if found is None or len(found[0]) < most:
+        values = torch.zeros(most, KEYS, width(spec.dim_v))
+        values[..., spec.dim_v] = 1.0
+        found = meta.work[key] = torch.empty(most, spec.dim_qk, KEYS), values
+    return found
+
+
+def _tiles(
+    fmt: KVFormat, cache: Mapping[str, Tensor], slots: Tensor, spec: AttnSpec, room: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the keys [kv_heads * T, dim_qk, KEYS] and, with a column of ones behind them, the values [kv_heads * T,
+    KEYS, width] of the tiles of ``slots`` [T, KEYS]: float32, and contiguous."""
+    k, v = fmt.load(cache, slots, torch.float32)
+    keys, values = (part[: spec.kv_heads * len(slots)] for part in room)
+    shape = spec.kv_heads, len(slots)
+    keys.view(*shape, spec.dim_qk, KEYS).copy_(k.permute(2, 0, 3, 1))
+    values.view(*shape, KEYS, -1)[..., : spec.dim_v].copy_(v[..., : spec.dim_v].permute(2, 0, 1, 3))
+    return keys, values
 
 
 def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> tuple[Tensor, Tensor]:
-    """k and v [I, J * KEYS, kv_heads, dim] float32 -> result [I, kv_heads, LINES, dim_v], lse [I, kv_heads, LINES]."""
+    """k and v: what ``_tiles`` gives -> result [I, kv_heads, LINES, dim_v], lse [I, kv_heads, LINES]."""
     spec, (n, lines) = layer.spec, items.token.shape
     tiles, kvh = items.hidden.shape[2], spec.kv_heads
+    pairs = (items.tile[:, None] + np.arange(kvh)[:, None] * (len(k) // kvh)).reshape(-1)
     queries = q.view(len(q), kvh, -1, spec.dim_qk)[items.token, :, items.head].float().transpose(1, 2)
     queries = queries.unsqueeze(2).expand(n, kvh, tiles, lines, spec.dim_qk).reshape(-1, lines, spec.dim_qk)
-    s = products(queries, _by_tile(k, spec.dim_qk).transpose(1, 2)).view(n, kvh, tiles, lines, KEYS)
+    s = products(queries, k, pairs).view(n, kvh, tiles, lines, KEYS)
     s.mul_(spec.softmax_scale)
     if spec.softcap is not None:
         s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
@@ -145,9 +221,7 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
         sink = layer.sinks.view(kvh, -1)[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
         peak = torch.maximum(peak, sink)
     p = s.sub_(peak).exp_().view(-1, lines, KEYS)
-    ones = v.new_zeros(*v.shape[:-1], width(spec.dim_v))
-    ones[..., : spec.dim_v], ones[..., spec.dim_v] = v, 1.0
-    parts = products(p, _by_tile(ones, ones.shape[-1])).view(n, kvh, tiles, lines, -1)
+    parts = products(p, v, pairs).view(n, kvh, tiles, lines, -1)
     acc = parts[:, :, 0]
     for j in range(1, tiles):
         acc = acc + parts[:, :, j]
@@ -163,25 +237,24 @@ def width(dim: int) -> int:
     return -(-(dim + 1) // 16) * 16
 
 
-def _by_tile(x: Tensor, dim: int) -> Tensor:
-    """[I, J * KEYS, kv_heads, dim] -> [I * kv_heads * J, KEYS, dim]."""
-    return x.view(len(x), -1, KEYS, x.shape[2], dim).permute(0, 3, 1, 2, 4).reshape(-1, KEYS, dim)
-
-
-def products(a: Tensor, b: Tensor) -> Tensor:
-    """a [P, m, k], b [P, k, n] -> [P, m, n], P a multiple of PAIRS."""
-    check(*a.shape[1:], b.shape[2], b.is_contiguous(), torch.get_num_threads())
-    out = a.new_empty(len(a), a.shape[1], b.shape[2])
-    for i in range(0, len(a), PAIRS):
-        torch.bmm(a[i : i + PAIRS], b[i : i + PAIRS], out=out[i : i + PAIRS])
+def products(a: Tensor, b: Tensor, at: np.ndarray) -> Tensor:
+    """Return a [P, m, k] times the matrices ``at`` i64 [P] of b [.., k, n], as [P, m, n]; P is a multiple of PAIRS."""
+    check(*a.shape[1:], b.shape[2], torch.get_num_threads())
+    out, index = a.new_empty(len(a), a.shape[1], b.shape[2]), torch.from_numpy(at)
+    room = b.new_empty(PAIRS, *b.shape[1:])
+    calls = at.reshape(-1, PAIRS)
+    runs = (np.diff(calls, axis=1) == 1).all(axis=1).tolist()  # matrices that lie one behind another need no copy
+    for i, (run, first) in enumerate(zip(runs, calls[:, 0].tolist(), strict=True)):
+        some = slice(i * PAIRS, (i + 1) * PAIRS)
+        part = b[first : first + PAIRS] if run else torch.index_select(b, 0, index[some], out=room)
+        torch.bmm(a[some], part, out=out[some])
     return out
 
 
 @lru_cache(maxsize=256)
-def check(m: int, k: int, n: int, contiguous: bool, threads: int) -> None:
-    """PluginError if the library's product of this shape, with so many threads, goes by the place in the call."""
-    b = torch.randn(k, n, generator=torch.Generator().manual_seed(1))
-    b = b.expand(PAIRS, k, n).contiguous() if contiguous else b.t().expand(PAIRS, n, k).contiguous().transpose(1, 2)
+def check(m: int, k: int, n: int, threads: int) -> None:
+    """Raise PluginError if the library's product of this shape, with so many threads, goes by the place in the call."""
+    b = torch.randn(k, n, generator=torch.Generator().manual_seed(1)).expand(PAIRS, k, n).contiguous()
     if not same_at_every_place(lambda a: torch.bmm(a, b), torch.empty(PAIRS, m, k)):
         raise PluginError(
             f"sdpa: batch_invariant=true: on this machine a product of {m} x {k} x {n} gives a row other bits by its "

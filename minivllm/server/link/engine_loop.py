@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -49,8 +49,12 @@ from minivllm.server.line import Line
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
-from .pace import FIRST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, Pace
+from .pace import FIRST, LEAST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
 from .taps import PooledTaps, PooledValues, fault, pooled
+
+if TYPE_CHECKING:
+    from minivllm.core.engine.publisher import Flight
+    from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 END = {reason: code for code, reason in enumerate(ENDS)}
 HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
@@ -101,10 +105,12 @@ class EngineLoop(TurnLoop):
         self.arriving: Line[Frame] = Line()  # requests that nobody has looked at
         budget = engine.planner.max_tokens
         device = engine.wiring.device
-        first, least = FIRST if device == "cpu" else budget, SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
-        self.pace = Pace(budget, first)
-        self.shared_pace = Pace(budget, first, SHARED_TURN, least)  # where several owners are served
-        self.decode_seconds = 0.0  # of the last step without prompt tokens
+        first = FIRST if device == "cpu" else budget
+        self.paces = Pace(budget, first), Pace(budget, first)  # of prompts, and of those that are scored
+        self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)  # tokens, where several owners are served
+        self.decode_seconds, self.decode_rows = 0.0, 1  # of the last step without prompt tokens
+        self._came_back: list[StepPlan] = []  # plans of the steps that came back in this turn
+        engine.events.publishing.subscribe(self._published)
         made = engine.grammars
         self.compiling = Compiling(
             lambda params: made.find(params.structured_outputs, params.salt),
@@ -147,25 +153,50 @@ class EngineLoop(TurnLoop):
             self.own_seconds += time.perf_counter() - after + middle - begin
         return worked
 
+    def _published(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
+        """Remember the plan of a step that has come back, for ``_step``."""
+        self._came_back.append(flight.plan)
+        publish(flight, result)
+
     def _step(self) -> bool:
-        """A step, with as many prompt tokens as end in time."""
+        """Run a step with as many prompt tokens as end in time, and learn what it took."""
         engine, start = self.engine, time.perf_counter()
-        row, engine.planner.most_prefill = engine.clock.count, self._most_prefill()
+        engine.planner.most_prefill = self._most_prefill()
         worked = engine.step()
-        if engine.clock.count > row:
-            at, seconds = row % engine.clock.size, time.perf_counter() - start
-            rows, tokens = int(engine.clock.rows[at]), int(engine.clock.tokens[at])
-            self.pace.note(tokens, seconds)
-            if tokens == rows:
-                self.decode_seconds = seconds
-            else:  # of what decodes take anyway the prompts are not to blame
-                self.shared_pace.note(tokens - rows, max(seconds - self.decode_seconds, 0.2 * seconds))
+        if self._came_back:
+            plans, self._came_back = self._came_back, []
+            self._note(plans, time.perf_counter() - start)
         return worked
 
+    def _note(self, plans: Sequence[StepPlan], seconds: float) -> None:
+        """Steps of these plans have come back after so many seconds in all."""
+        q_len = np.concatenate([plan.q_len for plan in plans]).astype(np.int64)
+        chunk = q_len > 1
+        rows = len(q_len) - int(np.count_nonzero(chunk))
+        if rows == len(q_len):
+            self.decode_seconds, self.decode_rows = seconds / len(plans), max(rows // len(plans), 1)
+            return
+        tokens = q_len[chunk]
+        context = np.concatenate([plan.computed for plan in plans])[chunk] + tokens / 2
+        # prompts are not to blame for what decodes take anyway
+        decodes = self.decode_seconds * min(rows / self.decode_rows, 1.0)
+        scored = any(len(plan.prompt) for plan in plans)
+        total = int(tokens.sum())
+        self.paces[scored].note(total, float(tokens @ context) / total, max(seconds - decodes, 0.2 * seconds))
+
     def _most_prefill(self) -> int:
-        p = self.engine.planner
-        several = p.shared and parties(p.slots, p.slots.running, p.waiting.heads()) > 1
-        return (self.shared_pace if several else self.pace).tokens
+        """Return the most prompt tokens that the next step may have."""
+        p, s = self.engine.planner, self.engine.planner.slots
+        if not p.n_waiting and p.steady is not None and p.steady.changes == s.changes:
+            return p.most_prefill  # rows go on as they did: none of them has a prompt to compute
+        heads = p.waiting.heads() if p.n_waiting else []
+        context = int(s.computed[s.running[p.need(s.running) > 1]].max(initial=0))
+        if heads:
+            context = max(context, int(p.cache.hints(heads).max()))
+        scored = s.asking > 0 or any(seq.request.prompt_topk >= 0 for seq in heads)
+        several = p.shared and parties(s, s.running, heads) > 1
+        turn, least = (SHARED_TURN, self.shared_least) if several else (TURN, LEAST)
+        return self.paces[scored].most(context, turn, least)
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
