@@ -92,9 +92,9 @@ def brief(text: str, most: int = 120) -> str:
 
 
 def where_requests_go() -> str:
-    """What to say where a trace stands in the place of requests with prompts, or the reverse."""
+    """Return the hint for a trace given in the place of requests with prompts, or the reverse."""
     traces = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
-    return f"{traces}, lines with a prompt to --dataset of bench, compare and ablate"
+    return f"{traces}, a trace or lines with a prompt to --dataset of bench, compare and ablate"
 
 
 def want_name(cls: type) -> str:

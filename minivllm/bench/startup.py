@@ -27,8 +27,11 @@ PARTS = ("import", "build", "first_token")
 
 
 def once(loaded: Loaded) -> dict[str, Any]:
-    """Seconds of one start: ``import`` of Python, torch and minivllm, ``build`` of the engine, ``first_token`` of a
-    prompt of 16 tokens, ``startup`` altogether as seen from outside.  ResourceError if the process fails."""
+    """Return the seconds of one start.  ResourceError if the process fails.
+
+    ``import`` is of Python, torch and minivllm, ``build`` of the engine, ``first_token`` of a prompt of 16 tokens
+    (fewer if ``max_model_len`` is smaller), ``startup`` altogether as seen from outside.
+    """
     values = loaded.engine.model_dump(mode="json", exclude_unset=True)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.json")
@@ -59,7 +62,8 @@ def main(path: str) -> None:
     llm = LLM(config=values)
     built = time.monotonic()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    llm.generate([[1] * 16], params, use_tqdm=False)
+    longest, vocab = llm.engine.wiring.max_model_len, llm.engine.capacity.vocab_size
+    llm.generate([[min(1, vocab - 1)] * max(1, min(16, longest - 1))], params, use_tqdm=False)
     first = time.monotonic()
     print(MARK + json.dumps({"imported": imported, "built": built, "first": first}), flush=True)
     llm.close()

@@ -1,14 +1,15 @@
-"""Requests to measure with: of random tokens, from a seed, or read from JSON lines."""
+"""Requests to measure with: of random tokens from a seed, read from JSON lines, or made from a trace."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm import files
-from minivllm.errors import ConfigError, shown, where_requests_go
+from minivllm.errors import ConfigError, shown
 
 VOCAB = 1000  # ids below it are drawn where nobody says how many there are
 LONGEST = 1 << 20  # tokens of an answer
@@ -61,11 +62,7 @@ def read(path: str, output_len: int) -> list[BenchAsk]:
     ``max_tokens`` (default ``output_len``) and ``at`` (seconds after the start); or a text alone, as ``prompts_file``
     has them.  ConfigError names the line."""
     found = []
-    want = "want one JSON object with a 'prompt' a line"
-    named, table = path.startswith(("sample:", "synthetic:")), path.lower().endswith(".csv")
-    want += f"; {where_requests_go()}" if named or table else ""
-    if named:
-        raise ConfigError(f"{path}: names a trace; {want}")
+    want = "want one JSON object with a 'prompt' a line, or a trace"
     for number, line in enumerate(files.read_lines(path), 1):
         if line.strip():
             try:
@@ -81,13 +78,49 @@ def read(path: str, output_len: int) -> list[BenchAsk]:
     return sorted(found, key=lambda ask: ask.at or 0.0)
 
 
+def names_trace(source: str) -> bool:
+    """Return whether ``--dataset`` names a trace (times and lengths) and no file of prompts."""
+    if source == "synthetic" or source.startswith(("sample:", "synthetic:")) or source.lower().endswith(".csv"):
+        return True
+    first = next((line for line in files.read_lines(source) if line.strip()), "")
+    try:
+        value = json.loads(first.removeprefix("\ufeff"))
+    except (ValueError, RecursionError):  # the reader of prompts reports it with its line
+        return False
+    return isinstance(value, Mapping) and "prompt" not in value and "hash_ids" in value
+
+
+def of_trace(source: str, vocab: int, longest: int | None) -> tuple[list[BenchAsk], int]:
+    """Return the requests of a trace as token ids below ``vocab``, and the number of requests left out.
+
+    Requests of more than ``longest`` tokens are left out.  Equal beginnings in the trace are equal tokens.
+    ConfigError if none is left.
+    """
+    from minivllm.traces.read import read_trace
+    from minivllm.traces.trace import tokens_within
+
+    trace = read_trace(source)
+    fit = [i for i in range(len(trace)) if longest is None or trace.prompt[i] + trace.output[i] <= longest]
+    if not fit:
+        least = int((trace.prompt + trace.output).min())
+        what = f"{source}: its shortest request has {least} tokens, and this configuration allows {longest}"
+        raise ConfigError(f"{what}; want a larger max_model_len and KV cache, or another trace")
+    begin = float(trace.arrival[fit[0]])
+    asks = [
+        BenchAsk(
+            tuple(tokens_within(trace.tokens(i), vocab).tolist()), int(trace.output[i]), float(trace.arrival[i]) - begin
+        )
+        for i in fit
+    ]
+    return asks, len(trace) - len(fit)
+
+
 def _ask(value: Any, where: str, output_len: int) -> BenchAsk:
     value = {"prompt": value} if isinstance(value, str) else value
     if not isinstance(value, Mapping):
         raise ConfigError(f"{where}: want an object with a 'prompt', or a text, not {shown(value)}")
     if unknown := sorted(set(value) - {"prompt", "max_tokens", "at"}):
-        other = f"; {where_requests_go()}" if "prompt" not in value and "input_length" in value else ""
-        raise ConfigError(f"{where}: {', '.join(map(shown, unknown))}: want prompt, max_tokens and at{other}")
+        raise ConfigError(f"{where}: {', '.join(map(shown, unknown))}: want prompt, max_tokens and at")
     prompt, tokens, at = value.get("prompt"), value.get("max_tokens", output_len), value.get("at")
     ids = isinstance(prompt, Sequence) and all(type(i) is int and i >= 0 for i in prompt)
     if not prompt or not (isinstance(prompt, str) or ids):

@@ -45,11 +45,12 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
 def ablate(args: argparse.Namespace) -> int:
     """The baseline is measured at the beginning and at the end: their difference is what noise and drift come to."""
     from minivllm.bench import ablate as parts
-    from minivllm.bench import repeats, trials
+    from minivllm.bench import limits, repeats, trials
 
-    asks = asks_of(checked(args))
+    checked(args)
     names = [name for text in args.part for name in text.split(",")]
     with open_llm(load(args), args) as llm:
+        asks = asks_of(args, limits.of_engine(llm))
         found, missing = parts.chosen(llm, names)
         bill = llm.bill_of_materials() if args.json or args.output_json else None
         title = f"{llm.config.model} on {llm.engine.wiring.device}, {llm.engine.wiring.dtype}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.cli import bench_runs
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
+
+if TYPE_CHECKING:
+    from minivllm.bench.limits import EngineLimits
 
 
 def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.ArgumentParser) -> None:
@@ -22,11 +26,9 @@ def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.A
     text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
     sub = whats.add_parser("profile", help=text, description=text, parents=[*own, record])
     sub.set_defaults(run="minivllm.cli.bench:profile")
-    sub.add_argument("--batch-size", type=_count, default=8, metavar="N", help="requests at once (default 8)")
-    sub.add_argument("--input-len", type=_count, default=128, metavar="N", help="tokens of a prompt (default 128)")
-    sub.add_argument(
-        "--steps", type=_count, default=16, metavar="N", help="decode steps that are profiled (default 16)"
-    )
+    sub.add_argument("--batch-size", type=_count, metavar="N", help="requests at once (default 8)")
+    sub.add_argument("--input-len", type=_count, metavar="N", help="tokens of a prompt (default 128)")
+    sub.add_argument("--steps", type=_count, metavar="N", help="decode steps that are profiled (default 16)")
     sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
     bench_runs.add_commands(whats, *own)
@@ -40,7 +42,9 @@ def _count(text: str) -> int:
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Prefill and decode apart, because they ask for different things."""
+    """Run ``bench profile`` and return its exit code: prefill and decode apart, because their costs differ."""
+    from minivllm.bench.limits import of_engine
+
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
     loaded = load(args)
     if args.trace:
@@ -51,23 +55,55 @@ def profile(args: argparse.Namespace) -> int:
     # a captured step is one launch, and steps that overlap cannot be told apart
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
     with open_llm(replace(loaded, engine=engine), args) as llm:
-        figures = measure(llm, args.batch_size, args.input_len, args.steps, args.trace)
+        figures = measure(llm, *profile_sizes(args, of_engine(llm)), args.trace)
     print(json.dumps(figures) if args.json else table(figures))
     return 0
 
 
+def profile_sizes(args: argparse.Namespace, limits: EngineLimits) -> tuple[int, int, int]:
+    """Return requests, prompt tokens and decode steps of ``bench profile``.
+
+    Sizes that no flag gives shrink to the engine, which has to hold all requests at once.  ConfigError if those given
+    do not fit.
+    """
+    from minivllm.bench.limits import fitted
+
+    batch = args.batch_size or next(n for n in range(min(8, limits.rows), 0, -1) if n == 1 or limits.room(n) > 16)
+    if batch > limits.rows:
+        raise ConfigError(f"--batch-size {batch} is more than max_num_seqs={limits.rows}; lower it")
+    room = limits.room(batch)
+    given = {"input_len": args.input_len, "steps": args.steps}
+    defaults = {"input_len": 128, "steps": 16}
+    need = lambda sizes: sizes["input_len"] + answer_of(batch, sizes["input_len"], sizes["steps"], limits)  # noqa: E731
+
+    def refusal(sizes: Mapping[str, int]) -> str:
+        what = f"--batch-size {batch}, --input-len {sizes['input_len']} and --steps {sizes['steps']} need"
+        cache = f" and {limits.cache} in the KV cache" if limits.cache is not None else ""
+        have = f"max_model_len and the KV cache allow {limits.tokens} for one request{cache}"
+        return f"{what} {need(sizes)} tokens for each request, and {have}; lower them, or raise num_kvcache_blocks"
+
+    sizes = fitted(given, defaults, {"input_len": 1, "steps": 1}, lambda sizes: need(sizes) <= room, refusal)
+    if smaller := [name for name, value in given.items() if value is None and sizes[name] < defaults[name]]:
+        texts = [f"--{name.replace('_', '-')} {sizes[name]} (not {defaults[name]})" for name in smaller]
+        bench_runs.say_smaller(texts, f"{batch} requests of this engine may have {room} tokens each")
+    return batch, sizes["input_len"], sizes["steps"]
+
+
+def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
+    """Return the answer tokens that keep every row busy: the first row decodes while later prompts are computed."""
+    prefill = -(-batch * length // max(1, limits.step - batch))
+    return prefill + steps + WARM + SPARE
+
+
 def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> dict[str, Any]:
-    """``{"prefill": {"steps", "ms": {seam: ms a step}}, "decode": ..., "host_ms": ..., ...}``."""
+    """Return ``{"prefill": {"steps", "ms": {seam: ms a step}}, "decode": ..., "host_ms": ..., ...}``."""
+    from minivllm.bench.limits import of_engine
+
     w = llm.engine.wiring
-    need = length + steps + WARM + 2
-    if batch > w.max_num_seqs:
-        raise ConfigError(f"--batch-size {batch} is more than max_num_seqs={w.max_num_seqs}; lower it")
-    if need > w.max_model_len:
-        what = f"--input-len {length} and --steps {steps} need {need} tokens"
-        raise ConfigError(f"{what}, and max_model_len is {w.max_model_len}; lower them or raise it")
+    answer = answer_of(batch, length, steps, of_engine(llm))
     found: dict[str, Any] = {}
     for measured in (False, True):  # once to warm up: first calls compile, allocate and fill caches
-        ids = _prompts(llm, batch, length, 1 + measured)
+        ids = _prompts(llm, batch, length, answer, 1 + measured)
         found["prefill"] = _phase(llm, measured, lambda: _prefill(llm))
         for _ in range(WARM):
             llm.engine.step()
@@ -91,10 +127,11 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> d
 
 
 WARM = 2  # decode steps before those that are profiled
+SPARE = 2  # tokens of an answer that are never drawn, so that no row ends inside the profile
 
 
-def _prompts(llm: Any, batch: int, length: int, seed: int) -> list[str]:
-    """Add requests of random tokens, which hit no prefix; their ids."""
+def _prompts(llm: Any, batch: int, length: int, answer: int, seed: int) -> list[str]:
+    """Add requests of random tokens, which hit no prefix, and return their ids."""
     import time
 
     import numpy as np
@@ -103,7 +140,7 @@ def _prompts(llm: Any, batch: int, length: int, seed: int) -> list[str]:
     from minivllm.core.interfaces.params import SamplingParams
 
     rng = np.random.default_rng(seed)
-    params = SamplingParams(max_tokens=llm.engine.wiring.max_model_len - length, ignore_eos=True, seed=seed)
+    params = SamplingParams(max_tokens=answer, ignore_eos=True, seed=seed)
     ids = [f"profile-{seed}-{i}" for i in range(batch)]
     for name in ids:
         prompt = rng.integers(0, llm.engine.capacity.vocab_size, length).astype(np.int32)

@@ -32,10 +32,11 @@ def batching(args: argparse.Namespace) -> int:
     import asyncio
 
     from minivllm.bench import batching as lab
-    from minivllm.bench import repeats
+    from minivllm.bench import limits, repeats
 
     check(args)
-    asks = asks_of(checked(args))
+    most = limits.planned(load(checked(args)))
+    asks, args.batch = asks_of(args, most), args.batch or min(8, most.rows)
     if any(ask.at is not None for ask in asks(args.seed)):
         raise ConfigError(f"{args.dataset}: its requests say when they come (at); want some without, or bench serve")
     found = [(way, _loaded(args, way)) for way in lab.ways(args.batch, args.timeout_ms, args.policy)]

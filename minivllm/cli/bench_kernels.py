@@ -7,13 +7,24 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.bench_runs import bill_of, checked, head, machine_line, progress, settings, tell, watch_of
+from minivllm.cli.bench_runs import (
+    bill_of,
+    checked,
+    head,
+    machine_line,
+    progress,
+    say_smaller,
+    settings,
+    tell,
+    watch_of,
+)
 from minivllm.cli.common import load, open_llm
 from minivllm.errors import ResourceError
 
 if TYPE_CHECKING:
     from minivllm.bench.floors import MachinePeaks, OperationClock, RepeatedRound
     from minivllm.bench.kernels import Operation
+    from minivllm.bench.limits import EngineLimits
 
 FAILED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what torch and kernels raise
 
@@ -24,6 +35,7 @@ def kernels(args: argparse.Namespace) -> int:
     from minivllm.bench import offline, repeats
     from minivllm.bench.floors import OperationClock, machine_peaks
     from minivllm.bench.kernels import KernelBench
+    from minivllm.bench.limits import of_engine
 
     loaded = load(checked(args))
     rows: list[dict[str, Any]] = []
@@ -31,6 +43,7 @@ def kernels(args: argparse.Namespace) -> int:
     states: list[dict[str, Any]] = []
     with open_llm(loaded, args) as llm, torch.inference_mode(), memory_told():
         bench, clock = KernelBench(llm), OperationClock(llm.engine.wiring.device)
+        fit(args, of_engine(llm))
         bench.check(args.batch_size, args.context_len, args.input_len)
         peaks = machine_peaks(bench.device, bench.dtype)
         torch.manual_seed(args.seed)
@@ -51,6 +64,20 @@ def kernels(args: argparse.Namespace) -> int:
     )
     whole["repeats"] = runs
     return tell(whole, args, "\n".join([*lines(title, rows, peaks), machine_line(states)]))
+
+
+def fit(args: argparse.Namespace, limits: EngineLimits) -> None:
+    """Fill in the sizes of ``bench kernels`` that no flag gives, lowered to what the engine holds."""
+    if args.batch_size is None:
+        args.batch_size = sorted({1, min(8, limits.rows)})
+    if args.context_len is None:
+        args.context_len = [max(1, min(256, limits.room(max(args.batch_size))))]
+        if args.context_len[0] < 256:
+            say_smaller([f"--context-len {args.context_len[0]} (not 256)"], "this engine holds no more")
+    if args.input_len is None:
+        args.input_len = [min(128, limits.tokens, limits.step)]
+        if args.input_len[0] < 128:
+            say_smaller([f"--input-len {args.input_len[0]} (not 128)"], "a step of this engine computes no more")
 
 
 @contextlib.contextmanager

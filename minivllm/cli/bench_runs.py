@@ -6,7 +6,7 @@ import argparse
 import functools
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
@@ -14,6 +14,7 @@ from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
+    from minivllm.bench.limits import EngineLimits
     from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
 
@@ -96,25 +97,25 @@ def workload_flags(
             "range_ratio": ratio,
             "prefix_len": prefix,
             "num_prefixes": 1,
-            "vocab": VOCAB,
+            "output_len": out,
         }
     )
     sub.add_argument("--input-len", help="random tokens of a prompt (default 64)", **from_one)
-    sub.add_argument("--output-len", default=out, help=f"tokens of an answer (default {out})", **from_one)
+    sub.add_argument("--output-len", help=f"tokens of an answer (default {out})", **from_one)
     text = f"lengths are uniform within this share of the given ones (default {ratio:g})"
     sub.add_argument("--range-ratio", type=float, metavar="R", help=text)
     text = f"tokens before each prompt that all have in common (default {prefix})"
     sub.add_argument("--prefix-len", type=none_or_more, metavar="N", help=text)
     text = "so many beginnings of --prefix-len tokens, of which each prompt has one (default 1)"
     sub.add_argument("--num-prefixes", help=text, **from_one)
-    text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds)"
+    text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds), or a trace as simulate reads it"
     sub.add_argument("--dataset", default="", metavar="FILE", help=text)
-    drawing_flags(sub, None, seed)
+    drawing_flags(sub, seed)
 
 
-def drawing_flags(sub: argparse.ArgumentParser, vocab: int | None = VOCAB, seed: int | None = 0) -> None:
-    text = f"token ids are below it (default {VOCAB})"
-    sub.add_argument("--vocab", type=count, default=vocab, metavar="N", help=text)
+def drawing_flags(sub: argparse.ArgumentParser, seed: int | None = 0) -> None:
+    text = f"token ids are below it (default {VOCAB}, or as many as the model has)"
+    sub.add_argument("--vocab", type=count, metavar="N", help=text)
     sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0")
     text = "of the first run; each has another" if seed is not None else argparse.SUPPRESS
     sub.add_argument("--seed", type=int, default=seed, metavar="N", help=text)
@@ -129,9 +130,9 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
         return sub
 
     sub = add("latency", "One batch from its call to its last token, by prompt length and batch size.")
-    sub.add_argument("--input-len", type=several(count), default=[32], metavar="N,N", help="default 32")
-    sub.add_argument("--output-len", type=count, default=128, metavar="N", help="tokens of an answer (default 128)")
-    sub.add_argument("--batch-size", type=several(count), default=[8], metavar="N,N", help="default 8")
+    sub.add_argument("--input-len", type=several(count), metavar="N,N", help="default 32")
+    sub.add_argument("--output-len", type=count, metavar="N", help="tokens of an answer (default 128)")
+    sub.add_argument("--batch-size", type=several(count), metavar="N,N", help="default 8")
     drawing_flags(sub)
     repeat_flags(sub, repeats=10, warmups=2)
     sub = add("throughput", "Tokens a second with all requests there at once.")
@@ -170,7 +171,7 @@ def add_commands(whats: Any, *parents: argparse.ArgumentParser) -> None:
 def _batching_flags(sub: argparse.ArgumentParser) -> None:
     text = "requests a second, arriving as a Poisson process (default 4,8,16,32)"
     sub.add_argument("--request-rate", type=several(positive), default=[4.0, 8.0, 16.0, 32.0], metavar="R,R", help=text)
-    sub.add_argument("--batch", type=count, default=8, metavar="N", help="requests of a batch (default 8)")
+    sub.add_argument("--batch", type=count, metavar="N", help="requests of a batch (default 8)")
     text = "that a batch may take to fill where it has a timeout (default 50)"
     sub.add_argument("--timeout-ms", type=positive, default=50.0, metavar="MS", help=text)
     text = "other scheduling policies to measure too, by name"
@@ -183,11 +184,11 @@ def _batching_flags(sub: argparse.ArgumentParser) -> None:
 
 def _kernel_flags(sub: argparse.ArgumentParser) -> None:
     text = "rows of a decode step (default 1,8)"
-    sub.add_argument("--batch-size", type=several(count), default=[1, 8], metavar="N,N", help=text)
+    sub.add_argument("--batch-size", type=several(count), metavar="N,N", help=text)
     text = "tokens of each of these rows (default 256)"
-    sub.add_argument("--context-len", type=several(count), default=[256], metavar="N,N", help=text)
+    sub.add_argument("--context-len", type=several(count), metavar="N,N", help=text)
     text = "tokens of a prompt that a step computes (default 128)"
-    sub.add_argument("--input-len", type=several(count), default=[128], metavar="N,N", help=text)
+    sub.add_argument("--input-len", type=several(count), metavar="N,N", help=text)
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the operands")
     repeat_flags(sub, repeats=5)
 
@@ -195,21 +196,21 @@ def _kernel_flags(sub: argparse.ArgumentParser) -> None:
 # ---- what they share -------------------------------------------------------------------------------------------------
 
 
-def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
-    """The requests of a run by its seed; those of a file are the same in each."""
+def asks_of(args: argparse.Namespace, limits: EngineLimits | None) -> Callable[[int], Sequence[BenchAsk]]:
+    """Return a function from a seed to the requests of its run; requests of a file are the same for each seed.
+
+    ``limits`` are of the engine that answers, None for a server whose limits are unknown.  Sizes that no flag gives
+    shrink to them.  ConfigError for flags that contradict each other or exceed the limits.
+    """
     from minivllm.bench import workload
 
+    if args.vocab is not None and limits is not None and args.vocab > limits.vocab:
+        raise ConfigError(f"--vocab {args.vocab}: the model has {limits.vocab} tokens; want at most as many")
+    vocab = args.vocab or min(VOCAB, limits.vocab if limits is not None else VOCAB)
     if args.dataset:
-        given = [
-            key
-            for key in ("input_len", "range_ratio", "prefix_len", "num_prefixes", "vocab")
-            if getattr(args, key) is not None
-        ]
-        if given:
-            flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
-            raise ConfigError(f"{flags}: random requests have that, and --dataset gives others; leave out either")
-        found = workload.read(args.dataset, args.output_len)[: args.num_prompts]
-        return lambda seed: found
+        return _of_file(args, limits, vocab)
+    args.vocab = vocab
+    given = {key: getattr(args, key) for key in args.drawn}
     for key, value in args.drawn.items():
         if getattr(args, key) is None:
             setattr(args, key, value)
@@ -217,6 +218,8 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
         raise ConfigError(f"--range-ratio {args.range_ratio:g}: want 0 to 1")
     if args.num_prefixes > 1 and not args.prefix_len:
         raise ConfigError(f"--num-prefixes {args.num_prefixes}: of no tokens; want --prefix-len N too")
+    if limits is not None:
+        shrink(args, given, limits)
     return workload.Generated(
         args.num_prompts,
         args.input_len,
@@ -228,11 +231,71 @@ def asks_of(args: argparse.Namespace) -> Callable[[int], Sequence[BenchAsk]]:
     ).asks
 
 
+def _of_file(args: argparse.Namespace, limits: EngineLimits | None, vocab: int) -> Callable[[int], Sequence[BenchAsk]]:
+    """Return the requests of ``--dataset``, a file of prompts or a trace, for any seed."""
+    from minivllm.bench import workload
+
+    trace = workload.names_trace(args.dataset)
+    random_only = ("input_len", "range_ratio", "prefix_len", "num_prefixes")
+    refused = (*random_only, "output_len") if trace else (*random_only, "vocab")
+    if given := [key for key in refused if getattr(args, key) is not None]:
+        flags = ", ".join(f"--{key.replace('_', '-')}" for key in given)
+        what = "the trace says that" if trace else "random requests have that, and --dataset gives others"
+        raise ConfigError(f"{flags}: {what}; leave out either")
+    if args.output_len is None:
+        args.output_len = args.drawn["output_len"]
+    if not trace:
+        found = workload.read(args.dataset, args.output_len)[: args.num_prompts]
+        return lambda seed: found
+    asked, left_out = workload.of_trace(args.dataset, vocab, limits.tokens if limits is not None else None)
+    if left_out:
+        what = f"{left_out} of {left_out + len(asked)} requests"
+        print(
+            f"minivllm: {args.dataset}: {what} need more than {limits.tokens if limits else 0} tokens, the most that a "
+            "request of this configuration may have, and are left out",
+            file=sys.stderr,
+        )
+    found = asked[: args.num_prompts]
+    return lambda seed: found
+
+
+def shrink(args: argparse.Namespace, given: Mapping[str, Any], limits: EngineLimits) -> None:
+    """Scale the lengths in ``args`` that are not ``given`` until the longest request fits; report it on stderr."""
+    from minivllm.bench.limits import fitted
+
+    names = ("input_len", "output_len", "prefix_len")
+
+    def longest(sizes: Mapping[str, int]) -> int:
+        most = [max(1, round(sizes[name] * (1 + args.range_ratio))) for name in ("input_len", "output_len")]
+        return sum(most) + sizes["prefix_len"]
+
+    def refusal(sizes: Mapping[str, int]) -> str:
+        flags = ", ".join(f"--{name.replace('_', '-')} {sizes[name]}" for name in names)
+        what = f"{flags} make requests of up to {longest(sizes)} tokens"
+        return f"{what}, and max_model_len and the KV cache allow {limits.tokens}; lower them, or raise max_model_len"
+
+    least = {"input_len": 1, "output_len": 1, "prefix_len": int(args.num_prefixes > 1)}
+    own = {name: given[name] for name in names}
+    defaults = {name: args.drawn[name] for name in names}
+    sizes = fitted(own, defaults, least, lambda sizes: longest(sizes) <= limits.tokens, refusal)
+    if smaller := [name for name in names if own[name] is None and sizes[name] < defaults[name]]:
+        texts = [f"--{name.replace('_', '-')} {sizes[name]} (not {defaults[name]})" for name in smaller]
+        say_smaller(texts, f"a request of this configuration may have {limits.tokens} tokens")
+    for name, value in sizes.items():
+        setattr(args, name, value)
+
+
+def say_smaller(texts: Sequence[str], why: str) -> None:
+    """Report defaults that were lowered for a small engine on stderr."""
+    print(f"minivllm: {', '.join(texts)}: {why}", file=sys.stderr)
+
+
 def workload_text(args: argparse.Namespace, asks: Sequence[BenchAsk]) -> str:
-    """The requests of a run in a line."""
+    """Return the requests of an offline run in a line."""
     drawn = f"temperature {args.temperature:g}"
     if args.dataset:
-        return f"{len(asks)} requests of {args.dataset}, {drawn}"
+        timed = " (all at once: arrival times are not used)" if any(ask.at is not None for ask in asks) else ""
+        return f"{len(asks)} requests of {args.dataset}{timed}, {drawn}"
     spread = f" (within {100 * args.range_ratio:g} %)" if args.range_ratio else ""
     common = f", {args.prefix_len} more in common" if args.prefix_len else ""
     common = f", behind one of {args.num_prefixes} prefixes of {args.prefix_len}" if args.num_prefixes > 1 else common
@@ -331,6 +394,7 @@ def head(llm_or_loaded: Any, what: str) -> str:
 
 def latency(args: argparse.Namespace) -> int:
     from minivllm.bench import offline, repeats
+    from minivllm.bench.limits import of_engine
     from minivllm.bench.workload import Generated
 
     loaded = load(checked(args))
@@ -339,9 +403,7 @@ def latency(args: argparse.Namespace) -> int:
     runs: list[dict[str, Any]] = []
     with open_llm(loaded, args) as llm:
         watch = watch_of(llm.config, llm.engine.wiring.device)
-        most = llm.engine.wiring.max_num_seqs
-        if max(args.batch_size) > most:
-            raise ConfigError(f"--batch-size {max(args.batch_size)} is more than max_num_seqs={most}; lower it")
+        _fit_latency(args, of_engine(llm))
         for length in args.input_len:
             for batch in args.batch_size:
                 asked = Generated(batch, length, args.output_len, vocab=args.vocab)
@@ -367,11 +429,39 @@ def latency(args: argparse.Namespace) -> int:
     return tell(whole, args, "\n".join([*lines, energy_line(whole, states), machine_line(states)]))
 
 
+def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
+    """Fill in the sizes of ``bench latency`` that no flag gives.  ConfigError if those given do not fit."""
+    from minivllm.bench.limits import fitted
+
+    if args.vocab is not None and args.vocab > limits.vocab:
+        raise ConfigError(f"--vocab {args.vocab}: the model has {limits.vocab} tokens; want at most as many")
+    args.vocab = args.vocab or min(VOCAB, limits.vocab)
+    if args.batch_size is None:
+        args.batch_size = [min(8, limits.rows)]
+    if max(args.batch_size) > limits.rows:
+        raise ConfigError(f"--batch-size {max(args.batch_size)} is more than max_num_seqs={limits.rows}; lower it")
+    given = {"input_len": max(args.input_len) if args.input_len else None, "output_len": args.output_len}
+    defaults, least = {"input_len": 32, "output_len": 128}, {"input_len": 1, "output_len": 1}
+
+    def refusal(sizes: Mapping[str, int]) -> str:
+        flags = f"--input-len {sizes['input_len']} and --output-len {sizes['output_len']}"
+        have = f"and a request of this configuration may have {limits.tokens}; lower them, or raise max_model_len"
+        return f"{flags} are {sum(sizes.values())} tokens, {have}"
+
+    sizes = fitted(given, defaults, least, lambda sizes: sum(sizes.values()) <= limits.tokens, refusal)
+    smaller = [name for name, value in given.items() if value is None and sizes[name] < defaults[name]]
+    if smaller:
+        texts = [f"--{name.replace('_', '-')} {sizes[name]} (not {defaults[name]})" for name in smaller]
+        say_smaller(texts, f"a request of this configuration may have {limits.tokens} tokens")
+    args.input_len, args.output_len = args.input_len or [sizes["input_len"]], sizes["output_len"]
+
+
 def throughput(args: argparse.Namespace) -> int:
     from minivllm.bench import offline, repeats
+    from minivllm.bench.limits import of_engine
 
-    asks = asks_of(checked(args))
-    with open_llm(load(args), args) as llm:
+    with open_llm(load(checked(args)), args) as llm:
+        asks = asks_of(args, of_engine(llm))
         watch = watch_of(llm.config, llm.engine.wiring.device)
 
         def once(seed: int) -> dict[str, Any]:
@@ -397,9 +487,10 @@ def throughput(args: argparse.Namespace) -> int:
 
 
 def memory(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats
+    from minivllm.bench import limits, offline, repeats
 
-    asks, loaded = asks_of(checked(args)), load(args)
+    loaded = load(checked(args))
+    asks = asks_of(args, limits.planned(loaded))
     importlib.import_module("minivllm.frontend.llm")  # torch and what else is imported belongs to no component
 
     def work(llm: Any) -> None:

@@ -35,15 +35,18 @@ FEWEST = 24  # requests of a run from which a knee can be told
 def serve(args: argparse.Namespace) -> int:
     import asyncio
 
+    from minivllm.bench import limits
+
     check_serve(checked(args))
-    asks = asks_of(args)
+    loaded = None if args.url else load(args)
+    asks = asks_of(args, limits.planned(loaded) if loaded is not None else None)
     if (args.request_rate or args.find_knee) and any(ask.at is not None for ask in asks(args.seed)):
         raise ConfigError(
             f"{args.dataset}: its requests say when they come (at); leave out --request-rate, --find-knee"
         )
     if args.find_knee and (number := len(asks(args.seed))) < FEWEST:
         raise ConfigError(f"--find-knee: {number} requests are too few to see one; want at least {FEWEST}")
-    return asyncio.run(serve_async(args, asks))
+    return asyncio.run(serve_async(args, asks, loaded))
 
 
 def check_serve(args: argparse.Namespace) -> None:
@@ -76,18 +79,20 @@ def check_serve(args: argparse.Namespace) -> None:
         raise ConfigError(f"--api-key-env {shown(args.api_key_env)}: no such environment variable")
 
 
-async def serve_async(args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]]) -> int:
+async def serve_async(
+    args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]], loaded: Loaded | None
+) -> int:
+    """Measure the server at ``--url``, or start an engine of ``loaded`` and measure it; return the exit code."""
     from minivllm.bench import state
     from minivllm.bench.client import TIMEOUT, HttpServer
     from minivllm.bench.direct import DirectEngine, started
 
     extra, timeout = {"temperature": args.temperature}, args.timeout or TIMEOUT
-    if args.url:
+    if loaded is None:
         server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra, timeout)
         name = await server.find_model()
         elsewhere = functools.partial(state.MachineWatch, None)
         return await measure_serve(args, asks, server, elsewhere, f"{name} at {args.url}", None, None)
-    loaded = load(args)
     if not args.direct:
         with started(loaded) as (url, pid):
             server = HttpServer(url, "", "", extra, timeout)

@@ -81,14 +81,14 @@ class Contender:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from minivllm.bench import comparing, lm_tasks, quality, trials
+    from minivllm.bench import comparing, limits, lm_tasks, quality, trials
     from minivllm.bench.store import Store
     from minivllm.record import diff
 
     check(checked(args))
-    asks = asks_of(args)
     quality.check_tasks(args.task)
     found, store = contenders(args), Store(args.results)
+    asks = asks_of(args, limits.smallest([limits.planned(one.loaded) for one in found]))
     lm_eval = lm_tasks.check(args.lm_eval, args.lm_eval_path) if args.lm_eval else {}
     work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0], lm_eval)
     for one in found:

@@ -17,14 +17,13 @@ from minivllm.plugins.executor.clocks import ModelClock, RealClock
 from minivllm.plugins.executor.costs import CostTable
 from minivllm.registry import Catalog, build_part
 from minivllm.replay.serve import ServeSizes, engine_for
-from minivllm.traces.trace import Trace
+from minivllm.traces.trace import Trace, tokens_within
 
 from .device import UNSAID, Simulated
 from .drive import TraceClock, TraceOutcome, drive
 from .leap import leap, turn
 
 SHORTEST = "shortest-job"
-MIX = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True)
@@ -141,16 +140,6 @@ def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) ->
     width = min(engine.capacity.vocab_size, UNSAID)
     prompts = [tokens_within(trace.tokens(i), width) for i in range(len(trace))]
     return drive(engine, trace, clock or RealClock(), prompts.__getitem__)
-
-
-def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
-    """i32 tokens below ``width``, equal where the trace's beginnings are; within a run of one content they vary with
-    their position, as a text's do."""
-    place = np.arange(len(tokens), dtype=np.uint64)
-    x = (tokens.astype(np.uint64) << np.uint64(20)) + place + np.uint64(1)
-    x = x * np.uint64(MIX)
-    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-    return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
 
 
 def warm(engine: Engine, trace: Trace) -> None:

@@ -14,6 +14,8 @@ import numpy as np
 
 from minivllm.errors import ConfigError
 
+MIX = 0x9E3779B97F4A7C15  # of ``tokens_within``
+
 
 @dataclass(frozen=True)
 class Trace:
@@ -71,6 +73,18 @@ def spread(number: int) -> int:
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
     return (x ^ x >> 31) or 1
+
+
+def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
+    """Return i32 token ids below ``width`` for the content numbers of a prompt.
+
+    Equal beginnings stay equal.  Within a run of one content the ids vary with their position, as those of a text do.
+    """
+    place = np.arange(len(tokens), dtype=np.uint64)
+    x = (tokens.astype(np.uint64) << np.uint64(20)) + place + np.uint64(1)
+    x = x * np.uint64(MIX)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
 
 
 def build(name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: Sequence[Any], unit: int = 0) -> Trace:
