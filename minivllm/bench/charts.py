@@ -15,8 +15,8 @@ WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
 LONGEST = 30  # characters of a name beside a bar
 LOW, FEW = 220, 16  # where the axis of a chart with lines lies; points of a line that are drawn one by one
 THIN = 12  # height of a request in a timeline
-FARTHEST = 1.5  # times the longest bar, where the axis of bars ends at most
 COLOURS = "abcdef"
+DODGE = 5.0  # between the whiskers of two lines at one place
 
 Point = tuple[float, float]
 
@@ -34,10 +34,18 @@ class Bar:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """Points in the order in which they are joined."""
+    """Points in the order in which they are joined.  ``upward`` and ``across``: of each point the interval of its y and
+    of its x, None if it has none; empty if no point has one."""
 
     name: str
     points: tuple[Point, ...]
+    upward: tuple[Point | None, ...] = ()
+    across: tuple[Point | None, ...] = ()
+
+    def whiskers(self) -> list[tuple[Point, Point]]:
+        """Return both ends of each interval."""
+        up = [((p[0], s[0]), (p[0], s[1])) for p, s in zip(self.points, self.upward, strict=False) if s]
+        return up + [((s[0], p[1]), (s[1], p[1])) for p, s in zip(self.points, self.across, strict=False) if s]
 
 
 @dataclass(frozen=True)
@@ -146,34 +154,38 @@ def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
 
 
 def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
-    """As ``BarChart``."""
+    """Return the SVG of a ``BarChart``.  The axis holds every interval, below 0 too."""
     shown = [row for row in rows if math.isfinite(row.value)]
-    values = [max(row.value, row.tick or 0.0) for row in shown]
-    most = FARTHEST * max(values, default=0.0) or math.inf  # a wide interval leaves room for the bars, if there are any
-    ends = [min(row.high or 0.0, most) for row in shown]
-    most = max(values + ends + ([mark] if mark else []), default=1.0) or 1.0
-    scale = (WIDTH - LEFT - 70) / most
+    least, most = span_of(shown, mark)
+    scale = (WIDTH - LEFT - 70) / (most - least)
+    place = lambda value: LEFT + (value - least) * scale  # noqa: E731
     parts = []
     for i, row in enumerate(shown):
         y = TOP + i * ROW
-        end = LEFT + max(0.0, row.value) * scale
+        begin, end = sorted((place(0.0), place(row.value)))
         parts.append(_text(LEFT - 8, y + 16, short(row.name), "end"))
-        parts.append(f'<rect class="a" x="{LEFT}" y="{y + 3}" width="{end - LEFT:.1f}" height="{ROW - 8}"/>')
+        parts.append(f'<rect class="a" x="{begin:.1f}" y="{y + 3}" width="{end - begin:.1f}" height="{ROW - 8}"/>')
         if row.low is not None and row.high is not None:
-            a, b, at = LEFT + max(0.0, row.low) * scale, LEFT + min(row.high, most) * scale, y + ROW / 2 - 1
-            last = f"M{b:.1f} {at - 4}v8" if row.high <= most else ""  # else it goes on
-            parts.append(f'<path class="e" d="M{a:.1f} {at}H{b:.1f}M{a:.1f} {at - 4}v8{last}"/>')
+            a, b, at = place(row.low), place(row.high), y + ROW / 2 - 1
+            parts.append(f'<path class="e" d="M{a:.1f} {at}H{b:.1f}M{a:.1f} {at - 4}v8M{b:.1f} {at - 4}v8"/>')
             end = max(end, b)
         if row.tick is not None:
-            at = LEFT + row.tick * scale
+            at = place(row.tick)
             parts.append(f'<path class="k" d="M{at:.1f} {y + 1}v{ROW - 4}"/>')
             end = max(end, at)
         parts.append(_text(end + 6, y + 16, number(row.value)))
     height = TOP + len(shown) * ROW + 6
-    if mark is not None:
-        x = LEFT + mark * scale
-        parts.append(f'<path class="m" d="M{x:.1f} {TOP}V{height - 6}"/>')
+    for line in [0.0] * (least < 0) + ([mark] if mark is not None else []):
+        parts.append(f'<path class="m" d="M{place(line):.1f} {TOP}V{height - 6}"/>')
     return _svg(height, label, parts)
+
+
+def span_of(rows: Sequence[Bar], mark: float | None = None) -> Point:
+    """Return the ends of an axis that holds all bars from 0, their intervals, their ticks and the mark."""
+    values = [one for row in rows for one in (row.value, row.low, row.high, row.tick) if one is not None]
+    values = [one for one in [*values, mark or 0.0] if math.isfinite(one)]
+    least, most = min([0.0, *values]), max([0.0, *values])
+    return least, most if most > least else least + 1.0
 
 
 def stack(rows: Sequence[Bar], label: str) -> str:
@@ -198,7 +210,8 @@ def lines(
     front: Sequence[Point] = (),
 ) -> str:
     """As ``LineChart``."""
-    points = [point for line in found for point in line.points if point[1] > 0 or not log]
+    whiskers = [end for line in found for pair in line.whiskers() for end in pair]
+    points = [p for p in [*(p for line in found for p in line.points), *whiskers] if p[1] > 0 or not log]
     low, high = zip(*(_range([p[axis] for p in points], joined) for axis in (0, 1)), strict=True)
     if log:
         low, high = (low[0], _decade([p[1] for p in points], False)), (high[0], _decade([p[1] for p in points], True))
@@ -229,8 +242,19 @@ def lines(
             parts.append(f'<path class="l{kind}" d="{way(line.points)}"/>')
         if len(line.points) < FEW or not joined:
             parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in map(at, line.points)]
+        shift = DODGE * (i - (len(found) - 1) / 2)
+        parts += [_whisker(at(a), at(b), f"l{kind}", shift) for a, b in line.whiskers()]
     named = [line.name for line in found if line.name] if len(found) > 1 else []
     return _svg(LOW + 44 + 20 * len(named), f"{y_name} over {x_name}", parts + _legend(named, left, LOW + 44))
+
+
+def _whisker(a: Point, b: Point, style: str, shift: float) -> str:
+    """Return the line between two ends with a bar across each; an upright one is ``shift`` to the right."""
+    upright = abs(a[0] - b[0]) < 0.05
+    if upright:
+        a, b = (a[0] + shift, a[1]), (b[0] + shift, b[1])
+    caps = (f"M{x - 4:.1f} {y:.1f}h8" if upright else f"M{x:.1f} {y - 4:.1f}v8" for x, y in (a, b))
+    return f'<path class="{style}" d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}{"".join(caps)}"/>'
 
 
 def timeline(rows: Sequence[Span], label: str) -> str:
@@ -271,12 +295,9 @@ def _step(most: float) -> float:
 
 
 def _marks(low: float, high: float, from_zero: bool) -> list[float]:
-    """Where an axis has numbers."""
-    if not from_zero:
-        step = _step(high - low)
-        return [step * i for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    step = _step(high)
-    return [step * i for i in range(round(high / step) + 1)]
+    """Return the numbers at which an axis is marked."""
+    step = _step(max(high, -low)) if from_zero else _step(high - low)
+    return [step * i for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def _powers(low: float, high: float) -> list[float]:
@@ -285,11 +306,13 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def _range(values: Sequence[float], from_zero: bool) -> Point:
-    """The ends of an axis."""
+    """Return the ends of an axis."""
     if not values:
         return 0.0, 1.0
     if from_zero:
-        step = _step(max(values) or 1.0)
-        return 0.0, step * math.ceil((max(values) or 1.0) / step - 1e-9)
+        least, most = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
+        step = _step(max(most, -least) or 1.0)
+        ends = step * math.floor(least / step + 1e-9), step * math.ceil(most / step - 1e-9)
+        return ends if ends[1] > ends[0] else (0.0, step * math.ceil(1.0 / step - 1e-9))
     room = 0.2 * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
     return min(values) - room, max(values) + room

@@ -9,8 +9,9 @@ from typing import Any
 from . import quality, state, trials
 from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
-from .statistics import NAN, Paired, paired, percentile
+from .statistics import NAN, Paired, Shift, paired, percentile, shifted
 
+QUALITY = {"perplexity": "perplexity", "kl": "KL", "top1_agreement": "top-1"}
 Stored = Mapping[str, Any]
 
 
@@ -57,12 +58,11 @@ class ComparedRuns:
             "compare", figures, states, self.settings, None, rows=rows, runs_by_name=runs_of, bills_of_materials=bills
         )
 
-    def _against_first(self, i: int) -> dict[str, Paired]:
-        found = trials.against(self.runs[0], self.runs[i], self.metrics)
+    def _against_first(self, i: int) -> dict[str, Paired | Shift]:
+        found: dict[str, Paired | Shift]
+        found = {**trials.against(self.runs[0], self.runs[i], self.metrics)}
         a, b = self.stored[0]["quality"], self.stored[i]["quality"]
-        if a and b and "losses" in a and "losses" in b and a["tokens"] == b["tokens"]:
-            found["perplexity"] = paired(quality.perplexities(a), quality.perplexities(b))
-        return found
+        return found | of_quality(a or {}, b or {})
 
     def _clocks_apart(self, i: int) -> str:
         """Why speeds cannot be compared, "" if they can."""
@@ -95,7 +95,7 @@ class ComparedRuns:
                 f"{row['weight_bytes'] / 2**20:>11.1f} {_number(own, 'perplexity', 3):>10} {_number(own, 'kl', 5):>9} "
                 f"{agree:>7} {share}"
             )
-        names = {metric.key: metric.name for metric in self.metrics} | {"perplexity": "perplexity"}
+        names = {metric.key: metric.name for metric in self.metrics} | QUALITY
         for row in rows if self.counted else ():
             counts = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.counted]
             out.append(f"counted of {row['name']}: {', '.join(counts)}")
@@ -116,6 +116,18 @@ class ComparedRuns:
         joules = whole["joules_per_output_token"]
         unknown = whole["machine_states"][0].get("energy_unknown", "no counter")
         return [*out, *([] if joules is not None else [f"energy: unknown: {unknown}"])]
+
+
+def of_quality(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Paired | Shift]:
+    """Return the tests of two qualities of one text, in pairs of its pieces; none if the tokens are others."""
+    found: dict[str, Paired | Shift] = {}
+    if "losses" not in a or "losses" not in b or a["tokens"] != b["tokens"]:
+        return found
+    found["perplexity"] = paired(quality.perplexities(a), quality.perplexities(b))
+    for key, pieces in (("kl", "kl_pieces"), ("top1_agreement", "top1_pieces")):
+        if a.get(pieces) and b.get(pieces):
+            found[key] = shifted(a[pieces], b[pieces])
+    return found
 
 
 def _number(own: Mapping[str, Any], key: str, digits: int) -> str:

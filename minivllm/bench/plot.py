@@ -12,12 +12,14 @@ from typing import Any
 
 from minivllm.errors import ConfigError
 
-from .charts import BarChart, Chart, LineChart, StackChart, TimelineChart, short
+from .charts import BarChart, Chart, LineChart, StackChart, TimelineChart, short, span_of
 
 COLOURS = ("#2f6fb3", "#c2571a", "#2e8b57", "#8a4fa3", "#b0851f", "#c2417c")  # as the HTML page has them by daylight
 WIDE, HIGH = 6.4, 3.2  # inches of a chart with lines
 ROW, SPAN = 0.26, 0.11  # inches of a bar, and of a request
 DPI = 160
+DODGE = 3.0  # points between the whiskers of two lines at one place
+OVER = 5  # zorder of whiskers and ticks
 FORMATS = ("png", "svg")
 
 
@@ -65,7 +67,10 @@ def _height(chart: Chart) -> float:
         return 0.9 + ROW * len(chart.rows)
     if isinstance(chart, TimelineChart):
         return 1.2 + SPAN * len(chart.rows)
-    return 1.8 if isinstance(chart, StackChart) else HIGH
+    if isinstance(chart, StackChart):
+        return 1.8
+    named = len([line for line in chart.lines if line.name])
+    return HIGH + (0.2 * ((named + 1) // 2) if named > 1 else 0.0)
 
 
 def _draw(axes: Any, chart: Chart) -> None:
@@ -87,14 +92,35 @@ def _bars(axes: Any, chart: BarChart) -> None:
     axes.barh(places, [row.value for row in rows], color=COLOURS[0], height=0.7)
     for y, row in zip(places, rows, strict=True):
         if row.low is not None and row.high is not None:
-            axes.plot([max(0.0, row.low), row.high], [y, y], color="black", linewidth=1.2, marker="|")
+            _whisker(axes, (row.low, y), (row.high, y))
         if row.tick is not None:
-            axes.plot([row.tick, row.tick], [y - 0.4, y + 0.4], color=COLOURS[1], linewidth=2)
+            axes.plot([row.tick, row.tick], [y - 0.4, y + 0.4], color=COLOURS[1], linewidth=2, zorder=OVER)
     if chart.mark is not None:
         axes.axvline(chart.mark, color="grey", linestyle="--", linewidth=1)
     axes.set_yticks(list(places), names)
-    axes.set_xlim(left=0)
+    least, most = span_of(rows, chart.mark)
+    room = 0.04 * (most - least)  # for the caps of whiskers
+    axes.set_xlim(least - room if least < 0 else 0, most + room)
+    if least < 0:
+        axes.axvline(0, color="grey", linewidth=0.8)
     axes.invert_yaxis()
+
+
+def _whisker(
+    axes: Any, a: tuple[float, float], b: tuple[float, float], colour: str = "black", shift: float = 0.0
+) -> None:
+    """Draw the line between two ends with a bar across each, over bars and points, and whole at the border.
+
+    ``shift``: points to the right of an upright one, so that whiskers of several lines lie beside each other.
+    """
+    from matplotlib.transforms import ScaledTranslation
+
+    upright = a[0] == b[0]
+    moved = ScaledTranslation(shift / 72 if upright else 0, 0, axes.figure.dpi_scale_trans)
+    style = {"color": colour, "linewidth": 1.2, "marker": "_" if upright else "|", "markersize": 7}
+    xs, ys = zip(a, b, strict=True)
+    axes.plot(xs, ys, zorder=OVER, clip_on=False, transform=axes.transData + moved, **style)
+    axes.update_datalim([a, b])
 
 
 def _stack(axes: Any, chart: StackChart) -> None:
@@ -107,22 +133,39 @@ def _stack(axes: Any, chart: StackChart) -> None:
 
 
 def _lines(axes: Any, chart: LineChart) -> None:
-    for line in chart.lines:
+    for i, line in enumerate(chart.lines):
         style = "-o" if chart.joined and len(line.points) < 30 else "-" if chart.joined else "o"
         axes.plot(*zip(*line.points, strict=True), style, label=line.name, markersize=4) if line.points else None
+        shift = DODGE * (i - (len(chart.lines) - 1) / 2)
+        for a, b in line.whiskers():
+            low = a if a[1] > 0 or not chart.log else (a[0], _least(chart))
+            _whisker(axes, low, b, COLOURS[i % len(COLOURS)], shift)
     if len(chart.front) > 1:
         axes.plot(*zip(*chart.front, strict=True), "--", color="grey", linewidth=1)
     if chart.log:
         axes.set_yscale("log")
+        axes.autoscale_view()
     elif chart.joined:
-        axes.set_ylim(bottom=0)
+        axes.autoscale_view()
+        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _below(chart) else 0)
     if chart.joined:
         axes.set_xlim(left=0)
     axes.set_xlabel(chart.x_name)
     axes.set_ylabel(chart.y_name)
     axes.grid(alpha=0.3)
-    if len([line for line in chart.lines if line.name]) > 1:
-        axes.legend(fontsize=8)
+    if len([line for line in chart.lines if line.name]) > 1:  # below the axes, where it hides nothing
+        axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
+
+
+def _below(chart: LineChart) -> bool:
+    """Whether an interval goes below 0."""
+    return any(a[1] < 0 for line in chart.lines for a, _ in line.whiskers())
+
+
+def _least(chart: LineChart) -> float:
+    """Return the lowest value that a logarithmic axis can show: a tenth of the least point above 0."""
+    values = [y for line in chart.lines for _, y in line.points if y > 0]
+    return min(values, default=1.0) / 10
 
 
 def _timeline(axes: Any, chart: TimelineChart) -> None:

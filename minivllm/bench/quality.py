@@ -19,7 +19,7 @@ import numpy as np
 from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, RequestError
 
-RELATIVE = ("kl", "top1_agreement")  # what says nothing without a reference
+RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # what says nothing without a reference
 PIECE = 64  # tokens of a text that are scored with nothing before them but each other
 STORIES = 40
 
@@ -42,18 +42,27 @@ class TextScores:
             at, row = at + n, row + n - 1
         return out
 
-    def against(self, reference: TextScores) -> dict[str, float]:
-        """Mean KL divergence of this from the reference (nats a token, reference first), and the share of positions at
-        which both find the same token most likely.  Empty where they have other tokens: another tokenizer."""
+    def against(self, reference: TextScores) -> dict[str, Any]:
+        """Return how far these distributions are from the reference's, or nothing if the tokens are others.
+
+        ``kl`` is the mean divergence (nats a token, reference first), ``top1_agreement`` the share of positions at
+        which both find the same token most likely; ``kl_pieces`` and ``top1_pieces`` have the means of each piece.
+        """
         if self.logprobs.shape != reference.logprobs.shape or not np.array_equal(self.ids, reference.ids):
             return {}
-        divergence = 0.0
-        for p, q in zip(reference.logprobs, self.logprobs, strict=True):  # by rows: vocabularies are large
+        divergence = np.zeros(len(self.logprobs))
+        for row, (p, q) in enumerate(zip(reference.logprobs, self.logprobs, strict=True)):  # vocabularies are large
             held = p > -np.inf
             wide = p[held].astype(np.float64)
-            divergence += float(np.sum(np.exp(wide) * (wide - q[held])))
-        same = reference.logprobs.argmax(1) == self.logprobs.argmax(1)
-        return {"kl": divergence / len(same), "top1_agreement": float(same.mean())}
+            divergence[row] = np.sum(np.exp(wide) * (wide - q[held]))
+        same = (reference.logprobs.argmax(1) == self.logprobs.argmax(1)).astype(np.float64)
+        cuts = np.cumsum(self.lengths - 1)[:-1]
+        return {
+            "kl": float(divergence.mean()),
+            "top1_agreement": float(same.mean()),
+            "kl_pieces": [float(own.mean()) for own in np.split(divergence, cuts)],
+            "top1_pieces": [float(own.mean()) for own in np.split(same, cuts)],
+        }
 
     def save(self, path: Path) -> None:
         np.savez(path, ids=self.ids, lengths=self.lengths, logprobs=self.logprobs)

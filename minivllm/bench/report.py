@@ -5,6 +5,7 @@ No script, no font, no picture from elsewhere; light and dark by the reader's se
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from html import escape
@@ -25,6 +26,8 @@ from .charts import (
     TimelineChart,
     number,
 )
+from .comparing import QUALITY
+from .pareto import SPEED, Front
 from .serving import knee_text
 from .trials import counted, ratio_text
 
@@ -153,12 +156,10 @@ def _serve(found: Row) -> list[Block]:
     label = lambda row: f"{number(float(row[key]))} {'a second' if rated else 'streams'}" if row[key] else "all"  # noqa: E731
     out: list[Block] = []
     if len(rows) > 1:
-        of = lambda y: tuple((float(row[key]), float(row[y])) for row in rows if row.get(y) is not None)  # noqa: E731
+        of = functools.partial(_line, rows, key)
         against = "offered rate" if rated else "concurrency"
-        out.append(
-            LineChart(f"Throughput against {against}", [DrawnLine("", of("output_throughput"))], name, "tokens/s")
-        )
-        times = [DrawnLine(f"{word} {q}", of(f"{q}_{word}_ms")) for word in ("ttft", "tpot") for q in ("median", "p99")]
+        out.append(LineChart(f"Throughput against {against}", [of("output_throughput", "")], name, "tokens/s"))
+        times = [of(f"{q}_{word}_ms", f"{word} {q}") for word in ("ttft", "tpot") for q in ("median", "p99")]
         out.append(LineChart(f"Latency against {against}", times, name, "milliseconds"))
     for word, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
         drawn = [_distribution(label(row), took) for row in rows[:MOST_LINES] if (took := _answered(row, word))]
@@ -171,6 +172,14 @@ def _serve(found: Row) -> list[Block]:
     heads = (name, "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "failed")
     keys = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
     return [*out, Table(heads, [(label(row), *(row[k] for k in keys), row["failed"]) for row in rows])]
+
+
+def _line(rows: Sequence[Row], x: str, y: str, name: str) -> DrawnLine:
+    """Draw a figure of each row over another, with its interval."""
+    own = [row for row in rows if row.get(y) is not None]
+    bars = [_bar("", row, y) for row in own]
+    spans = tuple(None if bar.low is None or bar.high is None else (bar.low, bar.high) for bar in bars)
+    return DrawnLine(name, tuple((float(row[x]), bar.value) for row, bar in zip(own, bars, strict=True)), upward=spans)
 
 
 def _timeline(row: Row, load: str) -> list[Block]:
@@ -202,71 +211,67 @@ def _ablate(found: Row) -> list[Block]:
 
 
 def _compare(found: Row) -> list[Block]:
-    rows = found["rows"]
-    out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, "output_throughput") for row in rows])]
-    scored = [row for row in rows if (row["quality"] or {}).get("perplexity")]
-    best = _front(scored, _speed, _nearness, _lightness)
+    rows, front = found["rows"], Front(found)
+    out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, SPEED) for row in rows])]
+    scored = [i for i, row in enumerate(rows) if (row["quality"] or {}).get("perplexity")]
+    quality_keys = front.figures(SPEED, *QUALITY)
     if scored:
         quality = "perplexity (lower is better; not from 0)"
-        out.append(_scatter("Quality and speed", scored, _nearness, lambda row: row["quality"]["perplexity"], quality))
+        y = lambda row: row["quality"]["perplexity"]  # noqa: E731
+        out.append(_scatter("Quality and speed", front, scored, quality_keys, y, quality))
     if len({row["weight_bytes"] for row in rows}) > 1:
         memory = "weights, MiB (not from 0)"
-        out.append(_scatter("Memory and speed", rows, _lightness, lambda row: row["weight_bytes"] / 2**20, memory))
+        every, y = range(len(rows)), lambda row: row["weight_bytes"] / 2**20
+        out.append(_scatter("Memory and speed", front, every, (SPEED, "weight_bytes"), y, memory))
     counts = counted(list(found["runs_by_name"].values()))
     out += [BarChart(one.name.capitalize(), [_bar(row["name"], row, one.key) for row in rows]) for one in counts]
     if failed := found.get("failed"):
         out.append(Table(("configuration", "left out"), list(failed.items())))
-    heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
     if counts:
         table = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
         out.append(Table(("configuration", *(one.name for one in counts)), table))
-    told: list[tuple[Any, ...]] = []
-    for row in rows:
-        one = row["against_first"].get("output_throughput")
-        own = row["quality"] or {}
-        scores = map(own.get, ("perplexity", "kl", "top1_agreement"))
-        over = (ratio_text(one), one["says"]) if one else ("", "")
-        sizes = (row["median_ttft_ms"], row["weight_bytes"] / 2**20)
-        told.append((row["name"], row["output_throughput"], *over, *sizes, *scores, row["name"] in best))
-    if not best:
-        return [*out, Table(heads, [row[:-1] for row in told])]
-    return [*out, Table((*heads, "Pareto"), [(*row[:-1], "on the front" if row[-1] else "beaten") for row in told])]
+    heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
+    told = [_compared_row(row) for row in rows]
+    if not scored:
+        return [*out, Table(heads, told)]
+    keys = [*quality_keys, "weight_bytes"]
+    pareto = [front.beaten(i, keys) or "on the front" if i in scored else "not scored" for i in range(len(rows))]
+    own = Table((*heads, "Pareto"), [(*row, said) for row, said in zip(told, pareto, strict=True)])
+    return [*out, own, *_tests(rows), front.rule(keys)]
 
 
-Figure = Callable[[Row], Sequence[float]]  # its least and its most, of which more is better
+def _compared_row(row: Row) -> tuple[Any, ...]:
+    one, own = row["against_first"].get(SPEED), row["quality"] or {}
+    over = (ratio_text(one), one["says"]) if one else ("", "")
+    scores = map(own.get, ("perplexity", "kl", "top1_agreement"))
+    return (row["name"], row[SPEED], *over, row["median_ttft_ms"], row["weight_bytes"] / 2**20, *scores)
 
 
-def _speed(row: Row) -> Sequence[float]:
-    return row.get("intervals", {}).get("output_throughput") or [row["output_throughput"]] * 2
+def _tests(rows: Sequence[Row]) -> list[Block]:
+    """Return the verdicts of quality against the first configuration."""
+    told = [
+        (row["name"], name, ratio_text(one), one["says"])
+        for row in rows[1:]
+        for key, name in QUALITY.items()
+        if (one := row["against_first"].get(key)) is not None
+    ]
+    heads = ("configuration", "figure", f"over {rows[0]['name']}, or minus it", "")
+    return [Table(heads, told)] if told else []
 
 
-def _nearness(row: Row) -> Sequence[float]:
-    """Perplexities that differ by less than a thousandth are equal."""
-    loss = math.log(row["quality"]["perplexity"])
-    return -loss - 5e-4, -loss + 5e-4
-
-
-def _lightness(row: Row) -> Sequence[float]:
-    return [-row["weight_bytes"]] * 2
-
-
-def _front(rows: Sequence[Row], *figures: Figure) -> set[str]:
-    """Names of the configurations that no other beats in all figures together."""
-    return {row["name"] for row in rows if not any(_beats(other, row, *figures) for other in rows)}
-
-
-def _beats(a: Row, b: Row, *figures: Figure) -> bool:
-    """Whether a is better in one of the figures and worse in none; those whose intervals overlap are equal."""
-    pairs = [(figure(a), figure(b)) for figure in figures]
-    return any(x[0] > y[1] for x, y in pairs) and not any(x[1] < y[0] for x, y in pairs)
-
-
-def _scatter(title: str, rows: Sequence[Row], figure: Figure, y: Callable[[Row], float], name: str) -> LineChart:
-    """Tokens a second and what shall be small, with the front of the two."""
-    points = {row["name"]: (float(row["output_throughput"]), float(y(row))) for row in rows}
-    front = tuple(sorted(points[name] for name in _front(rows, _speed, figure)))
-    drawn = [DrawnLine(name, (point,)) for name, point in points.items()]
-    return LineChart(title, drawn, "tokens/s", name, joined=False, front=front)
+def _scatter(
+    title: str, front: Front, own: Sequence[int], keys: Sequence[str], y: Callable[[Row], float], name: str
+) -> LineChart:
+    """Draw tokens a second, with its interval, against a figure that shall be small, with the front of ``keys``."""
+    points, spans = {}, {}
+    for i in own:
+        row = front.rows[i]
+        points[i] = (float(row[SPEED]), float(y(row)))
+        bar = _bar("", row, SPEED)
+        spans[i] = None if bar.low is None or bar.high is None else (bar.low, bar.high)
+    best = tuple(sorted(points[i] for i in own if not front.beaten(i, keys)))
+    drawn = [DrawnLine(front.rows[i]["name"], (points[i],), across=(spans[i],)) for i in own]
+    return LineChart(f"{title} (whiskers: 95 %)", drawn, "tokens/s", name, joined=False, front=best)
 
 
 def _latency(found: Row) -> list[Block]:
@@ -324,7 +329,7 @@ def _batching(found: Row) -> list[Block]:
 
     def drawn(key: str) -> list[DrawnLine]:
         own = {name: [row for row in rows if row["policy"] == name] for name in names}
-        return [DrawnLine(n, tuple((float(r["request_rate"]), float(r[key])) for r in own[n])) for n in names]
+        return [_line(own[name], "request_rate", key, name) for name in names]
 
     offered = "requests/s offered"
     heads = ("policy", offered, "latency ms", "p99", "TTFT ms", "TPOT ms", "requests/s", "over continuous", "")

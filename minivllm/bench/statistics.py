@@ -16,6 +16,8 @@ from dataclasses import dataclass
 ALPHA = 0.05
 NAN = float("nan")
 ROUNDING = 1e-12  # a spread below it is that of the arithmetic
+NEAR = 1.1  # a factor: an interval within it around 1 shows that there is no large difference
+DIFFERENT, UNDECIDED, MANY = "a difference", "these runs do not decide", ", with so many tests"
 
 
 def percentile(values: Sequence[float], q: float) -> float:
@@ -93,7 +95,7 @@ class Paired:
     pairs: int
 
     def sentence(self, p: float | None = None) -> str:
-        """In words, by ``p`` (default the pair's own; after Holm's correction the one that it gave)."""
+        """Return the verdict by ``p`` (default the pair's own; a table passes the value of Holm's correction)."""
         p = self.p if p is None else p
         if math.isnan(self.ratio):
             return "not measured"
@@ -104,8 +106,47 @@ class Paired:
         if math.isnan(p):
             return "one pair: no test"
         if p < ALPHA:
-            return "a difference"
-        return "no difference shown" + (", with so many tests" if self.p < ALPHA else "")
+            return DIFFERENT
+        near = self.low >= 1 / NEAR and self.high <= NEAR
+        return ("no difference shown" if near else UNDECIDED) + (MANY if self.p < ALPHA else "")
+
+
+@dataclass(frozen=True)
+class Shift:
+    """b minus a, from values in pairs.  ``low`` to ``high``: where the mean difference lies with confidence 95 %; ``p``
+    as that of ``Paired``."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+    pairs: int
+
+    def sentence(self, p: float | None = None) -> str:
+        """Return the verdict, as ``Paired.sentence``."""
+        p = self.p if p is None else p
+        if math.isnan(self.difference):
+            return "not measured"
+        if math.isnan(p):
+            same = "the same in every pair" if self.difference == 0 else "the same difference in every pair: no test"
+            return same if self.pairs > 1 else "one pair: no test"
+        return DIFFERENT if p < ALPHA else "no difference shown" + (MANY if self.p < ALPHA else "")
+
+
+def shifted(a: Sequence[float], b: Sequence[float]) -> Shift:
+    """Return the mean of ``b - a`` with its interval.  ValueError if the lengths differ."""
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} values and {len(b)}: want pairs")
+    gaps = [y - x for x, y in zip(a, b, strict=True)]
+    if not gaps:
+        return Shift(NAN, NAN, NAN, NAN, 0)
+    mean, found = statistics.fmean(gaps), interval(gaps)
+    if found is None:
+        return Shift(mean, NAN, NAN, NAN, 1)
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps))
+    if error <= ROUNDING * max(1.0, abs(mean)):
+        return Shift(mean, mean, mean, NAN, len(gaps))
+    return Shift(mean, *found, student_p(mean / error, len(gaps) - 1), len(gaps))
 
 
 def paired(a: Sequence[float], b: Sequence[float]) -> Paired:

@@ -13,7 +13,7 @@ from minivllm.errors import MinivllmError, brief
 
 from . import offline
 from .repeats import joules_a_token
-from .statistics import NAN, Paired, holm, paired
+from .statistics import NAN, Paired, Shift, holm, paired
 from .workload import BenchAsk
 
 Generate = Callable[..., tuple[list[Any], float]]
@@ -99,23 +99,27 @@ def against(
     return found
 
 
-def judged(rows: Sequence[dict[str, Paired]]) -> list[dict[str, dict[str, Any]]]:
-    """All comparisons of a table with their sentences; p-values are corrected for how many there are."""
+def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, dict[str, Any]]]:
+    """Return all comparisons of a table with their sentences; p-values are corrected for their number (Holm)."""
     keys = [(i, key) for i, row in enumerate(rows) for key in row]
     corrected = holm([rows[i][key].p for i, key in keys])
     out: list[dict[str, dict[str, Any]]] = [{} for _ in rows]
     for (i, key), p in zip(keys, corrected, strict=True):
         one = rows[i][key]
-        out[i][key] = {"ratio": one.ratio, "low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
+        value = {"difference": one.difference} if isinstance(one, Shift) else {"ratio": one.ratio}
+        out[i][key] = {**value, "low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
     return out
 
 
 def ratio_text(one: Mapping[str, Any]) -> str:
-    """A ratio with its interval."""
-    if one["ratio"] is None or math.isnan(one["ratio"]):
+    """Return a ratio, or a difference, with its interval."""
+    key, mark, digits = ("difference", "", 5) if "difference" in one else ("ratio", "x", 2)
+    if one[key] is None or math.isnan(one[key]):
         return "-"
-    bounds = "" if one["low"] is None or math.isnan(one["low"]) else f" [{one['low']:.2f}, {one['high']:.2f}]"
-    return f"{one['ratio']:.2f}x{bounds}"
+    known = one["low"] is not None and not math.isnan(one["low"])
+    bounds = f" [{one['low']:.{digits}f}, {one['high']:.{digits}f}]" if known else ""
+    sign = "+" if key == "difference" else ""
+    return f"{one[key]:{sign}.{digits}f}{mark}{bounds}"
 
 
 @dataclass(frozen=True)

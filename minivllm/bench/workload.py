@@ -82,10 +82,10 @@ def names_trace(source: str) -> bool:
     """Return whether ``--dataset`` names a trace (times and lengths) and no file of prompts."""
     if source == "synthetic" or source.startswith(("sample:", "synthetic:")) or source.lower().endswith(".csv"):
         return True
-    first = next((line for line in files.read_lines(source) if line.strip()), "")
     try:
+        first = next((line for line in files.read_lines(source) if line.strip()), "")
         value = json.loads(first.removeprefix("\ufeff"))
-    except (ValueError, RecursionError):  # the reader of prompts reports it with its line
+    except (ConfigError, ValueError, RecursionError):  # the reader of prompts reports it, with its line
         return False
     return isinstance(value, Mapping) and "prompt" not in value and "hash_ids" in value
 

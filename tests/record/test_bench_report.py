@@ -110,6 +110,46 @@ def test_bars_are_as_long_as_their_values_and_error_bars_where_the_interval_is()
     assert float(high) == pytest.approx(charts.LEFT + b, abs=0.1)
 
 
+WIDE = [Bar("a", 1.0, -40.0, 42.0), Bar("b", 2.0, 1.9, 2.1), Bar("c", 0.0, None, None, 90.0), Bar("d", 1.0, 0.2, 1.8)]
+
+
+def test_every_whisker_is_within_the_picture_with_a_cap_at_both_ends():
+    root = xml.fromstring(charts.bars(WIDE, "x", 1.0))
+    errors = [path.get("d") for path in root.iter("path") if path.get("class") == "e"]
+    assert len(errors) == 3
+    for one in errors:
+        low, high, *caps = map(float, re.findall(r"[MH]([\d.-]+)", one))
+        assert charts.LEFT - 0.1 <= low < high <= charts.WIDTH and caps == [low, high], one
+    line = DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)), upward=((-30.0, 50.0), (4.0, 6.0)), across=(None, (1.5, 9.0)))
+    root = xml.fromstring(charts.lines([line, DrawnLine("m", ((1.0, 1.0),))], "x", "y"))
+    found = [path.get("d") for path in root.iter("path") if path.get("class") == "la"][1:]
+    assert len(found) == 3 and all(one.count("M") == 3 for one in found)
+    for one in found:
+        (x1, y1), (x2, y2) = [tuple(map(float, pair)) for pair in re.findall(r"[ML]([\d.-]+) ([\d.-]+)", one)][:2]
+        assert all(0 <= x <= charts.WIDTH for x in (x1, x2)) and all(0 <= y <= charts.LOW + 0.1 for y in (y1, y2)), one
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_matplotlib_draws_whiskers_over_the_points_and_within_the_axes(log):
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    from minivllm.bench import plot
+
+    line = DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)), upward=((-30.0, 50.0), (4.0, 6.0)))
+    for chart in (charts.BarChart("t", WIDE), charts.LineChart("t", [line], "x", "y", log=log)):
+        axes = Figure().add_subplot()
+        plot._draw(axes, chart)
+        whiskers = [one for one in axes.lines if one.get_marker() in ("|", "_") and one.get_zorder() == plot.OVER]
+        assert len(whiskers) == (3 if isinstance(chart, charts.BarChart) else 2)
+        (left, right), (bottom, top) = axes.get_xlim(), sorted(axes.get_ylim())
+        for one in whiskers:
+            xs, ys = one.get_data()
+            assert left <= min(xs) and max(xs) <= right and bottom <= min(ys) and max(ys) <= top
+            others = [line for line in axes.lines if line.get_marker() == "o"]
+            assert not one.get_clip_on() and all(one.get_zorder() > point.get_zorder() for point in others)
+
+
 def test_points_lie_where_their_values_are_and_a_stack_fills_its_width():
     root = xml.fromstring(charts.lines([DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)))], "x", "y"))
     (x1, y1), (x2, y2) = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter("circle")]
@@ -214,8 +254,9 @@ def test_hits_evictions_and_preemptions_of_a_comparison_are_drawn_with_their_int
     for row, bar in zip(rows, drawn["Evictions"], strict=True):
         low, high = row["intervals"]["evictions"]
         assert (bar.name, bar.value) == (row["name"], 0.0) and bar.high == pytest.approx((high - low) / 2)
-    ends = re.findall(r'class="e" d="M[\d.]+ [\d.]+H([\d.]+)M', charts.bars(drawn["Evictions"], "medians of 0"))
-    assert set(map(float, ends)) == {charts.WIDTH - 70.0}, "intervals are within the axis where no bar has a length"
+    ends = re.findall(r'class="e" d="M([\d.]+) [\d.]+H([\d.]+)M', charts.bars(drawn["Evictions"], "medians of 0"))
+    whole = {(float(charts.LEFT), charts.WIDTH - 70.0)}
+    assert {tuple(map(float, one)) for one in ends} == whole, "intervals fill the axis where no bar has a length"
     for gone in runs.values():
         gone[2]["figures"] |= {"prefix_hit_rate": 0.0, "evictions": 0}
     none = result("compare", rows=rows, runs_by_name=runs)

@@ -15,10 +15,12 @@ import pytest
 from cli_helpers import said
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench import quality, trials
+from minivllm.bench import quality, report, trials
 from minivllm.bench.comparing import ComparedRuns
+from minivllm.bench.pareto import Front
 from minivllm.bench.quality import TextScores
-from minivllm.bench.report import _beats, _lightness, _nearness, _scatter, _speed
+from minivllm.bench.repeats import dumps
+from minivllm.bench.statistics import paired, shifted
 from minivllm.bench.store import Store, digest
 from minivllm.cli import compare as cli_compare
 from minivllm.cli.compare import contenders
@@ -199,29 +201,82 @@ def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
             cli_compare._values(wrong)
 
 
-def test_nobody_is_beaten_by_less_than_the_intervals():
-    def row(speed, around, perplexity=2.0, weights=10):
-        intervals = {"output_throughput": [speed - around, speed + around]}
-        quality = {"perplexity": perplexity}
-        return {"output_throughput": speed, "intervals": intervals, "quality": quality, "weight_bytes": weights}
+PIECES = [0.9, 1.1, 1.0, 1.2, 0.8, 1.05, 0.95, 1.0]  # losses of the pieces of a text
+NOISE = [0.01, -0.01, 0.012, -0.008, 0.004, -0.009, 0.006, -0.006]
 
-    slow, all_three = row(100, 5), (_speed, _nearness, _lightness)
+
+def measured(name, speeds, shift=0.0, kl=0.0, top1=1.0, weights=10):
+    """What is stored of a configuration: runs of three seeds, and the quality of a text in eight pieces."""
+    state = {"mhz": None}
+    figures = [dict.fromkeys(("median_ttft_ms", "median_tpot_ms"), 1.0) for _ in speeds]
+    for one, speed in zip(figures, speeds, strict=True):
+        one |= {"output_throughput": speed, "weight_bytes": weights << 20, "joules_per_output_token": None}
+        one |= {"total_output_tokens": 9}
+    runs = {str(i): {"figures": f, "state": state, "tokens": [[i]]} for i, f in enumerate(figures)}
+    losses = [x + shift + (n if shift or kl else 0.0) for x, n in zip(PIECES, NOISE, strict=True)]
+    quality = {
+        "perplexity": math.exp(sum(losses) / 8),
+        "losses": losses,
+        "tokens": "t",
+        "kl": kl,
+        "top1_agreement": top1,
+        "kl_pieces": [abs(kl * (1 + 9 * n)) for n in NOISE],
+        "top1_pieces": [top1 + (n if kl else 0.0) for n in NOISE],
+    }
+    return name, {"runs": runs, "quality": quality}
+
+
+def front_of(*found):
+    names = [name for name, _ in found]
+    table = ComparedRuns(names, [one for _, one in found], range(3), {})
+    return table, Front(table.result(dict.fromkeys(names)))
+
+
+FIGURES = ("output_throughput", "perplexity", "kl", "top1_agreement", "weight_bytes")
+STEADY, FASTER, NOISY = (100.0, 101.0, 99.0), (150.0, 151.0, 148.0), (150.0, 300.0, 60.0)
+
+
+def test_nobody_is_beaten_by_less_than_the_tests_of_the_table_show():
+    float32 = measured("float32", STEADY)
     for other, beats in (
-        (row(104, 5), False),  # the intervals overlap
-        (row(120, 5), True),
-        (row(120, 5, perplexity=2.1), False),
-        (row(120, 5, perplexity=2.0005), True),  # a thousandth is none
-        (row(99, 5, perplexity=1.9), True),
-        (row(99, 5, weights=9), True),
-        (row(99, 5, weights=11), False),
-        (slow, False),
+        (measured("b", NOISY), ""),  # the runs do not decide
+        (measured("b", FASTER), "beaten by b (tokens/s)"),
+        (measured("b", FASTER, shift=0.2, kl=0.01), ""),  # a higher perplexity
+        (measured("b", FASTER, shift=-0.001, kl=0.01, top1=0.9, weights=2), ""),  # nf4: by its divergence
+        (measured("b", STEADY, weights=9), "beaten by b (weights)"),
+        (measured("b", STEADY, weights=11), ""),
     ):
-        assert _beats(other, slow, *all_three) == beats, other
-    rows = {"a": row(100, 5), "b": row(104, 5, weights=12), "c": row(130, 5, weights=20), "d": row(90, 2, weights=11)}
-    drawn = _scatter(
-        "", [{**one, "name": name} for name, one in rows.items()], _lightness, lambda x: x["weight_bytes"], ""
-    )
-    assert drawn.front == ((100.0, 10.0), (130.0, 20.0)), "b is heavier than a, and not shown to be faster"
+        table, front = front_of(float32, other)
+        assert front.beaten(0, FIGURES) == beats, other
+        whole = table.result(dict.fromkeys(table.names))
+        for key, one in whole["rows"][1]["against_first"].items():  # one rule: the sentences of compare are the signs
+            if key in FIGURES:
+                assert (front.sign(0, 1, key) != 0) == (one["says"] == "a difference"), (key, one)
+
+
+def test_rows_behind_the_first_are_tested_against_each_other_by_the_same_rule():
+    rows = [measured("a", FASTER), measured("b", STEADY), measured("c", NOISY), measured("d", (98.0, 96.5, 95.0))]
+    _, front = front_of(*rows)
+    assert front.beaten(1, FIGURES) == "beaten by a (tokens/s)" and front.beaten(2, FIGURES) == ""
+    assert all(front.sign(i, j, key) == -front.sign(j, i, key) for i in range(4) for j in range(4) for key in FIGURES)
+    assert all(front.sign(2, j, "output_throughput") == 0 for j in range(4)), "a row of wide intervals decides nothing"
+    text = report.section("r", json.loads(dumps(front_of(*rows)[0].result(dict.fromkeys("abcd")))))
+    assert "beaten by a (tokens/s)" in text and "Holm" in text
+
+
+def test_a_ratio_far_from_one_with_a_wide_interval_is_undecided():
+    wide = paired([100.0, 101.0, 99.0], [10.0, 60.0, 12.0])
+    assert wide.ratio < 0.5 and wide.low < 1 < wide.high and wide.sentence() == "these runs do not decide"
+    near = paired([100.0, 101.0, 99.0, 100.0], [101.0, 100.0, 99.5, 100.5])
+    assert near.sentence() == "no difference shown" and 0.9 < near.low < near.high < 1.1
+
+
+def test_a_shift_has_student_s_interval_of_the_differences():
+    found = shifted([1.0, 2.0, 3.0], [1.5, 2.4, 3.9])
+    assert found.difference == pytest.approx(0.6) and found.low < 0 < found.high  # 0.6 +- 4.303 * 0.2646 / sqrt(3)
+    assert found.high - found.difference == pytest.approx(4.3027 * 0.26458 / math.sqrt(3), rel=1e-3)
+    assert shifted([1.0, 1.0], [1.0, 1.0]).sentence() == "the same in every pair"
+    assert shifted([1.0], [2.0]).sentence() == "one pair: no test"
 
 
 def test_a_digest_depends_on_the_sources_the_machine_and_the_workload(tmp_path):
