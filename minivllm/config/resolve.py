@@ -25,6 +25,8 @@ from minivllm.core.interfaces.executor import (
 from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
+from minivllm.loading.tensor_names import check_names, names_in
+from minivllm.loading.text_model import holds_text_model
 from minivllm.native import library
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
 from minivllm.spec import OPTION_OF, Needs
@@ -256,14 +258,14 @@ class _Fold:
         return frozenset({"batch_invariant"})
 
     def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any, int | None]:
-        """Its attention layers, its configuration, and the length at which its rotary embedding is another one."""
+        """Return the attention layers of the model, its configuration, and the length at which its rotary embedding
+        is another one."""
         asked = self.config.model_arch
-        named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         self.notes.append(("model", f"{told(checkpoint.folder)} ({checkpoint.architecture})"))
-        selection = self._select_model(asked, named, features)
+        selection = self._select_model(asked, checkpoint, features)
         if selection.chosen is None and asked.name == "auto":
             served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
-            if checkpoint.architecture not in served:
+            if selection.request.facts["architecture"] not in served:
                 raise ModelError(
                     f"{checkpoint.folder}/config.json: no plug-in serves the architecture "
                     f"{shown(checkpoint.architecture)}. "
@@ -287,11 +289,22 @@ class _Fold:
             why = "asked for" if self.config.model_impl == "transformers" else "no other plug-in serves the model"
             self.notes.append(("model.impl", f"{part.name}: {why}"))
         self.notes += [(f"model.{what}", text) for what, text in arch.notes(hf_config).items()]
+        names = names_in(checkpoint.folder) if self.config.load_format != "dummy" else None
+        if names is not None:
+            self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
         return specs, hf_config, switch
 
-    def _select_model(self, asked: PluginChoice, named: Mapping[str, str], features: frozenset[str]) -> Selection:
-        """A plug-in that names the architecture, of this package or another, and where there is none one for any."""
+    def _select_model(self, asked: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
+        """Choose a plug-in that names the architecture, of this package or another; where there is none, one for the
+        text model of a checkpoint that holds other models, too; where there is none, one for any architecture."""
         known, impl, last = ("device", "dtype"), self.config.model_impl, features | {"any_architecture"}
+        named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
+        if holds_text_model(checkpoint.raw):
+            whole = self._select("model", asked, known, named, features)
+            if whole.chosen is not None and impl != "transformers":
+                return whole
+            if (text := checkpoint.text) is not None:
+                named = {"architecture": text.architecture, "model_type": text.model_type}
         first = self._select("model", asked, known, named, last if impl == "transformers" else features)
         second = first if first.chosen or impl != "auto" else self._select("model", asked, known, named, last)
         return second if second.chosen is not None else first
@@ -317,10 +330,9 @@ class _Fold:
         return SpeculationWiring(drafts, self.config.speculate, model)
 
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
-        """Those of a model beside the one that is served, chosen as its are."""
-        named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
+        """Return the parts of a model beside the one that is served, chosen as those of the served one are."""
         known, registry = ("device", "dtype"), self.catalog
-        model = self._select_model(PluginChoice(), named, invariant)
+        model = self._select_model(PluginChoice(), checkpoint, invariant)
         method = {"checkpoint": method_read(checkpoint, registry["quantizer"], PluginChoice())}
         quantizer = self._select("quantizer", PluginChoice(), (*known, "sm"), method, invariant)
         return {

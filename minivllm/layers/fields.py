@@ -68,12 +68,19 @@ def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
 
 
 def check_plain(cfg: Any) -> None:
-    """What no architecture here serves: layers that differ by ``per_layer_config``, attention to later tokens."""
+    """Refuse layers that differ by ``per_layer_config`` and attention to later tokens (ModelError): no architecture
+    here serves them."""
     if getattr(cfg, "is_heterogeneous", getattr(cfg, "per_layer_config", None)):
         raise ModelError("per_layer_config: layers that differ from each other are not implemented")
+    check_causal(cfg)
+
+
+def check_causal(cfg: Any) -> None:
+    """Refuse attention to later tokens (ModelError).  "vision" means among the tokens of an image: text is causal."""
     for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
-        if bool(getattr(cfg, name, want)) is not want and getattr(cfg, name, want) is not None:
-            raise ModelError(f"{name}={getattr(cfg, name)}: want {want}, attention to later tokens is not implemented")
+        value = getattr(cfg, name, None)
+        if value is not None and value != "vision" and bool(value) is not want:
+            raise ModelError(f"{name}={value}: want {want}, attention to later tokens is not implemented")
 
 
 def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:

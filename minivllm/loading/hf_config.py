@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from minivllm.gguf_file import is_gguf
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers
 from .plain_config import plain_config
+from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
 BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ, AutoAWQ -> their methods
@@ -46,24 +48,41 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Of the weights; "float32" if the file does not say, as in transformers."""
-        text = self.raw.get("text_config") or {}
-        named = next((c[k] for c in (self.raw, text) for k in ("dtype", "torch_dtype") if c.get(k)), "float32")
+        """Return the dtype of the weights; "float32" if the file does not say, as in transformers."""
+        parts = [self.raw, *(part for _, part in nested_parts(self.raw))]
+        named = next((c[k] for c in parts for k in ("dtype", "torch_dtype") if c.get(k)), "float32")
         return str(named).removeprefix("torch.")
 
     @property
     def quantization(self) -> str:
-        """The method that the weights are quantized with, "none" if they are not."""
-        named = self.raw.get("quantization_config") or {}
+        """Return the method that the weights are quantized with, "none" if they are not."""
+        parts = [self.raw, *(part for _, part in nested_parts(self.raw))]
+        named = next((c["quantization_config"] for c in parts if c.get("quantization_config")), {})
         return str(named.get("quant_method", "unknown")) if named else "none"
 
+    @cached_property
+    def text(self) -> TextModel | None:
+        """Return the text model of a checkpoint that holds other models beside it, None if it holds one model.
+
+        ModelError if config.json cannot be read, or if the text model cannot be served."""
+        if not holds_text_model(self.raw):
+            return None
+        try:
+            return find_text_model(copy.deepcopy(dict(self.raw)), self.architecture)
+        except ModelError as exc:
+            raise ModelError(f"{self.folder}/config.json: {self.architecture}: {exc}") from None
+        except Exception as exc:  # transformers checks fields with errors of many types
+            raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc
+
     def hf_config(self) -> Any:
-        """The configuration of the text model with the attributes of transformers' object, made from the file without
-        running code that comes with the model."""
+        """Return the configuration of the text model with the attributes of transformers' object, made from the file
+        without running code that comes with the model.  ModelError if it cannot be read."""
         return plain_config(self.raw, self.from_transformers) or self.from_transformers()
 
     def from_transformers(self) -> Any:
         """Return transformers' configuration of the text model.  ModelError with its reason if it refuses the file."""
+        if self.text is not None:
+            return self.text.config
         from transformers.configuration_utils import PreTrainedConfig
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

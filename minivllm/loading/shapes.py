@@ -24,11 +24,11 @@ from minivllm.layers.fields import expert_key
 from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import Found, ModelParts
 
+from .conversion import by_rules, text_names
 from .tensor_files import Header, checkpoint_headers
 from .weights import (
     PLAIN,
     Target,
-    by_rules,
     find_targets,
     of_one_form,
     own_names,
@@ -100,7 +100,7 @@ def check(
     weights, and of an architecture that computes with values while it is built."""
     headers: Mapping[str, Header] = {} if load_format == "dummy" else checkpoint_headers(Path(folder))
     every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
-    rules = of_one_form(every, headers)
+    rules = of_one_form(every, text_names(headers, arch, cfg))
     packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
     targets = {} if plan is None else find_targets(of_one_form(every, ()) if packed else rules, plan)
     roots = roots_of(targets)

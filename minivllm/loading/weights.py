@@ -20,20 +20,17 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
-from minivllm.errors import MinivllmError, ModelError, PluginError, ResourceError, from_file, raised_at, shown, suggest
+from minivllm.errors import MinivllmError, ModelError, PluginError, ResourceError, from_file, raised_at, shown
 from minivllm.layers.embedding import TiedLMHead
 from minivllm.layers.module import Module
 from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import order_of_halves
 
+from .conversion import by_rules, conversion_of, text_names
 from .tensor_files import Header, checkpoint_headers, checkpoint_tensors, opened
+from .tensor_names import BUFFERS, no_place
 
 LOAD_FORMATS = ("auto", "safetensors", "dummy")
-# older checkpoints carry tables that are computed here
-BUFFERS = re.compile(
-    r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias"
-    r"|.*\.self_attn\.([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale|output_zero_point))"  # of a quantized cache
-)
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
@@ -108,22 +105,28 @@ def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path 
 def load_weights(
     model_dir: str | Path, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str = "auto", seed: int = 0
 ) -> list[str]:
-    """Fill every module that ``parts`` made.  ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy"
-    draws random weights on the device from ``seed`` and reads no file.  Returns what the user should know of the
-    checkpoint.  ModelError if anything is missing, left over or broken."""
+    """Fill every module that ``parts`` made.
+
+    ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy" draws random weights on the device from
+    ``seed`` and reads no file.  Return sentences for the user: tensors that are left out, a head that is not tied.
+    ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
-    rules, notes = arch.weights(cfg), []
-    if load_format != "dummy":
+    read, rules, notes = load_format != "dummy", arch.weights(cfg), []
+    headers = checkpoint_headers(Path(model_dir)) if read else {}
+    conversion, names = conversion_of(arch, cfg, headers)
+    if read:
         rules, notes = tie(Path(model_dir), arch, cfg, parts, rules)
-    rules = of_one_form(rules, checkpoint_headers(Path(model_dir)) if several_forms(rules, load_format) else ())
+        for note in names.notes():
+            notes.append(note)
+            log.info("%s: %s", model_dir, note)
+    rules = of_one_form(rules, text_names(headers, arch, cfg) if several_forms(rules, load_format) else ())
     targets = find_targets(rules, parts)
     with torch.no_grad():
-        if load_format == "dummy":
+        if not read:
             tensors = dummy_tensors(targets, parts, seed)
         else:
             tensors = checkpoint_tensors(Path(model_dir))
-            conversion = arch.conversion(cfg)
             tensors = tensors if conversion is None else conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
         for module in parts.modules.values():
@@ -180,15 +183,6 @@ def _untied(arch: ModelArch, cfg: Any) -> Sequence[Rule]:
     apart = copy.copy(cfg)
     apart.tie_word_embeddings = False
     return arch.weights(apart)
-
-
-def by_rules(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> Mapping[str, Header]:
-    """Headers by the names that the rules of the architecture have; without those that are made into others."""
-    conversion = arch.conversion(cfg)
-    if conversion is None:
-        return headers
-    named = ((conversion.name(name), header) for name, header in headers.items())
-    return {name: header for name, header in named if name is not None}
 
 
 def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
@@ -355,9 +349,7 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
         if target is None:
             if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):
                 continue
-            raise ModelError(
-                f"{where}: tensor {shown(name)} has no place in this architecture.{suggest(name, targets, 0.8)}"
-            )
+            raise no_place(where, name, targets)
         if name in done:
             raise ModelError(f"{where}: tensor {shown(name)} is there twice; want each tensor in one shard")
         if target.shape is not None and tuple(tensor.shape) != target.shape:

@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as hf_logging
 
 from minivllm.errors import ModelError, shown
+from minivllm.layers.fields import check_causal
 from minivllm.spec import Spec
 
 from .. import spec
@@ -72,15 +73,12 @@ def _check_class(cls: Any) -> None:
 
 
 def check_config(cfg: Any) -> None:
-    """ModelError, naming the field, for what the engine's attention does not do, or does another way."""
+    """Refuse, naming the field, what the engine's attention does not do or does another way (ModelError)."""
     if getattr(cfg, "is_encoder_decoder", False):
         raise ModelError(f"is_encoder_decoder=true: an encoder has no place in the engine; {INSTEAD}")
     if getattr(cfg, "add_cross_attention", False):
         raise ModelError(f"add_cross_attention=true: attention to another sequence is not implemented; {INSTEAD}")
-    for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
-        value = getattr(cfg, name, None)
-        if value is not None and bool(value) is not want:
-            raise ModelError(f"{name}={value}: want {want}, attention to later tokens is not implemented")
+    check_causal(cfg)
     strange = sorted({str(kind) for kind in getattr(cfg, "layer_types", None) or ()} - LAYER_TYPES)
     if strange:
         raise ModelError(f"layer_types has {shown(strange[0])}: want full_attention or sliding_attention; {INSTEAD}")

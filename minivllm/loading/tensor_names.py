@@ -1,0 +1,222 @@
+"""Which tensors of a checkpoint the served model has, by their names alone: no torch, and no tensor is read.
+
+Two kinds of tensors have no place in a text model and are left out: those of the other models of a checkpoint (an
+encoder of images, a projector), and those of heads for next-token prediction (MTP), which transformers leaves out, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from minivllm import files
+from minivllm.core.interfaces.model import ModelArch, Rule
+from minivllm.errors import MinivllmError, ModelError, shown, suggest
+
+from .text_model import MARK
+
+# tensors of older checkpoints that are computed here, and scales of a quantized cache
+BUFFERS = re.compile(
+    r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias"
+    r"|.*\.self_attn\.([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale|output_zero_point))"
+)
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+EMBEDDING = re.compile(r".*(embed|wte)\w*")  # the last word of an embedding's name
+# components of names that belong to another model than the text model
+OTHER = re.compile(
+    r"(visual|vision\w*|vit|audio\w*|speech\w*|talker|token2wav|code2wav|image\w*|mm_\w+|multi_modal\w*|\w*projector"
+    r"|connector|perceiver\w*|qformer|aligner|mlp1|mlp_ar|resampler|encoder)",
+    re.IGNORECASE,
+)
+# what transformers 5.24 writes for "layers" in Qianfan-OCR and Kimi-K2.5, by names that it means for their encoders
+SPELLINGS = (("encoder.layers.", "layers."), ("blocks.", "layers."))
+OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # of names that are the text model's alone
+PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
+PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
+PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
+PREDICTED = "next-token prediction"
+MOST_HEADER = 256 << 20  # bytes
+
+
+class TensorNames:
+    """Maps names of a checkpoint's tensors to those that the rules of an architecture have.
+
+    ``skipped`` has, by a word for the model or head that has them, the names of the tensors that are left out.
+    """
+
+    def __init__(self, names: Iterable[str], rules: Sequence[Rule], cfg: Any) -> None:
+        names = list(names)
+        self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
+        self.roots = sorted({source.partition(".")[0] + "." for source in self.sources if "." in source})
+        of = getattr(cfg, MARK, None)
+        self.wrapped = str(of["architecture"]) if of else ""
+        self.turned = tuple(of["turned"]) if of else ()
+        self.prefix = self._prefix(names) if of else ""
+        self.beyond = self._beyond(names, cfg)
+        self.skipped: dict[str, list[str]] = {}
+        self._names = {name: self._named(name) for name in names}
+
+    def of(self, name: str) -> str | None:
+        """Return the rules' name of a tensor, None for one that is left out."""
+        return self._names[name] if name in self._names else self._named(name)
+
+    @property
+    def changes(self) -> bool:
+        """Whether any name differs from the checkpoint's, or any tensor from its form there."""
+        return bool(self.turned) or any(name != new for name, new in self._names.items())
+
+    def placed(self, name: str) -> bool:
+        """Return whether a rule speaks of this tensor."""
+        name = _numberless(name)
+        while name and name not in self.sources:
+            name = name.rpartition(".")[0]
+        return bool(name)
+
+    def notes(self) -> list[str]:
+        """Return a sentence for each kind of tensors that are left out."""
+        said, others = [], {what: found for what, found in self.skipped.items() if what != PREDICTED}
+        if others:
+            parts = ", ".join(f"{len(found)} of {what}" for what, found in others.items())
+            total = sum(map(len, others.values()))
+            said.append(f"the text model of {self.wrapped} is served: {total} tensors are not loaded ({parts})")
+        if found := self.skipped.get(PREDICTED):
+            tops = sorted({_layer(name) for name in found})
+            more = f" and {len(tops) - 3} more" if len(tops) > 3 else ""
+            said.append(f"{len(found)} tensors of {PREDICTED} are not loaded ({', '.join(tops[:3])}{more})")
+        return said
+
+    def _named(self, name: str) -> str | None:
+        new = self._of_text(name) if self.wrapped else name
+        text = name if new is None else new
+        if not self.placed(self._rooted(text)) and (PREDICTION.search(name) or PREDICTION.search(text)):
+            return self._leave(name, PREDICTED)
+        if any(self._rooted(text).startswith(layer) for layer in self.beyond):
+            return self._leave(name, PREDICTED)
+        return self._leave(name, _model_of(name)) if new is None else new
+
+    def _leave(self, name: str, what: str) -> None:
+        self.skipped.setdefault(what, []).append(name)
+
+    def _of_text(self, name: str) -> str | None:
+        """Return the name that a tensor has in the text model, None for one of another model."""
+        if not name.startswith(self.prefix):
+            return name if self.placed(name) else None
+        text = self._rooted(name.removeprefix(self.prefix))
+        if self.placed(text) or OWN_PREFIX.search(self.prefix):
+            return text
+        mine = text.startswith(tuple(self.roots)) and not any(OTHER.fullmatch(word) for word in text.split("."))
+        return text if mine else None
+
+    def _rooted(self, name: str) -> str:
+        """Return the name with the root that it lacks, as in a file saved from a model without its head."""
+        if self.placed(name):
+            return name
+        tried = [root + name for root in self.roots]
+        if self.wrapped:
+            tried += [text.replace(old, new, 1) for old, new in SPELLINGS for text in (name, *tried) if old in text]
+        return next((text for text in tried if self.placed(text)), name)
+
+    def _prefix(self, names: Sequence[str]) -> str:
+        """Return what the names of the text model's tensors begin with, where their embedding is found."""
+        tails = {source.rpartition(".")[2] for source in self.sources}
+        tails = {tail for tail in tails if EMBEDDING.fullmatch(tail)}
+        found: dict[str, int] = {}
+        for name in names:
+            words = name.split(".")
+            at = next((i for i, word in enumerate(words) if word in tails), None)
+            if at is not None and not any(OTHER.fullmatch(word) for word in words[:at]):
+                prefix = "".join(word + "." for word in words[:at])
+                roots = [root for root in self.roots if prefix == root or prefix.endswith("." + root)]
+                prefix = prefix.removesuffix(max(roots, key=len, default=""))
+                found.setdefault(prefix, 0)
+        for name in names:
+            if "0" in name.split(".") or not NUMBER.search(name):
+                for prefix in found:
+                    if name.startswith(prefix) and self.placed(self._rooted(name[len(prefix) :])):
+                        found[prefix] += 1
+        return max(found, key=lambda prefix: found[prefix], default="")
+
+    def _beyond(self, names: Sequence[str], cfg: Any) -> tuple[str, ...]:
+        """Return what names of next-token prediction begin with that follow the last layer as more of its kind."""
+        stems = {source.partition(".*.")[0] + "." for source in self.sources if ".*." in source}
+        depth = getattr(cfg, "num_hidden_layers", None)
+        if type(depth) is not int:
+            return ()
+        layers: dict[tuple[str, int], list[str]] = {}
+        for name in names:
+            text = self._of_text(name) if self.wrapped else self._rooted(name)
+            for stem in stems:
+                number = (text or "").removeprefix(stem).partition(".")[0]
+                if text is not None and text.startswith(stem) and number.isdecimal() and depth <= int(number) < 1 << 31:
+                    layers.setdefault((stem, int(number)), []).append(text)
+        if not layers:
+            return ()
+        counts = [getattr(cfg, key, None) for key in PREDICTION_KEYS]
+        said = max((n for n in counts if type(n) is int), default=0)
+        return tuple(
+            f"{stem}{number}."
+            for (stem, number), found in layers.items()
+            if number < depth + said or any(PREDICTION_PART.search(name) for name in found)
+        )
+
+
+def _numberless(name: str) -> str:
+    return NUMBER.sub("*", name)
+
+
+def _model_of(name: str) -> str:
+    """Return the word for the model that a tensor belongs to."""
+    words = name.split(".")
+    return words[1] if words[0] in ("model", "thinker") and len(words) > 1 else words[0]
+
+
+def _layer(name: str) -> str:
+    """Return what a name begins with, through the number of its layer."""
+    match = NUMBER.search(name)
+    return name[: match.end()] if match else name.rpartition(".")[0]
+
+
+def names_in(folder: Path) -> list[str] | None:
+    """Return the names of the tensors in the safetensors files of a folder, None where there are none to read.
+
+    What is wrong with the files is left to the loader, which reads all of them."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    try:
+        if files.is_there(single):
+            files.check(single, error=ModelError)
+            with open(single, "rb") as file:
+                (size,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(size)) if size <= MOST_HEADER else {}
+            return [name for name in header if name != "__metadata__"]
+        if files.is_there(index):
+            return list(files.read_json(index, files.PART, ModelError)["weight_map"])
+    except (MinivllmError, OSError, ValueError, struct.error, KeyError, TypeError, RecursionError):
+        return None
+    return None
+
+
+def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -> list[str]:
+    """Return sentences on the tensors that are left out.  ModelError for a tensor that has no place."""
+    found = TensorNames(names, arch.weights(cfg), cfg)
+    for name in unplaced(found, arch, cfg):
+        raise no_place(str(folder), name, found.sources)
+    return found.notes()
+
+
+def unplaced(found: TensorNames, arch: ModelArch, cfg: Any) -> Iterator[str]:
+    """Yield the names that no rule speaks of."""
+    conversion = arch.conversion(cfg)
+    for name in found._names:
+        new = found.of(name)
+        if new is not None and conversion is not None:
+            new = conversion.name(new)
+        if new is not None and not found.placed(found._rooted(new)) and not BUFFERS.fullmatch(new):
+            yield new
+
+
+def no_place(where: str, name: str, known: Iterable[str] | Mapping[str, Any]) -> ModelError:
+    return ModelError(f"{where}: tensor {shown(name)} has no place in this architecture.{suggest(name, known, 0.8)}")

@@ -1,0 +1,158 @@
+"""The text model of a checkpoint that holds others too: encoders of images or sound, projectors, speech decoders.
+
+Its configuration is nested in config.json.  Some configurations of text models differ from those of a model type that
+has a class of its own in ways that change nothing on text: they are read as that model type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.errors import ModelError, shown
+
+NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
+ENCODERS = ("vision_config", "audio_config")  # flat files of Qwen2-VL have the text model's fields beside one of them
+MROPE = ("mrope_section", "mrope_interleaved", "interleaved")  # equal positions on all axes: ordinary rotary embedding
+MARK = "text_of"  # the attribute of a configuration that says which checkpoint its model is a part of
+PREFIX_LM = (
+    "reads the tokens of a prompt with attention to later ones (a prefix language model), which is not implemented"
+)
+REFUSED = {"paligemma": PREFIX_LM}
+
+
+@dataclass(frozen=True)
+class Alike:
+    """The model type as which a text model is read.
+
+    ``fields`` are values that the class of the text model has as constants.  ``turned`` are the ends of names of
+    tensors [experts, in, out], which the model type has as [experts, out, in].
+    """
+
+    model_type: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    turned: tuple[str, ...] = ()
+
+
+EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+ALIKE: Mapping[str, Alike] = {
+    "qwen2_vl_text": Alike("qwen2"),
+    "qwen2_5_vl_text": Alike("qwen2"),
+    "qwen2_5_omni_text": Alike("qwen2"),
+    "qwen3_vl_text": Alike("qwen3"),
+    "qwen3_vl_moe_text": Alike("qwen3_moe", {"norm_topk_prob": True}, EXPERTS),
+    "qwen3_omni_moe_text": Alike("qwen3_moe"),
+    "glm4v_text": Alike("glm4", {"attention_bias": True}),
+    "glm4v_moe_text": Alike("glm4_moe", {"use_qk_norm": False}),
+    "glm_ocr_text": Alike("glm4", {"attention_bias": False}),
+}
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """``config`` is transformers' object, ``wrapper`` the architecture of the whole checkpoint."""
+
+    config: Any
+    architecture: str
+    model_type: str
+    wrapper: str
+
+
+def holds_text_model(raw: Mapping[str, Any]) -> bool:
+    """Return whether config.json describes several models, one of which is a text model."""
+    nested = any(isinstance(raw.get(name), dict) for name in (*NESTED, *ENCODERS))
+    return nested and not raw.get("is_encoder_decoder")
+
+
+def nested_parts(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Mapping[str, Any]]]:
+    """Return (prefix of keys, object) of the configurations of text models inside config.json, outer ones first."""
+    found: list[tuple[str, Mapping[str, Any]]] = []
+    for name in NESTED:
+        part = raw.get(name)
+        if isinstance(part, dict) and prefix.count(".") < len(NESTED):
+            found += [(f"{prefix}{name}.", part), *nested_parts(part, f"{prefix}{name}.")]
+    return found
+
+
+def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
+    """Return the text model of the checkpoint that ``raw``, its config.json, describes; None if transformers' class
+    has the text model's fields itself.  ModelError for one that cannot be served."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = raw.get("model_type")
+    if kind in REFUSED:
+        raise ModelError(f"model_type={shown(kind)} {REFUSED[str(kind)]}")
+    if kind in CONFIG_MAPPING:
+        whole = CONFIG_MAPPING[kind].from_dict(dict(raw))
+        text = whole.get_text_config()
+        if text is whole:
+            return None
+        owner = getattr(whole, "thinker_config", whole)
+        tied = getattr(owner, "tie_word_embeddings", False)
+    else:
+        text, tied = _of_unknown(raw, CONFIG_MAPPING)
+    return _made(text, raw, tied, wrapper)
+
+
+def _of_unknown(raw: Mapping[str, Any], known: Any) -> tuple[Any, bool | None]:
+    """Return the configuration of the text model in a file whose own model type transformers does not know, and
+    whether the whole says that embedding and head share their weight."""
+    parts = nested_parts(raw)
+    for prefix, part in reversed(parts):
+        if (kind := part.get("model_type")) in known:
+            return known[kind].from_dict(dict(part)).get_text_config(), _tied(raw, part)
+        if kind is None and not nested_parts(part):
+            raise ModelError(f"{prefix}model_type is missing: want the name of the text model's type")
+    kinds = [str(part.get("model_type")) for _, part in parts]
+    said = f"nor {prefix_of(parts)}model_type={shown(kinds[-1])} " if kinds else ""
+    raise ModelError(
+        f"model_type={shown(raw.get('model_type'))}: neither this {said}is known to transformers: want a text model "
+        "that is"
+    )
+
+
+def prefix_of(parts: list[tuple[str, Mapping[str, Any]]]) -> str:
+    """Return the prefix of the keys of the innermost configuration."""
+    return parts[-1][0]
+
+
+def _tied(raw: Mapping[str, Any], part: Mapping[str, Any]) -> bool | None:
+    """Return what the file says of ``tie_word_embeddings``, the text model's own part first; None if nothing."""
+    return next((c["tie_word_embeddings"] for c in (part, raw) if "tie_word_embeddings" in c), None)
+
+
+def _made(text: Any, raw: Mapping[str, Any], tied: bool | None, wrapper: str) -> TextModel:
+    """Return the text model with the values that a file has beside the nested configuration."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+
+    own = text.model_type
+    alike = ALIKE.get(own)
+    if alike is not None:
+        text = CONFIG_MAPPING[alike.model_type].from_dict(_as(alike, text.to_dict()))
+    named = CAUSAL.get(text.model_type)
+    if named is None:
+        raise ModelError(
+            f"its text model, model_type={shown(own)}, has no class of its own in transformers, and none here "
+            "that computes the same; want a text model with one, or a plug-in that serves the architecture"
+        )
+    architecture = named if isinstance(named, str) else named[0]
+    text.architectures = [architecture]
+    if tied is not None:
+        text.tie_word_embeddings = bool(tied)
+    if raw.get("quantization_config"):
+        text.quantization_config = raw["quantization_config"]
+    setattr(text, MARK, {"architecture": wrapper, "turned": list(alike.turned if alike else ())})
+    return TextModel(text, architecture, text.model_type, wrapper)
+
+
+def _as(alike: Alike, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a text model's configuration as those of the model type that computes the same on text."""
+    found = {k: v for k, v in fields.items() if k not in ("model_type", "architectures")}
+    rope = found.get("rope_parameters")
+    if isinstance(rope, dict):
+        found["rope_parameters"] = {k: v for k, v in rope.items() if k not in MROPE}
+    if found.get("head_dim") is None:
+        found["head_dim"] = found["hidden_size"] // found["num_attention_heads"]
+    return {**found, **alike.fields}
