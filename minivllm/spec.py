@@ -69,12 +69,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
-                api=(1, 3),
+                api=(1, 4),
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",
                     "sinks": "a learned logit per head that takes probability and gives no value",
                     "softcap": "scores s become softcap * tanh(s / softcap)",
+                    "alibi": "a slope of each head times the distance of a key is taken off its score (ALiBi)",
                     "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
                     "lse": "gives the logarithm of the softmax's denominator",
                     "repeatable": "the same step gives the same bits",
@@ -126,7 +127,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
-                api=(2, 2),
+                api=(2, 3),
                 changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
                 "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),

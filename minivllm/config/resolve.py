@@ -368,6 +368,7 @@ class _Fold:
             "window": any(s.window is not None for s in specs),
             "sinks": any(s.sinks for s in specs),
             "softcap": any(s.softcap is not None for s in specs),
+            "alibi": any(s.alibi is not None for s in specs),
             "v_in_k": any(s.v_in_k for s in specs),
         }
         features = frozenset(name for name, want in wanted.items() if want) | invariant

@@ -20,6 +20,8 @@ class AttentionLayer(Module):
         self.layer, self.backend, self.shard = layer, backend, shard
         if layer.spec.sinks:
             layer.sinks = self.tensors["sinks"] = torch.empty(layer.spec.heads, dtype=torch.float32, device=device)
+        if layer.spec.alibi is not None:
+            layer.slopes = torch.tensor(layer.spec.alibi, dtype=torch.float32, device=device)
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
         return {("", name): (self.layer.spec.heads * self.shard.size,) for name in self.tensors}

@@ -28,6 +28,7 @@ from minivllm.core.interfaces.decoder import (
     CHOSEN_SOFTMAX,
     CLAMPED,
     HEAD,
+    HEADS,
     ROPE_KINDS,
     SIGMOID,
     SOFTMAX,
@@ -58,6 +59,7 @@ class Decoder:
         self.spec = spec
         check(spec, parts)
         self.embed = parts.embedding("embed", spec.vocab, spec.hidden, packable=True)
+        self.embed_norm = _norm(parts, spec, "embed_norm", spec.embed_norm)
         self.positions = None
         if spec.positions:
             self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
@@ -77,6 +79,8 @@ class Decoder:
             x = x * self.scale
         if self.positions is not None:
             x = x + self.positions(step.position + self.spec.first_position)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)[0]
         taps = step.taps
         if taps is not None:
             x = taps("layers.0.input", taps("embedding", x))
@@ -127,6 +131,7 @@ class DecoderBlock:
         scale = layer.residual_scale
         if layer.parallel:
             self.out, self.both = out, Joined(down, None, follows, scale)
+            self.mlp_norm = _norm(parts, spec, name + "norm2", layer.mlp_norm)
             return
         around = layer.norms == AROUND
         named = ["norm1", "norm2"] if layer.norms == AFTER else ["norm2", "norm4"]
@@ -160,7 +165,13 @@ class DecoderBlock:
         self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
         norms: list[Any] = [None, None]
         self.wide: list[Any] = []
-        if layer.qk_norm == WIDTH:
+        self.clip = layer.qkv_clip
+        if layer.qk_norm == HEADS:
+            self.wide = [
+                parts.heads_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
+                for x, n in (("q", a.heads), ("k", a.kv_heads))
+            ]
+        elif layer.qk_norm == WIDTH:
             self.wide = [
                 parts.width_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
                 for x, n in (("q", a.heads), ("k", a.kv_heads))
@@ -185,7 +196,7 @@ class DecoderBlock:
         return parts.mlp_down(name, hidden, mlp)
 
     def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
-        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        q, k, v = self._projected(h)
         if self.wide:
             q, k = self.wide[0](q)[0], self.wide[1](k)[0]
         x = self.attn(q, k, v, step, self.pre)
@@ -194,22 +205,34 @@ class DecoderBlock:
             if self.parallel:
                 h = Normed(h.finished()[step.logits_indices])
         if self.parallel:
-            return self.both.add(self.out(x).add_(self.both.linear(self.up(h))), residual)
+            return self.both.add(self.out(x).add_(self.both.linear(self.up(self._beside(h, residual)))), residual)
         h, residual = self.o(x, residual)
         return self.down(self.up(h), residual)
+
+    def _projected(self, h: Normed) -> tuple[Tensor, ...]:
+        """Return q, k and v [T, heads * dim] of this process."""
+        qkv = self.qkv(h)
+        if self.clip is not None:
+            qkv = qkv.clamp_(-self.clip, self.clip)
+        return qkv.split(self.sizes, dim=-1)
+
+    def _beside(self, h: Normed, residual: Tensor) -> Normed:
+        """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""
+        return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
     def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
         """The same in parts, each of which passes through ``step.taps``."""
         taps, name = step.taps, self.name
         assert taps is not None
-        q, k, v = self.qkv(h).split(self.sizes, dim=-1)
+        q, k, v = self._projected(h)
         q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(name + "v", v)
         if self.wide:
             q, k = self.wide[0](q)[0], self.wide[1](k)[0]
         x = self.attn(q, k, v, step, self.pre)
         if self.parallel:
             down = self.both
-            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(h, down, taps))
+            z = self._beside(h, residual)
+            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(z, down, taps))
         else:
             residual = residual + taps(name + "attention", self.o.branch(x))
             down = self.down
@@ -246,7 +269,7 @@ def check(spec: DecoderSpec, parts: ModelParts) -> None:
         shared = experts and experts.shared
         for name, word, known in (
             ("norms", layer.norms, (BEFORE, AFTER, AROUND)),
-            ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH)),
+            ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH, HEADS)),
             ("mlp.activation", layer.mlp.activation, (*ACTIVATIONS, CLAMPED) if experts else ACTIVATIONS),
             ("mlp.shared.activation", shared.activation if shared else ACTIVATIONS[0], ACTIVATIONS),
             ("mlp.router.score", experts.router.score if experts else SOFTMAX, (SOFTMAX, CHOSEN_SOFTMAX, SIGMOID)),
@@ -260,3 +283,5 @@ def check(spec: DecoderSpec, parts: ModelParts) -> None:
             raise ModelError(f"layer {i}: mlp.chosen={experts.chosen}: want between 1 and mlp.count={experts.count}")
         if layer.parallel and layer.norms != BEFORE:
             raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")
+        if layer.mlp_norm and not layer.parallel:
+            raise ModelError(f"layer {i}: mlp_norm is for a parallel block: want parallel=True")

@@ -67,6 +67,26 @@ def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
     return AttnSpec(cfg.num_attention_heads, n, dim, dim, window=window, **more)
 
 
+def even_share(cfg: Any, width: str, count: str, heads: int, rotary: bool = False) -> int:
+    """Return the elements of a head, where ``heads`` of them share the field ``width``.
+
+    ModelError, naming ``width`` and ``count``, where they do not, or where ``rotary`` has no pairs to turn."""
+    size = getattr(cfg, width)
+    if size % heads or (rotary and size // heads % 2):
+        raise ModelError(f"{width}={shown(size)}: want {'an even' if rotary else 'a'} multiple of {count}={heads}")
+    return size // heads
+
+
+def alibi(heads: int) -> tuple[float, ...]:
+    """Return the slopes of ALiBi (arXiv:2108.12409): 2 ** (-8 i / n) for head i = 1 .. n.
+
+    Where ``heads`` is no power of two, those of the power below come first, then every other one of the power above."""
+    below = 1 << heads.bit_length() - 1
+    slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
+    slopes += [2.0 ** (-8 * i / (2 * below)) for i in range(1, 2 * below + 1, 2)]
+    return tuple(slopes[:heads])
+
+
 def check_plain(cfg: Any) -> None:
     """Refuse layers that differ by ``per_layer_config`` and attention to later tokens (ModelError): no architecture
     here serves them."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, WIDTH, Experts, LayerSpec
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, WIDTH, Experts, LayerSpec
 from minivllm.native.program import ACTIVATIONS, FORMATS, Program
 
 from .decoder import Decoder, DecoderBlock
@@ -88,6 +88,10 @@ class Lowering:
         a, cache = attention.spec, attention.cache
         if isinstance(layer.mlp, Experts):
             raise NotLowered(f"layer {i} is a mixture of experts")
+        if a.alibi is not None or layer.qkv_clip is not None or layer.qk_norm == HEADS:
+            raise NotLowered(
+                f"layer {i} has slopes of distance, a clip of q, k and v, or a norm with weights of each head"
+            )
         if a.v_in_k or set(cache) not in ({"k", "v"}, {"k", "v", *SCALES}):
             raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
         k, v = cache["k"], cache["v"]
@@ -182,6 +186,8 @@ class Lowering:
             first_position=self.spec.first_position,
             **learned,
         )
+        if self.spec.embed_norm:
+            self.program.add("norm", in_=self.x, out=self.x, **self._norm("embed_norm"))
 
     def _layer(self, i: int, layer: LayerSpec, attention: AttnLayer) -> None:
         name, last = f"layers.{i}.", i + 1 == len(self.spec.layers)
@@ -191,7 +197,7 @@ class Lowering:
             self.program.add("pick", in_=self.x, out=attn)
         o, down = self.modules[name + "attn.o"], self.modules[name + "mlp.down"]
         if layer.parallel:
-            mid = self._mlp(name, layer, name + "norm1")
+            mid = self._mlp(name, layer, name + ("norm2" if layer.mlp_norm else "norm1"))
             self._add(attn, o, None, layer)
             self._add(mid, down, None, layer)
             return

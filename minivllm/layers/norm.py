@@ -102,6 +102,36 @@ class LayerNorm(Module):
         return F.layer_norm(residual, self.weight.shape, self.weight, self.bias, self.eps), residual
 
 
+class HeadsNorm(Module):
+    """RMSNorm or LayerNorm of each head by itself, with weights of its own: x [T, heads * dim] of the heads ``here``.
+
+    The statistics are float32.  Checkpoint parts are the numbers of all ``heads``; of the others nothing is kept.
+    """
+
+    def __init__(
+        self, name: str, heads: int, here: range, dim: int, kind: Norm, dtype: torch.dtype, device: str
+    ) -> None:
+        super().__init__(name)
+        self.heads, self.here, self.dim, self.kind = heads, here, dim, kind
+        self.weight = torch.empty(len(here), dim, dtype=torch.float32 if kind.offset else dtype, device=device)
+        self.tensors = {"weight": self.weight}
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {(str(head), "weight"): (self.dim,) for head in range(self.heads)}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        check_shape(tensor, (self.dim,))
+        if int(part) in self.here:
+            fill(self.weight[int(part) - self.here.start], tensor + self.kind.offset)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, None]:
+        wide = x.view(len(x), len(self.here), self.dim).float()
+        if self.kind.centered:
+            wide = wide - wide.mean(-1, keepdim=True)
+        wide = wide * (wide.square().mean(-1, keepdim=True) + self.kind.eps).rsqrt()
+        return (wide * self.weight.float()).to(x.dtype).view(x.shape), None
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., dim] / sqrt(mean(x^2) + eps) * weight [dim], statistics in float32; in the dtype of x."""
     if weight.dtype != x.dtype:

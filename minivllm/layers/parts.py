@@ -26,7 +26,7 @@ from .experts import DenseExperts, ExpertLinear, ExpertsNorm, Mixture, RouterHoo
 from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear
 from .linear import Dense, Linear
 from .module import Module, Tensors
-from .norm import LayerNorm, RMSNorm, SplitNorm
+from .norm import HeadsNorm, LayerNorm, RMSNorm, SplitNorm
 from .rotary import rotary_tables
 
 
@@ -227,6 +227,15 @@ class ModelParts:
         copies = self._copies(heads) if keys else 1
         return self._add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
 
+    def heads_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> HeadsNorm:
+        """Make the norm of each of ``heads`` heads of ``dim`` by itself, with weights for each.
+
+        ``keys`` says that they are KV heads, of which processes may have copies."""
+        copies = self._copies(heads) if keys else 1
+        here = self.kv_heads(heads) if keys else self.heads(heads)
+        first = self.shard.rank // copies * here
+        return self._add(HeadsNorm(name, heads, range(first, first + here), dim, kind, self.dtype, self.device))
+
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
         return partial(invariant.activate, activation=name) if self.invariant else APPLY[name]
@@ -287,7 +296,14 @@ class ModelParts:
             group = self._geometries.index(spec.geometry)
         else:
             group = self._group_of[index]
-        local = replace(spec, heads=self.heads(spec.heads), kv_heads=self.kv_heads(spec.kv_heads))
+        heads, slopes = self.heads(spec.heads), spec.alibi
+        if slopes is not None:
+            if len(slopes) != spec.heads:
+                raise ModelError(
+                    f"layer {index}: alibi has {len(slopes)} slopes: want one for each of {spec.heads} heads"
+                )
+            slopes = slopes[self.shard.rank * heads : (self.shard.rank + 1) * heads]
+        local = replace(spec, heads=heads, kv_heads=self.kv_heads(spec.kv_heads), alibi=slopes)
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)
         return self._add(AttentionLayer(f"layers.{index}.attn", layer, self.backend, self.device, self.shard))

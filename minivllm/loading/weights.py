@@ -52,6 +52,7 @@ class Target:
     interleaved: bool = False  # likewise
     experts: int = 0  # on the first axis; 0: the tensor is of no experts, or of one
     whole: bool = False  # each part is given all of the tensor: its scheme knows where the rows lie
+    groups: int = 1  # see ``Rule``
 
     def fill(self, tensor: Tensor) -> None:
         if self.transposed:
@@ -68,6 +69,9 @@ class Target:
             pieces: Sequence[Tensor] = [tensor] * len(parts)
         elif self.interleaved:
             pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
+        elif self.groups > 1:
+            groups = tensor.unflatten(0, (self.groups, -1)).split([n // self.groups for n in self.rows], dim=1)
+            pieces = [piece.flatten(0, 1) for piece in groups]
         else:
             pieces = tensor.split(list(self.rows))
         for part, piece in zip(parts, pieces, strict=True):
@@ -298,7 +302,8 @@ def _target(
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
     scheme = getattr(module, "scheme", None)
-    if getattr(scheme, "cuts_parts", False) and param in scheme.params() and rule.pairs is None:
+    grouped = rule.groups > 1
+    if getattr(scheme, "cuts_parts", False) and param in scheme.params() and rule.pairs is None and not grouped:
         return Target(module, parts, param, None, whole=True)
     cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
     if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
@@ -311,7 +316,12 @@ def _target(
     shape = None if not whole else (sum(rows), *whole[0][1:]) if len(parts) > 1 else whole[0]
     turned = rule.transposed and shape is not None and len(shape) == 2
     shape = shape[::-1] if shape and turned else shape
-    return Target(module, parts, param, shape, rows, rule.pairs, turned, rule.interleaved)
+    uneven = sorted({n for n in rows if n % rule.groups})
+    if uneven:
+        raise ModelError(
+            f"{whole_name}: {uneven[0]} rows of a part do not divide into {rule.groups} groups: fix its weights()"
+        )
+    return Target(module, parts, param, shape, rows, rule.pairs, turned, rule.interleaved, groups=rule.groups)
 
 
 def roots_of(targets: Mapping[str, Target]) -> list[str]:

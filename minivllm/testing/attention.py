@@ -23,6 +23,7 @@ from minivllm.spec import allows
 from . import attention_graph
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_lse import AttentionLse
+from .attention_math import slopes
 from .attention_sizes import AttentionSizes
 from .attention_world import Got, Setting, World
 from .attention_write import Writing
@@ -221,6 +222,7 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, Lasting, SpecC
         specs += [replace(base, window=w) for w in (2, 5)] if self.claims("window") else []
         specs += [replace(base, sinks=True)] if self.claims("sinks") else []
         specs += [replace(base, softcap=1.5)] if self.claims("softcap") else []
+        specs += [replace(base, alibi=slopes(base.heads))] if self.claims("alibi") else []
         for order in (specs, specs[::-1]):
             setting = Setting(tuple(order), first.dtype, first.kv_format, first.block)
             if not self.space.serves(setting):
@@ -331,6 +333,19 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, Lasting, SpecC
         for softcap in (0.5, 5.0, 50.0):
             for size in (1.0, 30.0):
                 self.run(self.plain(softcap=softcap), q_size=size)
+
+    @since(1, 4)
+    def test_slopes_lower_scores_by_the_distance_of_a_key(self) -> None:
+        """slopes[head] * (key position - query position) is added behind scale and soft cap (ALiBi); far keys too, in
+        chunks, with a window, and by the layer, of which another in the group may have none."""
+        self.need("alibi")
+        for ratio in self.space.facts["queries_per_kv"]:
+            for more in ({}, {"window": 3}) if self.claims("window") else ({},):
+                setting = self.plain(queries_per_kv=ratio, **more)
+                base = setting.specs[0]
+                specs = (replace(base, alibi=slopes(base.heads)), base, replace(base, alibi=slopes(base.heads)[::-1]))
+                rows = [(0, 1), (37, 1), (0, 9), (21, 5), (150, 1), (140, 12)]
+                self.run(Setting(specs, setting.dtype, setting.kv_format, setting.block), rows)
 
     @since(1, 0)
     def test_values_in_the_keys_are_their_first_elements(self) -> None:

@@ -53,6 +53,7 @@ def request(suite: AttentionConformance, setting: Setting) -> PluginQuery:
         "window": any(s.window is not None for s in specs),
         "softcap": any(s.softcap is not None for s in specs),
         "sinks": any(s.sinks for s in specs),
+        "alibi": any(s.alibi is not None for s in specs),
         "v_in_k": any(s.v_in_k for s in specs),
     }
     return PluginQuery(facts, frozenset(name for name, on in wanted.items() if on))

@@ -31,6 +31,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
     key, query = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))[:, None]
+    if spec.alibi is not None:
+        s = s + torch.tensor(spec.alibi, dtype=s.dtype)[:, None, None] * (key - query)
     seen = key <= query
     if spec.window is not None:
         seen &= key > query - spec.window
@@ -41,6 +43,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
     p = s.softmax(-1)[..., : len(k)]
     out = p @ v[:, kv_head].transpose(0, 1)
     return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, largest)
+
+
+def slopes(heads: int) -> tuple[float, ...]:
+    """Return a slope for each of ``heads`` heads, steep to flat, of which no two are equal."""
+    return tuple(2.0 ** (-0.5 - 6.0 * head / heads) for head in range(heads))
 
 
 def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:

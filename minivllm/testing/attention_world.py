@@ -183,7 +183,10 @@ class World:
 
     def _layer(self, i: int, spec: AttnSpec) -> AttnLayer:
         sinks = self.randn(spec.heads).float().to(self.device) * 2 if spec.sinks else None
-        return AttnLayer(i, self.kinds.index(spec.geometry), spec, sinks=sinks)
+        layer = AttnLayer(i, self.kinds.index(spec.geometry), spec, sinks=sinks)
+        if spec.alibi is not None:
+            layer.slopes = torch.tensor(spec.alibi, dtype=torch.float32, device=self.device)
+        return layer
 
     def randn(self, *shape: int, size: float = 1.0) -> Tensor:
         """Normal numbers in the model's dtype, on the CPU."""

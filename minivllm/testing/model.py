@@ -27,7 +27,7 @@ from .base import Seen, since
 from .harness import Harness, play, seats
 from .model_config import IGNORED, UNCHANGED, jumps, logits, names, others, record
 from .model_taps import ModelTaps
-from .tiny import VARIANTS, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
+from .tiny import VARIANTS, attention_of, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
 NEW_TOKENS = 32
@@ -112,7 +112,8 @@ class ModelConformance(ModelTaps):
 
     def _reload(self, path: Path, cls: Any, dtype: str = "float32") -> Any:
         with quiet():
-            return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
+            attention = attention_of(cls.config_class())
+            return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
 
     def difference(self, got: Tensor, case: ModelCase) -> str:
         """What is wrong with logits; "" if nothing is."""

@@ -53,6 +53,7 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28,
+    "attention_types": [[["global", "local"], 1]], "window_size": 6,
 }  # fmt: skip
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -161,11 +162,17 @@ def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> Pretrain
     return small_config(CONFIGS[family], **{"num_attention_heads": q, "num_key_value_heads": kv, **values})
 
 
+def attention_of(cfg: Any) -> str:
+    """Return the attention of transformers to compare with: the one that is spelled out, but for Falcon, of which that
+    adds ALiBi's slopes twice (transformers 5.24)."""
+    return "sdpa" if getattr(cfg, "model_type", "") == "falcon" else "eager"
+
+
 def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCausalLM):
     """transformers' float32 model with weights large enough that logits differ clearly, biases and norms random too."""
     torch.manual_seed(seed)
     make = getattr(cls, "from_config", None) or cls._from_config
-    model = make(cfg, dtype=torch.float32, attn_implementation="eager").eval()
+    model = make(cfg, dtype=torch.float32, attn_implementation=attention_of(cfg)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.normal_(0, 0.3 if p.dim() > 1 else 0.1)

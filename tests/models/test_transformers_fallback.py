@@ -43,6 +43,8 @@ GEMMA4 = {"sliding_window": 6, "global_head_dim": 16, "num_kv_shared_layers": 0}
 OTHERS = {
     "apertus": ({}, {"merged", "norm", "head_norm", "rope"}),
     "arcee": ({}, {"merged", "norm", "rope"}),
+    "biogpt": ({}, {"merged", "norm"}),
+    "codegen": ({"rotary_dim": 4}, {"linear", "norm"}),
     "deepseek_v3": (MLA, {"mlp", "experts", "norm", "kept"}),
     "ernie4_5": ({}, {"merged", "mlp", "norm"}),
     "exaone4": (WINDOW, {"merged", "mlp", "norm", "head_norm", "rope"}),
@@ -50,6 +52,7 @@ OTHERS = {
     "glm": ({}, {"merged", "norm"}),
     "gpt_bigcode": ({}, {"linear", "norm"}),
     "gpt_neox": ({}, {"linear", "norm", "rope"}),
+    "gptj": ({"rotary_dim": 4}, {"merged", "norm", "kept"}),
     "granite_swa": ({"sliding_window": 6}, {"merged", "norm"}),
     "helium": ({}, {"merged", "mlp", "norm"}),
     "hunyuan_v1_dense": ({"attention_head_dim": 8}, {"merged", "mlp", "norm"}),
@@ -221,8 +224,8 @@ def test_a_plug_in_of_another_package_that_names_the_architecture_comes_first(mo
 # ---- what is refused ---------------------------------------------------------------------------------------------
 
 REFUSED = {
-    "bloom": ({}, "its attention is its own, not one that can be exchanged"),
-    "gptj": ({}, "its attention is its own|GPTJForCausalLM cannot run"),
+    "rembert": ({}, "RemBertForCausalLM cannot run with .*: its attention is its own, not one that can be exchanged"),
+    "xglm": ({"attention_heads": 4}, "XGLMForCausalLM cannot run with .*: its attention is its own, not one that"),
     "qwen3_next": ({}, "it keeps a state beside keys and values"),
     "mamba": ({}, "it keeps a state beside keys and values"),
     "bert": ({}, r"\(BertSelfAttention\) attends to later tokens"),

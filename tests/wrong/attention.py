@@ -19,11 +19,11 @@ LIMITS = {
     "device": ANY, "sm": ANY, "dtype": {"float32", "bfloat16", "float16"}, "kv_format": {"fp32", "bf16", "fp16"},
     "dim_qk": ANY, "dim_v": ANY, "queries_per_kv": ANY, "block": MultipleOf(1),
 }  # fmt: skip
-ALL = frozenset({"window", "sinks", "softcap", "v_in_k", "lse", "repeatable", "batch_invariant"})
+ALL = frozenset({"alibi", "window", "sinks", "softcap", "v_in_k", "lse", "repeatable", "batch_invariant"})
 
 
 def spec(name, features=ALL, module=__name__, **more):
-    return Spec(f"{module}:{name}", (1, 3), "for a test of the kit", limits={**LIMITS, **more}, features=features)
+    return Spec(f"{module}:{name}", (1, 4), "for a test of the kit", limits={**LIMITS, **more}, features=features)
 
 
 class RowByRow(AttentionBackend):
@@ -52,6 +52,8 @@ class RowByRow(AttentionBackend):
         for head in range(spec.heads):
             kv = self.kv_head(head, group, spec)
             s = self.scored(q[at, head].float(), k[:, kv], spec)
+            if spec.alibi is not None:
+                s = s + layer.slopes[head] * self.ahead(at.stop - at.start, length)
             s = s.masked_fill(self.hidden(spec, at.stop - at.start, length), -torch.inf)
             p, norm = self.softmax(s, layer.sinks[head] if spec.sinks else None)
             out[at, head] = self.mixed(p, v[:, kv], q.dtype).to(out.dtype)
@@ -80,6 +82,9 @@ class RowByRow(AttentionBackend):
     def scored(self, q, k, spec):
         s = q @ k.T * spec.softmax_scale
         return s if spec.softcap is None else spec.softcap * torch.tanh(s / spec.softcap)
+
+    def ahead(self, n, length):
+        return torch.arange(length) - torch.arange(length - n, length)[:, None]
 
     def hidden(self, spec, n, length):
         key, query = torch.arange(length), torch.arange(length - n, length)[:, None]

@@ -31,6 +31,8 @@ FAULTS = {
     "ZeroTimesNan": ("test_nan_of_a_failed_row_stays_in_its_blocks",),
     "SinkNotInDenominator": ("test_sinks_take_probability_and_give_nothing",),
     "SoftcapIgnored": ("test_a_softcap_bends_the_scaled_scores",),
+    "SlopesIgnored": ("test_slopes_lower_scores_by_the_distance_of_a_key",),
+    "SlopesFromTheTokensOfTheStep": ("test_slopes_lower_scores_by_the_distance_of_a_key",),
     "SoftcapBeforeScale": ("test_a_softcap_bends_the_scaled_scores",),
     "LastElementsAsValues": ("test_values_in_the_keys_are_their_first_elements",),
     "LseInBase2": (
@@ -231,6 +233,22 @@ class SoftcapIgnored(RowByRow):
 
     def scored(self, q, k, spec):
         return q @ k.T * spec.softmax_scale
+
+
+class SlopesIgnored(RowByRow):
+    spec = spec("SlopesIgnored")
+
+    def ahead(self, n, length):
+        return torch.zeros(n, length)
+
+
+class SlopesFromTheTokensOfTheStep(RowByRow):
+    """Distances are bounded by the step's tokens: right for whole prompts."""
+
+    spec = spec("SlopesFromTheTokensOfTheStep")
+
+    def ahead(self, n, length):
+        return super().ahead(n, length).clamp(min=-max(n, 2) + 1)
 
 
 class SoftcapBeforeScale(RowByRow):

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-# 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores; 1.3: AttnMeta.position
-API = (1, 3)
+# 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores; 1.3: AttnMeta.position;
+# 1.4: AttnSpec.alibi
+API = (1, 4)
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
 
@@ -47,6 +48,9 @@ class AttnSpec:
     sinks: bool = False  # a learned logit per head that takes probability and gives no value
     softcap: float | None = None
     scale: float | None = None
+    # slope of each head: slope * (key position - query position) is added to the score, behind scale
+    # and soft cap (ALiBi, arXiv:2108.12409)
+    alibi: tuple[float, ...] | None = None
 
     @property
     def geometry(self) -> tuple:
@@ -126,6 +130,7 @@ class AttnLayer:
     # name -> [num_blocks, *layout.tensors[name].shape]
     cache: Mapping[str, Tensor] = field(default_factory=dict)
     sinks: Tensor | None = None  # [heads] float32
+    slopes: Tensor | None = None  # [heads] float32, ``spec.alibi`` on the device
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,10 @@ An architecture that fits is a table of fields; ``ModelArch.build`` is for what 
 
     norms BEFORE             norms AFTER              norms AROUND                 parallel
     h += s * A(n1(h))        h += s * n1(A(h))        h += s * n2(A(n1(h)))        y = n1(h)
-    h += s * M(n2(h))        h += s * n2(M(h))        h += s * n4(M(n3(h)))        h += s * (A(y) + M(y))
+    h += s * M(n2(h))        h += s * n2(M(h))        h += s * n4(M(n3(h)))        h += s * (A(y) + M(z))
 
-A is attention, M the MLP or the experts, n1 to n4 are norms, s is ``residual_scale``.
+A is attention, M the MLP or the experts, n1 to n4 are norms, s is ``residual_scale``; z is n2(h) where a layer has
+``mlp_norm``, and y elsewhere.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
-HEAD, WIDTH = "head", "width"  # what a norm of q and k goes over
+# a norm of q and k: one for all heads, one over all heads, one for each head with weights of its own
+HEAD, WIDTH, HEADS = "head", "width", "heads"
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
 CLAMPED = "swiglu_oai"  # of experts, see ``Experts``
 # how a router turns logits into weights: the softmax of all, or of the chosen ones, or a sigmoid
@@ -121,12 +123,12 @@ class LayerSpec:
     rope: Rope | None  # None: positions are not told to attention
     norms: str = BEFORE  # or AFTER, AROUND
     parallel: bool = False  # with norms BEFORE
-    qk_norm: str | None = (
-        None  # HEAD: each head by itself; WIDTH: all heads of q together, and of k
-    )
+    qk_norm: str | None = None  # HEAD, WIDTH or HEADS
     qkv_bias: bool = False
     out_bias: bool = False
     residual_scale: float = 1.0  # what is added to the stream is multiplied by it first
+    mlp_norm: bool = False  # a parallel MLP has a norm of its own, n2
+    qkv_clip: float | None = None  # q, k and v are clamped to +-qkv_clip
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,12 @@ class WeightNames:
     embed: str = "model.embed_tokens"
     positions: str = "model.embed_positions"
     norm: str = "model.norm"
+    embed_norm: str = "model.embed_norm"
     head: str = "lm_head"
     layer: str = "model.layers.{i}."
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    # groups of rows in a tensor of all three, each of which holds its share of q, then of k and of v
+    qkv_groups: int = 1
     out: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     sinks: str = "self_attn"  # whose parameter ``sinks`` is
@@ -198,6 +203,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after the scale
     names: WeightNames = field(default_factory=WeightNames)
+    embed_norm: bool = False  # the stream begins with ``norm`` of the embedding
     # (number of the layer, logits [T, E], weights f32 [T, k], ids i32 [T, k]) -> (weights, ids) that
     # go on in their place; on the device, where a step may be captured: it asks no tensor for values
     router_hook: Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None

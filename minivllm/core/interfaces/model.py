@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .decoder import AROUND, HEAD, MLP, WIDTH, DecoderSpec, Experts, LayerSpec
+from .decoder import AROUND, HEADS, MLP, DecoderSpec, Experts, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # 2.1: StepTensors.taps and Model.tap_points
 # 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
 # ModelArch.conversion, ModelArch.notes, Parts.tensors
-API = (2, 2)
+API = (2, 3)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Rule:
 
     ``{e}`` stands for the number of an expert, in the source and in the part: ``part="{e}.up"``.  A source without it
     whose parts have it is a tensor of all experts, [experts, rows, in] or for a bias [experts, rows].  ``interleaved``:
-    the rows of its parts take turns.  ``param``: the source is the whole name of a tensor, which is this parameter.
+    the rows of its parts take turns.  ``groups``: the rows are so many groups, each of which holds an equal share of
+    every part, one part after another.  ``param``: the source is the whole name of a tensor, which is this parameter.
 
     ``form``: of the rules that name one, those of a single form hold: of the first of which the checkpoint has a
     tensor.
@@ -51,6 +52,7 @@ class Rule:
     interleaved: bool = False
     param: str = ""
     form: str = ""
+    groups: int = 1
 
 
 class StepTaps(Protocol):
@@ -222,6 +224,8 @@ def decoder_rules(spec: DecoderSpec) -> list[Rule]:
     names = spec.names
     rules = [Rule(names.embed, "embed"), Rule(names.norm, "norm")]
     rules.append(Rule(names.head, None if spec.tied else "lm_head"))
+    if spec.embed_norm:
+        rules.append(Rule(names.embed_norm, "embed_norm"))
     if spec.positions:
         rules.append(Rule(names.positions, "positions"))
     alike: dict[tuple, list[int]] = {}
@@ -239,16 +243,16 @@ def _weights_of(layer: LayerSpec) -> tuple:
     rope, mlp = layer.rope, layer.mlp
     turned = rope.dim if rope is not None and rope.interleaved else 0
     kind: Any = mlp.gated if isinstance(mlp, MLP) else mlp
-    a = layer.attention
-    return layer.norms, layer.parallel, layer.qk_norm, kind, a.dim_qk, a.sinks, turned
+    a, norms = layer.attention, layer.norms
+    count = 4 if norms == AROUND else 1 if layer.parallel and not layer.mlp_norm else 2
+    return count, layer.qk_norm, kind, a.dim_qk, a.sinks, turned
 
 
 def _layer_rules(
     hf: str,
     our: str,
     spec: DecoderSpec,
-    norms: str,
-    parallel: bool,
+    norms: int,
     qk_norm: str | None,
     mlp: bool | Experts,
     dim: int,
@@ -259,7 +263,15 @@ def _layer_rules(
     pairs = (dim, turned) if turned else None
     rules = [Rule(hf + names.out, our + "attn.o")]
     if len(names.qkv) == 1:
-        rules.append(Rule(hf + names.qkv[0], our + "attn.qkv", ("q", "k", "v"), pairs))
+        rules.append(
+            Rule(
+                hf + names.qkv[0],
+                our + "attn.qkv",
+                ("q", "k", "v"),
+                pairs,
+                groups=names.qkv_groups,
+            )
+        )
     else:
         for part, name in zip("qkv", names.qkv, strict=True):
             rules.append(Rule(hf + name, our + "attn.qkv", part, pairs if part != "v" else None))
@@ -267,13 +279,13 @@ def _layer_rules(
         rules += _expert_rules(hf, our + "mlp.", names, mlp)
     else:
         rules += _mlp_rules(hf, our + "mlp.", names.gate_up, names.down, mlp)
-    if qk_norm in (HEAD, WIDTH):
-        parts = zip("qk", names.qk_norm, strict=True)
-        rules += [Rule(hf + name, f"{our}attn.{part}_norm", pairs=pairs) for part, name in parts]
+    if qk_norm is not None:
+        part = "{e}" if qk_norm == HEADS else ""
+        which = zip("qk", names.qk_norm, strict=True)
+        rules += [Rule(hf + name, f"{our}attn.{x}_norm", part, pairs) for x, name in which]
     if sinks:
         rules.append(Rule(hf + names.sinks, our + "attn"))
-    count = 4 if norms == AROUND else 1 if parallel else 2
-    for n, name in enumerate(names.norms[:count], 1):
+    for n, name in enumerate(names.norms[:norms], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
     return [replace(rule, transposed=True) for rule in rules] if names.transposed else rules
 

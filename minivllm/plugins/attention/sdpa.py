@@ -49,6 +49,7 @@ class Batch:
     tokens: slice | Tensor  # the step's tokens that are its queries, i64 [B * Lq]
     slots: Tensor  # i64 [B, Lk] flat cache slots of the keys
     mask: Tensor | None  # [B, 1, Lq, Lk] added to the scores; None: causal from position 0
+    ahead: Tensor | None = None  # float32 [B, 1, Lq, Lk] key's position less the query's, for layers with slopes
     real: Tensor | None = None  # i64, which of B * Lq are not padding (None: all)
     out: slice | Tensor | None = None  # tokens of the real ones (None: ``tokens``)
 
@@ -71,7 +72,7 @@ class KVPiece:
 
 
 class Sdpa(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap and lse are supported.
+    """Contract as in ``AttentionBackend``; window, sinks, softcap, alibi and lse are supported.
 
     ``lse`` is the logarithm of the softmax's denominator, the sink included.
     """
@@ -111,8 +112,9 @@ class Sdpa(AttentionBackend):
             attend(self.ctx.kv_format, layer, q, meta, out, lse)
             return
         spec = layer.spec
-        explicit = spec.sinks or spec.softcap is not None or lse is not None
-        key = ("sdpa", layer.group, spec.window, spec.heads, explicit)
+        slopes = spec.alibi is not None
+        explicit = spec.sinks or spec.softcap is not None or lse is not None or slopes
+        key = ("sdpa", layer.group, spec.window, spec.heads, explicit, slopes)
         batches = meta.work.get(key)
         if batches is None:
             dtype = torch.float32 if explicit else q.dtype
@@ -123,7 +125,8 @@ class Sdpa(AttentionBackend):
             k, v = self._load(layer, b.slots, q.dtype)
             queries = q[b.tokens].view(b.rows, b.queries, spec.heads, spec.dim_qk)
             if explicit:
-                o, norm = attend_explicit(queries, k, v, b.mask, spec, layer.sinks)
+                bias = None if b.ahead is None else b.ahead * layer.slopes[:, None, None]
+                o, norm = attend_explicit(queries, k, v, b.mask, spec, layer.sinks, bias)
                 if lse is not None:
                     _put(lse, b, norm)
             elif b.queries == 1:
@@ -167,9 +170,17 @@ def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: Attn
 
 
 def attend_explicit(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttnSpec, sinks: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    spec: AttnSpec,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax spelled out in float32: (out [B, Lq, heads, dim_v], lse [B, Lq, heads])."""
+    """Return (out [B, Lq, heads, dim_v], lse [B, Lq, heads]) of a softmax in float32.
+
+    ``bias`` [B, heads, Lq, Lk] is added to the scaled and capped scores."""
     rows, n = q.shape[:2]
     shape = (rows, spec.kv_heads, -1, n)
     q = q.float().permute(0, 2, 1, 3).reshape(rows, spec.kv_heads, -1, spec.dim_qk)
@@ -177,6 +188,8 @@ def attend_explicit(
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
     s = s + mask.unsqueeze(2)
+    if bias is not None:
+        s = s + bias.view(s.shape)
     peak = s.amax(dim=-1, keepdim=True)
     if spec.sinks:
         sink = sinks.view(1, spec.kv_heads, -1, 1, 1)
@@ -202,14 +215,14 @@ def make_batches(
         lens = np.maximum(meta.host_kv_len[group, :n], 1)
         lens = lens if spec.window is None else np.minimum(lens, spec.window)
         for rows, longest in split_by_length(lens, token_bytes, limits):
-            batches.append(decode_batch(meta, group, spec.window, rows, longest, dtype))
+            batches.append(decode_batch(meta, group, spec, rows, longest, dtype))
     fresh, masked = [], []
     pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax keeps the scores of all heads
     for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
         (fresh if piece.causal else masked).append(piece)
     price, most = limits.batch_pairs, limits.gather * spec.kv_heads // (spec.heads * token_bytes)
-    batches += [prefill_batch(meta, group, None, g, None) for g in join(fresh, price, 1 << 62, most)]
-    batches += [prefill_batch(meta, group, spec.window, g, dtype) for g in join(masked, price, pairs, most)]
+    batches += [prefill_batch(meta, group, spec, g, None) for g in join(fresh, price, 1 << 62, most)]
+    batches += [prefill_batch(meta, group, spec, g, dtype) for g in join(masked, price, pairs, most)]
     return batches
 
 
@@ -237,10 +250,11 @@ def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[
 
 
 def decode_batch(
-    meta: AttnMeta, group: int, window: int | None, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
+    meta: AttnMeta, group: int, spec: AttnSpec, rows: slice | np.ndarray, longest: int, dtype: torch.dtype
 ) -> Batch:
-    """Rows of one token: row r's query is token r.  Lengths come from the device, ``longest`` only bounds them."""
-    device = meta.table.device
+    """Make the batch of rows of one token: row r's query is token r.  Lengths come from the device, ``longest`` bounds
+    them."""
+    device, window = meta.table.device, spec.window
     pick = rows if isinstance(rows, slice) else torch.from_numpy(rows).to(device)
     last = (meta.kv_len[group][pick].long() - 1).clamp_(min=0).unsqueeze(1)
     pos = torch.arange(-(-longest // 8) * 8, device=device).unsqueeze(0)  # a multiple of 8 for GPU kernels' masks
@@ -248,7 +262,8 @@ def decode_batch(
         pos = pos + (last - (window - 1)).clamp_(min=0)
     slots = slots_of(meta, group, meta.slots[pick], torch.minimum(pos, last))
     mask = torch.zeros(slots.shape, dtype=dtype, device=device).masked_fill_(pos > last, -torch.inf)
-    return Batch(len(slots), 1, pick, slots, mask[:, None, None])
+    ahead = None if spec.alibi is None else (pos - last).float()[:, None, None]
+    return Batch(len(slots), 1, pick, slots, mask[:, None, None], ahead)
 
 
 def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
@@ -292,10 +307,12 @@ def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[lis
 
 
 def prefill_batch(
-    meta: AttnMeta, group: int, window: int | None, pieces: list[KVPiece], dtype: torch.dtype | None
+    meta: AttnMeta, group: int, spec: AttnSpec, pieces: list[KVPiece], dtype: torch.dtype | None
 ) -> Batch:
-    """Several tokens a row.  Without a ``dtype`` there is no mask: rows start at position 0 and are plain causal."""
-    device = meta.table.device
+    """Make the batch of rows of several tokens.
+
+    ``dtype`` None makes no mask: rows start at position 0 and are causal."""
+    device, window = meta.table.device, spec.window
     row, start, n, pos, first = np.array([(p.row, p.start, p.n, p.pos, p.first) for p in pieces]).T[..., None]
     queries, keys = int(n.max()), max(p.keys for p in pieces)
     index = np.arange(queries)
@@ -309,11 +326,12 @@ def prefill_batch(
     keys = keys if dtype is None else -(-keys // 8) * 8
     at = first_d + torch.arange(keys, device=device)  # position of each key, [B, Lk]
     slots = slots_of(meta, group, meta.slots[row_d[:, 0]], torch.minimum(at, pos_d + n_d - 1))
-    mask = None
+    mask = ahead = None
     if dtype is not None:
         asks = (pos_d + torch.minimum(torch.arange(queries, device=device), n_d - 1)).unsqueeze(2)  # [B, Lq, 1]
         hidden = at.unsqueeze(1) > asks
         if window is not None:
             hidden |= at.unsqueeze(1) <= asks - window
         mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf).unsqueeze(1)
-    return Batch(len(pieces), queries, tokens, slots, mask, real, out)
+        ahead = None if spec.alibi is None else (at.unsqueeze(1) - asks).float().unsqueeze(1)
+    return Batch(len(pieces), queries, tokens, slots, mask, ahead, real, out)

@@ -47,6 +47,7 @@ class Items:
     real: Tensor
     tile: np.ndarray
     hidden: Tensor
+    ahead: Tensor | None  # float32, the shape of ``hidden``: a key's position less the query's, for layers with slopes
 
 
 @dataclass(frozen=True)
@@ -148,20 +149,24 @@ def _items(
     shift: np.ndarray,
 ) -> Items:
     key = (low // KEYS * KEYS)[:, None] + np.arange(n * KEYS)
-    hidden = key[:, None] > position[:, :, None]
+    ahead = key[:, None] - position[:, :, None]
+    hidden = ahead > 0
     if spec.window is not None:
-        hidden |= key[:, None] <= position[:, :, None] - spec.window
-    hidden = hidden.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None]
+        hidden |= ahead <= -spec.window
+    by_tile = lambda x: torch.from_numpy(  # noqa: E731
+        np.ascontiguousarray(x.reshape(len(token), LINES, n, KEYS).swapaxes(1, 2)[:, None])
+    )
     # a tile behind the item's last one is hidden as a whole, so any that is there will do
     tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
     given = (torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real))
-    return Items(*given, tile, torch.from_numpy(np.ascontiguousarray(hidden)))
+    distance = None if spec.alibi is None else by_tile(ahead.astype(np.float32))
+    return Items(*given, tile, by_tile(hidden), distance)
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
     """As ``AttentionBackend.forward``."""
     spec = layer.spec
-    key = ("invariant", layer.group, spec.window, spec.heads)
+    key = ("invariant", layer.group, spec.window, spec.heads, spec.alibi is None)
     every = meta.work.get(key)
     if every is None:
         every = meta.work[key] = make_keys(meta, layer.group, spec)
@@ -214,6 +219,9 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
     s.mul_(spec.softmax_scale)
     if spec.softcap is not None:
         s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
+    if items.ahead is not None:
+        slopes = layer.slopes.view(kvh, -1)[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
+        s.add_(items.ahead * slopes)
     s.masked_fill_(items.hidden, -torch.inf)
     peak = s.amax(dim=(2, 4), keepdim=True)
     sink = None

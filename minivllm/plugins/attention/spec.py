@@ -15,7 +15,7 @@ def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
 
 SDPA = Spec(
     impl="minivllm.plugins.attention.sdpa:Sdpa",
-    api=(1, 3),
+    api=(1, 4),
     summary="torch's scaled dot-product attention over gathered blocks; any device, the reference",
     limits={
         "device": ANY,
@@ -27,7 +27,7 @@ SDPA = Spec(
         "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"batch_invariant", "lse", "sinks", "softcap", "window"}),
+    features=frozenset({"alibi", "batch_invariant", "lse", "sinks", "softcap", "window"}),
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host", "drafts": "merged"},
     check=invariant_on_cpu,
@@ -45,7 +45,7 @@ def float8_on(request: PluginQuery) -> Sequence[Reason]:
 DIMS = frozenset(range(8, 257, 8))
 TRITON = Spec(
     impl="minivllm.plugins.attention.triton_backend:Triton",
-    api=(1, 3),
+    api=(1, 4),
     summary="paged attention in Triton: decode at the memory's speed, fused write, captured decode steps",
     priority=20,
     limits={
@@ -58,7 +58,7 @@ TRITON = Spec(
         "kv_format": {"bf16", "fp16", "fp32", "int8", "fp8"},
         "block": MultipleOf(1),
     },
-    features=frozenset({"batch_invariant", "lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
+    features=frozenset({"alibi", "batch_invariant", "lse", "repeatable", "sinks", "softcap", "v_in_k", "window"}),
     needs=(Needs("triton", "3.4", 'pip install "minivllm[triton]"'),),
     prefer={"block": 64},
     traits={"graph": "mixed", "plan": "device"},

@@ -24,7 +24,7 @@ EAGER = GraphKey()
 
 
 class Triton(AttentionBackend):
-    """Contract as in ``AttentionBackend``; window, sinks, softcap, v_in_k and lse are supported.
+    """Contract as in ``AttentionBackend``; window, sinks, softcap, alibi, v_in_k and lse are supported.
 
     ``lse`` is the natural logarithm of the softmax's denominator, the sink included.
     """

@@ -165,12 +165,12 @@ def _deal(
 @triton.jit
 def _decode(
     q, k_cache, v_cache, k_scales, v_scales, table, entries, sums, norms, sinks, out, lse,
-    scale, softcap, q_stride, table_stride,
+    slopes, scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
     VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
-    SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr, EARLY: tl.constexpr,
-    ROOM: tl.constexpr, PDL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr,
+    EARLY: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """WORDS: keys and values are bytes, and ``v_cache`` has them by four (``triton_bytes``); VS is in its elements.
     ROOM: not read, so that ``launch.keep_room`` has a variant of its own."""
@@ -201,6 +201,9 @@ def _decode(
     queries = tl.load(q_at, mask=(og < G)[None, :] & (od < D)[:, None], other=0.0)  # [DP, GP]
     if WORDS and not IEEE:
         queries, largest = _in_float16(queries)
+    slope = scale
+    if SLOPES:
+        slope = tl.load(slopes + heads, mask=og < G, other=0.0) * LOG2E
     m = tl.full([GP], NEVER, tl.float32)
     total = tl.zeros([GP], tl.float32)
     wide: tl.constexpr = 4 if WORDS else 1
@@ -236,6 +239,8 @@ def _decode(
         if SCALED:
             s = s * by_k[:, None]
         s = base2(s, scale, softcap, SOFTCAP)
+        if SLOPES:
+            s += slope[None, :] * (token - last)[:, None].to(tl.float32)
         s = tl.where(seen[:, None], s, NEVER)
         if WORDS and SCALED:  # so that no probability times the scale of its values is beyond 1
             peak = tl.maximum(m, tl.max(s + _exponent(by_v)[:, None], 0))
@@ -420,6 +425,7 @@ def decode(
         meta.table[layer.group],
         work.entries,
         *ends,
+        layer.slopes if spec.alibi is not None else out,
         spec.softmax_scale,
         spec.softcap or 1.0,
         q.stride(0),
@@ -432,6 +438,7 @@ def decode(
         N=tile,
         WINDOW=spec.window or 0,
         SOFTCAP=spec.softcap is not None,
+        SLOPES=spec.alibi is not None,
         STAGES=3 if not exact else 2,
         IEEE=exact,
         SCALED="k_scale" in layer.cache,

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.kernels.launch import capability, kernel
 
-from .triton_decode import NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
+from .triton_decode import LOG2E, NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
 
 KEYS = 32  # N
 
@@ -72,14 +72,17 @@ def _load_scales(
 
 @triton.jit
 def _see(
-    queries, k, v, by_k, by_v, key, position, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
+    queries, k, v, by_k, by_v, key, position, slope, m, total, acc, scale, softcap, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SLOPES: tl.constexpr, IEEE: tl.constexpr, ALL: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax with a tile of keys more, at positions ``key`` [N].  ALL: every query sees every one."""
+    """Add a tile of keys at positions ``key`` [N] to the running softmax.  ALL says that every query sees every one;
+    ``slope`` [M] is for SLOPES."""
     s = dot(queries, k, tl.zeros([queries.shape[0], k.shape[1]], tl.float32), queries.dtype, IEEE)
     if SCALED:
         s = s * by_k[None, :]
     s = base2(s, scale, softcap, SOFTCAP)
+    if SLOPES:
+        s += slope[:, None] * (key[None, :] - position[:, None]).to(tl.float32)
     if not ALL:
         seen = key[None, :] <= position[:, None]
         if WINDOW > 0:
@@ -100,11 +103,11 @@ def _see(
 @kernel("slots", "kv_len", "cu_q", "tile_row", "tile_token")
 def _prefill(
     q, k_cache, v_cache, k_tiles, v_tiles, k_scales, v_scales, table, slots, kv_len, cu_q, tile_row, tile_token,
-    sinks, out, lse, scale, softcap, q_stride, table_stride,
+    sinks, slopes, out, lse, scale, softcap, q_stride, table_stride,
     KH: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VS: tl.constexpr,
     DVP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, STAGES: tl.constexpr,
-    IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SLOPES: tl.constexpr, LSE: tl.constexpr,
+    STAGES: tl.constexpr, IEEE: tl.constexpr, TMA: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     tile, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(tile_row + tile)
@@ -120,6 +123,9 @@ def _prefill(
     real = (om // G < TOKENS) & (mine < after - begin)
     heads = head * G + om % G
     position = length - (after - begin) + mine  # of each query
+    slope = scale
+    if SLOPES:
+        slope = tl.load(slopes + heads, mask=real, other=0.0) * LOG2E
     q_at = q + (begin + mine).to(tl.int64)[:, None] * q_stride + heads[:, None] * D + od[None, :]
     queries = tl.load(q_at, mask=real[:, None] & (od < D)[None, :], other=0.0)  # [M, DP]
 
@@ -152,6 +158,7 @@ def _prefill(
             by_v,
             j * N + on,
             position,
+            slope,
             m,
             total,
             acc,
@@ -159,6 +166,7 @@ def _prefill(
             softcap,
             WINDOW,
             SOFTCAP,
+            SLOPES,
             IEEE,
             True,
             SCALED,
@@ -175,6 +183,7 @@ def _prefill(
             by_v,
             j * N + on,
             position,
+            slope,
             m,
             total,
             acc,
@@ -182,6 +191,7 @@ def _prefill(
             softcap,
             WINDOW,
             SOFTCAP,
+            SLOPES,
             IEEE,
             False,
             SCALED,
@@ -260,6 +270,7 @@ def prefill(
     scaled = "k_scale" in layer.cache
     exact, tma = in_float32(q), not scaled and by_tma(spec, k.dtype, q.device, meta.block)
     tiled = [_whole(x, spec) if tma else x for x in (k, v)]
+    ends = layer.sinks if spec.sinks else out, layer.slopes if spec.alibi is not None else out, out
     _prefill[(len(row), spec.kv_heads)](
         q,
         k,
@@ -272,8 +283,7 @@ def prefill(
         meta.cu_q,
         row,
         token,
-        layer.sinks if spec.sinks else out,
-        out,
+        *ends,
         lse if lse is not None else out,
         spec.softmax_scale,
         spec.softcap or 1.0,
@@ -293,6 +303,7 @@ def prefill(
         WINDOW=spec.window or 0,
         SOFTCAP=spec.softcap is not None,
         SINKS=spec.sinks,
+        SLOPES=spec.alibi is not None,
         LSE=lse is not None,
         STAGES=3 if not exact and spec.dim_qk <= 128 else 2,
         IEEE=exact,

@@ -19,8 +19,10 @@ def family(target: str, summary: str, architecture: str, model_type: str, ignore
     )
 
 
+BLOOM = family("bloom:Bloom", "BLOOM and BLOOMZ", "BloomForCausalLM", "bloom", ("pretraining_tp", "slow_but_exact"))
 COHERE = family("cohere:Cohere", "Command R", "CohereForCausalLM", "cohere")
 COHERE2 = family("cohere:Cohere2", "Command R7B and A", "Cohere2ForCausalLM", "cohere2")
+FALCON = family("falcon:Falcon", "Falcon 1", "FalconForCausalLM", "falcon")
 GEMMA2 = family("gemma:Gemma2", "Gemma 2", "Gemma2ForCausalLM", "gemma2")
 GEMMA3 = family("gemma:Gemma3", "Gemma 3, text", "Gemma3ForCausalLM", "gemma3_text", ("attn_logit_softcapping",))
 GLM4 = family("glm4:Glm4", "GLM-4-0414 and GLM-Z1", "Glm4ForCausalLM", "glm4", ("ignore_keys_at_rope_validation",))
@@ -38,11 +40,25 @@ GPT2 = family(
         "summary_first_dropout",
     ),
 )
+GPT_NEO = family(
+    "gpt_neo:GPTNeo",
+    "GPT-Neo",
+    "GPTNeoForCausalLM",
+    "gpt_neo",
+    ("resid_dropout", "embed_dropout", "classifier_dropout"),
+)
 GPT_OSS = family("gpt_oss:GptOss", "GPT-OSS", "GptOssForCausalLM", "gpt_oss", (*TRAINED, "hidden_act"))
 GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite")
 LLAMA = family("llama:Llama", "Llama 2 and 3", "LlamaForCausalLM", "llama", ("pretraining_tp",))
 MISTRAL = family("mistral:Mistral", "Mistral and Nemo", "MistralForCausalLM", "mistral")
 MIXTRAL = family("mixtral:Mixtral", "Mixtral", "MixtralForCausalLM", "mixtral", (*TRAINED, "router_jitter_noise"))
+MPT = family(
+    "mpt:Mpt",
+    "MPT",
+    "MptForCausalLM",
+    "mpt",
+    ("max_seq_len", "learned_pos_emb", "init_device", "embedding_fraction", "norm_type", "emb_pdrop"),
+)
 OLMO2 = family("olmo:Olmo2", "OLMo 2", "Olmo2ForCausalLM", "olmo2")
 OLMO3 = family("olmo:Olmo3", "OLMo 3", "Olmo3ForCausalLM", "olmo3")
 OPT = family("opt:OPT", "OPT with norms before", "OPTForCausalLM", "opt", ("dropout", "init_std", "layerdrop"))
@@ -62,6 +78,7 @@ QWEN3_MOE = family(
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
 )
+STABLELM = family("stablelm:StableLm", "StableLM 2", "StableLmForCausalLM", "stablelm")
 STARCODER2 = family(
     "starcoder2:Starcoder2", "StarCoder 2", "Starcoder2ForCausalLM", "starcoder2", ("embedding_dropout",)
 )

@@ -67,9 +67,16 @@ def _check_class(cls: Any) -> None:
     said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
     if getattr(cls, "_is_stateful", False):
         raise ModelError(f"{said}it keeps a state beside keys and values (a state space, linear attention); {INSTEAD}")
+
+
+def own_attention(cls: Any) -> str:
+    """Return the line that refuses a class that cannot be traced and does not claim exchangeable attention; "" for one
+    that claims it.  Some classes without the claim are traced all the same, as StableLM's and BioGPT's."""
     compatible = getattr(cls, "is_backend_compatible", None)
-    if compatible is None or not compatible():
-        raise ModelError(f"{said}its attention is its own, not one that can be exchanged (ALiBi, say); {INSTEAD}")
+    if compatible is not None and compatible():
+        return ""
+    said = f"transformers' {cls.__name__} cannot run with the engine's attention and cache: "
+    return f"{said}its attention is its own, not one that can be exchanged; {INSTEAD}"
 
 
 def check_config(cfg: Any) -> None:

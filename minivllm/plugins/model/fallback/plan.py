@@ -19,7 +19,7 @@ from minivllm.errors import ModelError
 from minivllm.layers.activation import APPLY
 from minivllm.layers.norm import rms_norm
 
-from .blank import blank_model, check_config, class_of
+from .blank import blank_model, check_config, class_of, own_attention
 from .trace import Call, trace_model
 
 MARK = torch.bfloat16  # the dtype of what has no dtype of its own, while nobody knows the model's
@@ -88,8 +88,13 @@ def make_plan(cfg: Any) -> Plan:
     """ModelError, in one line, for a model that does not fit."""
     cls = class_of(cfg)
     check_config(cfg)
-    model = blank_model(cls, cfg, MARK)
-    found = trace_model(model, cfg)
+    try:
+        model = blank_model(cls, cfg, MARK)
+        found = trace_model(model, cfg)
+    except ModelError as exc:
+        if said := own_attention(cls):
+            raise ModelError(said) from exc
+        raise
     plan = Plan(found.calls, layers=len(found.calls))
     _choose_head(plan, model, found.hidden)
     known: dict[Any, Norm | None] = {}

@@ -1,0 +1,52 @@
+"""GPT-Neo (EleutherAI 2021): GPT-2 with a window in every other layer, and scores that are not scaled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.errors import ModelError, shown
+from minivllm.layers import fields
+
+NAMES = WeightNames(
+    embed="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+    layer="transformer.h.{i}.",
+    qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+    out="attn.attention.out_proj",
+    gate_up=("mlp.c_fc",),
+    down="mlp.c_proj",
+    norms=("ln_1", "ln_2"),
+)
+
+
+class GPTNeo(ModelArch):
+    """``GPTNeoForCausalLM``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+        dim = fields.even_share(cfg, "hidden_size", "num_heads", heads)
+        inner = 4 * hidden if cfg.intermediate_size is None else cfg.intermediate_size
+        mlp = MLP(inner, fields.activation(cfg, "activation_function"), gated=False, bias=True)
+        window = {"global": None, "local": cfg.window_size}
+        layers = []
+        for kind in cfg.attention_layers:
+            if kind not in window:
+                raise ModelError(f"attention_types has {shown(kind)}: want 'global' or 'local'")
+            spec = AttnSpec(heads, heads, dim, dim, window=window[kind], scale=1.0)
+            layers.append(LayerSpec(spec, mlp, rope=None, out_bias=True))
+        if "local" in cfg.attention_layers and (type(cfg.window_size) is not int or cfg.window_size < 1):
+            raise ModelError(f"window_size={shown(cfg.window_size)}: want a whole number >= 1")
+        return DecoderSpec(
+            cfg.vocab_size,
+            hidden,
+            tuple(layers),
+            Norm(cfg.layer_norm_epsilon, centered=True, bias=True),
+            cfg.tie_word_embeddings,
+            positions=cfg.max_position_embeddings,
+            names=NAMES,
+        )

@@ -1,0 +1,57 @@
+"""MPT (MosaicML 2023): ALiBi, LayerNorm without biases, one matrix for q, k and v."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.errors import ModelError, shown
+from minivllm.layers import fields
+
+NAMES = WeightNames(
+    embed="transformer.wte",
+    norm="transformer.norm_f",
+    layer="transformer.blocks.{i}.",
+    qkv=("attn.Wqkv",),
+    out="attn.out_proj",
+    gate_up=("ffn.up_proj",),
+    down="ffn.down_proj",
+    norms=("norm_1", "norm_2"),
+)
+# fields with a single value that transformers computes by
+WANTED = {"no_bias": True, "expansion_ratio": 4, "logit_scale": None}
+WANTED_OF_ATTENTION = {
+    "attn_type": "multihead_attention", "alibi": True, "alibi_bias_max": 8, "qk_ln": False, "prefix_lm": False,
+}  # fmt: skip
+
+
+class Mpt(ModelArch):
+    """``MptForCausalLM``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        attn = cfg.attn_config
+        for part, prefix, wanted in ((cfg, "", WANTED), (attn, "attn_config.", WANTED_OF_ATTENTION)):
+            for name, want in wanted.items():
+                if getattr(part, name) != want:
+                    raise ModelError(
+                        f"{prefix}{name}={shown(getattr(part, name))}: want {want}, no other is implemented"
+                    )
+        hidden, heads = cfg.hidden_size, cfg.num_attention_heads
+        dim = fields.even_share(cfg, "d_model", "n_heads", heads)
+        layer = LayerSpec(
+            AttnSpec(heads, heads, dim, dim, scale=attn.softmax_scale, alibi=fields.alibi(heads)),
+            MLP(4 * hidden, "gelu", gated=False),
+            rope=None,
+            qkv_clip=attn.clip_qkv or None,
+        )
+        return DecoderSpec(
+            cfg.vocab_size,
+            hidden,
+            (layer,) * cfg.num_hidden_layers,
+            Norm(cfg.layer_norm_epsilon, centered=True),
+            cfg.tie_word_embeddings,
+            names=NAMES,
+        )

@@ -1,0 +1,39 @@
+"""StableLM (arXiv:2402.17834): LayerNorm, a rotary embedding of a part of each head, and in the 12B a norm of each
+head with weights of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.decoder import HEADS, MLP, DecoderSpec, LayerSpec, Norm, WeightNames
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.errors import ModelError, shown
+from minivllm.layers import fields
+
+NAMES = WeightNames(qk_norm=("self_attn.q_layernorm.norms.{e}", "self_attn.k_layernorm.norms.{e}"))
+
+
+class StableLm(ModelArch):
+    """``StableLmForCausalLM``."""
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        dim = fields.even_share(cfg, "hidden_size", "num_attention_heads", cfg.num_attention_heads, rotary=True)
+        if fields.head_dim(cfg) != dim:
+            raise ModelError(f"head_dim={shown(cfg.head_dim)}: want hidden_size / num_attention_heads, {dim}, or none")
+        layer = LayerSpec(
+            fields.attention(cfg),
+            MLP(cfg.intermediate_size, fields.activation(cfg)),
+            fields.rope(cfg, partial=True),
+            parallel=cfg.use_parallel_residual,
+            qk_norm=HEADS if cfg.qk_layernorm else None,
+            qkv_bias=cfg.use_qkv_bias,
+        )
+        return DecoderSpec(
+            cfg.vocab_size,
+            cfg.hidden_size,
+            (layer,) * cfg.num_hidden_layers,
+            Norm(cfg.layer_norm_eps, centered=True, bias=True),
+            cfg.tie_word_embeddings,
+            names=NAMES,
+        )
