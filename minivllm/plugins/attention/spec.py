@@ -90,7 +90,7 @@ def _set(value: object) -> frozenset:
 # they belong (docs/attention.md).
 FLASH_ATTN = Spec(
     impl="minivllm.plugins.attention.flash_attn:FlashAttn",
-    api=(1, 3),
+    api=(1, 4),
     summary="FlashAttention-4 on Hopper: one call for prompts, chunks and decode rows",
     priority=-1,
     limits={
@@ -111,7 +111,7 @@ FLASH_ATTN = Spec(
 )
 FLASH_ATTN2 = Spec(
     impl="minivllm.plugins.attention.flash_attn2:FlashAttn2",
-    api=(1, 3),
+    api=(1, 4),
     summary="FlashAttention-2 over pages of 256 tokens, split-KV decode; Ampere and later",
     priority=-1,
     limits={
@@ -136,7 +136,7 @@ FLASH_ATTN2 = Spec(
 )
 FLASHINFER = Spec(
     impl="minivllm.plugins.attention.flashinfer:FlashInfer",
-    api=(1, 3),
+    api=(1, 4),
     summary="FlashInfer on Hopper: XQA for decode rows, planned paged prefill for longer ones",
     options="minivllm.plugins.attention.options:FlashInferOptions",
     priority=-1,
