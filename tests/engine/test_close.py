@@ -93,7 +93,7 @@ def free() -> int:
 
 def open_and_close(folder, kind: str) -> object:
     """Run one engine of a kind and close it.  Return what a notebook would still refer to."""
-    options = dict(model=str(folder), device="cuda", **{**OPTIONS, "dtype": "bfloat16", "num_kvcache_blocks": None})
+    options = dict(model=str(folder), device="cuda", **{**OPTIONS, "dtype": "bfloat16", "num_kvcache_blocks": -1})
     if kind == "AsyncLLM":
 
         async def run() -> AsyncLLM:
