@@ -1,7 +1,7 @@
-"""Print the oldest versions that pyproject.toml allows, as requirements for pip: ``torch>=2.11,<2.16`` as ``torch==2.11.*``.
+"""Print the oldest versions that pyproject.toml allows, as requirements for pip: ``torch>=2.11`` as ``torch==2.11.*``.
 
-    python .ci/lowest.py             the dependencies of the package
-    python .ci/lowest.py serve gguf  and those of extras
+python .ci/lowest.py             the dependencies of the package
+python .ci/lowest.py serve gguf  and those of extras
 """
 
 import re

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from minivllm.errors import ConfigError, MinivllmError, brief
+from minivllm.errors import ConfigError, MinivllmError, brief, shown
 from minivllm.plain import lone_escape, whole
 
 MIB = 1 << 20
@@ -117,19 +117,29 @@ def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: s
         raise error(f"{exc}; want {want}") from None
 
 
-def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0) -> Any:
-    """The JSON value in a text; errors begin with ``at``, its file, of which it may be a ``line``."""
+def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, unique: bool = False) -> Any:
+    """Return the JSON value in a text; errors begin with ``at``, its file, and ``line``.  ``unique`` refuses an object
+    that has a key twice."""
     where = f"{at}:{line}" if line else at
     try:
         if lone_escape(text):
             raise error(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
-        return json.loads(text, parse_int=whole)
+        return json.loads(text, parse_int=whole, object_pairs_hook=_distinct if unique else None)
     except RecursionError:
         raise error(f"{where}: lists or objects are nested too deeply") from None
     except json.JSONDecodeError as exc:
         raise error(f"{at}:{line or exc.lineno}:{exc.colno}: broken JSON: {exc.msg}") from None
     except ValueError as exc:  # a number of thousands of digits
         raise error(f"{where}: {exc}") from None
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; ValueError if it has a key twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {shown(next(name for name in names if names.count(name) > 1))} is there twice")
+    return found
 
 
 @contextlib.contextmanager

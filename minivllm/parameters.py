@@ -10,17 +10,31 @@ and the fields of ``SamplingParams`` that have a plain range are declared in the
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
-from .errors import RequestError, shown
+from .errors import RequestError, shown, suggest
 
 WORDS = {
     float: "a number", int: "a whole number", bool: "True or False", str: "a text", list: "a list", dict: "a mapping",
 }  # fmt: skip
 NUMBERS = (float, int, bool)
+OTHER_NAMES = {  # request parameters of other engines, and what to use here
+    "guided_json": 'structured_outputs={"json": schema}', "guided_regex": 'structured_outputs={"regex": pattern}',
+    "guided_choice": 'structured_outputs={"choice": [...]}', "guided_grammar": 'structured_outputs={"grammar": text}',
+    "guided_decoding": 'structured_outputs={"json": schema}, or "regex", "choice", "grammar"',
+    "response_format": 'structured_outputs={"json": schema}', "regex": 'structured_outputs={"regex": pattern}',
+    "json_schema": 'structured_outputs={"json": schema}', "ebnf": 'structured_outputs={"grammar": text}',
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "max_length": "max_tokens",
+    "max_completion_tokens": "max_tokens", "num_return_sequences": "n",
+    "do_sample": "temperature=0 for greedy decoding, a temperature above 0 to sample",
+    "num_beams": "beam_width", "use_beam_search": "beam_width", "eos_token_id": "stop_token_ids",
+    "stop_sequences": "stop", "stop_strings": "stop", "return_logprob": "logprobs", "top_logprobs": "logprobs",
+    "use_cache": "the engine's enable_prefix_caching; the KV cache itself is always used",
+    "repeat_penalty": "repetition_penalty", "random_seed": "seed", "num_predict": "max_tokens", "salt": "cache_salt",
+}  # fmt: skip
 BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
 
 
@@ -104,6 +118,13 @@ class Param:
 
     def _refused(self, value: Any, want: str) -> RequestError:
         return RequestError(f"{self.name}={shown(value)}: want {want}", self.name)
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+    """Return the error for a request parameter that nothing declares, with its name in this engine if it has one."""
+    hint = OTHER_NAMES.get(name)
+    near = f" Use {hint}." if hint else suggest(name, sorted(known))
+    return RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
 
 
 def _names(kinds: Any) -> str:

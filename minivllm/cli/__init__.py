@@ -42,7 +42,7 @@ MOST_QUOTED = 600  # of one about the command line
 
 # What these import and build stays: looking through it for garbage, again and again, is a tenth of their start.
 # ``common.open_llm`` sets it aside and begins to collect.
-OPENS = tuple(f"minivllm.cli.commands:{name}" for name in ("generate", "chat", "run"))
+OPENS = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.cli.commands:run")
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -75,7 +75,9 @@ def wiring_flags() -> argparse.ArgumentParser:
     wiring.add_argument(
         "--model", help="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
     )
-    wiring.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; later ones win")
+    wiring.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; later ones win"
+    )
     wiring.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. scheduler.name=fcfs")
     wiring.add_argument(
         "--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class"
@@ -111,12 +113,13 @@ def make_parser() -> argparse.ArgumentParser:
     sub.add_argument(
         "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
     )
-    text = "Talk to a chat model; an empty line or Ctrl-D ends."
-    sub = command("chat", "cli.commands:chat", text, wiring, sampling, record)
+    text = "Talk to a chat model; an empty line or Ctrl-D ends, /help shows commands."
+    sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
+    sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
     sub.add_argument("--system", help="a system message")
     text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
     sub = command("run", "cli.commands:run", text, wiring, record)
-    sub.add_argument("file", help="TOML or YAML with a [run] table, or a run.json that --record wrote")
+    sub.add_argument("file", help="TOML, YAML or JSON with a [run] table, or a run.json that --record wrote")
     sub.add_argument("--force", action="store_true", help="run again though sources or versions are not as recorded")
     recording.add_commands(command)
     plugins.add_commands(command, wiring, common)

@@ -15,7 +15,7 @@ import minivllm
 from minivllm import files
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING, load, open_llm
-from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, RequestError, shown, suggest
+from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, shown, suggest
 from minivllm.plain import is_text
 
 if TYPE_CHECKING:
@@ -48,10 +48,11 @@ def failure(message: str, engine: Any = None) -> MinivllmError:
     return EngineDeadError(message) if engine is not None and engine.dead else MinivllmError(message)
 
 
-def write_stream(pieces: Iterable[Any], engine: Any = None) -> str:
-    """Write the pieces as they come and a line of figures; returns the text.
+def write_stream(pieces: Iterable[Any], engine: Any = None, most: int | None = None) -> str:
+    """Write the pieces to standard output as they come, then figures to standard error.  Return the text.
 
-    A failed request is an error, not an empty answer: EngineDeadError if ``engine`` has ended with it.
+    ``most`` is the request's max_tokens.  A failed request is an error, not an empty answer: EngineDeadError if
+    ``engine`` has ended with it.
     """
     start, first, tokens, text, last = time.perf_counter(), 0.0, 0, "", None
     for last in pieces:
@@ -65,11 +66,22 @@ def write_stream(pieces: Iterable[Any], engine: Any = None) -> str:
     if text:
         sys.stdout.write("\n")
         sys.stdout.flush()
-    if last is not None and last.output is not None and last.output.error:
-        raise failure(last.output.error, engine)
+    output = None if last is None else last.output
+    if output is not None and output.error:
+        raise failure(output.error, engine)
     rate = (tokens - 1) / (seconds - first) if tokens > 1 and seconds > first else 0.0
     print(f"{tokens} tokens, first after {1000 * first:.0f} ms, then {rate:.1f} tok/s", file=sys.stderr)
+    if output is not None and any(one.finish_reason == "length" for one in output.outputs):
+        print(f"minivllm: {cut_off(tokens, most, engine)}", file=sys.stderr)
     return text
+
+
+def cut_off(tokens: int, most: int | None, engine: Any) -> str:
+    """Return why an answer of so many tokens was cut off, with the option that allows more."""
+    if tokens == most or engine is None:
+        return f"the answer was cut off after {tokens} tokens; --max-tokens N allows more"
+    room = f"max_model_len={engine.wiring.max_model_len}, a KV cache of {engine.cache.pools[0].total - 1} blocks"
+    return f"the answer was cut off after {tokens} tokens: prompt and answer fill the context ({room})"
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -92,7 +104,7 @@ def generate(args: argparse.Namespace) -> int:
             for number, output in enumerate(answer.outputs, 1):
                 print(f"[{number}] {output.text}")
             return 0
-        write_stream((llm.chat_stream if args.chat else llm.stream)(ask, params), llm.engine)
+        write_stream((llm.chat_stream if args.chat else llm.stream)(ask, params), llm.engine, params.max_tokens)
     return 0
 
 
@@ -107,35 +119,6 @@ def heard(read: Callable[[int], str]) -> str:
     if not is_text(text):
         raise ConfigError("standard input: not UTF-8; want Unicode text")
     return text
-
-
-def chat(args: argparse.Namespace) -> int:
-    """A conversation, one line a message; piped input is answered line by line."""
-    from minivllm.core.interfaces.params import SamplingParams
-
-    loaded = with_flags(args, load(args))
-    params = SamplingParams.make(**loaded.sampling)
-    asks = sys.stdin.isatty()
-    messages = [{"role": "system", "content": args.system}] if args.system else []
-    with open_llm(loaded, args) as llm:
-        while True:
-            if asks:
-                print("> ", end="", file=sys.stderr, flush=True)
-            line = heard(sys.stdin.readline)
-            said = line.strip()
-            if not line or (asks and not said):
-                return 0
-            if not said:
-                continue
-            question = {"role": "user", "content": said}
-            try:
-                answer = write_stream(llm.chat_stream([*messages, question], params), llm.engine)
-            except RequestError as exc:
-                if not asks:
-                    raise
-                print(f"minivllm: error: {exc}", file=sys.stderr)  # say, the context is full; the talk can go on
-                continue
-            messages += [question, {"role": "assistant", "content": answer}]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -43,7 +43,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     """Add ``compare``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
     text = "Configurations side by side over seeds: speed, memory, energy, quality, with tests against the first."
     sub = command("compare", "cli.compare:compare", text, *parents)
-    sub.add_argument("file", nargs="*", help="TOML or YAML, one configuration each")
+    sub.add_argument("file", nargs="*", help="TOML, YAML or JSON, one configuration each")
     text = "one configuration for each value, for each combination of several keys"
     sub.add_argument("--sweep", nargs="+", action="extend", default=[], metavar="KEY=VALUE,VALUE", help=text)
     sub.add_argument("--seeds", type=several(int), default=[1, 2, 3], metavar="N,N", help="runs (default 1,2,3)")

@@ -28,7 +28,7 @@ def add_commands(command: Any) -> None:
     sub.add_argument("--max-tokens", type=int, default=8, metavar="N", help="greedy tokens of each prompt (default 8)")
     sub.add_argument("--dtype", action="append", default=[], choices=DTYPES, help="default float32; again for several")
     sub.add_argument("--bound", type=float, default=None, metavar="X", help="of an operation's relative error")
-    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; later ones win")
+    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; later ones win")
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. attention=sdpa")
     sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
     sub.add_argument("--json", action="store_true", help="print every error as JSON")

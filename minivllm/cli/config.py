@@ -26,7 +26,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     text = "Every option with its value, as TOML that can be read again or as JSON."
     sub = verbs.add_parser("show", help=text, description=text, parents=[common, wiring])
     sub.set_defaults(run="minivllm.cli.config:show")
-    sub.add_argument("files", nargs="*", metavar="FILE", help="TOML or YAML, as with --config")
+    sub.add_argument("files", nargs="*", metavar="FILE", help="TOML, YAML or JSON, as with --config")
     sub.add_argument("--origin", action="store_true", help="where each value came from, and the version of a plug-in")
     sub.add_argument("--format", choices=["toml", "json"], default="toml", help="default toml")
     text = "Write a JSON Schema of configuration files over the plug-ins that are installed, for editors."

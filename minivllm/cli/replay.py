@@ -22,7 +22,9 @@ def add_commands(command: Any) -> None:
     text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
     sub = command("replay", "cli.replay:replay", text)
     sub.add_argument("trace", help="a .csv, a .jsonl, sample:NAME, or synthetic:requests=5000,seed=0,...")
-    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
+    sub.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; one run for each"
+    )
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     sub.add_argument("--evictor", action="append", default=[], metavar="NAME", help="run each of these (a,b or again)")
     sub.add_argument("--scheduler", action="append", default=[], metavar="NAME", help="run each of these")

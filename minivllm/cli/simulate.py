@@ -33,7 +33,9 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub = command("simulate", "cli.simulate:simulate", text)
     sub.add_argument("--trace", required=True, help="sample:NAME, synthetic:like=NAME,..., a .csv or a .jsonl")
     sub.add_argument("--costs", required=True, metavar="FILE", help="what `minivllm calibrate` wrote")
-    sub.add_argument("--config", action="append", default=[], metavar="FILE", help="TOML or YAML; one run for each")
+    sub.add_argument(
+        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; one run for each"
+    )
     sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
     for seam in SEAMS:
         text = "instead of the configurations': run each of these (a,b or again)"

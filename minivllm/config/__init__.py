@@ -1,6 +1,6 @@
 """What the user wants: defaults < files < environment < ``--set`` < keywords, each value with its origin.
 
-A file is TOML or YAML: the engine's options at the top, the sampling parameters in ``[sampling]``, the prompts of
+A file is TOML, YAML or JSON: the engine's options at the top, the sampling parameters in ``[sampling]``, the prompts of
 ``minivllm run`` in ``[run]`` and the settings of ``minivllm serve`` in ``[server]``.  Every fault is a ConfigError of
 one line that names the place and what was wanted.
 

@@ -1,4 +1,4 @@
-"""Read configuration files: TOML or YAML, by suffix, with the line of each value and errors that name file and line.
+"""Read configuration files: TOML, YAML or JSON, by suffix.  Errors name the file and the line of the value.
 
 A file may say ``extends = "base.toml"``: what it leaves open is then taken from there.  YAML is read as YAML 1.2 means
 it: only ``true`` and ``false`` are truth values, so that ``graph: off`` is the word, and a number is decimal.
@@ -83,17 +83,21 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
 
 
 def read_file(path: str | os.PathLike[str], other: Other | None = None) -> ConfigFile:
-    """The table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table.  ``other`` is
-    asked for what is neither TOML nor YAML."""
+    """Return the table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table.
+
+    ``other`` reads files that are neither TOML nor YAML.  It comes before JSON: a hook may define a form of JSON.
+    """
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
         files.check(path, files.LARGE)  # before a hook opens it
         found: Mapping[str, Any] | None = _record(path) if suffix == ".json" else None
         if found is None and other is not None:
             found = other(os.fspath(path))
+        if found is None and suffix == ".json":
+            return _json_file(path)
         if found is None:
             at = brief(os.fspath(path), 300)
-            raise ConfigError(f"{at}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run")
+            raise ConfigError(f"{at}: want a file that ends in .toml, .yaml, .yml or .json")
         return _file(path, dict(found), {})
     text = files.read_text(path)
     values, lines = _toml(text, path) if suffix == ".toml" else _yaml(text, path)
@@ -104,8 +108,21 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
     return _file(path, values, lines)
 
 
+def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
+    """Read a JSON object of options; ConfigError if the file holds anything else."""
+    text = files.read_text(path)
+    values = files.parse_json(text, os.fspath(path), unique=True)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: want a JSON object of options at the top, got a {type(values).__name__}")
+    try:  # JSON is YAML as well, whose reader knows the line of each value
+        lines = _yaml(text.replace("\t", " "), path)[1]
+    except ConfigError:
+        lines = {}
+    return _file(path, values, lines)
+
+
 def _record(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The record of a run is its configuration, too."""
+    """Return the configuration in the record of a run, or None if the file is no record."""
     from minivllm.record import bill, replay
 
     return replay.as_config(bill.read(path)) if bill.is_record(path) else None

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minivllm.config.other_names import option_hint
 from minivllm.errors import ConfigError, brief, shown, suggest
 from minivllm.plain import DEEPEST, flaw
 from minivllm.validation import begins
@@ -143,9 +144,8 @@ class Layers:
         if top == "extends":
             raise ConfigError(f"{at}extends stands in a file and names another; here, give both files with --config")
         if top not in shape.top and top not in shape.tables:
-            raise ConfigError(
-                f"{at}unknown option {shown(top)}.{suggest(top, [*shape.top, *shape.tables, *shape.aliases])}"
-            )
+            hint = option_hint(top) or suggest(top, [*shape.top, *shape.tables, *shape.aliases])
+            raise ConfigError(f"{at}unknown option {shown(top)}.{hint}")
         if top in shape.several and len(path) > 1:
             raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: give it as a whole")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)

@@ -12,6 +12,7 @@ from typing import Any
 
 from minivllm.config.files import parse_value, read_chain
 from minivllm.config.layers import Layers
+from minivllm.config.other_names import environment_notes
 from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
 from minivllm.config.values import ALIASES, SHAPE, TABLES, EngineConfig, RequiresConfig, RunConfig
@@ -48,8 +49,8 @@ def load_config(
 ) -> Loaded:
     """Lay the sources over one another and check the whole.  ConfigError names the source of what is wrong.
 
-    ``files`` are TOML or YAML, ``sets`` are texts ``key=value``, ``flags`` are options with a flag of their own on the
-    command line, ``keywords`` are those of a Python call; each wins over what stands before it here, and the
+    ``files`` are TOML, YAML or JSON, ``sets`` are texts ``key=value``, ``flags`` are options that have a flag of their
+    own on the command line, ``keywords`` are those of a Python call.  Each wins over the ones named before it, and the
     environment (``environ``, default ``os.environ``) comes after the files.
     """
     layers, names = Layers(SHAPE), []
@@ -78,7 +79,7 @@ def _lay_over(
     environ: Mapping[str, str] | None,
     layers: Layers,
 ) -> None:
-    """What counts more than files."""
+    """Lay the environment, ``--set``, flags and keywords over the files."""
     environ = os.environ if environ is None else environ
     given: dict[tuple[str, ...], str] = {}
     for name, text in sorted(environ.items()):
@@ -93,6 +94,7 @@ def _lay_over(
             layers.put(path, parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
             layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
+    layers.notes += environment_notes(environ)
     layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
     layers.add(flags, _always("command line"), trusted=True)
     layers.add(keywords, _always("keyword"), trusted=True)

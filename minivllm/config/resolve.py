@@ -39,7 +39,7 @@ from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, told
 from .steps import wire_steps
-from .unused import method_read, refuse_unused
+from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class _Fold:
         speculation = self._drafter(own)
         known = ("device", "sm", "dtype")
         method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
-        self._pick("quantizer", config.quantizer, known, {"checkpoint": method}, invariant)
+        self._pick("quantizer", self._quantizer_for(method), known, {"checkpoint": method}, invariant)
         self._kv_format(dtype)
         processors = tuple(self._several("processor", config.processors, ("device",)))
         models = own.of_processors(processors, begins(source_of(self.origins, "processors")))
@@ -308,6 +308,13 @@ class _Fold:
         first = self._select("model", asked, known, named, last if impl == "transformers" else features)
         second = first if first.chosen or impl != "auto" else self._select("model", asked, known, named, last)
         return second if second.chosen is not None else first
+
+    def _quantizer_for(self, method: str) -> PluginChoice:
+        """Return the quantizer to choose for a checkpoint that is quantized with ``method``."""
+        choice, note = online_counterpart(self.catalog["quantizer"], self.config.quantizer, method)
+        if note:
+            self.notes.append(("quantizer", note))
+        return choice
 
     def _max_len(self, hf_config: Any) -> int:
         asked, most = self.config.max_model_len, longest_context(hf_config)

@@ -48,3 +48,21 @@ def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice
         f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: no quantizer reads it; "
         f"want {known}, a package with a plug-in for it, or the model in floating numbers"
     )
+
+
+def online_counterpart(registry: Registry, choice: PluginChoice, method: str) -> tuple[PluginChoice, str]:
+    """Return the quantizer to choose and a note, empty if the choice stays.
+
+    A plug-in that reads checkpoints of a library may name the plug-in that quantizes in the same way while loading (the
+    trait ``online``).  That one is chosen for a checkpoint without a quantization.
+    """
+    if method != "none" or choice.name == "auto":
+        return choice, ""
+    try:
+        online = registry.spec(registry.find(choice.name)).traits.get("online")
+    except PluginError:  # the selection reports it
+        return choice, ""
+    if online is None:
+        return choice, ""
+    note = f"{choice.name} reads quantized checkpoints; this one is quantized while it is loaded, with {online}"
+    return choice.model_copy(update={"name": online}), note

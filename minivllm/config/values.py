@@ -18,7 +18,10 @@ PROCESSORS = (  # what applies to a request that asks for it, in this order: mas
     "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
 )  # fmt: skip
 CONFIG_VERSION = 1
-ALIASES = {"quantization": "quantizer", "kv_cache_dtype": "kv_format"}
+ALIASES = {
+    "quantization": "quantizer", "kv_cache_dtype": "kv_format", "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+}  # fmt: skip
 DTYPE_NAMES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 

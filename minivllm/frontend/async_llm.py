@@ -28,6 +28,7 @@ from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
+    from minivllm.text.tokenizer import Tokenizer
 
     from .requests import StreamOutput
 
@@ -162,6 +163,10 @@ class AsyncLLM(FrontDoor):
         matter if the engine has stopped meanwhile."""
         if not self._loop.send(run, adds, ends) and not ends:
             raise EngineDeadError(self.engine.dead or STOPPED)
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer; RequestError without one.  A coroutine, as in vLLM."""
+        return self._tokenizer()
 
     def close(self, timeout: float = 10.0) -> None:
         """Abort what runs, end the thread, give the memory back; idempotent."""

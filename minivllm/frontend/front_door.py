@@ -1,4 +1,4 @@
-"""What the front doors of Python share: a configuration is loaded, its engine built, its run recorded."""
+"""The common base of ``LLM`` and ``AsyncLLM``: load a configuration, build its engine, record its run."""
 
 from __future__ import annotations
 
@@ -6,18 +6,23 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
-from minivllm.errors import ConfigError
+from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
 
 from .classes import named
 
+if TYPE_CHECKING:
+    from minivllm.text.tokenizer import Tokenizer
+
 
 def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded:
-    """A config (a path or a list of them, a mapping, EngineConfig, Loaded or None) with options laid over it; what the
-    layers have to say, as that options of another plug-in were dropped, is a warning."""
+    """Return a config (a path or a list of paths, a mapping, EngineConfig, Loaded or None) with options laid over it.
+
+    Notes, such as dropped options of another plug-in, become warnings.  ConfigError for a config of another type.
+    """
     if isinstance(config, Loaded):
         if options:
             raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
@@ -39,7 +44,7 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
 
 
 class FrontDoor:
-    """An engine and what belongs to it, of a configuration.  ``resolved``: the parts that were chosen, and why."""
+    """The engine of a configuration, with tokenizer and record.  ``resolved`` has the chosen parts and the reasons."""
 
     live = False  # requests come at any real time: an executor with another clock is refused
 
@@ -58,6 +63,11 @@ class FrontDoor:
         self.engine, self.resolved, self.tokenizer = build_engine(self._loaded, self.live)
         self._recorder.begin(self.resolved, self.engine)
 
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError("there is no tokenizer; drop skip_tokenizer_init", "tokenizer")
+        return self.tokenizer
+
     def tap_points(self) -> dict[str, int]:
-        """The points of the model that a ``Tap`` may name, and how wide each is; empty if it has none."""
+        """Return the width of each point of the model that a ``Tap`` may name; empty for a model without points."""
         return dict(self.engine.capacity.taps or {})

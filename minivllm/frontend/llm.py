@@ -21,6 +21,7 @@ from .loop import LOOK, settles
 if TYPE_CHECKING:
     from minivllm.registry import Selection
     from minivllm.text.outputs import RequestOutput
+    from minivllm.text.tokenizer import Tokenizer
 
     from .requests import StreamOutput
 
@@ -124,6 +125,10 @@ class LLM(FrontDoor):
         """``stream`` through the chat template; ``split_special_tokens`` as in ``chat``."""
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
         return self.stream(prompt, sampling_params)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``); RequestError without one."""
+        return self._tokenizer()
 
     def _default(self, params: Any) -> Any:
         """The ``[sampling]`` table of the config file where the call gives nothing."""

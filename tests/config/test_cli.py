@@ -250,6 +250,42 @@ def test_chat_answers_each_line_of_a_pipe_and_remembers(capsys, monkeypatch):
 
 
 @pocket
+def test_chat_takes_the_model_by_position_and_knows_its_commands(capsys, monkeypatch):
+    lines = "/help\nWhat is 2 + 3?\n/reset\n/system Be brief.\n//what is 2 + 3?\n/exit\nWhat is 1 + 1?\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    seen = []
+    real = minivllm.LLM.chat_stream
+    monkeypatch.setattr(minivllm.LLM, "chat_stream", lambda self, m, p: seen.append((list(m), p)) or real(self, m, p))
+    code, out, err = said(capsys, "chat", "pocket", "--temperature", "0", *SMALL)
+    assert code == 0 and out.splitlines()[0] == "2 + 3 = 5"
+    assert "/reset         forget the conversation" in err and "The system message is set." in err
+    (first, params), (second, _) = seen
+    assert params.max_tokens is None, "an answer ends where the model ends it"
+    assert first == [{"role": "user", "content": "What is 2 + 3?"}]
+    assert second == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "/what is 2 + 3?"}]
+
+
+@pocket
+@pytest.mark.parametrize(
+    ("options", "said_of_it"),
+    [
+        (["--max-tokens", "3"], "the answer was cut off after 3 tokens; --max-tokens N allows more"),
+        (["--set", "max_model_len=24"], "prompt and answer fill the context (max_model_len=24,"),
+    ],
+)
+def test_a_truncated_answer_says_so(options, said_of_it, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me a story about a fox and a lantern.\n"))
+    code, out, err = said(capsys, "chat", "--temperature", "0", *SMALL, *options)
+    assert code == 0 and out and said_of_it in err
+
+
+@pocket
+def test_bitsandbytes_quantizes_an_unquantized_checkpoint_while_it_is_loaded(capsys):
+    code, out, _ = said(capsys, "explain", "quantizer", "--set", "quantization=bitsandbytes", *SMALL)
+    assert code == 0 and "quantizer -> minivllm/nf4" in out
+
+
+@pocket
 def test_run_writes_a_line_of_json_for_each_prompt(capsys, tmp_path):
     (tmp_path / "more.jsonl").write_text('"What is 4 + 5?"\n\n{"prompt": "What is 1 + 1?"}\n')
     text = (
@@ -316,7 +352,7 @@ def test_a_failed_request_is_an_error_and_not_an_empty_answer(capsys):
     done = SimpleNamespace(error="processor acme/x: boom")
     with pytest.raises(MinivllmError, match=r"^processor acme/x: boom$"):
         write_stream([piece("a", 1), piece("", 0, done)])
-    assert write_stream([piece("a", 1), piece("b", 2), piece("", 0, SimpleNamespace(error=None))]) == "ab"
+    assert write_stream([piece("a", 1), piece("b", 2), piece("", 0, SimpleNamespace(error=None, outputs=[]))]) == "ab"
     assert capsys.readouterr().err.startswith("3 tokens, first after ")
 
 

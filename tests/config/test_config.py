@@ -147,7 +147,7 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("- 1\n", "x.yaml", "{path}: want a table of options at the top, got a list"),
         ("1: 2\n", "x.yaml", "{path}:1: the key 1 is a int: put it in quotes"),
         (b"seed = '\xff'", "x.toml", "{path}: not UTF-8 (byte 8); save it as UTF-8"),
-        ("{}", "x.json", "{path}: want a file that ends in .toml, .yaml or .yml, or the .json record of a run"),
+        ("{}", "x.ini", "{path}: want a file that ends in .toml, .yaml, .yml or .json"),
         ("max_nums_seqs = 1", "x.toml", "{path}:1: unknown option 'max_nums_seqs'. Did you mean 'max_num_seqs'?"),
         ("model = ''", "x.toml", "{path}:1: model='': want text that is not empty"),
         ("attention = {prefer = ['sdpa', 'auto']}", "x.toml",

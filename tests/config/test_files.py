@@ -110,7 +110,7 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, kind):
     make, word = KINDS[kind]
     path = tmp_path / name
     make(path)
-    if (name, kind) in (("a.ini", "no UTF-8"), ("a.json", "no UTF-8")):
+    if (name, kind) == ("a.ini", "no UTF-8"):
         word = "want a file that ends in .toml"  # a hook may know better
     with pytest.raises(ConfigError) as info:
         READERS[name](path)

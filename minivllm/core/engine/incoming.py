@@ -1,7 +1,8 @@
-"""What a new request must satisfy: checked before anything has changed, each refusal a RequestError."""
+"""Check a new request before anything changes.  Each refusal is a RequestError."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from minivllm import declared
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -> None:
-    """Prompt, stop ids and size of a request; sets its ``end``."""
+    """Check prompt, stop ids and size of a request, and set its ``end``; RequestError for what cannot be served."""
     p, limit = request.params, wiring.max_model_len
     n = len(request.prompt)
     if not n:
@@ -59,7 +60,7 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         raise RequestError(
             f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
         )
-    request.end = limit if p.max_tokens is None else min(n + p.max_tokens, limit)
+    request.end = _end(n, p, limit, cache)
     if not cache.fits_alone(n, request.end, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
         raise RequestError(
@@ -67,6 +68,20 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
             f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
             "max_tokens",
         )
+
+
+def _end(n: int, p: SamplingParams, limit: int, cache: KVCache) -> int:
+    """Return the length in tokens at which a request with a prompt of ``n`` tokens ends at the latest.
+
+    Without ``max_tokens`` that is the model's limit, or less if the KV cache holds less.
+    """
+    if p.max_tokens is not None:
+        return min(n + p.max_tokens, limit)
+    if cache.fits_alone(n, limit, p.width):
+        return limit
+    lengths = range(n + 1, limit)
+    fitting = bisect_left(lengths, True, key=lambda end: not cache.fits_alone(n, end, p.width))
+    return lengths[fitting - 1] if fitting else limit
 
 
 def check_read(p: SamplingParams, strategies: Strategies, processors: Processors) -> None:

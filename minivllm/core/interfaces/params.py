@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm import declared
-from minivllm.errors import RequestError, shown, suggest
-from minivllm.parameters import NUMBERS, Param, is_whole
+from minivllm.errors import RequestError, shown
+from minivllm.parameters import NUMBERS, Param, is_whole, unknown_parameter
 from minivllm.plain import flaw
 
 from .plan import STOP_IDS
@@ -144,8 +144,7 @@ class SamplingParams:
             )
             for name in own:
                 if declared.find(name) is None:
-                    near = suggest(name, sorted({*NAMES, *declared.everything()}))
-                    raise RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
+                    raise unknown_parameter(name, {*NAMES, *declared.everything()})
             given = self.__dict__
             given.update(DEFAULTS, extra={})
             given.update(values)

@@ -23,6 +23,7 @@ BITSANDBYTES = Spec(
     api=(1, 6),
     summary="checkpoints of bitsandbytes: NF4, FP4 (nested too), int8",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"bitsandbytes"}},
+    traits={"online": "nf4"},  # for an unquantized checkpoint
 )
 COMPRESSED_TENSORS = Spec(
     impl="minivllm.plugins.quantizer.compressed:CompressedTensors",
