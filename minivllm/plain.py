@@ -66,3 +66,13 @@ def flaw(value: Any) -> str:
         elif isinstance(value, (list, tuple)):
             todo += [(inner, at, depth + 1) for inner in value]
     return ""
+
+
+def merge(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with ``overrides`` laid over it, tables key by key."""
+    made = dict(raw)
+    for key, value in overrides.items():
+        inner = made.get(key)
+        tables = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        made[key] = merge(inner, value) if tables else value  # type: ignore[arg-type]
+    return made

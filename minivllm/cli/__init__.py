@@ -82,6 +82,8 @@ def wiring_flags() -> argparse.ArgumentParser:
     wiring.add_argument(
         "--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class"
     )
+    text = """keys over those of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
+    wiring.add_argument("--hf-overrides", metavar="JSON", default=None, help=text)
     return wiring
 
 

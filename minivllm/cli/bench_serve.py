@@ -53,8 +53,8 @@ def check_serve(args: argparse.Namespace) -> None:
     """ConfigError for flags that contradict each other."""
     if args.url and args.direct:
         raise ConfigError("--url and --direct: want one of them, a server that runs or an engine in this process")
-    if args.url and (args.config or args.set or args.model or args.allow_target):
-        flags = "--model, --config, --set and --allow-target"
+    if args.url and (args.config or args.set or args.model or args.allow_target or args.hf_overrides):
+        flags = "--model, --config, --set, --allow-target and --hf-overrides"
         raise ConfigError(f"--url: the server has a configuration of its own; leave out {flags}")
     if args.direct and args.timeout is not None:
         raise ConfigError(f"--timeout {args.timeout:g} is of answers over HTTP; leave it or --direct out")

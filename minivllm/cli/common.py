@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import json
 import logging
 import sys
 from collections.abc import Mapping, Sequence
@@ -46,12 +47,25 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
     if args.allow_target:
         flags["allow_targets"] = args.allow_target
+    if args.hf_overrides is not None:
+        flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
     loaded = read_config([*files, *args.config], args.set, flags)
     for note in loaded.notes:
         print(f"minivllm: {note}", file=sys.stderr)
     show_warnings()
     # the [run] table of a --config file is about `minivllm run`
     return loaded if files else replace(loaded, run=type(loaded.run)())
+
+
+def json_table(flag: str, text: str) -> dict[str, Any]:
+    """Return the JSON object in a flag's text.  ConfigError if the text is not one."""
+    try:
+        found: Any = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"{flag} {text[:80]}: want a JSON object: {exc}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} {text[:80]}: want a JSON object, got a {type(found).__name__}")
+    return found
 
 
 def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:

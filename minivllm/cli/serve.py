@@ -7,7 +7,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.common import read_config, show_warnings
+from minivllm.cli.common import json_table, read_config, show_warnings
 from minivllm.cli.vllm_flags import translate
 from minivllm.errors import ConfigError, shown
 
@@ -120,6 +120,8 @@ def load(args: argparse.Namespace) -> Loaded:
         server["allowed_origins"] = _origins(args.allowed_origins)
     if args.override_generation_config is not None:
         flags["sampling"] = generation(args.override_generation_config)
+    if args.hf_overrides is not None:
+        flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
     flags |= {} if model is None else {"model": model}
     flags |= {"server": server} if server else {}
     flags |= {"allow_targets": args.allow_target} if args.allow_target else {}
@@ -129,14 +131,9 @@ def load(args: argparse.Namespace) -> Loaded:
 
 
 def generation(text: str) -> dict[str, Any]:
-    """Sampling parameters from JSON as generation_config.json has them."""
+    """Return sampling parameters from JSON with the names of generation_config.json.  ConfigError."""
     what = f"--override-generation-config {text[:80]}"
-    try:
-        found: Any = json.loads(text)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{what}: want a JSON object: {exc}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{what}: want a JSON object")
+    found = json_table("--override-generation-config", text)
     made = {str(GENERATION.get(name, name)): value for name, value in found.items()}
     if len(made) < len(found):
         raise ConfigError(f"{what}: max_new_tokens is max_tokens; want one of them")

@@ -74,8 +74,8 @@ here it is --set scheduler=static, or prefill-first <- no-enable-chunked-prefill
 here it is --num-gpu-blocks-override N, in blocks <- kv-cache-memory-bytes
 here it is --set graph=auto, mixed, decode or off, or --enforce-eager <- compilation-config optimization-level \
     cudagraph-capture-sizes max-cudagraph-capture-size cuda-graph-sizes max-seq-len-to-capture
-edit config.json in the model's directory <- hf-overrides rope-scaling rope-theta hf-config-path config-format \
-    disable-sliding-window
+here it is --hf-overrides JSON, with that key of config.json <- rope-scaling rope-theta disable-sliding-window
+edit config.json in the model's directory, or --hf-overrides JSON <- hf-config-path config-format
 the code of a model's repository is never run: leave it out <- code-revision
 only safetensors, configuration and tokenizer are fetched: leave it out <- ignore-patterns
 set HF_TOKEN <- hf-token

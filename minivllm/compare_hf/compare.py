@@ -64,7 +64,8 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
     found = DtypeComparison(wiring.dtype, bound or BOUNDS[wiring.dtype])
     from .reference import Reference
 
-    reference = Reference(wiring.model_dir, wiring.dtype, wiring.device, layers_of(runs[0].values))
+    layers = layers_of(runs[0].values)
+    reference = Reference(wiring.model_dir, wiring.dtype, wiring.device, layers, wiring.hf_overrides)
     _leave_out_idle_norms(runs, reference.norms)
     known: set[str] = set()
     for number, run in enumerate(runs):

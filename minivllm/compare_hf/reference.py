@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.errors import ModelError, told
+from minivllm.plain import merge
 
 from .points import (
     ATTENTION,
@@ -64,8 +65,10 @@ class Reference:
     another number of layers.  ``missing``: operation -> why none of its values is compared; ``norms``: the
     points of those of q and k that the model has."""
 
-    def __init__(self, folder: str | Path, dtype: str, device: str, layers: int) -> None:
-        self.model = _load(folder, dtype).to(device)
+    def __init__(
+        self, folder: str | Path, dtype: str, device: str, layers: int, overrides: Mapping[str, Any] | None = None
+    ) -> None:
+        self.model = _load(folder, dtype, overrides or {}).to(device)
         self.device, self.missing, self.norms = device, dict[str, str](), set[str]()
         self._count = layers
         self._given: Mapping[str, Tensor] = {}
@@ -240,16 +243,21 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
-def _load(folder: str | Path, dtype: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load(folder: str | Path, dtype: str, overrides: Mapping[str, Any]) -> Any:
+    """Return transformers' model of a directory, with ``overrides`` laid over its config.json.  ModelError."""
+    from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
     from transformers.utils import logging
 
+    more = {}
+    if overrides:
+        raw = merge(PretrainedConfig.get_config_dict(str(folder))[0], overrides)
+        more["config"] = AutoConfig.for_model(raw.pop("model_type"), **raw)
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         made = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False
+            str(folder), dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False, **more
         )
     except Exception as exc:  # it refuses directories with errors of many types
         raise ModelError(

@@ -30,6 +30,7 @@ class ConfigShape:
     choice: Sequence[str]  # the keys of a seam's table
     aliases: Mapping[str, str]
     version: int
+    free: Sequence[str] = ()  # options that are tables with keys of their own
     not_in_files: Sequence[str] = ("allow_targets",)
 
 
@@ -149,7 +150,7 @@ class Layers:
         if top in shape.several and len(path) > 1:
             raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: give it as a whole")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)
-        if len(path) > 1 and inner is None and top not in shape.tables:
+        if len(path) > 1 and inner is None and top not in shape.tables and top not in shape.free:
             raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a value, not a table: want {top} = VALUE")
         if len(path) > 1 and inner is not None and path[1] not in inner:
             near = suggest(path[1], inner) or f" There are: {', '.join(inner)}."

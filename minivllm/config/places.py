@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.errors import ModelError
@@ -43,10 +43,20 @@ class ModelPlaces:
         notes.append(("resolved", f"{name} is {found[1]} (says {found[0]})"))
         return found[1]
 
-    def checkpoint(self, name: str, revision: str | None = None, option: str = "revision") -> Checkpoint:
-        """The model ``name`` at a revision, which the user calls ``option``.  ModelError, ConfigError."""
+    def served(self, name: str) -> Checkpoint:
+        """Return the model that is served, with ``hf_overrides`` laid over its config.json.  Errors: ``checkpoint``."""
+        return self.checkpoint(name, self.config.revision, overrides=self.config.hf_overrides)
+
+    def checkpoint(
+        self,
+        name: str,
+        revision: str | None = None,
+        option: str = "revision",
+        overrides: Mapping[str, Any] | None = None,
+    ) -> Checkpoint:
+        """Return the model ``name`` at a revision, which the user calls ``option``.  ModelError, ConfigError."""
         wanted = MODEL if self.weights and self.config.load_format != "dummy" else DESCRIPTION
-        return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option))
+        return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option), overrides)
 
     def tokenizer(self, model: str, folder: Path) -> Path | None:
         """The directory of the tokenizer, None if none is wanted, where ``model`` is in ``folder``."""

@@ -25,6 +25,8 @@ from minivllm.core.interfaces.executor import (
 from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
 from minivllm.hardware import Device, choose_dtype, find_device
 from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
+from minivllm.loading.overrides import in_words, refuse_unread
+from minivllm.loading.plain_config import two_ropes
 from minivllm.loading.tensor_names import check_names, names_in
 from minivllm.loading.text_model import holds_text_model
 from minivllm.native import library
@@ -140,7 +142,7 @@ class _Fold:
         hooks = tuple(self._several("hooks", config.hooks, ()))
         places = ModelPlaces(config, self.weights)
         name = places.model(hooks, self.notes)
-        checkpoint = places.checkpoint(name, config.revision)
+        checkpoint = places.served(name)
         tokenizer = places.tokenizer(name, checkpoint.folder)
         device = self._device()
         invariant = self._invariant(device)
@@ -220,6 +222,7 @@ class _Fold:
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,
+            hf_overrides=config.hf_overrides,
         )
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
@@ -274,6 +277,7 @@ class _Fold:
         chosen = selection.require()
         part = self._keep(selection, asked)
         hf_config = checkpoint.hf_config()
+        self._tell_config(checkpoint, hf_config, chosen)
         arch = build_part("model", part)
         try:
             specs, switch = attention_layers(arch, hf_config), arch.switch(hf_config)
@@ -293,6 +297,21 @@ class _Fold:
         if names is not None:
             self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
         return specs, hf_config, switch
+
+    def _tell_config(self, checkpoint: Checkpoint, hf_config: Any, chosen: Candidate) -> None:
+        """Note what is read of config.json in a way that a user may not expect; ConfigError for overrides without
+        effect."""
+        overrides = self.config.hf_overrides
+        if overrides:
+            ignores = chosen.require_spec().traits.get("ignores", ())
+            try:
+                refuse_unread(overrides, checkpoint.raw, hf_config, tuple(ignores), chosen.entry.label)
+            except ConfigError as exc:
+                raise ConfigError(f"{begins(source_of(self.origins, 'hf_overrides'))}{exc}") from None
+            self.notes.append(("model.hf_overrides", in_words(overrides)))
+        if note := two_ropes(checkpoint.raw):
+            self.notes.append(("model.rope", note))
+            log.warning("%s/config.json: %s", checkpoint.folder, note)
 
     def _select_model(self, asked: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
         """Choose a plug-in that names the architecture, of this package or another; where there is none, one for the

@@ -45,6 +45,7 @@ def leaves(loaded: Loaded) -> list[ShownValue]:
 
 def _walk(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     from minivllm.config import SEAMS, SEVERAL
+    from minivllm.config.values import TABLES
 
     for key, value in values.items():
         if key in SEAMS:
@@ -54,7 +55,7 @@ def _walk(values: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
                 yield from _flat(_choice(choice), (key, str(i)))
             if not value:
                 yield (key,), value
-        elif isinstance(value, Mapping):
+        elif isinstance(value, Mapping) and (value or key in TABLES):
             for name, inner in value.items():
                 yield (key, name), inner
         else:
@@ -102,7 +103,7 @@ def to_toml(found: list[ShownValue], comment: Any = None) -> str:
         text, why = toml_value(leaf.value), ""
         if leaf.path[0] in SHAPE.not_in_files:
             why = "never from a file"
-        elif leaf.value is None:
+        elif leaf.value is None and leaf.path[0] not in SHAPE.free:
             why = "not set"
         elif text is None:
             text, why = repr(leaf.value), "has no TOML form"
@@ -131,6 +132,8 @@ def toml_value(value: Any) -> str | None:
         return None if None in parts else f"[{', '.join(filter(None, parts))}]"
     if isinstance(value, Mapping):
         pairs = {toml_key(key): toml_value(inner) for key, inner in value.items()}
+        if not pairs:
+            return "{}"
         return None if None in pairs.values() else "{ " + ", ".join(f"{k} = {v}" for k, v in pairs.items()) + " }"
     return None
 

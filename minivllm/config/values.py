@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -75,6 +76,27 @@ def _dtype(value: Any) -> Any:
     return DTYPE_NAMES.get(name, name)
 
 
+def _overrides(value: Any) -> Any:
+    """Check ``hf_overrides``: a table of what JSON holds."""
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{shown(value)} is no table: want keys of config.json with their values")
+    todo: list[tuple[str, Any]] = [("", value)]
+    while todo:
+        at, found = todo.pop()
+        if isinstance(found, Mapping):
+            if (key := next((key for key in found if not isinstance(key, str)), None)) is not None:
+                raise ValueError(f"the key {shown(key)}{at and f' in {at}'} is a {type(key).__name__}: want text")
+            todo += [(f"{at}.{key}" if at else key, inner) for key, inner in found.items()]
+        elif isinstance(found, (list, tuple)):
+            todo += [(at, inner) for inner in found]
+        elif isinstance(found, float) and not math.isfinite(found):
+            raise ValueError(f"{at}={found}: want a finite number")
+        elif found is not None and not isinstance(found, (bool, int, float, str)):
+            raise ValueError(f"{at} is a {type(found).__name__}: want what JSON holds, as a number, text or list")
+    return dict(value)
+
+
+Overrides = Annotated[dict[str, Any], BeforeValidator(_overrides)]
 One = Annotated[PluginChoice, BeforeValidator(_choice)]
 Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
 Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
@@ -106,6 +128,7 @@ class EngineConfig(Strict):
     )
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")
     load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="dummy: random weights")
+    hf_overrides: Overrides = Field({}, description="keys that take the place of those in the model's config.json")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
         "auto", description="of weights and activations; auto: the checkpoint's, on a CPU what it is fast in"
     )
@@ -226,6 +249,7 @@ SHAPE = ConfigShape(
     tables=TABLES,
     seams=SEAMS,
     several=SEVERAL,
+    free=("hf_overrides",),
     choice=tuple(PluginChoice.model_fields),
     aliases=ALIASES,
     version=CONFIG_VERSION,

@@ -16,7 +16,7 @@ AS_THEY_COME = "as the checkpoint has them; what they take once they are loaded 
 
 def weights_explained(wiring: Wiring, sm: int) -> list[tuple[str, str]]:
     """(what, sentence); ``sm`` as in ``hardware.Device``.  Of a checkpoint that comes quantized its files say it."""
-    cfg = open_checkpoint(wiring.model_dir).hf_config()
+    cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     if getattr(cfg, "quantization_config", None):
         return [("weights", AS_THEY_COME)]
     arch, quantizer = (build_part(kind, wiring.parts[kind], *more) for kind, *more in (("model",), ("quantizer", None)))

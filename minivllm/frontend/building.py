@@ -40,7 +40,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.hooks.bridge import EngineHooks
     from minivllm.hooks.manager import HookManager
     from minivllm.registry import Catalog, build_part
-    from minivllm.text.tokenizer import configured_eos, load_tokenizer
+    from minivllm.text.tokenizer import load_tokenizer
 
     from .energy import counter_of
     from .figures import PluginFigures
@@ -48,8 +48,9 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
     model_dir, folder = resolved.wiring.model_dir, resolved.tokenizer_dir
-    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template)
-    eos_ids = tuple(configured_eos(Path(model_dir))) if tokenizer is None else tokenizer.eos_ids
+    eos = end_ids(config, Path(model_dir))
+    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template, eos)
+    eos_ids = tuple(eos or ()) if tokenizer is None else tokenizer.eos_ids
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
@@ -90,6 +91,16 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
             grammars.close()
         raise
     return engine, resolved, tokenizer
+
+
+def end_ids(config: EngineConfig, model_dir: Path) -> list[int] | None:
+    """Return the end-of-sequence ids that ``hf_overrides`` or the model's files configure; None: those of the
+    tokenizer's directory.  ModelError."""
+    from minivllm.text.tokenizer import configured_eos, token_ids
+
+    if (own := config.hf_overrides.get("eos_token_id")) is not None:
+        return token_ids(own, "hf_overrides")
+    return configured_eos(model_dir) or None
 
 
 def listen(engine: Engine, resolved: Resolved) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ModelError, brief, shown
 from minivllm.gguf_file import is_gguf
+from minivllm.plain import merge
 
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers
@@ -94,14 +95,20 @@ class Checkpoint:
             raise ModelError(f"{self.folder}/config.json: {one_line(exc)}") from exc
 
 
-def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Checkpoint:  # noqa: B008
-    """Find a model and read its config.json.  ModelError says what is missing or broken."""
+def open_checkpoint(
+    model: str,
+    wanted: HubFiles = MODEL,
+    hub: HubOptions = HubOptions(),  # noqa: B008
+    overrides: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Find a model and read its config.json, with ``overrides`` laid over it.  ModelError names what is missing or
+    broken."""
     folder = find_model(model, wanted, hub)
     if is_gguf(folder):
         from .gguf import config_of
 
-        raw = config_of(folder)
-        check_numbers(str(folder), raw)
+        raw = merge(config_of(folder), overrides or {})
+        check_numbers(f"{folder} with hf_overrides" if overrides else str(folder), raw)
         return Checkpoint(folder, raw)
     path = folder / "config.json"
     if not files.is_there(path):
@@ -109,8 +116,8 @@ def open_checkpoint(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubO
     raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
-    raw = {**raw, **_said_beside(folder, raw)}
-    check_numbers(str(path), raw)
+    raw = merge({**raw, **_said_beside(folder, raw)}, overrides or {})
+    check_numbers(f"{path} with hf_overrides" if overrides else str(path), raw)
     return Checkpoint(folder, raw)
 
 

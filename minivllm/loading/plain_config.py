@@ -113,7 +113,22 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
         values["layer_types"] = types or [
             "sliding_attention" if i >= first else "full_attention" for i in range(layers)
         ]
-    return PlainConfig({**values, "rope_parameters": rope, "is_causal": True, "is_heterogeneous": False}, whole)
+    values |= {"model_type": str(raw["model_type"]), "rope_parameters": rope}
+    return PlainConfig({**values, "is_causal": True, "is_heterogeneous": False}, whole)
+
+
+def two_ropes(raw: Mapping[str, Any]) -> str:
+    """Return a sentence about a file with ``rope_scaling`` and ``rope_parameters``, of which the first alone is read;
+    "" for any other file."""
+    both = [raw.get(name) for name in ("rope_scaling", "rope_parameters")]
+    if not all(isinstance(table, Mapping) and table for table in both):
+        return ""
+    scaling, parameters = both
+    lost, theta = parameters.get("rope_theta"), scaling.get("rope_theta", raw.get("rope_theta", THETA))
+    more = ""
+    if lost is not None and lost != theta and "rope_theta" not in scaling:
+        more = f"; rope_theta is {theta} and not {lost}: want rope_theta in rope_scaling too"
+    return f"rope_scaling is read, and rope_parameters is not, as in transformers{more}"
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:

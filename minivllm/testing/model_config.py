@@ -9,18 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-IGNORED = {  # fields that no decoder here need read, and why
-    "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "transformers_version": "a note",
-    "name_or_path": "a note", "dtype": "read by the engine", "torch_dtype": "read by the engine",
-    "quantization_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
-    "bos_token_id": "read by the tokenizer", "eos_token_id": "read by the engine", "pad_token_id": "no padding",
-    "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
-    "attention_dropout": "of training", "hidden_dropout": "of training", "resid_pdrop": "of training",
-    "embd_pdrop": "of training", "attn_pdrop": "of training", "residual_dropout": "of training",
-    "use_cache": "there is always a cache", "return_dict": "form of the output", "output_attentions": "not given out",
-    "output_hidden_states": "not given out", "problem_type": "of classifiers", "id2label": "of classifiers",
-    "label2id": "of classifiers", "is_encoder_decoder": "a decoder", "chunk_size_feed_forward": "saves memory only",
-}  # fmt: skip
+from minivllm.loading.overrides import BY_ENGINE, UNREAD
+
+IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder here need read, and why
 UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # of those, not ones to vary
 
 

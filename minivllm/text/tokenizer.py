@@ -28,15 +28,18 @@ NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
-def load_tokenizer(model_dir: str | Path, chat_template: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory; ModelError if there is none or its files are broken.  ``chat_template`` is
-    the text, or the file, of one that takes the place of the model's; ConfigError if it is none.
+def load_tokenizer(
+    model_dir: str | Path, chat_template: str | None = None, eos: Sequence[int] | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a model directory; ModelError if there is none or its files are broken.
+    ``chat_template`` is the text, or the file, of a template in place of the model's; ConfigError if it is none.
+    ``eos``: end-of-sequence ids in place of those that the directory configures.
 
     Code from the directory is never run (``trust_remote_code`` stays off).
     """
     folder = Path(model_dir)
     if is_gguf(folder):
-        return _gguf_tokenizer(folder, chat_template)
+        return _gguf_tokenizer(folder, chat_template, eos)
     config = _read_json(folder / "tokenizer_config.json")
     named = _read_json(folder / "special_tokens_map.json") | config
     special = {name: _content(named[name]) for name in NAMED if named.get(name)}
@@ -52,7 +55,7 @@ def load_tokenizer(model_dir: str | Path, chat_template: str | None = None) -> T
         backend.no_truncation()
         backend.no_padding()
     template = _read_template(folder, config) if chat_template is None else read_template(chat_template)
-    made = Tokenizer(backend, slow, special, template, configured_eos(folder))
+    made = Tokenizer(backend, slow, special, template, configured_eos(folder) if eos is None else eos)
     made._folder = folder
     return made
 
@@ -72,9 +75,9 @@ class Tokenizer:
         self._folder: Path | None = None  # where it was read from
 
     def to_json(self) -> dict[str, Any]:
-        """What ``from_json`` makes the same tokenizer of, in another process."""
+        """Return what ``from_json`` makes the same tokenizer of, in another process."""
         if self.backend is None:
-            return {"folder": str(self._folder), "template": self.chat_template}
+            return {"folder": str(self._folder), "template": self.chat_template, "eos": list(self.eos_ids)}
         return {
             "backend": self.backend.to_str(),
             "special": self.special_tokens,
@@ -85,7 +88,7 @@ class Tokenizer:
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:
         if "folder" in told:
-            made = load_tokenizer(told["folder"])
+            made = load_tokenizer(told["folder"], eos=told["eos"])
             made.chat_template = told["template"]
             return made
         from tokenizers import Tokenizer as Backend
@@ -379,8 +382,8 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 
-def _gguf_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
-    """The one in a GGUF file, as transformers makes it of the vocabulary."""
+def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
+    """Return the tokenizer in a GGUF file, as transformers makes it of the vocabulary."""
     values = read_gguf(path).values
     from transformers import AutoTokenizer
 
@@ -396,7 +399,7 @@ def _gguf_tokenizer(path: Path, chat_template: str | None) -> Tokenizer:
         ) from e
     special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None}
     template = values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
-    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")] if eos is None else eos
     made = Tokenizer(slow.backend_tokenizer, None, special, template, [one for one in ends if isinstance(one, int)])
     made._folder = path
     return made
@@ -431,15 +434,21 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def configured_eos(folder: Path) -> list[int]:
-    """End-of-sequence ids of generation_config.json; without one, of config.json.  Of a GGUF file its own."""
+    """Return the end-of-sequence ids of generation_config.json; without one, of config.json.  Of a GGUF file its own.
+    ModelError if they are no ids."""
     if is_gguf(folder):
         found = read_gguf(folder).values.get("tokenizer.ggml.eos_token_id")
         return [found] if isinstance(found, int) else []
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is not None:
-            ids = found if isinstance(found, list) else [found]
-            if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-                raise ModelError(f"{folder / name}: eos_token_id={shown(found)}: want token ids")
-            return ids
+            return token_ids(found, str(folder / name))
     return []
+
+
+def token_ids(found: Any, where: str) -> list[int]:
+    """Return an ``eos_token_id``, one id or several, as a list.  ModelError, which begins with ``where``."""
+    ids = found if isinstance(found, list) else [found]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ModelError(f"{where}: eos_token_id={shown(found)}: want token ids")
+    return ids

@@ -228,7 +228,14 @@ def values_of(name: str, field) -> str:
         return ", ".join(f"`{value}`" for value in get_args(kind))
     if get_origin(kind) is list and get_origin(get_args(kind)[0]) is Literal:
         return "some of " + ", ".join(f"`{value}`" for value in get_args(get_args(kind)[0]))
-    words = {"list[str]": "names", "str": "text", "int": "whole number", "float": "number", "bool": "true, false"}
+    words = {
+        "dict": "table",
+        "list[str]": "names",
+        "str": "text",
+        "int": "whole number",
+        "float": "number",
+        "bool": "true, false",
+    }
     text = next(word for name, word in words.items() if name in str(kind))
     limits = [f"{word} {getattr(m, key)}" for m in field.metadata for key, word in BOUNDS if hasattr(m, key)]
     return " ".join([text, ", ".join(limits)]).strip()

@@ -109,6 +109,7 @@ class Wiring:
     max_tap_bytes: int = 256 << 20  # float32 values that a request may read by taps
     # a request that may become longer has another rotary embedding (decoder.Rope.switch)
     rope_switch: int | None = None
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # over the served config.json
 
     @property
     def block(self) -> int:

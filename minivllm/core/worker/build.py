@@ -102,7 +102,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
     """Load the model and take the memory.  ``ranks``: the communicator of those that share the model, if it is shared.
     Models beside it are whole on the rank that the wiring gives them to."""
     device = torch.device(wiring.device)
-    cfg = open_checkpoint(wiring.model_dir).hf_config()
+    cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
     model, parts, notes = _load(
         wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks

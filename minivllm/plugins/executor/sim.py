@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from minivllm.core.interfaces.plan import (
     no_rows,
 )
 from minivllm.errors import ModelError, ResourceError
+from minivllm.plain import merge
 
 from .clocks import CLOCKS
 from .costs import PAUSE, StepCounter, read_costs
@@ -87,7 +88,7 @@ class Sim(Executor):
         self._started = False
 
     def start(self, wiring: Wiring) -> Capacity:
-        vocab = self.options.vocab_size or _vocab_of(wiring.model_dir)
+        vocab = self.options.vocab_size or _vocab_of(wiring.model_dir, wiring.hf_overrides)
         blocks = self._blocks(wiring)
         s, length = wiring.max_num_seqs, wiring.max_model_len
         eos = next((i for i in wiring.eos_ids if i < vocab), -1)
@@ -425,14 +426,14 @@ class Sim(Executor):
             kv[blocks[computed:], inside[computed:]] = own[computed:]
 
 
-def _vocab_of(model_dir: str) -> int:
-    """As config.json says.  ModelError."""
+def _vocab_of(model_dir: str, overrides: Mapping[str, Any]) -> int:
+    """Return the vocabulary's size in config.json.  ModelError if there is none."""
     path = Path(model_dir) / "config.json"
     if not files.is_there(path):
         raise ModelError(
             f"{model_dir}: holds no config.json; want a model directory, or vocab_size of the executor sim"
         )
-    raw: Any = files.read_json(path, files.PART, ModelError)
+    raw: Any = merge(files.read_json(path, files.PART, ModelError), overrides)
     found = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
     if not isinstance(found, int) or found < 1:
         raise ModelError(f"{path}: names no vocab_size; give it as an option of the executor sim")

@@ -35,4 +35,5 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "device": w.device,
         "dtype": w.dtype,
         "tokenizer": resolved.tokenizer_dir,
+        "eos_ids": list(w.eos_ids),
     }

@@ -48,6 +48,7 @@ class ProcessClient(FrameClient):
         self._closing = False
         self._ready: asyncio.Future[dict[str, Any]]
         self._folder: str | None = None
+        self._eos: list[int] = []
         self._ending = asyncio.Lock()
 
     @property
@@ -62,7 +63,7 @@ class ProcessClient(FrameClient):
                 from minivllm.text.tokenizer import load_tokenizer
 
                 template = self._loaded.engine.chat_template
-                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template)
+                self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
             self._check_open()  # it may have died meanwhile
         except BaseException:
             self._lost("the engine could not be started")
@@ -96,7 +97,7 @@ class ProcessClient(FrameClient):
         self._tasks = [said, asyncio.create_task(self._hear(reader, said))]
         self._post(encode("open", {**loaded_to_json(self._loaded), "stuck_after": self._stuck_after}))
         told = await self._ready
-        self._folder = told["tokenizer"]
+        self._folder, self._eos = told["tokenizer"], told["eos_ids"]
         return told
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
