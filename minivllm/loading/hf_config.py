@@ -14,10 +14,10 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ModelError, brief, shown
 from minivllm.gguf_file import is_gguf
-from minivllm.plain import merge
 
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers
+from .overrides import lay_over
 from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
@@ -107,7 +107,7 @@ def open_checkpoint(
     if is_gguf(folder):
         from .gguf import config_of
 
-        raw = merge(config_of(folder), overrides or {})
+        raw = lay_over(config_of(folder), overrides)
         check_numbers(f"{folder} with hf_overrides" if overrides else str(folder), raw)
         return Checkpoint(folder, raw)
     path = folder / "config.json"
@@ -116,7 +116,7 @@ def open_checkpoint(
     raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
-    raw = merge({**raw, **_said_beside(folder, raw)}, overrides or {})
+    raw = lay_over({**raw, **_said_beside(folder, raw)}, overrides)
     check_numbers(f"{path} with hf_overrides" if overrides else str(path), raw)
     return Checkpoint(folder, raw)
 

@@ -13,8 +13,10 @@ from types import CodeType
 from typing import Any
 
 from minivllm.errors import ConfigError, shown, suggest
+from minivllm.plain import merge
 
 from .plain_config import FIELDS, ROPE, PlainConfig
+from .text_model import MARK, NESTED, nested_parts
 
 BY_ENGINE = {  # keys of any config.json, and the reader of each
     "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "dtype": "read by the engine",
@@ -37,6 +39,14 @@ OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}  # 
 CHECKED = {"is_causal", "per_layer_config", "use_bidirectional_attention", "use_mrope"}  # by ``layers.fields``
 
 
+def lay_over(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return config.json with overrides in it.  ConfigError for a text model's table that the file does not have."""
+    wrong = [key for key in overrides or {} if key in NESTED and not isinstance(raw.get(key), Mapping)]
+    if wrong:
+        raise ConfigError(f"hf_overrides: {shown(wrong[0])}: config.json has no such table; want its keys at the top")
+    return merge(raw, overrides or {})
+
+
 def in_words(overrides: Mapping[str, Any]) -> str:
     """Return the overrides as ``key.key=value``, for a message."""
     return ", ".join(f"{'.'.join(path)}={json.dumps(value)}" for path, value in _leaves(overrides, ()))
@@ -57,21 +67,27 @@ def refuse_unread(
 
     ``raw`` is config.json with the overrides in it, ``cfg`` the configuration that was read from it, ``ignores`` the
     fields that the architecture does not read, ``who`` its name."""
-    own = (key for key in TEXTS if isinstance(raw.get(key), Mapping) and raw[key] != overrides.get(key))
-    text = next(own, None)  # the table of the text model, if the file has one
-    for key, value in overrides.items():
-        if text is None or key in BY_ENGINE:
-            _refuse(key, value, cfg, ignores, who, "")
-        elif key == text:
-            for inner, of in dict(value or {}).items():
-                _refuse(inner, of, cfg, ignores, who, f"{text}.")
-        elif key in known_keys(cfg) and key != "tie_word_embeddings":
-            raise ConfigError(f"hf_overrides: {shown(key)}: the text model's keys are in {text}; want {text}.{key}")
-        elif key != "tie_word_embeddings":
-            raise ConfigError(f"hf_overrides: {shown(key)}: only the text model is served; want keys of {text}")
+    parts = nested_parts(raw) if hasattr(cfg, MARK) else []
+    _refuse_in(overrides, parts[-1][0] if parts else "", "", cfg, ignores, who)
 
 
-TEXTS = ("text_config", "llm_config", "language_config")
+def _refuse_in(table: Mapping[str, Any], text: str, at: str, cfg: Any, ignores: Sequence[str], who: str) -> None:
+    """Refuse keys of the table ``at``, where the text model's configuration is in the table ``text``."""
+    for key, value in table.items():
+        if key in BY_ENGINE or (at != text and key == "tie_word_embeddings"):
+            continue
+        if at == text:
+            _refuse(key, value, cfg, ignores, who, at)
+        elif text.startswith(f"{at}{key}.") and isinstance(value, Mapping):
+            _refuse_in(value, text, f"{at}{key}.", cfg, ignores, who)
+        elif key in known_keys(cfg):
+            raise ConfigError(
+                f"hf_overrides: {shown(at + key)}: the text model has it in {text[:-1]}; want {text}{key}"
+            )
+        else:
+            raise ConfigError(
+                f"hf_overrides: {shown(at + key)}: only the text model is served; want keys of {text[:-1]}"
+            )
 
 
 def known_keys(cfg: Any) -> set[str]:
@@ -103,8 +119,6 @@ def _own_texts(cls: type) -> Iterator[str]:
 def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at: str) -> None:
     """Refuse one key of a table of config.json."""
     said = f"hf_overrides: {shown(at + key)}"
-    if key in BY_ENGINE:
-        return
     if key in UNREAD:
         raise ConfigError(f"{said} changes nothing: {UNREAD[key]}; leave it out")
     known = known_keys(cfg)

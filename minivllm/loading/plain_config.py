@@ -66,7 +66,8 @@ ROPE_NUMBERS = {
 # what architectures ask for and no file that is read here has
 UNSET = {
     "layer_types", "original_max_position_embeddings", "partial_rotary_factor", "per_layer_config",
-    "quantization_config", "rope_scaling", "rope_theta", "sliding_window", "use_bidirectional_attention", "use_mrope",
+    "quantization_config", "rope_scaling", "rope_theta", "sliding_window", "text_of", "use_bidirectional_attention",
+    "use_mrope",
 }  # fmt: skip
 
 

@@ -164,3 +164,22 @@ def test_a_file_with_two_spellings_of_the_rotary_embedding_is_noted(model, tmp_p
     lost = {k: v for k, v in YARN.items() if k != "rope_theta"}
     found = explain(str(edited(model, tmp_path / "c", rope_scaling=lost, **both)), **SIZES)
     assert "rope_theta is 10000.0 and not 1000000.0" in dict(found.notes)["model.rope"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"rope_theta": 77.0}, "want text_config.rope_theta"),
+        ({"vision_config": {"hidden_size": 8}}, "'vision_config': only the text model is served"),
+        ({"text_config": {"rope_thta": 77.0}}, "'text_config.rope_thta'.*Did you mean 'rope_theta'"),
+    ],
+    ids=str,
+)
+def test_overrides_of_a_text_model_inside_of_others_are_in_its_table(overrides, says, tmp_path):
+    text = {k: v for k, v in model_of("gemma3_text").items() if k != "architectures"}
+    raw = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "vision_config": {}}))
+    right = {"text_config": {"rope_theta": 77.0}, "tie_word_embeddings": False, "dtype": "float16"}
+    explain(str(tmp_path), hf_overrides=right, load_format="dummy", **SIZES)
+    with pytest.raises(ConfigError, match=says):
+        explain(str(tmp_path), hf_overrides=overrides, load_format="dummy", **SIZES)
