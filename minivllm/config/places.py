@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm import files
 from minivllm.errors import ModelError
 from minivllm.loading.hf_config import Checkpoint, find_model, open_checkpoint
-from minivllm.loading.hub import DESCRIPTION, MODEL, HubOptions, tokenizer_files
+from minivllm.loading.hub import DESCRIPTION, MODEL, PICKLED_MODEL, HubOptions, tokenizer_files
 from minivllm.text.tokenizer import OTHER_FILES
 
 if TYPE_CHECKING:
@@ -55,7 +55,8 @@ class ModelPlaces:
         overrides: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
         """Return the model ``name`` at a revision, which the user calls ``option``.  ModelError, ConfigError."""
-        wanted = MODEL if self.weights and self.config.load_format != "dummy" else DESCRIPTION
+        whole = PICKLED_MODEL if self.config.load_format == "pt" else MODEL
+        wanted = whole if self.weights and self.config.load_format != "dummy" else DESCRIPTION
         return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option), overrides)
 
     def tokenizer(self, model: str, folder: Path) -> Path | None:

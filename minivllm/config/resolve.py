@@ -293,7 +293,7 @@ class _Fold:
             why = "asked for" if self.config.model_impl == "transformers" else "no other plug-in serves the model"
             self.notes.append(("model.impl", f"{part.name}: {why}"))
         self.notes += [(f"model.{what}", text) for what, text in arch.notes(hf_config).items()]
-        names = names_in(checkpoint.folder) if self.config.load_format != "dummy" else None
+        names = names_in(checkpoint.folder, self.config.load_format)
         if names is not None:
             self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
         return specs, hf_config, switch

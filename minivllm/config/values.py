@@ -127,7 +127,9 @@ class EngineConfig(Strict):
         None, min_length=1, description="a file with a Jinja template for chats, or its text; None: the model's own"
     )
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")
-    load_format: Literal["auto", "safetensors", "dummy"] = Field("auto", description="dummy: random weights")
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = Field(
+        "auto", description="pt: files of torch.save; dummy: random weights"
+    )
     hf_overrides: Overrides = Field({}, description="keys that take the place of those in the model's config.json")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
         "auto", description="of weights and activations; auto: the checkpoint's, on a CPU what it is fast in"

@@ -22,6 +22,7 @@ from minivllm import files
 from minivllm.errors import ConfigError, ModelError, brief, shown
 
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
+PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
 WEIGHTS = "*.safetensors"
 NEVER_READ = ("*/*", "consolidated*.safetensors")  # the same weights in other formats
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -75,7 +76,20 @@ def whole_model(folder: Path) -> list[str]:
     return lacks + sorted(name for name in names if not (folder / name).exists())
 
 
+def whole_pickled(folder: Path) -> list[str]:
+    """Return what a folder lacks to be loaded with ``load_format = "pt"``."""
+    index = folder / "pytorch_model.bin.index.json"
+    if index.exists():
+        listed = files.read_json(index, files.PART, ModelError)
+        shards = listed.get("weight_map") if isinstance(listed, dict) else None
+        names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()
+        return without_weights(folder) + sorted(name for name in names if not (folder / name).exists())
+    there = any(path.exists() for pattern in PICKLED for path in folder.glob(pattern))
+    return without_weights(folder) + ([] if there else ["pytorch_model.bin"])
+
+
 MODEL = HubFiles((*CONFIGURATION, WEIGHTS), whole_model)
+PICKLED_MODEL = HubFiles((*CONFIGURATION, *PICKLED), whole_pickled)
 DESCRIPTION = HubFiles(CONFIGURATION, without_weights)
 
 
@@ -96,7 +110,11 @@ def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
         return folder
     if folder == cached:  # the library gives what there is where it cannot reach the hub
         raise ModelError(_unreachable(name, wanted, hub, unless=", or has no such file"))
-    why = "only safetensors are read, pickled weights are never opened" if SINGLE in lacks else "want a whole model"
+    why = "want a whole model"
+    if SINGLE in lacks:
+        why = (
+            "if it has weights of torch.save (*.bin), load_format='pt' fetches and reads them, and runs nothing of them"
+        )
     raise ModelError(f"{_at(name, hub)}: the repository on the hub has no {_listed(lacks)}; {why}")
 
 

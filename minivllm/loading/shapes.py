@@ -98,7 +98,9 @@ def check(
     take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
     much.  Returns what the checkpoint has for each module by its parts; no sources where nobody can say: of random
     weights, and of an architecture that computes with values while it is built."""
-    headers: Mapping[str, Header] = {} if load_format == "dummy" else checkpoint_headers(Path(folder))
+    headers: Mapping[str, Header] = (
+        {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
+    )
     every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
     rules = of_one_form(every, text_names(headers, arch, cfg))
     packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is

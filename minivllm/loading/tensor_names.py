@@ -19,10 +19,15 @@ from minivllm.errors import MinivllmError, ModelError, shown, suggest
 
 from .text_model import MARK
 
-# tensors of older checkpoints that are computed here, and scales of a quantized cache
+# scales of a quantized cache, as vLLM, compressed-tensors, ModelOpt and Quark write them
+KV_SCALE = re.compile(
+    r".*\.(self_attn|self_attention|attn|attention)\.((attn|attention|impl)\.)?"
+    r"(([qkv]|kv|prob|prob_output|softmax)_(scale|zero_point|zp)"
+    r"|(?P<linear>([qkv]|kv|qkv)_proj|c_attn|query_key_value|Wqkv)\.([qkv]|kv|output)_(scale|zero_point|zp))"
+)
+# tensors of older checkpoints that are computed here
 BUFFERS = re.compile(
-    r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(masked_)?bias"
-    r"|.*\.self_attn\.([qkv]_scale|[kv]_proj\.([kv]_scale|output_scale|output_zero_point))"
+    r".*\.rotary_emb\.inv_freq|(.*\.)?h\.\d+\.attn\.(attention\.)?((masked_)?bias|causal_mask)|" + KV_SCALE.pattern
 )
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 EMBEDDING = re.compile(r".*(embed|wte)\w*")  # the last word of an embedding's name
@@ -38,7 +43,7 @@ OWN_PREFIX = re.compile(r"(^|\.)(language|text|llm)\w*\.$")  # of names that are
 PREDICTION = re.compile(r"(^|\.)(mtp|mtp_\w+|nextn\w*)(\.|$)")
 PREDICTION_PART = re.compile(r"\.(eh_proj|enorm|hnorm|shared_head|embed_tokens|mtp_\w+|final_layernorm)(\.|$)")
 PREDICTION_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers")
-PREDICTED = "next-token prediction"
+PREDICTED, CACHE_SCALES = "next-token prediction", "scales of keys and values"
 MOST_HEADER = 256 << 20  # bytes
 
 
@@ -52,6 +57,7 @@ class TensorNames:
         names = list(names)
         self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
         self.roots = sorted({source.partition(".")[0] + "." for source in self.sources if "." in source})
+        self.packed = bool(getattr(cfg, "quantization_config", None))
         of = getattr(cfg, MARK, None)
         self.wrapped = str(of["architecture"]) if of else ""
         self.turned = tuple(of["turned"]) if of else ()
@@ -78,7 +84,8 @@ class TensorNames:
 
     def notes(self) -> list[str]:
         """Return a sentence for each kind of tensors that are left out."""
-        said, others = [], {what: found for what, found in self.skipped.items() if what != PREDICTED}
+        own = (PREDICTED, CACHE_SCALES)
+        said, others = [], {what: found for what, found in self.skipped.items() if what not in own}
         if others:
             parts = ", ".join(f"{len(found)} of {what}" for what, found in others.items())
             total = sum(map(len, others.values()))
@@ -87,11 +94,19 @@ class TensorNames:
             tops = sorted({_layer(name) for name in found})
             more = f" and {len(tops) - 3} more" if len(tops) > 3 else ""
             said.append(f"{len(found)} tensors of {PREDICTED} are not loaded ({', '.join(tops[:3])}{more})")
+        if found := self.skipped.get(CACHE_SCALES):
+            said.append(
+                f"{len(found)} {CACHE_SCALES} are not used ({found[0]}): kv_format fp8 and int8 have a scale for each "
+                "head of each token, which is computed when it is stored"
+            )
         return said
 
     def _named(self, name: str) -> str | None:
         new = self._of_text(name) if self.wrapped else name
         text = name if new is None else new
+        scale = KV_SCALE.fullmatch(text)
+        if scale and (scale["linear"] or self.packed or not self.placed(self._rooted(text))):
+            return self._leave(name, CACHE_SCALES)
         if not self.placed(self._rooted(text)) and (PREDICTION.search(name) or PREDICTION.search(text)):
             return self._leave(name, PREDICTED)
         if any(self._rooted(text).startswith(layer) for layer in self.beyond):
@@ -180,13 +195,19 @@ def _layer(name: str) -> str:
     return name[: match.end()] if match else name.rpartition(".")[0]
 
 
-def names_in(folder: Path) -> list[str] | None:
-    """Return the names of the tensors in the safetensors files of a folder, None where there are none to read.
+def names_in(folder: Path, load_format: str = "auto") -> list[str] | None:
+    """Return the names of the tensors in the files of a folder that a load format reads, None where there are none to
+    read without torch.
 
     What is wrong with the files is left to the loader, which reads all of them."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    pickled = load_format == "pt"
+    if pickled:
+        index = folder / "pytorch_model.bin.index.json"
     try:
-        if files.is_there(single):
+        if load_format == "dummy":
+            return None
+        if not pickled and files.is_there(single):
             files.check(single, error=ModelError)
             with open(single, "rb") as file:
                 (size,) = struct.unpack("<Q", file.read(8))

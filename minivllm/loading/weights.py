@@ -30,7 +30,7 @@ from .conversion import by_rules, conversion_of, text_names
 from .tensor_files import Header, checkpoint_headers, checkpoint_tensors, opened
 from .tensor_names import BUFFERS, no_place
 
-LOAD_FORMATS = ("auto", "safetensors", "dummy")
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
@@ -111,26 +111,29 @@ def load_weights(
 ) -> list[str]:
     """Fill every module that ``parts`` made.
 
-    ``load_format`` "auto" and "safetensors" read ``model_dir``, "dummy" draws random weights on the device from
+    ``load_format`` "auto" and "safetensors" read the safetensors of ``model_dir``, "pt" its files of ``torch.save``,
+    which are never run; "dummy" draws random weights on the device from
     ``seed`` and reads no file.  Return sentences for the user: tensors that are left out, a head that is not tied.
     ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
-    read, rules, notes = load_format != "dummy", arch.weights(cfg), []
-    headers = checkpoint_headers(Path(model_dir)) if read else {}
+    read, pickled, rules, notes = load_format != "dummy", load_format == "pt", arch.weights(cfg), []
+    headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
     conversion, names = conversion_of(arch, cfg, headers)
     if read:
-        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules)
+        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules, headers)
         for note in names.notes():
             notes.append(note)
             log.info("%s: %s", model_dir, note)
     rules = of_one_form(rules, text_names(headers, arch, cfg) if several_forms(rules, load_format) else ())
     targets = find_targets(rules, parts)
+    if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
+        _check_there(by_rules(headers, arch, cfg), targets, str(model_dir))
     with torch.no_grad():
         if not read:
             tensors = dummy_tensors(targets, parts, seed)
         else:
-            tensors = checkpoint_tensors(Path(model_dir))
+            tensors = checkpoint_tensors(Path(model_dir), pickled)
             tensors = tensors if conversion is None else conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
         for module in parts.modules.values():
@@ -139,7 +142,12 @@ def load_weights(
 
 
 def tie(
-    folder: Path, arch: ModelArch, cfg: Any, parts: ModelParts, rules: Sequence[Rule]
+    folder: Path,
+    arch: ModelArch,
+    cfg: Any,
+    parts: ModelParts,
+    rules: Sequence[Rule],
+    headers: Mapping[str, Header],
 ) -> tuple[Sequence[Rule], list[str]]:
     """The rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), by what the
     checkpoint has, as transformers 5 does it; and a note where that is not what config.json says.
@@ -149,7 +157,7 @@ def tie(
     """
     heads = own_names(arch, cfg, parts)
     notes: list[str] = []
-    headers = by_rules(checkpoint_headers(folder), arch, cfg) if heads else {}
+    headers = by_rules(headers, arch, cfg) if heads else {}
     for head, own in heads.items():
         untied = _untied(arch, cfg)
         if head.scheme is not None and set(head.scheme.params()) != {"weight"}:  # it is packed, so it is its own
@@ -372,7 +380,17 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
         except ModelError as e:
             raise ModelError(f"{where}: tensor {shown(name)}: {e}") from None
         done.add(name)
-    missing = [name for name in targets if name not in done]
+    _refuse_missing([name for name in targets if name not in done], where)
+
+
+def _check_there(names: Iterable[str], targets: Mapping[str, Target], where: str) -> None:
+    """Compare the names of a checkpoint with the targets before any number is read.  ModelError for what it lacks."""
+    roots = roots_of(targets)
+    there = {whole_name(name, targets, roots) for name in names}
+    _refuse_missing([name for name in targets if name not in there], where)
+
+
+def _refuse_missing(missing: Sequence[str], where: str) -> None:
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise ModelError(

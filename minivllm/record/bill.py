@@ -203,18 +203,18 @@ def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
 def _model(resolved: Resolved) -> dict[str, Any]:
     wiring, config = resolved.wiring, resolved.config
     beside = {"drafter": wiring.speculation.draft_model, **{f"processors.{k}": m for k, m in wiring.own_models.items()}}
-    whole = wiring.load_format != "dummy"
+    whole, pickled = wiring.load_format != "dummy", wiring.load_format == "pt"
     return {
         "name": config.model,
-        **_checkpoint(Path(wiring.model_dir), whole),
+        **_checkpoint(Path(wiring.model_dir), whole, pickled),
         "tokenizer": None if resolved.tokenizer_dir is None else _tokenizer(Path(resolved.tokenizer_dir)),
-        "beside": {of: _checkpoint(Path(m.model_dir), whole) for of, m in beside.items() if m is not None},
+        "beside": {of: _checkpoint(Path(m.model_dir), whole, pickled) for of, m in beside.items() if m is not None},
     }
 
 
-def _checkpoint(folder: Path, whole: bool) -> dict[str, Any]:
-    """What a model was: ``repository`` and ``commit`` are those of a snapshot from the Hugging Face hub."""
-    found = sources.model_identity(folder, weights=whole)
+def _checkpoint(folder: Path, whole: bool, pickled: bool = False) -> dict[str, Any]:
+    """Return what a model was: ``repository`` and ``commit`` are those of a snapshot from the Hugging Face hub."""
+    found = sources.model_identity(folder, whole, pickled)
     return {"folder": str(folder), **_snapshot(folder), "hash": found.hash, "files": dict(found.files)}
 
 

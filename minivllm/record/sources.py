@@ -77,11 +77,14 @@ def package_source() -> Source:
     return _source({_posix(p, root): (sha(p.read_bytes()), p.stat().st_mtime) for p in files})
 
 
-def model_identity(folder: Path, weights: bool = True) -> Source:
-    """Weights, ``config.json`` and ``generation_config.json`` of a model.  Files of more than 64 MiB are sampled, so
-    that it takes a second and not a minute: their header, and start, middle and end of each tensor."""
+def model_identity(folder: Path, weights: bool = True, pickled: bool = False) -> Source:
+    """Return the identity of a model: its weights, ``config.json`` and ``generation_config.json``.
+
+    Files of more than 64 MiB are sampled, so that it takes a second and not a minute: their header, and start, middle
+    and end of each tensor.  ``pickled`` says that the weights are files of ``torch.save``."""
     names = [folder / "config.json", folder / "generation_config.json"]
-    names += sorted(folder.glob("*.safetensors")) if weights else []
+    suffixes = (".bin", ".pt", ".pth") if pickled else (".safetensors",)
+    names += sorted(p for suffix in suffixes for p in folder.glob("*" + suffix)) if weights else []
     names = [folder] if folder.is_file() else names  # GGUF
     return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in names if p.is_file()})
 

@@ -234,9 +234,18 @@ def test_a_repository_without_safetensors_is_refused(cache, hub, tmp_path):
     (source / "model.safetensors").rename(source / "pytorch_model.bin")
     hub.served["some/model"] = (source, {"main": COMMIT})
     assert refusal("some/model") == (
-        "some/model: the repository on the hub has no model.safetensors; only safetensors are read, pickled weights "
-        "are never opened"
+        "some/model: the repository on the hub has no model.safetensors; if it has weights of torch.save (*.bin), "
+        "load_format='pt' fetches and reads them, and runs nothing of them"
     )
+
+
+def test_pickled_weights_are_fetched_where_they_are_asked_for(cache, hub, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(POCKET, source)
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    hub.served["some/model"] = (source, {"main": COMMIT})
+    folder = wire(model="some/model", load_format="pt").wiring.model_dir
+    assert (Path(folder) / "pytorch_model.bin").exists()
 
 
 @pytest.mark.parametrize("revision", ["../../x", "/etc/passwd", "a b", "x" * 300, "a\n", "..", "-x\0"])

@@ -261,13 +261,13 @@ def test_an_index_cannot_point_out_of_the_folder_or_at_a_pickle(tmp_path, shard)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
-def test_pickles_are_refused_and_never_opened(tiny, name):
+def test_pickles_are_not_opened_unless_they_are_asked_for(tiny, name):
     path, cfg, _ = tiny
     (path / "model.safetensors").unlink()
     pickle = path / name
     pickle.write_bytes(b"not even a pickle")
     pickle.chmod(0)
-    refuses(path, cfg, f"only pickled weights .{name}., which are never opened")
+    refuses(path, cfg, f"only weights of torch.save .{name}., which load_format='pt' reads")
 
 
 def test_a_folder_without_weights_is_refused(tiny, tmp_path):
@@ -280,7 +280,7 @@ def test_a_folder_without_weights_is_refused(tiny, tmp_path):
 
 
 def test_an_unknown_load_format_is_refused(tiny):
-    refuses(tiny[0], tiny[1], "load_format='gguf': want one of auto, safetensors, dummy", load_format="gguf")
+    refuses(tiny[0], tiny[1], "load_format='gguf': want one of auto, safetensors, pt, dummy", load_format="gguf")
 
 
 def test_dummy_weights_need_no_file_and_depend_on_the_seed_alone(tiny):

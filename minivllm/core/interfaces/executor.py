@@ -85,7 +85,7 @@ class Wiring:
     have their names of the configuration."""
 
     model_dir: str
-    load_format: str  # auto | safetensors | dummy
+    load_format: str  # auto | safetensors | pt | dummy
     device: str
     dtype: str
     max_num_seqs: int

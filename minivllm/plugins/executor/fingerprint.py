@@ -21,7 +21,7 @@ from minivllm.core.interfaces.executor import Part, Wiring
 LIBRARIES = ("torch", "transformers", "triton")
 CODE = (".py", ".cpp", ".h")
 SMALL = ("config.json", "generation_config.json", "*.index.json")
-WEIGHTS = ("*.safetensors", "*.gguf")
+WEIGHTS, PICKLED = ("*.safetensors", "*.gguf"), ("*.bin", "*.pt", "*.pth")
 PIECE = 64 << 10  # bytes that are read of a file of weights, three times
 TOLD = 4  # differences that are named
 NONE = "none"
@@ -34,7 +34,7 @@ def fingerprint(wiring: Wiring) -> dict[str, str]:
     found["source of minivllm"] = _sources(Path(minivllm.__file__).parent)
     for name in sorted({part.target.partition(".")[0].partition(":")[0] for part in _parts(wiring)} - {"minivllm"}):
         found[f"plug-in package {name}"] = _package(name)
-    weights = wiring.load_format != "dummy"
+    weights = {"dummy": (), "pt": PICKLED}.get(wiring.load_format, WEIGHTS)
     models = [("model", wiring.model_dir), *((f"model of {who}", folder) for who, folder in _own_models(wiring))]
     for of, folder in models:
         found |= {f"{of} file {name}": said for name, said in _model(Path(folder), weights)}
@@ -102,13 +102,13 @@ def _package(name: str) -> str:
     return _digest([_read(spec.origin)]) if spec.origin and os.path.isfile(spec.origin) else "unknown"
 
 
-def _model(folder: Path, weights: bool) -> Iterator[tuple[str, str]]:
+def _model(folder: Path, weights: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     if folder.is_file():  # GGUF
         yield folder.name, _sampled(folder)
         return
     for path in sorted(path for pattern in SMALL for path in folder.glob(pattern)):
         yield path.name, _digest([_read(str(path))])
-    for path in sorted(path for pattern in WEIGHTS for path in folder.glob(pattern)) if weights else ():
+    for path in sorted(path for pattern in weights for path in folder.glob(pattern)):
         yield path.name, _sampled(path)
 
 

@@ -1,0 +1,149 @@
+"""Weights that ``torch.save`` wrote (``load_format = "pt"``): read with ``weights_only``, which runs no code of a file.
+
+A file has the interface of an open safetensors file, so that what reads tensors need not know which kind it is.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm import files
+from minivllm.errors import ModelError, brief, shown
+
+SUFFIXES = (".bin", ".pt", ".pth")
+INDEX = "pytorch_model.bin.index.json"
+SINGLE = "pytorch_model.bin"
+# what trainers leave beside the weights
+OTHERS = re.compile(
+    r"(training_args|optimizer|scheduler|scaler|rng_state.*|random_states.*|trainer_state)\.(bin|pt|pth)"
+)
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.(bin|pt|pth)")
+MOST_ELEMENTS = 1 << 40
+# dtype -> its name in a safetensors header
+DTYPES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+class _Said:
+    """What is known of a tensor before its numbers are read."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self.tensor.shape)
+
+    def get_dtype(self) -> str:
+        return DTYPES[self.tensor.dtype]
+
+
+class PickledFile:
+    """The tensors of one file, memory-mapped where its format allows it.  ModelError if it holds anything else."""
+
+    def __init__(self, path: Path) -> None:
+        self.tensors = _checked(path, _loaded(path))
+
+    def keys(self) -> Iterable[str]:
+        return self.tensors.keys()
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.tensors[name]
+
+    def get_slice(self, name: str) -> _Said:
+        return _Said(self.tensors[name])
+
+
+def _loaded(path: Path) -> Any:
+    """Return what a file holds.  ModelError for a file that is broken, and for one that asks for code."""
+    files.check(path, error=ModelError)
+    try:
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except (RuntimeError, ValueError) as exc:  # the format of torch before 1.6 cannot be mapped
+            if "mmap" not in str(exc):
+                raise
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as exc:
+        raise ModelError(f"{path}: {_asked_for(str(exc))}") from None
+    except Exception as exc:  # a broken file raises errors of many types
+        said = brief(" ".join(str(exc).split()) or type(exc).__name__, 200)
+        raise ModelError(f"{path}: not a whole file of torch.save ({said}); download it again") from None
+
+
+def _asked_for(said: str) -> str:
+    """Return why torch refused a file."""
+    found = re.search(r"Unsupported global: GLOBAL ([\w.]+)|GLOBAL ([\w.]+) was not|Unsupported class ([\w.]+)", said)
+    name = next((one for one in found.groups() if one), "") if found else ""
+    if name:
+        return (
+            f"asks to run {shown(name)}, and load_format='pt' runs nothing that a file names; want tensors alone, "
+            "or a checkpoint in safetensors"
+        )
+    return (
+        "cannot be read without running what it names, which load_format='pt' never does "
+        f"({brief(' '.join(said.split()), 160)}); want tensors alone, or a checkpoint in safetensors"
+    )
+
+
+def _checked(path: Path, found: Any) -> dict[str, Tensor]:
+    """Return the tensors by name.  ModelError for a content that is no mapping of names to plain tensors."""
+    if not isinstance(found, Mapping):
+        raise ModelError(f"{path}: holds a {type(found).__name__}; want a mapping of names to tensors")
+    for name, tensor in found.items():
+        if not isinstance(name, str) or not isinstance(tensor, Tensor):
+            what = f"{shown(name)} is a {type(tensor).__name__}"
+            raise ModelError(f"{path}: {what}; want a mapping of names to tensors (a state_dict by itself)")
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES or tensor.is_meta:
+            kind = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')}"
+            raise ModelError(f"{path}: tensor {shown(name)} is {kind}; want a dense tensor of numbers")
+        if tensor.numel() > MOST_ELEMENTS:
+            raise ModelError(f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, which no model has")
+    return {name: tensor.detach() for name, tensor in found.items()}
+
+
+def pickled_names(folder: Path) -> list[str]:
+    """Return the names of files in a folder that may be weights in this format."""
+    found = sorted(path.name for suffix in SUFFIXES for path in folder.glob(f"*{suffix}"))
+    return [name for name in found if not OTHERS.fullmatch(name)]
+
+
+def pickled_files(folder: Path) -> list[Path] | None:
+    """Return the files to read where there is no index: one that holds all, or every shard of one number.
+
+    ModelError that names a shard that is missing, or files of which several could be meant.  None means that the
+    folder has none."""
+    names = pickled_names(folder)
+    if SINGLE in names:
+        return [folder / SINGLE]
+    if not names:
+        return None
+    shards = [match for name in names if (match := SHARD.fullmatch(name))]
+    if not shards and len(names) == 1:
+        return [folder / names[0]]
+    sets = sorted({(match[1], match[3], match[4]) for match in shards})
+    if len(sets) != 1 or len(shards) != len(names):
+        raise ModelError(
+            f"{folder}: cannot tell which of {', '.join(names[:4])} are the weights; want {SINGLE}, {INDEX}, or the "
+            "shards of one checkpoint alone"
+        )
+    stem, count, suffix = sets[0]
+    wanted = [f"{stem}-{i:05d}-of-{count}.{suffix}" for i in range(1, int(count) + 1)]
+    missing = next(_missing(wanted, names), None)
+    if missing is not None:
+        raise ModelError(f"{folder}: shard {missing} is missing; download it again")
+    return [folder / name for name in wanted]
+
+
+def _missing(wanted: Iterable[str], there: Iterable[str]) -> Iterator[str]:
+    known = set(there)
+    return (name for name in wanted if name not in known)
