@@ -10,6 +10,15 @@ from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.spec import ANY, OPTION_OF, allows
 from minivllm.validation import begins, source_of
 
+_GPTQ = "want the same model as GPTQ with checkpoint_format=gptq (GPTQModel writes it with format=gptq)"
+# methods that are another method's weights in the order of one kernel, and what to do
+INSTEAD = {
+    "marlin": f"its words lie in the order of the kernel Marlin, which is not read; {_GPTQ}",
+    "gptq_marlin_24": f"its weights are sparse, in the order of the kernel Marlin, which is not read; {_GPTQ}",
+    "gptq_marlin": "is vLLM's name for a kernel; want quant_method=gptq, which reads the files that it reads",
+    "awq_marlin": "is vLLM's name for a kernel; want quant_method=awq, which reads the files that it reads",
+}
+
 if TYPE_CHECKING:
     from minivllm.loading.hf_config import Checkpoint
     from minivllm.registry import Candidate, Registry
@@ -43,6 +52,8 @@ def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice
             return method
         if isinstance(limits.get("checkpoint"), (set, frozenset)):
             read |= limits["checkpoint"]
+    if said := INSTEAD.get(method):
+        raise ModelError(f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: {said}")
     known = ", ".join(sorted(read - {"none"}))
     raise ModelError(
         f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: no quantizer reads it; "

@@ -46,8 +46,15 @@ def fill(target: Tensor, tensor: Tensor) -> None:
 
 
 def check_shape(tensor: Tensor, want: Sequence[int]) -> None:
-    """ModelError unless ``tensor`` is floating point and has exactly the shape ``want``."""
+    """ModelError unless ``tensor`` has exactly the shape ``want`` and numbers that need no scale.
+
+    A float8 weight without its scales is refused, because a cast would keep its numbers and lose their size."""
     if tuple(tensor.shape) != tuple(want):
         raise ModelError(f"shape {list(tensor.shape)}, want {list(want)}")
     if not tensor.is_floating_point():
         raise ModelError(f"dtype {str(tensor.dtype).removeprefix('torch.')}, want a floating-point weight")
+    if tensor.element_size() < 2:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"dtype {dtype} without scales, want a weight of 16 or 32 bits, or a checkpoint with its scales"
+        )

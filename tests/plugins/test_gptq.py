@@ -349,7 +349,7 @@ NAME = "model.layers.1.self_attn.k_proj"
         ({"group_size": 64}, r"'model.*q_proj.qzeros'.*want \[1, 8\] of I32 with bits=4, group_size=64"),
         ({"group_size": 0}, r"group_size=0: want a number of inputs, or -1"),
         ({"checkpoint_format": "gptq_p"}, r"checkpoint_format='gptq_p': want gptq or gptq_v2"),
-        ({"is_marlin_format": True}, r"checkpoint_format='marlin': want gptq or gptq_v2"),
+        ({"is_marlin_format": True}, r"checkpoint_format='marlin': want the same model as checkpoint_format=gptq"),
         ({"dynamic": {"-:.*k_proj": {}}}, r"has model.*k_proj.qweight, and a pattern of dynamic says"),
         ({"dynamic": {"+:(": {"bits": 8}}}, r"want a regular expression"),
         ({"dynamic": {"x": {"bits": 9}}}, r"dynamic.x.bits=9: want"),

@@ -18,11 +18,14 @@ from minivllm.errors import ModelError, shown
 
 from . import forms
 from .forms import Numbers
-from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want
+from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want, holds_words
 
 FIELDS = 8  # of a word
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which field each output is
-GEMM = "want version=gemm, as AutoAWQ writes by default; GPTQModel converts others"
+GEMM = (
+    "its words lie in another order; want the same model as version=gemm, which AutoAWQ writes by default and to which "
+    "GPTQModel converts others"
+)
 
 
 class AwqLayout(PartLayout):
@@ -58,7 +61,7 @@ class AwqLayout(PartLayout):
 class Awq(CheckpointQuantizer):
     """Modules with ``qweight``; those that ``modules_to_not_convert`` names stay as they are."""
 
-    method, packed_by = "awq", ("qweight",)
+    method, packed_by, beside = "awq", ("qweight",), ("qzeros", "scales")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -78,7 +81,7 @@ class Awq(CheckpointQuantizer):
                     "modules_to_not_convert names modules, and this architecture does not say what theirs are"
                 )
         else:
-            if "qweight" not in source.tensors:
+            if not holds_words(source, self.beside):
                 return None
             if named := [name for name in self.left_out if f".{name.strip('.')}." in f".{source.name}."]:
                 raise ModelError(

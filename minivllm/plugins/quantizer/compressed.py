@@ -133,15 +133,21 @@ class CompressedTensors(CheckpointQuantizer):
             said = settings.part(key).given
             if said and said.get("format") != "dense":
                 raise settings.refuse(key, "none: weights that are sparse or transformed are not read")
-        groups = settings.part("config_groups")
+        groups, self.cache_alone = settings.part("config_groups"), False
         if not groups.given:
-            raise settings.refuse("config_groups", "an object of groups with targets and weights")
+            if not settings.given.get("kv_cache_scheme"):
+                raise settings.refuse("config_groups", "an object of groups with targets and weights")
+            self.cache_alone = True  # keys and values are quantized, and no weight is
         found = (config_group(groups.part(name), outer) for name in groups.given)
         self.groups = [group for group in found if group is not None]
         self.ignore = settings.names("ignore")
         if settings.given.get("kv_cache_scheme"):
             what = "scales of keys and values are not used; kv_format=fp8 and int8 have their own"
             self.tell(what, "kv_cache_scheme")
+
+    def finish(self) -> None:
+        if not self.cache_alone:
+            super().finish()
 
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
         group = self._group(m, None if source is None else source.name)

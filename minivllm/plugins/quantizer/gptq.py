@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
@@ -22,7 +23,7 @@ from minivllm.errors import ModelError, shown
 
 from . import forms
 from .forms import Numbers
-from .packed import FLOATS, CheckpointQuantizer, PartLayout, Settings, Share, Want
+from .packed import FLOATS, MARLIN, CheckpointQuantizer, PartLayout, Settings, Share, Want, holds_words
 
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")
@@ -89,16 +90,27 @@ class GptqLayout(PartLayout):
         if "g_idx" in given:
             index = given["g_idx"].long().cpu()
             # older tools wrote zeros where inputs are in their order
-            group_of = index[share.columns] if self.kind.act_order or bool(index.any()) else group_of
-            if bool(((group_of < 0) | (group_of >= self.groups)).any()):
-                raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}, as many as there are scales")
+            if self.kind.act_order or bool(index.any()):
+                self._check_groups(index)
+                group_of = index[share.columns]
         return Numbers(codes, scale, zero.float(), group_of, bits, centre)
+
+    def _check_groups(self, index: Tensor) -> None:
+        """ModelError for groups that have no scale, or that have another number of inputs than any quantizer gives."""
+        if bool(((index < 0) | (index >= self.groups)).any()):
+            raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: want as many as there are scales")
+        counts = torch.bincount(index, minlength=self.groups)
+        wanted = torch.full_like(counts, self.size)
+        wanted[-1] = len(index) - self.size * (self.groups - 1)
+        if not torch.equal(counts, wanted):
+            at = int((counts != wanted).nonzero()[0])
+            raise ModelError(f"g_idx gives group {at} {int(counts[at])} inputs: want {int(wanted[at])}{self.why}")
 
 
 class Gptq(CheckpointQuantizer):
     """Modules with ``qweight``; those that ``dynamic`` names, as it says."""
 
-    method, packed_by = "gptq", ("qweight",)
+    method, packed_by, beside = "gptq", ("qweight",), ("qzeros", "scales", "g_idx")
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)
@@ -107,10 +119,8 @@ class Gptq(CheckpointQuantizer):
         if given.get("is_marlin_format"):
             written = "marlin"
         if written not in FORMATS:
-            raise ModelError(
-                f"the checkpoint is GPTQ of checkpoint_format={shown(written)}: want {' or '.join(FORMATS)}, "
-                "as GPTQModel writes with format=gptq"
-            )
+            instead = MARLIN if "marlin" in str(written) else f"want {' or '.join(FORMATS)}, as GPTQModel writes them"
+            raise ModelError(f"the checkpoint is GPTQ of checkpoint_format={shown(written)}: {instead}")
         self.old = written == "gptq"
         self.kind = GptqKind.of(self.settings)
         self.head = self.settings.flag("lm_head")
@@ -120,7 +130,7 @@ class Gptq(CheckpointQuantizer):
         kind: GptqKind | None = self.kind
         if source is not None:
             kind = next((kind for pattern, kind in self.dynamic if pattern.match(source.name)), self.kind)
-            if "qweight" not in source.tensors:
+            if not holds_words(source, self.beside):
                 return None
             if kind is None:
                 raise ModelError(

@@ -25,6 +25,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F16", "BF16", "F32", "F64")
 WHERE = "quantization_config of config.json"
+MARLIN = "want the same model as checkpoint_format=gptq, which GPTQModel writes with format=gptq"
 
 
 class Want(NamedTuple):
@@ -242,6 +243,20 @@ class PackedWeight(WeightScheme):
     def _whole(self) -> WeightScheme | None:
         """What holds all of the module and multiplies x as it comes."""
         return self._held[0].scheme if len(self._held) == 1 and self._held[0].order is None else None
+
+
+def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
+    """Return whether a part comes as ``qweight``.  ModelError for one that has only what belongs ``beside`` it."""
+    if "qweight" in source.tensors:
+        return True
+    alone = next((name for name in beside if name in source.tensors), None)
+    if alone is not None and "weight" not in source.tensors:
+        raise ModelError(
+            f"the checkpoint has {source.name}.{alone} and lacks {source.name}.qweight; want both: download it again"
+        )
+    if {"B", "s"} <= source.tensors.keys():
+        raise ModelError(f"the checkpoint has {source.name}.B, which is Marlin's order: {MARLIN}")
+    return False
 
 
 class Settings:
