@@ -15,11 +15,14 @@ from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     Cohere2Config,
+    FalconConfig,
     Gemma3TextConfig,
     GPT2Config,
+    GPTNeoConfig,
     GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    MptConfig,
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
@@ -45,6 +48,9 @@ CONFIGS = {
     "qwen2_moe": Qwen2MoeConfig,
     "qwen3_moe": Qwen3MoeConfig,
     "gpt_oss": GptOssConfig,
+    "mpt": MptConfig,
+    "falcon": FalconConfig,
+    "gpt_neo": GPTNeoConfig,
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -8,11 +8,12 @@ from typing import Any
 
 MODELS = {
     "qwen3": 16, "llama": 13, "qwen2": 15, "pocket": 12, "gemma3": 9, "phi3": 9, "cohere2": 8, "gpt2": 5,
-    "mixtral": 4, "qwen2_moe": 4, "qwen3_moe": 6, "gpt_oss": 6,
+    "mixtral": 4, "qwen2_moe": 4, "qwen3_moe": 6, "gpt_oss": 6, "mpt": 6, "falcon": 6, "gpt_neo": 4,
 }  # fmt: skip
 VOCAB = {
     "qwen3": 288, "llama": 257, "qwen2": 320, "pocket": 2048, "gemma3": 264, "phi3": 296, "cohere2": 272, "gpt2": 280,
     "mixtral": 259, "qwen2_moe": 304, "qwen3_moe": 312, "gpt_oss": 328,
+    "mpt": 336, "falcon": 344, "gpt_neo": 352,
 }  # fmt: skip
 # where two experts are nearly as good as each other rounding decides, and all that follows goes by it
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}

@@ -51,6 +51,14 @@ SHAPES: dict[str, dict[str, Any]] = {
             "rope_type": "yarn", "rope_theta": 1000.0, "factor": 16.0, "original_max_position_embeddings": 64,
             "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
     },
+    # ALiBi, a head for each query head
+    "mpt": {"hidden_size": 128, "num_attention_heads": 2, "max_seq_len": 1024},
+    # ALiBi, attention beside the MLP, heads of keys shared, q, k and v by groups
+    "falcon": {
+        "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": True,
+    },
+    # scores without a scale, learned positions, a window in every other layer
+    "gpt_neo": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20, "num_hidden_layers": 2},
 }  # fmt: skip
 
 
@@ -70,6 +78,8 @@ def make(folder: Path) -> None:
         whole: dict[str, Any] = {"use_sliding_window": False} if "use_sliding_window" in shape else {}
         if "layer_types" in shape:
             whole["layer_types"] = ["full_attention"] * len(shape["layer_types"])
+        if "window_size" in shape:
+            whole["attention_types"] = [[["global"], shape["num_hidden_layers"]]]
         draft = tiny.tiny_model(config(family, **whole))
         draft.load_state_dict(model.state_dict())
         with torch.no_grad():
