@@ -38,17 +38,21 @@ from .points import (
 )
 
 LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these names
-FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm")  # beside them
-SELF_ATTENTION = ("self_attn", "attention", "attn")
-FUSED = ("qkv_proj", "c_attn")  # rows of q, of k, of v
-# (module whose output it is, module that must stand beside it): the first that a layer has
+FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f")  # beside them
+SELF_ATTENTION = ("self_attn", "self_attention", "attention", "attn.attention", "attn")
+FUSED = ("qkv_proj", "c_attn", "Wqkv")  # rows of q, of k, of v
+GROUPED = "query_key_value"  # for each head of k and v: the rows of its heads of q, then its own
+# (module whose output is compared, module that must be beside it): the first that a layer has
 BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
     ATTENTION: (
         ("post_self_attn_layernorm", ""),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
+        ("self_attention.dense", ""),  # the output of Bloom's attention contains the residual
         *((name, "") for name in SELF_ATTENTION),
     ),
     MLP: (
+        ("mlp.dense_4h_to_h", ""),  # so does that of its MLP
+        ("ffn.down_proj", ""),  # and that of MPT's
         ("post_mlp_layernorm", ""),
         ("post_feedforward_layernorm", ""),
         *((name, "") for name in ("mlp", "feed_forward", "block_sparse_moe", "fc2")),
@@ -57,6 +61,7 @@ BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
 ROUTERS = ("router", "gate")  # beside ``experts``
 PROJECTIONS = {Q: "q_proj", K: "k_proj", V: "v_proj"}
 HEAD_NORMS = {Q_NORM: ("q_norm", "q_layernorm"), K_NORM: ("k_norm", "k_layernorm")}
+UNROTATED = {Q_ROPE: Q_NORM, K_ROPE: K_NORM}
 RECORDED = "minivllm_recorded"  # transformers' name for an attention function
 
 
@@ -70,7 +75,7 @@ class Reference:
     ) -> None:
         self.model = _load(folder, dtype, overrides or {}).to(device)
         self.device, self.missing, self.norms = device, dict[str, str](), set[str]()
-        self._count = layers
+        self._count, self.rotates = layers, True
         self._given: Mapping[str, Tensor] = {}
         self._found: dict[str, Tensor] = {}
         self._seen: dict[str, Tensor] = {}  # projections of the layer at hand, as its norms are given them
@@ -105,6 +110,10 @@ class Reference:
                 norm, before = layer_point(number, operation), layer_point(number, of)
                 if norm not in self.norms and operation not in self.missing and before in found:
                     found[norm] = self._given.get(before, found[before])
+            for rope, of in UNROTATED.items() if not self.rotates else ():
+                before = layer_point(number, of)
+                if before in found:
+                    found[layer_point(number, rope)] = self._given.get(before, found[before])
         found[LOGITS] = out.logits[0].float().cpu()
         return found
 
@@ -144,6 +153,9 @@ class Reference:
             inner.recorded_by = lambda *args, **kwargs: self._attend(number, *args, **kwargs)  # type: ignore[assignment]
 
     def _watch_projections(self, number: int, inner: nn.Module) -> None:
+        if (grouped := _module(inner, GROUPED)) is not None:
+            grouped.register_forward_hook(self._on_grouped(number, inner))
+            return
         fused = _first(inner, FUSED)
         if fused is None:
             for operation, name in PROJECTIONS.items():
@@ -154,11 +166,30 @@ class Reference:
             return
 
         def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            if limit := getattr(inner, "clip_qkv", None):
+                output = output.clamp(-limit, limit)
             parts = output.split(_sizes(inner, output.shape[-1]), dim=-1)
             points = zip(PROJECTIONS, parts, strict=True)
             return torch.cat([self._note(layer_point(number, name), part, name) for name, part in points], dim=-1)
 
         fused.register_forward_hook(split)
+
+    def _on_grouped(self, number: int, inner: Any) -> Callable[..., Any]:
+        """Return the hook of a projection whose output [1, tokens, kv heads, queries + 2, dim] holds q, k and v."""
+        config = self.model.config
+        heads = int(getattr(inner, "num_heads", config.num_attention_heads))
+        kv_heads, dim = int(getattr(inner, "num_kv_heads", heads)), config.hidden_size // heads
+        queries = heads // kv_heads
+
+        def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            parts = output.view(*output.shape[:-1], kv_heads, queries + 2, dim).split((queries, 1, 1), dim=-2)
+            noted = [
+                self._note(layer_point(number, name), part.reshape(*output.shape[:-1], -1), name).view(part.shape)
+                for name, part in zip(PROJECTIONS, parts, strict=True)
+            ]
+            return torch.cat(noted, dim=-2).view(output.shape)
+
+        return split
 
     def _watch(self, module: nn.Module, point: str, scale: float = 1.0, remember: str = "") -> None:
         """``scale``: what its output is multiplied by before it is what the engine has at this point."""
@@ -211,8 +242,10 @@ class Reference:
 
         files = {type(m).__module__ for layer in layers for m in layer.modules()}
         if not any(hasattr(sys.modules[file], "eager_attention_forward") for file in files):
-            why = f"{self.name} does not call attention through transformers' interface"
-            self.missing |= {Q_ROPE: why, K_ROPE: why}
+            self.rotates = any("rotary" in name for name, _ in self.model.named_modules())
+            if self.rotates:
+                why = f"{self.name} does not call attention through transformers' interface"
+                self.missing |= {Q_ROPE: why, K_ROPE: why}
             return False
         AttentionInterface.register(RECORDED, _recorded)
         AttentionMaskInterface.register(RECORDED, eager_mask)
@@ -285,7 +318,10 @@ def _layers(model: nn.Module, count: int) -> tuple[nn.Module, Sequence[nn.Module
 
 
 def _module(parent: nn.Module, name: str, beside: str = "") -> nn.Module | None:
-    found = getattr(parent, name, None)
+    """Return the submodule with a dotted name, None where it, or the module ``beside`` it, does not exist."""
+    found: Any = parent
+    for part in name.split("."):
+        found = getattr(found, part, None)
     if not isinstance(found, nn.Module) or (beside and not isinstance(getattr(parent, beside, None), nn.Module)):
         return None
     return found

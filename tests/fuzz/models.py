@@ -55,7 +55,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "mpt": {"hidden_size": 128, "num_attention_heads": 2, "max_seq_len": 1024},
     # ALiBi, attention beside the MLP, heads of keys shared, q, k and v by groups
     "falcon": {
-        "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "alibi": True,
+        "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
+        "alibi": True,
     },
     # scores without a scale, learned positions, a window in every other layer
     "gpt_neo": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20, "num_hidden_layers": 2},

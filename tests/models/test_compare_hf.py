@@ -15,6 +15,7 @@ import transformers
 
 from minivllm import LLM
 from minivllm.cli import main
+from minivllm.compare_hf import reference
 from minivllm.compare_hf.compare import compare
 from minivllm.compare_hf.errors import DtypeComparison, EngineRun
 from minivllm.compare_hf.points import DERIVED, place
@@ -60,12 +61,13 @@ def compared(path, prompts=(IDS,), dtype="float32", max_tokens=6, **options):
 def test_each_operation_of_each_family_is_that_of_transformers(architecture, tmp_path):
     """Prompts and decode steps; nothing is left out of the comparison."""
     found = compared(directory(tmp_path, architecture), [IDS, IDS[3:10]]).found
-    assert found.within and not found.missing
+    unseen = {"q_rope", "k_rope"} if architecture.startswith("Falcon") else set()  # no hook of transformers sees them
+    assert found.within and found.missing.keys() == unseen
     assert max(error.relative for error in found.errors.values()) < 1e-5
     layer = {point.partition("layers.1.")[2] for point in found.errors if point.startswith("layers.1.")}
     more = {"q_norm", "k_norm"} if architecture.startswith(("Qwen3", "Gemma3", "Olmo")) else set()
     more |= {"router"} if architecture.startswith(("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")) else set()
-    assert layer == {"input", "q", "k", "v", "q_rope", "k_rope", "attention", "mlp", "residual"} | more
+    assert layer == {"input", "q", "k", "v", "q_rope", "k_rope", "attention", "mlp", "residual"} - unseen | more
     assert {"embedding", "norm", "logits", "token", "fused"} < found.errors.keys() and found.tokens.same == 12
 
 
@@ -261,8 +263,9 @@ def test_what_another_process_computes_is_compared_as_far_as_taps_go(tmp_path):
 # ---- what cannot be compared -----------------------------------------------------------------------------------------
 
 
-def test_what_transformers_calls_otherwise_is_named_and_the_rest_is_found(tmp_path):
-    """GPT-NeoX has one projection in which q, k and v of a head lie together."""
+def test_what_transformers_calls_otherwise_is_named_and_the_rest_is_found(tmp_path, monkeypatch):
+    """GPT-NeoX has one projection in which q, k and v of a head lie together, here under a name that is unknown."""
+    monkeypatch.setattr(reference, "GROUPED", "no_such_projection")
     config = transformers.GPTNeoXConfig(
         vocab_size=61, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
     )
