@@ -34,7 +34,13 @@ MOST_TEXT = 1 << 28  # bytes of all strings of a file
 MOST_DIMS = 4
 LISTED = 1 << 12  # numbers of an array that become a list; longer ones stay in the mapped file
 ALIGNMENT = 32  # of tensors, where the file has no general.alignment
+# tokens that end an answer by their spelling, as llama.cpp finds them, since many files name only one id
+END_TEXTS = frozenset({
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]",
+    "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<｜end▁of▁sentence｜>",
+})  # fmt: skip
 STRING, ARRAY, BOOL = 8, 9, 7
+CONTROL = 3  # tokenizer.ggml.token_type of a token that no text has
 SCALARS = {
     0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", BOOL: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
@@ -69,6 +75,18 @@ class GgufFile(NamedTuple):
     def of_model(self, key: str, default: Any = None) -> Any:
         """Return the value of a key that begins with the architecture's name, or ``default``."""
         return self.values.get(f"{self.architecture}.{key}", default)
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids of tokens that end an answer: the file's own first, then tokens of ``END_TEXTS``, then a
+        control token "</s>", which may also be a tag."""
+        tokens = self.values.get("tokenizer.ggml.tokens", [])
+        kinds = self.values.get("tokenizer.ggml.token_type", [])
+        named = [self.values.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
+        found = [i for i in named if type(i) is int]
+        found += [i for i, token in enumerate(tokens) if token in END_TEXTS]
+        found += [i for i, token in enumerate(tokens) if token == "</s>" and i < len(kinds) and kinds[i] == CONTROL]
+        return tuple(dict.fromkeys(found))
 
 
 def is_gguf(path: str | os.PathLike[str]) -> bool:

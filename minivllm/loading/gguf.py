@@ -132,14 +132,11 @@ def _dtype(file: GgufFile) -> str:
 
 
 def _special(file: GgufFile) -> dict[str, Any]:
-    found = {}
-    for name in ("bos", "eos"):
-        value = file.values.get(f"tokenizer.ggml.{name}_token_id")
-        found[f"{name}_token_id"] = value if isinstance(value, int) else None
-    turn = file.values.get("tokenizer.ggml.eot_token_id")
-    if isinstance(turn, int) and turn != found["eos_token_id"] and found["eos_token_id"] is not None:
-        found["eos_token_id"] = [found["eos_token_id"], turn]
-    return found
+    bos, ends = file.values.get("tokenizer.ggml.bos_token_id"), list(file.ends)
+    return {
+        "bos_token_id": bos if type(bos) is int else None,
+        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else ends,
+    }
 
 
 def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[str, Any]:

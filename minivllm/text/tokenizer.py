@@ -7,6 +7,7 @@ chat templates.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -20,6 +21,7 @@ from minivllm.gguf_file import is_gguf, read_gguf
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
 from .template import compile_template, read_template
 
+log = logging.getLogger("minivllm")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
@@ -383,24 +385,14 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
 
 
 def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
-    """Return the tokenizer in a GGUF file, as transformers makes it of the vocabulary."""
-    values = read_gguf(path).values
-    from transformers import AutoTokenizer
+    """Make the tokenizer that a GGUF file holds.  ``eos``: ids that end an answer instead of the file's own."""
+    from .gguf_tokenizer import build, read_vocabulary
 
-    try:
-        slow = AutoTokenizer.from_pretrained(
-            str(path.parent), gguf_file=path.name, local_files_only=True, trust_remote_code=False
-        )
-    except Exception as e:  # of many kinds, as below
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ModelError(
-            f"{path}: transformers makes no tokenizer of it: {reason.rstrip('.')}; want one named by tokenizer, or "
-            "skip_tokenizer_init=True"
-        ) from e
-    special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None}
-    template = values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
-    ends = [values.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")] if eos is None else eos
-    made = Tokenizer(slow.backend_tokenizer, None, special, template, [one for one in ends if isinstance(one, int)])
+    file = read_gguf(path)
+    vocabulary = read_vocabulary(file)
+    template = file.values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
+    ends = file.ends if eos is None else eos
+    made = Tokenizer(build(vocabulary, log.warning), None, vocabulary.special_tokens, template, ends)
     made._folder = path
     return made
 
@@ -437,8 +429,7 @@ def configured_eos(folder: Path) -> list[int]:
     """Return the end-of-sequence ids of generation_config.json; without one, of config.json.  Of a GGUF file its own.
     ModelError if they are no ids."""
     if is_gguf(folder):
-        found = read_gguf(folder).values.get("tokenizer.ggml.eos_token_id")
-        return [found] if isinstance(found, int) else []
+        return list(read_gguf(folder).ends)
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name).get("eos_token_id")
         if found is not None:

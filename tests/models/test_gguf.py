@@ -274,13 +274,13 @@ def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
     written(path, "qwen3", PACKED, vocab, vocab_size=len(vocabulary), tie_word_embeddings=True)
     with LLM(model=str(path), **{**LLM_SIZES, "skip_tokenizer_init": False}) as llm:
         text = "Once upon a time there was a fox."
-        assert llm.tokenizer.encode(text) == pocket.encode(text) and llm.tokenizer.eos_ids == (2,)
+        assert llm.tokenizer.encode(text) == pocket.encode(text) and llm.tokenizer.eos_ids == (2, 0)
         assert llm.tokenizer.decode(pocket.encode(text)) == text
         assert "<user>Hi" in llm.tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
         (out,) = llm.generate([text], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(out.outputs[0].token_ids) == 3
     written(path, "qwen3", PACKED)
-    with pytest.raises(ModelError, match=r"makes no tokenizer of it: .*; want one named by tokenizer, or skip_tok"):
+    with pytest.raises(ModelError, match=r"holds no tokenizer .*; want one named by tokenizer, or skip_tok"):
         LLM(model=str(path), device="cpu")
 
 
