@@ -20,6 +20,7 @@ from minivllm.gguf_file import END_TEXTS, GgufFile
 from .gguf_splits import Split, split_named
 
 SPACE = "\u2581"  # how sentencepiece spells a space
+MOST_WORK = 10**9  # sum of squares of the lengths of tokens, which are cut everywhere; 262,144 tokens have 2 * 10**7
 NO_TOKENIZER = "want one named by tokenizer, or skip_tokenizer_init=True"
 OTHERS = {  # tokenizer.ggml.model -> what it is
     "bert": "WordPiece (WPM)", "t5": "unigram of sentencepiece (UGM)", "rwkv": "RWKV", "plamo2": "PLaMo 2",
@@ -76,6 +77,8 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         raise file.refuse(f"{what}; {NO_TOKENIZER}")
     tokens = _texts(file, "tokens")
     tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+    if sum(len(token) ** 2 for token in tokens) > MOST_WORK:
+        raise file.refuse(f"its tokens are {sum(map(len, tokens))} characters long; want shorter ones")
     if len(set(tokens)) < len(tokens):
         first = {token: i for i, token in reversed(list(enumerate(tokens)))}
         twice = next(i for i, token in enumerate(tokens) if first[token] != i)

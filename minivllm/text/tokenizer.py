@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from minivllm import files
-from minivllm.errors import ModelError, RequestError, shown
+from minivllm.errors import ModelError, RequestError, shown, told
 from minivllm.gguf_file import is_gguf, read_gguf
 
+from .converted import convert
+from .growth import check_growth, panics_as
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
 from .template import compile_template, read_template
 
@@ -48,14 +50,18 @@ def load_tokenizer(
     slow = None
     if files.is_there(folder / "tokenizer.json"):
         backend = _read_backend(folder / "tokenizer.json")
-        _configure(backend, named, special)
+        try:
+            _configure(backend, named, special)
+        except (AttributeError, TypeError, ValueError, OverflowError) as e:
+            at = folder / "tokenizer_config.json"
+            raise ModelError(f"{at}: its added or special tokens are none ({told(e)}); download it again") from e
     else:
-        slow = _auto_tokenizer(folder)
-        backend = getattr(slow, "backend_tokenizer", None)
-        special = {name: str(text) for name in NAMED if (text := getattr(slow, name, None)) is not None} | special
+        backend, slow, found = _converted(folder)
+        special = found | special
     if backend is not None:  # a limit or padding saved with the tokenizer is for training
         backend.no_truncation()
         backend.no_padding()
+        check_growth(folder, backend)
     template = _read_template(folder, config) if chat_template is None else read_template(chat_template)
     made = Tokenizer(backend, slow, special, template, configured_eos(folder) if eos is None else eos)
     made._folder = folder
@@ -110,7 +116,8 @@ class Tokenizer:
     def _encoded(self, text: str, add_special_tokens: bool = False) -> Any:
         """The ``tokenizers.Encoding`` of a text."""
         try:
-            return self.backend.encode(text, add_special_tokens=add_special_tokens)
+            with panics_as(lambda why: RequestError(why, "prompt")):
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError) as e:  # half of a surrogate pair
             raise RequestError(NOT_UNICODE, "prompt") from e
 
@@ -118,7 +125,8 @@ class Tokenizer:
         """Ids that are no token give no text.  Nothing is cleaned up: spaces before punctuation stay."""
         ids = [int(i) for i in ids]
         if self.backend is not None:
-            return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            with panics_as(RequestError):
+                return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
     def token(self, token_id: int) -> str | None:
@@ -351,7 +359,8 @@ def _read_backend(path: Path) -> Any:
 
     files.check(path, files.LARGE, ModelError)
     try:
-        return Backend.from_file(str(path))
+        with panics_as(ValueError):
+            return Backend.from_file(str(path))
     except Exception as e:  # the library raises plain Exception
         raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {e}") from e
 
@@ -392,23 +401,29 @@ def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | 
     vocabulary = read_vocabulary(file)
     template = file.values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
     ends = file.ends if eos is None else eos
-    made = Tokenizer(build(vocabulary, log.warning), None, vocabulary.special_tokens, template, ends)
+    backend = build(vocabulary, log.warning)
+    check_growth(path, backend)
+    made = Tokenizer(backend, None, vocabulary.special_tokens, template, ends)
     made._folder = path
     return made
 
 
-def _auto_tokenizer(folder: Path) -> Any:
+def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
+    """Return the tokenizer that transformers makes of other files as (``tokenizers.Tokenizer`` or None, the slow one
+    where transformers has no other, special tokens)."""
     if not any(files.is_there(folder / name) for name in OTHER_FILES):
         raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
-    from transformers import AutoTokenizer
-
     for path in sorted(p for pattern in READ for p in folder.glob(pattern)):
         files.check(path, files.LARGE, ModelError)
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as e:  # transformers raises many kinds
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise ModelError(f"{folder}: transformers cannot load its tokenizer: {reason}") from e
+    found = convert(folder, NAMED)
+    if found["backend"] is not None:
+        from tokenizers import Tokenizer as Backend
+
+        return Backend.from_str(found["backend"]), None, found["special"]
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return None, slow, found["special"]
 
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -285,6 +285,8 @@ def test_a_vocabulary_that_is_not_read_is_refused_by_name(tmp_path):
     assert "lacks tokenizer.ggml.scores" in refused(pieces, scores=[float("nan")] * 266)
     assert "bos_token_id=9999: want an id below" in refused(pieces, more=key("tokenizer.ggml.bos_token_id", 9999))
     assert "add_space_prefix=1: want a truth" in refused(pieces, more=key("tokenizer.ggml.add_space_prefix", 1))
+    assert "want shorter ones" in refused(byte_level, "qwen2", tokens=["a" * 10**6, *TOKENS[1:]])
+    assert "a token of 3000 characters" in refused(byte_level, "qwen2", tokens=[*TOKENS[:-1], "a" * 3000])
     no_bos = lambda path: write_vocabulary(path, "gpt2", TOKENS, KINDS, pre="llama-bpe", merges=MERGES)  # noqa: E731
     assert "prompts get a BOS token, but tokenizer.ggml.bos_token_id is absent" in refused(no_bos)
 
