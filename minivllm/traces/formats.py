@@ -14,6 +14,7 @@ from minivllm.errors import ConfigError, shown
 
 from .trace import Trace, build
 
+MOST_TOKENS = 1 << 22  # of a prompt or an answer: a replay makes as many ids, and a block table for all of them
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 BAILIAN_BLOCK = 16
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")  # UTC without an offset
@@ -44,11 +45,11 @@ def read_burstgpt(name: str, lines: Iterator[str]) -> Trace:
 
 
 def _checked(at: float, *lengths: int) -> None:
-    """ValueError for a time or a length that no request can have."""
+    """Raise ValueError for a time or a length that no request has."""
     if not math.isfinite(at):
         raise ValueError(f"a time of {at}, which is no time")
-    if any(abs(n) >= 2**31 for n in lengths):
-        raise ValueError(f"lengths of {' and '.join(str(n)[:20] for n in lengths)} tokens; want less than 2**31")
+    if not all(0 <= n <= MOST_TOKENS for n in lengths):
+        raise ValueError(f"lengths of {' and '.join(str(n)[:20] for n in lengths)} tokens; want 0 to {MOST_TOKENS:,}")
 
 
 def _unshared(

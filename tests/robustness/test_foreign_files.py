@@ -17,6 +17,7 @@ from minivllm.loading.tensor_files import checkpoint_headers, checkpoint_tensors
 from minivllm.text.converted import convert
 from minivllm.text.growth import MOST_GROWTH, MOST_TOKEN
 from minivllm.text.tokenizer import NAMED, load_tokenizer
+from minivllm.traces.read import read_trace
 
 
 def folder_of(path, tokenizer=None, **parts):
@@ -83,9 +84,13 @@ def test_steps_that_published_tokenizers_have_are_accepted(tmp_path):
         ],
         "decoder": [
             decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]),
-            decoders.WordPiece(), decoders.BPEDecoder(), decoders.Metaspace(), decoders.CTC(), decoders.ByteLevel(),
+            decoders.WordPiece(),
+            decoders.BPEDecoder(),
+            decoders.Metaspace(),
+            decoders.CTC(),
+            decoders.ByteLevel(),
         ],
-    }  # fmt: skip
+    }
     for name, parts in kept.items():
         for n, part in enumerate(parts):
             assert load_tokenizer(folder_of(tmp_path / f"{name}{n}", **{name: part})).vocab_size == 2
@@ -202,12 +207,19 @@ def test_a_configuration_of_no_size_or_depth_is_refused_by_name(tmp_path):
     path = tmp_path / "config.json"
     base = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     texts = [
-        "[" * 300_000, '{"a":' * 50_000 + "1" + "}" * 50_000, "1" * 1_000_000,
-        '{"a": ' + "9" * 5000 + "}", "\x00", "nan",
-        json.dumps({**base, "num_hidden_layers": 10**12}), json.dumps({**base, "hidden_size": 10**30}),
-        json.dumps({**base, "vocab_size": -1}), json.dumps({**base, "rope_scaling": {"factor": 1e300}}),
-        json.dumps({**base, "eos_token_id": [-1]}), json.dumps({**base, "quantization_config": [1]}),
-    ]  # fmt: skip
+        "[" * 300_000,
+        '{"a":' * 50_000 + "1" + "}" * 50_000,
+        "1" * 1_000_000,
+        '{"a": ' + "9" * 5000 + "}",
+        "\x00",
+        "nan",
+        json.dumps({**base, "num_hidden_layers": 10**12}),
+        json.dumps({**base, "hidden_size": 10**30}),
+        json.dumps({**base, "vocab_size": -1}),
+        json.dumps({**base, "rope_scaling": {"factor": 1e300}}),
+        json.dumps({**base, "eos_token_id": [-1]}),
+        json.dumps({**base, "quantization_config": [1]}),
+    ]
     for text in texts:
         path.write_text(text)
         kind, said = limited(lambda: open_checkpoint(str(tmp_path)).hf_config(), seconds=5)
@@ -215,6 +227,23 @@ def test_a_configuration_of_no_size_or_depth_is_refused_by_name(tmp_path):
     with open(path, "wb") as file:
         file.truncate(1 << 40)
     assert limited(lambda: open_checkpoint(str(tmp_path)), seconds=2)[0] == "ModelError"
+
+
+def test_a_trace_that_claims_a_request_of_billions_of_tokens_is_refused_with_its_line(tmp_path):
+    azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,30,5\n2023-11-16 18:15:47,{},{}\n"
+    burst = "Timestamp,Request tokens,Response tokens\n0,30,5\n1,{},{}\n"
+    row = {"timestamp": 0, "input_length": 5, "hash_ids": [1]}
+    hashed = "".join(json.dumps({**row, "output_length": n}) + "\n" for n in (1, 10**9))
+    texts = {"hashed.jsonl": hashed}
+    for name, text in (("azure", azure), ("burst", burst)):
+        texts |= {
+            f"{name}{n}.csv": text.format(*sizes) for n, sizes in enumerate([(2 * 10**9, 5), (30, 10**8), (-9, 1)])
+        }
+    for name, text in texts.items():
+        path = tmp_path / name
+        path.write_text(text)
+        kind, said = limited(lambda path=path: read_trace(str(path)).tokens(1).size, seconds=2)
+        assert kind == "ConfigError" and f"{path}:{2 if name == 'hashed.jsonl' else 3}: " in said, (name, kind, said)
 
 
 def test_the_command_names_the_file_in_one_line(tmp_path, capsys):
