@@ -66,9 +66,12 @@ def simulate(found: Row) -> list[Block]:
     runs = [one for run in found["runs"] for one in _beside_real(run)]
     names = _bar_names(runs, (*PARTS, "rate"))
     out: list[Block] = []
+    if warning := (found.get("uncertainty") or {}).get("warning"):
+        out.append(f"Rough: {warning}")
     for key, title in LATENCIES.items():
-        if drawn := [_spread(name, run, key) for name, run in zip(names, runs, strict=True) if f"p50_{key}_ms" in run]:
-            out.append(BarChart(f"{title}, ms: p50 (bar), p90 (whisker), p99 (line)", drawn))
+        drawn = [bar for name, run in zip(names, runs, strict=True) for bar in _percentiles(name, run, key)]
+        if drawn:
+            out.append(BarChart(f"{title}, ms: p50, p90 and p99{_whiskers(runs)}", drawn))
     out += _served(names, runs)
     out += _cache(names, runs, "prefix_hit_rate", "prompt tokens")
     if joules := _bars(names, runs, "joules_per_output_token"):
@@ -84,7 +87,39 @@ def simulate(found: Row) -> list[Block]:
         (*(run[key] for key in ("config", "rate", *PARTS[1:])), *(_cell(run, k) for k in shown.values()))
         for run in runs
     ]
-    return [*out, Table(("config", "rate", *PARTS[1:], *shown), told), *_errors(found["runs"])]
+    return [*out, Table(("config", "rate", *PARTS[1:], *shown), told), *_bands(found, shown), *_errors(found["runs"])]
+
+
+def _bands(found: Row, shown: dict[str, str]) -> list[Block]:
+    """Return between which values each simulated figure lies by the error of the costs, and what that error is."""
+    runs = [run for run in found["runs"] if run.get("band")]
+    if not runs:
+        return []
+    own = {head: key for head, key in shown.items() if any(key in run["band"] for run in runs)}
+    told = []
+    for run in runs:
+        cells = (_between(run["band"].get(key), key) for key in own.values())
+        told.append((run["config"], f"x{float(run['rate']):g}", run["scheduler"], run["evictor"], *cells))
+    error = found["uncertainty"]
+    checked = f"{error['steps']} steps of the {error['phase']} of the costs"
+    off = f"{100 * error['median_error']:.1f} % in the median, {100 * error['sum_error']:+.1f} % in sum"
+    said = f"Bands: all steps may be {100 * error['error']:.0f} % off, as {checked} were ({off}):"
+    return [said, Table(("config", "rate", *PARTS[1:], *own), told)]
+
+
+def _between(bounds: Sequence[float] | None, key: str) -> str | None:
+    if bounds is None:
+        return None
+    low, high = (f"{100 * one:.1f} %" if key == "prefix_hit_rate" else number(one) for one in bounds)
+    return low if low == high else f"{low} to {high}"
+
+
+def _whiskers(runs: Sequence[Row]) -> str:
+    """Return what whiskers are, for the title of a chart."""
+    simulated = any(run.get("band") for run in runs)
+    real = any(run.get("intervals") for run in runs)
+    words = ["bands by the error of the costs"] * simulated + ["95 % of real runs"] * real
+    return f" (whiskers: {', '.join(words)})" if words else ""
 
 
 def _errors(runs: Sequence[Row]) -> list[Block]:
@@ -95,10 +130,18 @@ def _errors(runs: Sequence[Row]) -> list[Block]:
         return []
     told = []
     for run in real:
-        errors = (f"{100 * run['off'][key]:+.1f} %" if key in run["off"] else None for key in shown.values())
+        errors = (_error(run, key) for key in shown.values())
         told.append((run["config"], f"x{float(run['rate']):g}", run["scheduler"], run["evictor"], *errors))
     table = Table(("config", "rate", *PARTS[1:], *shown), told)
     return ["How far the simulation is off what the real engine did:", table]
+
+
+def _error(run: Row, key: str) -> str | None:
+    if key not in run["off"]:
+        return None
+    bounds = (run.get("off_intervals") or {}).get(key)
+    more = f" [{100 * bounds[0]:+.1f}, {100 * bounds[1]:+.1f}]" if bounds else ""
+    return f"{100 * run['off'][key]:+.1f} %{more}"
 
 
 def _names(runs: Sequence[Row], keys: Sequence[str]) -> list[str]:
@@ -121,8 +164,19 @@ def _sizes(found: Row) -> str:
 
 
 def _bars(names: Sequence[str], runs: Sequence[Row], key: str, scale: float = 1.0) -> list[Bar]:
-    """Of the runs that have the figure."""
-    return [Bar(name, scale * run[key]) for name, run in zip(names, runs, strict=True) if run.get(key) is not None]
+    """Return a bar for each run that has the figure."""
+    return [bar_of(name, run, key, scale) for name, run in zip(names, runs, strict=True) if run.get(key) is not None]
+
+
+def bar_of(name: str, run: Row, key: str, scale: float = 1.0) -> Bar:
+    """Return the bar of a figure with its band, or with the interval of real runs around their median."""
+    value = scale * float(run[key])
+    if band := (run.get("band") or {}).get(key):
+        return Bar(name, value, scale * band[0], scale * band[1])
+    if bounds := (run.get("intervals") or {}).get(key):
+        half = scale * (bounds[1] - bounds[0]) / 2
+        return Bar(name, value, value - half, value + half)
+    return Bar(name, value)
 
 
 def _cache(names: Sequence[str], runs: Sequence[Row], hit_rate: str, what: str) -> list[Block]:
@@ -142,9 +196,10 @@ def _beside_real(run: Row) -> list[Row]:
     return [own, {**run["real"], **head, "scheduler": f"{run['scheduler']}, really"}]
 
 
-def _spread(name: str, run: Row, key: str) -> Bar:
-    p50, p90, p99 = (float(run[f"{q}_{key}_ms"]) for q in ("p50", "p90", "p99"))
-    return Bar(name, p50, p50, p90, p99)
+def _percentiles(name: str, run: Row, key: str) -> list[Bar]:
+    """Return a bar for each percentile of a latency, none if the run has none of it."""
+    own = [(q, f"{q}_{key}_ms") for q in ("p50", "p90", "p99")]
+    return [bar_of(f"{q} {name}", run, figure) for q, figure in own if run.get(figure) is not None]
 
 
 def _served(names: Sequence[str], runs: Sequence[Row]) -> list[Block]:
@@ -166,11 +221,16 @@ def _served(names: Sequence[str], runs: Sequence[Row]) -> list[Block]:
 
 
 def _over_rate(runs: Sequence[Row], key: str) -> list[DrawnLine]:
-    points: dict[str, list[tuple[float, float]]] = {}
+    bars: dict[str, list[tuple[float, Bar]]] = {}
     for name, run in zip(_names(runs, PARTS), runs, strict=True):
         if math.isfinite(_rate(run)) and run.get(key) is not None:
-            points.setdefault(name, []).append((_rate(run), float(run[key])))
-    return [DrawnLine(name, tuple(sorted(own))) for name, own in points.items()]
+            bars.setdefault(name, []).append((_rate(run), bar_of(name, run, key)))
+    out = []
+    for name, own in bars.items():
+        own.sort(key=lambda one: one[0])
+        spans = tuple(None if bar.low is None or bar.high is None else (bar.low, bar.high) for _, bar in own)
+        out.append(DrawnLine(name, tuple((rate, bar.value) for rate, bar in own), spans if any(spans) else ()))
+    return out
 
 
 def _rate(run: Row) -> float:

@@ -18,6 +18,7 @@ from minivllm.cli.replay import choices_of, configs_of, part_of, sizes
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
+REPEATS = 3  # of the real engine: the fewest whose interval is not absurdly wide
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
@@ -48,12 +49,17 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el at most")
     sub.add_argument("--oracle", action="store_true", help="bounds: Belady's evictor; the shortest answer first")
     sub.add_argument("--real", action="store_true", help="the trace on the real engine too, and how far off this was")
+    text = f"runs of the real engine for each row, whose figures get 95 %% intervals (default {REPEATS}; with --real)"
+    sub.add_argument("--repeats", type=int, metavar="N", help=text)
+    text = "no bands: skip the two runs with faster and slower steps that give them"
+    sub.add_argument("--no-band", action="store_true", help=text)
     sub.add_argument("--no-answer-hits", action="store_true", help="later prompts hold no answers of earlier requests")
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the figures as JSON, for report")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def calibrate(args: argparse.Namespace) -> int:
+    """Run ``minivllm calibrate`` and return its exit code."""
     if not 1 <= args.seconds <= 3600:
         raise ConfigError(f"--seconds {args.seconds:g}: want 1 to 3600")
     watts = _watts(args.watts)
@@ -63,6 +69,7 @@ def calibrate(args: argparse.Namespace) -> int:
     from minivllm import LLM
     from minivllm.record.machine import machine, versions
     from minivllm.simulate import calibrate as measuring
+    from minivllm.simulate import uncertainty
 
     with LLM(config=loaded) as llm:
         about = {
@@ -78,6 +85,8 @@ def calibrate(args: argparse.Namespace) -> int:
         file.write("\n")
     print(fit_table(table.fit))
     print(f"costs of steps to {args.output}")
+    if warning := uncertainty.error_of(table).warning(args.output):
+        _tell(warning)
     return 0
 
 
@@ -106,35 +115,41 @@ def fit_table(fit: Any) -> str:
 
 
 def simulate(args: argparse.Namespace) -> int:
+    """Run ``minivllm simulate`` and return its exit code."""
     from minivllm.bench import repeats
     from minivllm.plugins.executor.costs import read_costs
-    from minivllm.simulate import cases, figures
+    from minivllm.simulate import cases, figures, uncertainty
     from minivllm.traces.read import about, read_trace
 
-    if args.output_json:
-        files.check_output(args.output_json)
-    if args.real and args.oracle:
-        raise ConfigError("--oracle has no real run to compare with; leave out --real")
+    _check(args)
     goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
     costs = read_costs(args.costs)
+    error = uncertainty.error_of(costs)
+    if warning := error.warning(args.costs):
+        _tell(warning)
     trace = part_of(read_trace(args.trace), args.requests)
     configs, options = _configs(args)
     answers = not (args.real or args.no_answer_hits)
-    rows, told = [], (lambda text: print(f"minivllm: {text}", file=sys.stderr))
-    for case in cases.cases(configs, costs, told, args.oracle, options):
+    scales = () if args.no_band or error.error is None else error.scales()
+    rows = []
+    for case in cases.cases(configs, costs, _tell, args.oracle, options):
         for rate in rates:
-            told(" ".join([f"x{rate:g}", *case.head.values()]))
+            _tell(" ".join([f"x{rate:g}", *case.head.values()]))
             faster = cases.at_rate(trace, rate)
-            found = figures.figures(cases.simulate(case, faster, costs, answers), goals, costs.watts)
+            of = lambda table: figures.figures(cases.simulate(case, faster, table, answers), goals, costs.watts)  # noqa: B023, E731
+            found = of(costs)
             rows.append({**case.head, "rate": rate if math.isfinite(rate) else "inf", **found})
+            if scales:
+                rows[-1]["band"] = uncertainty.bands(found, [of(costs.scaled(by)) for by in scales])
             if args.real:
-                rows[-1]["real"] = real = _really(case, faster, goals, costs)
-                rows[-1]["off"] = figures.off(found, real)
+                rows[-1]["real"] = real = _really(case, faster, goals, args.repeats)
+                rows[-1]["off"], rows[-1]["off_intervals"] = figures.off(found, real)
     whole = {
         **repeats.head("simulate"),
         **sizes(trace),
         "costs": args.costs,
         "costs_about": dict(costs.about),
+        "uncertainty": error.as_json(args.costs),
         "goodput": goals,
         "runs": rows,
     }
@@ -145,7 +160,25 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     print(about(trace))
     print(table(rows))
+    print(error.line() if scales or error.error is None else f"{error.line()}; not run (--no-band)")
+    if warning:
+        print(f"rough: {warning}")
     return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raise ConfigError for flags that contradict each other; fill in ``--repeats``."""
+    if args.output_json:
+        files.check_output(args.output_json)
+    if args.real and args.oracle:
+        raise ConfigError("--oracle has no real run to compare with; leave out --real")
+    if args.repeats is not None and not args.real:
+        raise ConfigError(
+            f"--repeats {args.repeats}: of the real engine; want --real too, for a simulation has no noise"
+        )
+    if args.repeats is not None and not 1 <= args.repeats <= 100:
+        raise ConfigError(f"--repeats {args.repeats}: want 1 to 100")
+    args.repeats = args.repeats or REPEATS
 
 
 def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tuple[str, str]]]:
@@ -168,13 +201,19 @@ def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tupl
     return [(label, loaded) for label, loaded, _ in each], [options for _, _, options in each]
 
 
-def _really(case: Any, trace: Any, goals: Any, costs: Any) -> dict[str, Any]:
+def _really(case: Any, trace: Any, goals: Any, count: int) -> dict[str, Any]:
+    """Return medians of ``count`` runs of the real engine, with 95 % intervals, each run by an engine of its own."""
     from minivllm import LLM
+    from minivllm.bench import repeats
     from minivllm.simulate import cases, figures
 
-    with LLM(config=case.loaded) as llm:
-        cases.warm(llm.engine, trace)
-        return figures.figures(cases.run_really(llm.engine, trace), goals, {})
+    runs = []
+    for turn in range(count):
+        with LLM(config=case.loaded) as llm:
+            cases.warm(llm.engine, trace)
+            runs.append(figures.figures(cases.run_really(llm.engine, trace), goals, {}))
+        _tell(f"really, run {turn + 1} of {count}: {runs[-1]['duration']:.1f} s")
+    return {**repeats.merged(runs), "repeats": runs}
 
 
 def _rate(text: str) -> float:
@@ -234,13 +273,35 @@ def table(rows: list[dict[str, Any]]) -> str:
                 *(_cell(k, row.get(k)) for _, k in shown),
             ]
         )
+        if "band" in row:
+            for i, name in enumerate(("from", "to")):
+                bounds = [_cell(k, row["band"][k][i]) if k in row["band"] else "" for _, k in shown]
+                lines.append(["", "", name, "", *bounds])
         if "real" in row:
-            lines.append(["", "", "really", "", *(_cell(k, row["real"].get(k)) for _, k in shown)])
-            errors = [f"{100 * row['off'][k]:+.1f} %" if k in row["off"] else "" for _, k in shown]
-            lines.append(["", "", "off by", "", *errors])
+            real = row["real"]
+            runs = len(real["repeats"])
+            lines.append(["", "", "really", "", *(_cell(k, real.get(k)) for _, k in shown)])
+            if runs > 1:
+                lines.append(["", "", f"± of {runs} runs", "", *(_half(k, real) for _, k in shown)])
+            lines.append(["", "", "off by", "", *(_off(row, k) for _, k in shown)])
     width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     pad = lambda i, cell: cell.ljust(width[i]) if i < 4 else cell.rjust(width[i])  # noqa: E731
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines)
+
+
+def _half(key: str, real: dict[str, Any]) -> str:
+    """Return half the width of the interval of a real figure."""
+    bounds = real["intervals"].get(key)
+    return _cell(key, (bounds[1] - bounds[0]) / 2) if bounds else ""
+
+
+def _off(row: dict[str, Any], key: str) -> str:
+    """Return how far the simulation is off, with the interval where the real figure has one."""
+    if key not in row["off"]:
+        return ""
+    bounds = row["off_intervals"].get(key)
+    more = f" [{100 * bounds[0]:+.0f}, {100 * bounds[1]:+.0f}]" if bounds else ""
+    return f"{100 * row['off'][key]:+.1f} %{more}"
 
 
 def _cell(key: str, value: Any) -> str:

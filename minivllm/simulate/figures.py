@@ -88,6 +88,16 @@ COMPARED = (
 )
 
 
-def off(said: Mapping[str, Any], real: Mapping[str, Any]) -> dict[str, float]:
-    """Relative errors of a simulation."""
-    return {k: said[k] / real[k] - 1 for k in COMPARED if real.get(k) and k in said}
+def off(said: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return relative errors of a simulation, and between which values they lie with confidence 95 %.
+
+    ``real`` has ``intervals`` of its figures (``repeats.merged``).  An end of an interval that is not above 0 gives no
+    bound, so such a figure has no interval of its error.
+    """
+    errors = {k: said[k] / real[k] - 1 for k in COMPARED if real.get(k) and k in said}
+    bounds = {}
+    for key in errors:
+        low, high = real.get("intervals", {}).get(key) or (0.0, 0.0)
+        if low > 0:
+            bounds[key] = [said[key] / high - 1, said[key] / low - 1]
+    return errors, bounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from test_simulate import COSTS
@@ -15,6 +16,7 @@ from minivllm.plugins.evictor.options import CostAwareOptions
 TRACE = "synthetic:like=pocket,requests=40,seed=3,rate=20"
 SIZES = ["--set", "max_num_seqs=8", "--set", "max_num_batched_tokens=64"]
 OPTIONS = [f'{{name="cost-aware",options={{horizon={h},ghosts=2}}}}' for h in ("2.0", "3.0")]
+CHECK = {"steps": 60, "median_error": 0.1, "p90_error": 0.2, "sum_error": -0.05}
 SHOWN = [f"cost-aware (horizon={h}, ghosts=2)" for h in ("2.0", "3.0")]
 
 
@@ -22,7 +24,7 @@ SHOWN = [f"cost-aware (horizon={h}, ghosts=2)" for h in ("2.0", "3.0")]
 def simulated(tmp_path, capsys):
     """The result of ``simulate`` with flags, and its file."""
     costs, path = tmp_path / "costs.json", tmp_path / "simulated.json"
-    costs.write_text(json.dumps(COSTS.as_json()))
+    costs.write_text(json.dumps(replace(COSTS, fit={"check": CHECK}).as_json()))
 
     def simulate(*flags):
         given = ["--trace", TRACE, "--costs", str(costs), *SIZES, *flags, "--json", "--output-json", str(path)]
@@ -43,6 +45,107 @@ def test_a_result_begins_as_others_do_and_says_what_was_run_with_which_costs(sim
     assert list(found)[:4] == ["format", "format_version", "kind", "date"] and found["kind"] == "simulate"
     assert (found["requests"], found["goodput"]) == (40, {"ttft": 200.0})
     assert found["trace"].startswith("synthetic:") and found["costs"].endswith("costs.json")
+
+
+def test_every_figure_has_a_band_that_holds_it_and_grows_with_the_error_of_the_costs(tmp_path, capsys):
+    wide = {}
+    for error in (0.0, 0.1, 0.54):
+        costs = tmp_path / "costs.json"
+        costs.write_text(json.dumps(replace(COSTS, fit={"check": {**CHECK, "median_error": error}}).as_json()))
+        given = ["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES]
+        assert main([*given, "--json"]) == 0
+        said = capsys.readouterr()
+        found = json.loads(said.out)
+        run = found["runs"][0]
+        figures = {key for key, value in run.items() if type(value) in (int, float)}
+        assert set(run["band"]) == figures - {"rate", "run_seconds", "run_cpu_seconds"}
+        assert all(low <= run[key] <= high for key, (low, high) in run["band"].items())
+        low, high = run["band"]["mean_e2el_ms"]
+        wide[error] = high / low
+        rough = error > 0.2
+        assert ("54 % off in the median" in said.err) == rough == bool(found["uncertainty"]["warning"])
+        assert main(given) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split()[0] for line in lines[3:5]] == ["from", "to"] and lines[5].startswith("bands (from, to)")
+        assert any(line.startswith("rough: ") for line in lines) == rough
+        page = report.section("s", found)
+        assert ("Rough: " in page) == rough and "Bands: all steps may be" in page
+    assert 1 < wide[0.0] < wide[0.1] < wide[0.54]  # of no error in the median the sum's is left
+    assert wide[0.54] > 2.17 / 0.65 * 0.9, "steps alone make a band of 0.65 to 2.17, and queues more"
+
+
+def test_costs_without_a_check_have_no_band_and_say_so(tmp_path, capsys):
+    costs = tmp_path / "costs.json"
+    for fit in ({}, {"check": {"steps": "many"}}, {"check": {"steps": 0, "median_error": 0, "sum_error": 0}}):
+        costs.write_text(json.dumps(replace(COSTS, fit=fit).as_json()))
+        assert main(["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES]) == 0
+        said = capsys.readouterr()
+        assert "its error is unknown" in said.err and "bands: unknown" in said.out
+
+
+def test_no_band_runs_once_and_still_says_the_error(simulated, tmp_path, capsys):
+    found, path = simulated("--no-band")
+    assert "band" not in found["runs"][0] and found["uncertainty"]["error"] == 0.1
+    assert main(["report", path, "-o", str(tmp_path / "r.html")]) == 0
+
+
+def test_real_runs_are_repeated_and_their_intervals_are_in_text_json_and_report(tmp_path, capsys, monkeypatch):
+    from minivllm.simulate import cases
+
+    runs = iter([1.0, 1.1, 1.2] * 2)
+    real = cases.simulate
+
+    class Engine:
+        engine = None
+
+        def __init__(self, config):
+            pass
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+    def run_really(engine, trace, clock=None):
+        return real(now[0], trace, COSTS.scaled(next(runs)), False)
+
+    now, own = [], cases.cases
+    monkeypatch.setattr("minivllm.LLM", Engine)
+    monkeypatch.setattr(cases, "warm", lambda *_: None)
+    monkeypatch.setattr(cases, "run_really", run_really)
+    monkeypatch.setattr(cases, "cases", lambda *given: now.extend(own(*given)) or now)
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(replace(COSTS, fit={"check": CHECK}).as_json()))
+    given = ["simulate", "--trace", TRACE, "--costs", str(costs), *SIZES, "--real"]
+    assert main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    run = found["runs"][0]
+    assert len(run["real"]["repeats"]) == 3
+    low, high = run["real"]["intervals"]["mean_e2el_ms"]
+    assert low < run["real"]["mean_e2el_ms"] < high
+    off = run["off_intervals"]["mean_e2el_ms"]
+    assert off[0] < run["off"]["mean_e2el_ms"] < off[1]
+    page = report.section("s", found)
+    assert "95 % of real runs" in page and re.search(r"-\d+\.\d % \[-\d", page)
+    now.clear()
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert "± of 3 runs" in out and re.search(r"off by .*% \[", out)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--repeats", "3"], "of the real engine; want --real"),
+        (["--real", "--repeats", "0"], "--repeats 0: want 1 to 100"),
+    ],
+)
+def test_repeats_are_of_the_real_engine(tmp_path, capsys, flags, message):
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps(COSTS.as_json()))
+    assert main(["simulate", "--trace", TRACE, "--costs", str(costs), *flags]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_rows_that_differ_in_options_alone_say_them(simulated):
@@ -67,11 +170,14 @@ def test_a_part_with_an_option_at_its_default_is_a_run_beside_the_one_without(si
 def test_bars_hold_the_percentiles_of_each_run_under_what_tells_it_apart(simulated):
     found, _ = simulated("--evictor", "lru,fifo", "--rate", "x1", "--rate", "xinf")
     names = ["lru x1", "lru xinf", "fifo x1", "fifo xinf"]
-    latencies = [one for title, one in drawn(found).items() if "p99 (line)" in title]
+    latencies = [one for title, one in drawn(found).items() if "p50, p90 and p99" in title]
     for key, chart in zip(("ttft", "tpot", "e2el"), latencies, strict=True):
-        for name, run, bar in zip(names, found["runs"], chart.rows, strict=True):
-            p50, p90, p99 = (run[f"{q}_{key}_ms"] for q in ("p50", "p90", "p99"))
-            assert bar == charts.Bar(name, p50, p50, p90, p99)
+        want = [
+            (f"{q} {name}", run[f"{q}_{key}_ms"], *run["band"][f"{q}_{key}_ms"])
+            for name, run in zip(names, found["runs"], strict=True)
+            for q in ("p50", "p90", "p99")
+        ]
+        assert [(bar.name, bar.value, bar.low, bar.high) for bar in chart.rows] == want
     for title, key, scale in (
         ("Found in the cache, % of prompt tokens", "prefix_hit_rate", 100),
         ("Joules for each output token", "joules_per_output_token", 1),
@@ -107,10 +213,11 @@ def test_more_lines_than_colours_are_drawn_in_several_charts():
 def test_long_names_of_bars_are_apart_where_they_are_cut(simulated):
     found, _ = simulated("--evictor", ",".join(OPTIONS), "--rate", "x1", "--rate", "x4")
     bars = next(iter(drawn(found).values())).rows
-    assert len({charts.short(bar.name) for bar in bars}) == len(bars) == 4
+    assert len({charts.short(bar.name) for bar in bars}) == len(bars) == 12
     cells = [row[:4] for one in report.blocks(found) if isinstance(one, charts.Table) for row in one.rows]
     for i, bar in enumerate(bars):
-        assert bar.name.startswith(f"row {i + 1}: ") and cells[i][3] in bar.name
+        q, row = ("p50", "p90", "p99")[i % 3], i // 3
+        assert bar.name.startswith(f"{q} row {row + 1}: ") and cells[row][3] in bar.name
 
 
 def test_what_a_table_does_not_know_is_not_drawn_and_what_the_real_engine_did_is_a_run_of_its_own(simulated):
@@ -120,11 +227,12 @@ def test_what_a_table_does_not_know_is_not_drawn_and_what_the_real_engine_did_is
     shown = drawn(found)
     assert not [title for title in shown if "Joules" in title or "Goodput" in title or title == "Preemptions"]
     first = next(iter(shown.values())).rows
-    assert [(bar.name, bar.value) for bar in first] == [("fcfs", run["p50_ttft_ms"]), ("fcfs, really", 1.5)]
+    said = [(bar.name, bar.value) for bar in first if bar.name.startswith("p50")]
+    assert said == [("p50 fcfs", run["p50_ttft_ms"]), ("p50 fcfs, really", 1.5)]
 
 
 def test_how_far_a_simulation_is_off_is_a_table_of_its_own(simulated):
-    found, _ = simulated()
+    found, _ = simulated("--no-band")
     tables = lambda: [one for one in report.blocks(found) if isinstance(one, charts.Table)]  # noqa: E731
     (alone,) = tables()
     found["runs"][0]["off"] = {"mean_ttft_ms": -0.1234, "output_throughput": 0.02}
@@ -139,5 +247,7 @@ def test_a_page_of_a_simulation_has_its_charts_and_a_row_for_each_run(simulated,
     assert main(["report", path, "-o", str(out)]) == 0
     page = out.read_text()
     assert "simulate: synthetic:" in page and "energy unknown" not in page and "nan" not in page
-    assert page.count("<figure>") == len(report.charts_of(path, found)) and page.count("<tr>") == 1 + 4
+    assert page.count("<figure>") == len(report.charts_of(path, found)) and page.count("<tr>") == 2 * (
+        1 + 4
+    )  # and of bands
     assert re.search(r"<td>\d+\.\d %</td>", page) and "<th>good/s</th>" in page
