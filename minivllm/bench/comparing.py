@@ -29,7 +29,8 @@ class ComparedRuns:
             for key in tasks
         ]
         self.counted = trials.counted(self.runs)
-        self.metrics = (*trials.SPEED, *self.counted[:1], *self.tasks)  # hits: evictions are why, and preemptions
+        tested = [one for one in self.counted if one.key in ("prefix_hit_rate", "draft_acceptance")]
+        self.metrics = (*trials.SPEED, *tested, *self.tasks)  # evictions and preemptions are why, no outcome
 
     def result(self, bills: Mapping[str, Any], verdicts: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Of each name the bill of materials, and what differs from the first one's, as ``minivllm diff`` says it."""
@@ -97,7 +98,8 @@ class ComparedRuns:
             )
         names = {metric.key: metric.name for metric in self.metrics} | QUALITY
         for row in rows if self.counted else ():
-            counts = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.counted]
+            known = [one for one in self.counted if row.get(one.key) is not None]
+            counts = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in known]
             out.append(f"counted of {row['name']}: {', '.join(counts)}")
         for row in rows if self.tasks else ():
             scores = [f"{one.name} {with_bounds(row, one.key, one.digits)}" for one in self.tasks]

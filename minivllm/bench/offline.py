@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
+from minivllm.frontend.figures import FIGURE, flat
 
 from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile
@@ -78,13 +79,18 @@ def throughput(
 
 
 def _counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """What the engine counted in between."""
+    """Return what the engine counted in between, and the figures of its plug-ins as they are now."""
     gone = {
         key: after[key] - before[key] for key in ("steps", "preemptions", "evictions", "prefix_queries", "prefix_hits")
     }
     rate = gone["prefix_hits"] / gone["prefix_queries"] if gone["prefix_queries"] else 0.0
     counts = {"preemptions": gone["preemptions"], "evictions": gone["evictions"]}
-    return {"engine_steps": gone["steps"], **counts, "prefix_hit_rate": rate}
+    found = {"engine_steps": gone["steps"], **counts, "prefix_hit_rate": rate}
+    if "speculation" in after:
+        drafts = {key: after["speculation"][key] - before["speculation"][key] for key in ("proposed", "accepted")}
+        found |= {"draft_tokens": drafts["proposed"], "draft_tokens_accepted": drafts["accepted"]}
+        found["draft_acceptance"] = drafts["accepted"] / drafts["proposed"] if drafts["proposed"] else 0.0
+    return {**found, **{f"{FIGURE}{name}": value for name, value in flat(after).items()}}
 
 
 def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> dict[str, Any]:

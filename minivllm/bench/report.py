@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
+from minivllm.frontend.figures import FIGURE
+
 from . import report_traces
 from .charts import (
     Bar,
@@ -28,6 +30,7 @@ from .charts import (
 )
 from .comparing import QUALITY
 from .pareto import SPEED, Front
+from .repeats import with_bounds
 from .serving import knee_text
 from .trials import counted, ratio_text
 
@@ -224,20 +227,30 @@ def _compare(found: Row) -> list[Block]:
         every, y = range(len(rows)), lambda row: row["weight_bytes"] / 2**20
         out.append(_scatter("Memory and speed", front, every, (SPEED, "weight_bytes"), y, memory))
     counts = counted(list(found["runs_by_name"].values()))
+    plugins = [one for one in counts if one.key.startswith(FIGURE)]
+    counts = tuple(one for one in counts if one not in plugins)
     out += [BarChart(one.name.capitalize(), [_bar(row["name"], row, one.key) for row in rows]) for one in counts]
     if failed := found.get("failed"):
         out.append(Table(("configuration", "left out"), list(failed.items())))
     if counts:
-        table = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
-        out.append(Table(("configuration", *(one.name for one in counts)), table))
+        own = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
+        out.append(Table(("configuration", *(one.name for one in counts)), own))
+    if plugins:
+        told = [
+            (row["name"], one.name, with_bounds(row, one.key, 3))
+            for row in rows
+            for one in plugins
+            if row.get(one.key) is not None
+        ]
+        out.append(Table(("configuration", "figure of a plug-in", "median, ± half the 95 % interval"), told))
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
-    told = [_compared_row(row) for row in rows]
+    table = [_compared_row(row) for row in rows]
     if not scored:
-        return [*out, Table(heads, told)]
+        return [*out, Table(heads, table)]
     keys = [*quality_keys, "weight_bytes"]
     pareto = [front.beaten(i, keys) or "on the front" if i in scored else "not scored" for i in range(len(rows))]
-    own = Table((*heads, "Pareto"), [(*row, said) for row, said in zip(told, pareto, strict=True)])
-    return [*out, own, *_tests(rows), front.rule(keys)]
+    judged = Table((*heads, "Pareto"), [(*row, said) for row, said in zip(table, pareto, strict=True)])
+    return [*out, judged, *_tests(rows), front.rule(keys)]
 
 
 def _compared_row(row: Row) -> tuple[Any, ...]:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from minivllm.frontend.figures import FIGURE
+
 from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Row, Table, number, short
 
 PARTS = ("config", "scheduler", "evictor")
@@ -58,7 +60,18 @@ def replay(found: Row) -> list[Block]:
         own = (*(run[key] for key in ("evictions", *counted)), *(run["queue_steps"].get(q) for q in waited))
         told.append((*(run[key] for key in PARTS), sizes, *shares, *own))
     more = () if alone else ("preempted", "steps", "steps queued p50", "p99", "most")
-    return [*out, Table((*heads, *more), told)]
+    return [*out, Table((*heads, *more), told), *_plugins(runs)]
+
+
+def _plugins(runs: Sequence[Row]) -> list[Block]:
+    """Return a table of what plug-ins count (``figures()``), a row for each run that has some."""
+    told = [
+        (run["config"], run["scheduler"], run["evictor"], key.removeprefix(FIGURE), value)
+        for run in runs
+        for key, value in run.items()
+        if key.startswith(FIGURE)
+    ]
+    return [Table((*PARTS, "figure of a plug-in", ""), told)] if told else []
 
 
 def simulate(found: Row) -> list[Block]:
@@ -87,7 +100,13 @@ def simulate(found: Row) -> list[Block]:
         (*(run[key] for key in ("config", "rate", *PARTS[1:])), *(_cell(run, k) for k in shown.values()))
         for run in runs
     ]
-    return [*out, Table(("config", "rate", *PARTS[1:], *shown), told), *_bands(found, shown), *_errors(found["runs"])]
+    return [
+        *out,
+        Table(("config", "rate", *PARTS[1:], *shown), told),
+        *_bands(found, shown),
+        *_errors(found["runs"]),
+        *_plugins(runs),
+    ]
 
 
 def _bands(found: Row, shown: dict[str, str]) -> list[Block]:

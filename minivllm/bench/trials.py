@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import MinivllmError, brief
+from minivllm.frontend.figures import FIGURE
 
 from . import offline
 from .repeats import joules_a_token
@@ -41,12 +42,22 @@ COUNTED = (
     Metric("prefix_hit_rate", "prefix hits", True, 3),
     Metric("evictions", "evictions", False, 0),
     Metric("preemptions", "preemptions", False, 0),
+    Metric("draft_acceptance", "draft acceptance", True, 3),
 )
 
 
 def counted(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Metric, ...]:
-    """What the engine counted in any run of any configuration."""
-    return tuple(one for one in COUNTED if any(value > 0 for own in runs for value in values(own, one.key)))
+    """Return what the engine or a plug-in (``figures()``) counted in any run of any configuration."""
+    named = dict.fromkeys(key for own in runs for run in own for key in run["figures"] if key.startswith(FIGURE))
+    plugins = tuple(Metric(key, key.removeprefix(FIGURE), True, 3) for key in named)
+    return _not_zero(runs, (*COUNTED, *plugins))
+
+
+def _not_zero(runs: Sequence[Sequence[Mapping[str, Any]]], metrics: Sequence[Metric]) -> tuple[Metric, ...]:
+    """Return the metrics that are not 0 in every run."""
+    return tuple(
+        one for one in metrics if any(value != 0 for own in runs for value in values(own, one.key) if value == value)
+    )
 
 
 def run(

@@ -118,6 +118,7 @@ def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
     """The table.  Worth: the baseline's figure over that without the part; of times the inverse."""
     from minivllm.bench.repeats import with_bounds
     from minivllm.bench.trials import ratio_text
+    from minivllm.frontend.figures import text
 
     out = [
         f"{title}: {whole['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",
@@ -133,6 +134,9 @@ def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
             f"{100 * row['same_tokens']:>9.0f} %  {worth['says']}"
         )
     out += [f"{row['part']}: {', '.join(row['sets'])}: {row['means']}" for row in whole["rows"] if row["sets"]]
+    for name, row in ((BASELINE, whole), *((row["part"], row) for row in whole["rows"])):
+        if own := text(row):
+            out.append(f"figures of {name}: {own}")
     return [*out, *(f"not measured: {name}: {why}" for name, why in whole["not_measured"].items())]
 
 

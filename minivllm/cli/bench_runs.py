@@ -459,6 +459,7 @@ def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
 def throughput(args: argparse.Namespace) -> int:
     from minivllm.bench import offline, repeats
     from minivllm.bench.limits import of_engine
+    from minivllm.frontend import figures
 
     with open_llm(load(checked(args)), args) as llm:
         asks = asks_of(args, of_engine(llm))
@@ -480,6 +481,8 @@ def throughput(args: argparse.Namespace) -> int:
         f"in {found['duration']:.2f} s",
         f"latency ms   first token {shown_('median_ttft_ms')}, per token {shown_('median_tpot_ms', 2)}, "
         f"99th percentile of a request {shown_('p99_e2el_ms')}",
+        *([f"drafts       {100 * found['draft_acceptance']:.1f} % accepted"] if "draft_acceptance" in found else []),
+        *([f"figures      {own}"] if (own := figures.text(found)) else []),
         energy_line(found, states),
         machine_line(states),
     ]

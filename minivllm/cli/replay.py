@@ -46,6 +46,7 @@ def add_commands(command: Any) -> None:
 
 def replay(args: argparse.Namespace) -> int:
     from minivllm.bench import repeats
+    from minivllm.frontend.figures import text
     from minivllm.replay import compare
     from minivllm.traces.read import about, read_trace
 
@@ -76,6 +77,9 @@ def replay(args: argparse.Namespace) -> int:
         return 0
     print(about(trace))
     print(compare.table(rows))
+    for row in rows:
+        if own := text(row):
+            print(f"figures of {row['config']} {row['scheduler']} {row['evictor']}: {own}")
     return 0
 
 

@@ -117,6 +117,7 @@ def fit_table(fit: Any) -> str:
 def simulate(args: argparse.Namespace) -> int:
     """Run ``minivllm simulate`` and return its exit code."""
     from minivllm.bench import repeats
+    from minivllm.frontend.figures import text
     from minivllm.plugins.executor.costs import read_costs
     from minivllm.simulate import cases, figures, uncertainty
     from minivllm.traces.read import about, read_trace
@@ -160,6 +161,11 @@ def simulate(args: argparse.Namespace) -> int:
         return 0
     print(about(trace))
     print(table(rows))
+    for row in rows:
+        for name, run in (("", row), (" really", row.get("real", {}))):
+            if own := text(run):
+                head = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
+                print(f"figures of {' '.join(head)}{name}: {own}")
     print(error.line() if scales or error.error is None else f"{error.line()}; not run (--no-band)")
     if warning:
         print(f"rough: {warning}")

@@ -70,8 +70,8 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
             EngineParts(
                 policy=lambda ctx: figures.of("scheduler", build_part("scheduler", parts["scheduler"], ctx)),
                 evictor=lambda ctx: figures.of("evictor", build_part("evictor", parts["evictor"], ctx)),
-                processors=make_processors(wiring, capacity.vocab_size),
-                strategies=[(p.name, build_part("strategy", p)) for p in resolved.strategies],
+                processors=figures.of_host(make_processors(wiring, capacity.vocab_size)),
+                strategies=figures.each("strategy", [(p.name, build_part("strategy", p)) for p in resolved.strategies]),
                 host_sampler=HostDraw,
                 grammars=grammars,
                 now=executor.now or monotonic,
@@ -79,7 +79,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
             ),
             CacheOptions(windows_kept(resolved), config.enable_prefix_caching, config.partial_prefix_hits),
         )
-        engine.events.stats_asked.subscribe(figures.add_to)
+        figures.watch(engine, lambda: vars(grammars).get("plugin"), hooks)
         listen(engine, resolved)
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()

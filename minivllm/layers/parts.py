@@ -62,6 +62,7 @@ class ModelParts:
     ) -> None:
         self.device, self.shard, self.group = str(device), shard or share_of(group), group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        self.arch: Any = None  # the plug-in that describes or builds the model
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
         # the kernels for pairs go by the number of rows
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused

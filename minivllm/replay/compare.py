@@ -12,6 +12,7 @@ from minivllm.config import EngineConfig, Loaded, PluginChoice
 from minivllm.config.resolve import DEFAULT_BLOCK, choose_seams
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
+from minivllm.frontend.figures import FIGURE
 from minivllm.registry import Catalog, build_part
 from minivllm.traces.trace import Trace
 
@@ -196,6 +197,7 @@ def figures(run: ServeRun) -> dict[str, Any]:
         "seam_us_per_step": {name: us(s) for name, s in sorted(run.seam_s.items())},
         "seconds": run.seconds,
         "cpu_seconds": run.cpu_s,
+        **{f"{FIGURE}{name}": value for name, value in run.figures.items()},
     }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter, process_time
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.timing import PARTS, StepClock
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
+from minivllm.frontend.figures import PluginFigures, flat
 from minivllm.plugins.executor.made_up import Histories
 from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim
@@ -70,6 +71,7 @@ class ServeRun:
     seconds: float  # of the whole replay
     cpu_s: float  # of it, what this process computed: the machine may have had other things to do
     refused: int
+    figures: Mapping[str, float] = field(default_factory=dict)  # of plug-ins, by "evictor.NAME"
 
     @property
     def hit_rate(self) -> float:
@@ -261,6 +263,7 @@ def _result(
         tally.seam,
         *times,
         refused,
+        flat(engine.stats()),
     )
 
 
@@ -276,7 +279,10 @@ def engine_for(
     Belady's rule (``evictor`` None) knows where in the trace it is."""
     future: dict[int, list[int]] = {}
     asked = evictor or (lambda ctx: Optimum(ctx, future, lambda: sent() - engine.planner.n_waiting))
-    engine = _engine(device, sizes, policy, asked, now)
+    figures = PluginFigures()
+    of = lambda seam, make: lambda ctx: figures.of(seam, make(ctx))  # noqa: E731
+    engine = _engine(device, sizes, of("scheduler", policy), of("evictor", asked), now)
+    engine.events.stats_asked.subscribe(figures.add_to)
     if evictor is None:
         trace, root = device.trace, engine.cache.pools[0].root(("", ""))[1]
         usable = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves a token to compute

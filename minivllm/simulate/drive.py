@@ -3,9 +3,9 @@ and for a simulated one, so that both are asked the same and measured alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter, process_time
 from typing import Protocol
 
@@ -15,6 +15,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.frontend.figures import flat
 from minivllm.traces.trace import Trace
 
 HELD = 1e-3  # seconds to wait where a policy holds requests back and does not say until when
@@ -43,6 +44,7 @@ class TraceOutcome:
     busy: float  # seconds of the device, where it is simulated
     took: float  # seconds of this run on this machine
     cpu: float  # and of its CPU time
+    figures: Mapping[str, float] = field(default_factory=dict)  # of plug-ins, by "evictor.NAME"
 
     @property
     def served(self) -> np.ndarray:
@@ -100,11 +102,10 @@ def drive(
         if idle > IDLE_TURNS:
             what = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
             raise EngineDeadError(f"{what}: the scheduler {type(engine.planner.policy).__name__} holds them back")
+    took, cpu = perf_counter() - start, process_time() - start_cpu
     columns = (trace.arrival, first, finished, trace.prompt, output, cached)
     steps, preemptions, evictions = (now - then for now, then in zip(_counted(engine), before, strict=True))
-    return TraceOutcome(
-        *columns, steps, preemptions, evictions, 0.0, perf_counter() - start, process_time() - start_cpu
-    )
+    return TraceOutcome(*columns, steps, preemptions, evictions, 0.0, took, cpu, flat(engine.stats()))
 
 
 def _counted(engine: Engine) -> tuple[int, int, int]:

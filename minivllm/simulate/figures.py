@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.errors import ConfigError, shown
+from minivllm.frontend.figures import FIGURE
 
 from .drive import TraceOutcome
 
@@ -68,7 +69,8 @@ def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, f
     if {"busy", "idle"} <= set(watts):
         joules = watts["busy"] * run.busy + watts["idle"] * max(0.0, duration - run.busy)
         found |= {"joules": joules, "joules_per_output_token": joules / max(1, output)}
-    return {**found, "run_seconds": run.took, "run_cpu_seconds": run.cpu}
+    own = {f"{FIGURE}{name}": value for name, value in run.figures.items()}
+    return {**found, "run_seconds": run.took, "run_cpu_seconds": run.cpu, **own}
 
 
 def columns(run: TraceOutcome) -> dict[str, np.ndarray]:

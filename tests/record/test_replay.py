@@ -335,7 +335,8 @@ def test_the_command_compares_configurations(tmp_path, capsys):
     assert {"plan", "publish"} < first["host_us_per_step"].keys() and first["seam_us_per_step"]["evictor"] > 0
     assert main(["replay", SMALL, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[1].split()[:4] == ["config", "scheduler", "evictor", "blocks"]
+    assert len(lines) == 5 and lines[1].split()[:4] == ["config", "scheduler", "evictor", "blocks"]
+    assert lines[4].startswith("figures of b fcfs s3fifo: evictor.")
     assert lines[3].split()[:3] == ["b", "fcfs", "s3fifo"]
 
 

@@ -181,6 +181,7 @@ def _load(
         batch_invariant=wiring.batch_invariant,
         unfused=wiring.steps.unfused,
     )
+    parts.arch = arch
     quantized = chosen["quantizer"].name != "minivllm/none"
     free = _free_memory(parts.device)
     parts.found = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)

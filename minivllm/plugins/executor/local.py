@@ -17,6 +17,7 @@ from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError, ResourceError
 from minivllm.processes.memory import HeapTrimmer, resident_bytes
 
+from . import part_figures
 from .crowded import with_others
 
 if TYPE_CHECKING:
@@ -108,6 +109,8 @@ class Local(Executor):
             return resident_bytes([(t.data_ptr(), t.nbytes) for t in caches if t.device.type == "cpu"])
         if verb == "devices":
             return [_name(self.runner.device)]
+        if verb == "figures":
+            return part_figures.of_runner(self.runner)
         return super().call(verb, args)
 
     def _profile(self) -> Any:

@@ -243,13 +243,13 @@ class Multiprocess(Process):
                 raise self._lost(rank, e) from e
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Rank 0's; the memory that the KV cache takes is that of all, and so are the devices."""
+        """Return the answer of rank 0; memory of the KV cache, devices and plug-ins' figures are of all ranks."""
         self._limit, self._calling = self.options.start_timeout, True
         try:
             if self._page is not None:
                 self._page.moves()
             found = super().call(verb, args)
-            return self._sum(verb, found) if verb in ("kv_resident", "devices") else found
+            return self._sum(verb, found) if verb in ("kv_resident", "devices", "figures") else found
         finally:
             self._limit, self._calling = self.options.timeout, False
 
