@@ -76,6 +76,34 @@ def test_what_is_held_is_what_the_packed_tensors_say(bits, group, symmetric, for
     assert forms(scheme) == [form]
 
 
+def within(codes, bits):
+    """Words of codes u8 [rows, n] as compressed-tensors 0.9.4 packs them: 32 // bits in each, low first, and a rest."""
+    each = 32 // bits
+    padded = torch.nn.functional.pad(codes.long(), (0, -codes.shape[1] % each)).unflatten(1, (-1, each))
+    words = (padded << torch.arange(each) * bits).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 7, 8])
+def test_words_of_older_libraries_that_no_field_crosses_are_read(bits, symmetric):
+    torch.manual_seed(bits)
+    one = coded(64, 160, bits, 32, symmetric)
+    given = compressed(one, bits, symmetric)
+    old = {**given, "weight_packed": within(one.codes, bits)}
+    if not symmetric:
+        old["weight_zero_point"] = within(one.zero.t(), bits).t().contiguous()
+    assert (old["weight_packed"].shape == given["weight_packed"].shape) is (32 % bits == 0), "the test has no power"
+    said = config((["Linear"], weights(bits, "int", "group", 32, symmetric)))
+    for shard in (None, Shard(1, 2)):
+        more = {} if shard is None else {"shard": shard, "split": "column"}
+        m = info((64 if shard is None else 32,), 160, **more)
+        want = one.weight if shard is None else one.weight[32:]
+        found = [held(loaded(CompressedTensors(None, said), m, {"a": made})) for made in (given, old)]
+        assert torch.equal(found[0], found[1])
+        torch.testing.assert_close(found[1], want.double(), rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize(
     ("dtype", "said", "rows", "columns", "zero", "form"),
     [

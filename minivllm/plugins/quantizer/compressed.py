@@ -7,7 +7,10 @@
     int-, float-, naive-quantized     weight             int8, float8 [out, in]
                                       weight_scale       one, [out, 1], [out, groups], [out / rows, in / columns]
 
-A field is q + 2 ** (bits - 1).  Scales of activations are not used: products take activations as they are.
+A field is q + 2 ** (bits - 1).  Fields of 3, 5, 6 and 7 bits cross the ends of words; of older versions of the library
+(0.9, say) each word has 32 // bits of them and a rest.  The number of words tells which.
+
+Scales of activations are not used: products take activations as they are.
 """
 
 from __future__ import annotations
@@ -76,6 +79,11 @@ def config_group(settings: Settings, outer: str) -> ConfigGroup | None:
     return ConfigGroup(settings.names("targets"), bits, floating, symmetric, strategy, rows, columns, packed)
 
 
+def word_counts(fields: int, bits: int) -> tuple[int, ...]:
+    """Return how many words ``fields`` take: where they cross the ends of words, and where they do not."""
+    return tuple(dict.fromkeys((-(-fields * bits // 32), -(-fields // (32 // bits)))))
+
+
 class FieldsLayout(PartLayout):
     """``weight_packed`` and what belongs to it."""
 
@@ -85,14 +93,15 @@ class FieldsLayout(PartLayout):
         self.rows, self.columns = group.blocks(share)
         shapes = scale_shapes(share, self.rows, self.columns)
         self.want = {
-            "weight_packed": Want(("I32",), ((share.outputs, -(-share.inputs * bits // 32)),)),
+            "weight_packed": Want(("I32",), tuple((share.outputs, n) for n in word_counts(share.inputs, bits))),
             "weight_scale": Want(FLOATS, shapes),
         }
         if has is None or "weight_shape" in has:
             self.want["weight_shape"] = Want(("I64", "I32"), ((2,),))
         self.fields = group.strategy in ("group", "channel")  # zero points are
         if not group.symmetric:
-            words = ((-(-share.outputs * bits // 32), -(-share.inputs // self.columns)),)
+            groups = -(-share.inputs // self.columns)
+            words = tuple((n, groups) for n in word_counts(share.outputs, bits))
             self.want["weight_zero_point"] = Want(("I32",), words) if self.fields else Want(("I8", "I32"), shapes)
         if has is not None and "weight_g_idx" in has:
             self.want["weight_g_idx"] = Want(("I32", "I64"), ((share.inputs,),))
@@ -102,7 +111,11 @@ class FieldsLayout(PartLayout):
         shape = given["weight_shape"].tolist() if "weight_shape" in given else [share.outputs, share.inputs]
         if shape != [share.outputs, share.inputs]:
             raise ModelError(f"weight_shape says {shape}, want {[share.outputs, share.inputs]}")
-        codes = share.taken(given["weight_packed"][share.rows], bits)
+        words = given["weight_packed"][share.rows]
+        if words.shape[1] == word_counts(share.inputs, bits)[0]:
+            codes = share.taken(words, bits)
+        else:
+            codes = forms.fields_within(words.to(share.device), bits, share.columns.stop)[:, share.columns.start :]
         scale = by_row(given["weight_scale"], share, self.rows)
         return Numbers(codes, scale, self._zero(given), group_of(given, share, self.columns), bits, 1 << (bits - 1))
 
@@ -110,14 +123,20 @@ class FieldsLayout(PartLayout):
         share, bits = self.share, self.group.bits
         if self.group.symmetric:
             words = given.get("weight_zero_point")
-            if words is not None and words.shape[:1] == (-(-share.outputs * bits // 32),):  # else not packed
-                words = forms.fields(words.t(), bits, share.outputs).int() - (1 << (bits - 1))
+            if words is not None and words.dim() == 2 and len(words) in word_counts(share.outputs, bits):
+                words = self._outputs(words).int() - (1 << (bits - 1))  # else they are not packed
             want_symmetric(words)
             return None
         zero = given["weight_zero_point"].to(share.device)
         if not self.fields:
             return by_row(zero, share, self.rows) + (1 << (bits - 1))
-        return forms.fields(zero.t(), bits, share.outputs)[:, share.rows].t().float()
+        return self._outputs(zero)[:, share.rows].t().float()
+
+    def _outputs(self, words: Tensor) -> Tensor:
+        """Return fields u8 [groups, outputs] of words [W, groups]."""
+        bits, outputs = self.group.bits, self.share.outputs
+        dense = len(words) == word_counts(outputs, bits)[0]
+        return (forms.fields if dense else forms.fields_within)(words.t(), bits, outputs)
 
 
 class CompressedTensors(CheckpointQuantizer):

@@ -72,6 +72,14 @@ def fields(words: Tensor, bits: int, count: int) -> Tensor:
     return ((low | high << 8) >> at % 8 & mask).to(torch.uint8)
 
 
+def fields_within(words: Tensor, bits: int, count: int) -> Tensor:
+    """Return the first ``count`` fields u8 of each row of words i32 [rows, W], each word of which has 32 // ``bits`` of
+    them, low first, and nothing in what is left."""
+    at = torch.arange(32 // bits, device=words.device, dtype=torch.int32) * bits
+    found = (words.unsqueeze(-1) >> at) & ((1 << bits) - 1)
+    return found.flatten(1)[:, :count].to(torch.uint8)
+
+
 def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
     """The form with the fewest bits that has these numbers exactly; ``plain`` is rounded to ``dtype``."""
     if part.zero is not None and bool((part.zero == part.centre).all()):
