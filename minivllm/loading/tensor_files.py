@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,30 @@ def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]
                 said = file.get_slice(name)
                 found.setdefault(name, Header(path, tuple(said.get_shape()), name, said.get_dtype()))
     return found
+
+
+def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, int, int]]:
+    """Return size, time of change in ns and inode of each file of weights, which tell a file that was written or
+    replaced; a file that is gone has no entry."""
+    paths = [folder] if is_gguf(folder) else [path for path, _ in checkpoint_files(folder, pickled)]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            said = path.stat()
+            found[path] = said.st_size, said.st_mtime_ns, said.st_ino
+    return found
+
+
+def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
+    """ModelError if a file is not the one of which ``file_stamps`` gave ``before``."""
+    for path, stamp in before.items():
+        try:
+            said = path.stat()
+            now = said.st_size, said.st_mtime_ns, said.st_ino
+        except OSError:
+            now = (-1, -1, -1)
+        if now != stamp:
+            raise ModelError(f"{path}: was changed while it was loaded; start again when it is whole")
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from minivllm.layers.parts import ModelParts
 from minivllm.layers.rotary import order_of_halves
 
 from .conversion import by_rules, conversion_of, text_names
-from .tensor_files import Header, checkpoint_headers, checkpoint_tensors, opened
+from .tensor_files import Header, check_unchanged, checkpoint_headers, checkpoint_tensors, file_stamps, opened
 from .tensor_names import BUFFERS, no_place
 
 LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
@@ -118,6 +118,7 @@ def load_weights(
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
     read, pickled, rules, notes = load_format != "dummy", load_format == "pt", arch.weights(cfg), []
+    stamps = file_stamps(Path(model_dir), pickled) if read else {}
     headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
     conversion, names = conversion_of(arch, cfg, headers)
     if read:
@@ -136,6 +137,7 @@ def load_weights(
             tensors = checkpoint_tensors(Path(model_dir), pickled)
             tensors = tensors if conversion is None else conversion.tensors(tensors)
         _fill(tensors, targets, rules, str(model_dir))
+        check_unchanged(stamps)
         for module in parts.modules.values():
             module.finish()
     return [*notes, *getattr(parts.quantizer, "notes", ())]

@@ -10,8 +10,10 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from minivllm.errors import ModelError
+from minivllm.loading import shapes, weights
 from minivllm.plugins.model.llama import Llama
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import read_tensors, tiny_dir
@@ -172,7 +174,6 @@ def test_a_missing_or_unknown_tensor_is_named(made):
 
 
 def test_what_a_checkpoint_lacks_is_told_before_any_tensor_is_read(tmp_path, monkeypatch):
-    from minivllm.loading import weights
 
     path, cfg, _ = tiny_dir(tmp_path)
     tensors = read_tensors(path)
@@ -193,7 +194,6 @@ KV_NAMES = [
 
 @pytest.mark.parametrize("load_format", ["auto", "pt"])
 def test_scales_of_a_quantized_cache_are_left_out_and_told(tmp_path, load_format):
-    from safetensors.torch import save_file
 
     from minivllm.config import EngineConfig
     from minivllm.config.resolve import resolve
@@ -212,3 +212,61 @@ def test_scales_of_a_quantized_cache_are_left_out_and_told(tmp_path, load_format
     config = EngineConfig(model=str(path), device="cpu", load_format=load_format, skip_tokenizer_init=True)
     said = dict(resolve(config, Catalog.discover()).notes)["model.skipped"]
     assert said.startswith("28 scales of keys and values are not used (model.layers.0.")
+
+
+# ---- a directory that changes while it is loaded --------------------------------------------------------------------
+
+
+def write(path, tensors):
+    """Another file by the same name, as a download puts it there."""
+    save_file(tensors, path / "other")
+    (path / "other").replace(path / "model.safetensors")
+
+
+CHANGES = {
+    "written in place": lambda path, tensors: (path / "model.safetensors").touch(),
+    "replaced": lambda path, tensors: write(path, {name: x + 1 for name, x in tensors.items()}),
+    "removed": lambda path, tensors: (path / "model.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, monkeypatch, kind):
+    path, cfg, _ = tiny_dir(tmp_path)
+    tensors, read = read_tensors(path), weights.checkpoint_tensors
+
+    def changing(*args):
+        for i, found in enumerate(read(*args)):
+            if i == 3:
+                CHANGES[kind](path, tensors)
+            yield found
+
+    monkeypatch.setattr(weights, "checkpoint_tensors", changing)
+    with pytest.raises(ModelError, match=r"model\.safetensors: was changed while it was loaded; start again"):
+        Harness(path, Llama(), cfg)
+
+
+BETWEEN = {
+    "fewer tensors": (
+        lambda t: {k: v for k, v in t.items() if "layers.1.mlp.up" not in k},
+        "lacks model.layers.1.mlp.up",
+    ),
+    "more tensors": (lambda t: {**t, "model.extra": torch.zeros(3)}, "'model.extra' has no place"),
+    "other shapes": (lambda t: {**t, "model.norm.weight": t["model.norm.weight"][:-1]}, "has shape .31., want .32."),
+    "other dtypes": (lambda t: {k: v.to(torch.int8) for k, v in t.items()}, "dtype int8, want a floating-point weight"),
+}
+
+
+@pytest.mark.parametrize("kind", BETWEEN)
+def test_a_directory_that_changes_between_the_headers_and_the_load_is_refused(tmp_path, monkeypatch, kind):
+    path, cfg, _ = tiny_dir(tmp_path)
+    tensors, check, (change, says) = read_tensors(path), shapes.check, BETWEEN[kind]
+
+    def checking(*args):
+        found = check(*args)
+        write(path, change(tensors))
+        return found
+
+    monkeypatch.setattr(shapes, "check", checking)
+    with pytest.raises(ModelError, match=says):
+        Harness(path, Llama(), cfg)
