@@ -18,7 +18,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.config.values import ALIASES, SHAPE, TABLES, EngineConfig, RequiresConfig, RunConfig
 from minivllm.errors import ConfigError, RequestError, brief, shown
 from minivllm.loading.hf_config import IN_PACKAGE
-from minivllm.text.template import is_template
+from minivllm.text.template import is_name, is_template
 from minivllm.validation import FieldFault, begins, source_of, sourced
 
 ENV_PREFIX = "MINIVLLM__"
@@ -164,7 +164,7 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     if isinstance(place, str) and place and not place.startswith("~"):
         values["download_dir"] = os.path.normpath(folder / place)
     template = values.get("chat_template")
-    if isinstance(template, str) and template and not is_template(template):
+    if isinstance(template, str) and template and not (is_template(template) or is_name(template, folder)):
         values["chat_template"] = os.path.normpath(folder / template)
     run = values.get("run")
     if isinstance(run, dict):

@@ -124,7 +124,10 @@ class EngineConfig(Strict):
         None, min_length=1, description="the cache of models by ids; None: that of HF_HUB_CACHE or HF_HOME"
     )
     chat_template: Path_ | None = Field(
-        None, min_length=1, description="a file with a Jinja template for chats, or its text; None: the model's own"
+        None,
+        min_length=1,
+        description="a file with a Jinja template for chats, its text, or the name of one of the model's; None: the "
+        "model's own",
     )
     skip_tokenizer_init: bool = Field(False, description="token ids in, token ids out")
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = Field(

@@ -23,7 +23,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
 
 from .front_door import FrontDoor
-from .llm import render_chat
+from .llm import check_template_keywords, render_chat
 from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
@@ -110,10 +110,13 @@ class AsyncLLM(FrontDoor):
         sampling_params: Any = None,
         request_id: str | None = None,
         split_special_tokens: bool = True,
+        **template: Any,
     ) -> AsyncIterator[StreamOutput]:
-        """``generate`` through the chat template; ``split_special_tokens`` as in ``LLM.chat``."""
-        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
-        return self.generate(prompt, sampling_params, request_id)
+        """Stream the answer to a conversation; further keywords and ``split_special_tokens`` as in ``LLM.chat``."""
+        check_template_keywords(template, ("add_generation_prompt", "taps"))
+        taps = template.pop("taps", None)
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
+        return self.generate(prompt, sampling_params, request_id, taps)
 
     def abort(self, request_id: str) -> None:
         """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.foreign import refuse_within
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.errors import RequestError
+from minivllm.errors import RequestError, shown, suggest
 
 from .front_door import FrontDoor
 from .loop import LOOK, settles
@@ -27,16 +27,55 @@ if TYPE_CHECKING:
 
 
 def render_chat(
-    tokenizer: Any, messages: Any, add_generation_prompt: bool = True, split_special_tokens: bool = True
+    tokenizer: Any,
+    messages: Any,
+    add_generation_prompt: bool | None = None,
+    split_special_tokens: bool = True,
+    *,
+    continue_final_message: bool = False,
+    tools: Any = None,
+    documents: Any = None,
+    chat_template: str | None = None,
+    chat_template_kwargs: Any = None,
 ) -> dict[str, Any]:
-    """A conversation as a prompt, by the model's chat template.  RequestError if there is none, or on bad messages."""
+    """Return a conversation as a prompt, made by the model's chat template; the arguments are those of ``LLM.chat``.
+    RequestError if there is no template, or on bad messages."""
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer; drop skip_tokenizer_init", "messages")
+    asked: dict[str, Any] = {
+        "tools": tools,
+        "documents": documents,
+        "chat_template": chat_template,
+        "continue_final_message": continue_final_message,
+        "variables": chat_template_kwargs,
+    }
     if split_special_tokens:
-        prompt = tokenizer.chat_prompt(messages, add_generation_prompt)
+        prompt = tokenizer.chat_prompt(messages, add_generation_prompt, **asked)
         return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt)}
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False, **asked)
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
+
+
+TEMPLATE_KEYWORDS = ("continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs")
+
+
+def check_template_keywords(given: Iterable[str], others: Sequence[str] = ()) -> None:
+    """Check the keywords of a chat; RequestError for one that is none of ``TEMPLATE_KEYWORDS`` or ``others``."""
+    known = (*TEMPLATE_KEYWORDS, *others)
+    for name in given:
+        if name not in known:
+            hint = CHAT_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
+            raise RequestError(f"chat: unknown keyword {shown(name)}; {hint}", name)
+
+
+# keywords of vLLM's ``LLM.chat`` and of other libraries that mean nothing here
+CHAT_HINTS = {
+    "lora_request": "adapters are not served",
+    "mm_processor_kwargs": "this engine serves text",
+    "chat_template_content_format": "the form of content that the template reads is found from its text",
+    "enable_thinking": "put it into chat_template_kwargs",
+    "tokenize": "the prompt is always tokenized; see LLM.tokenizer.apply_chat_template",
+}
 
 
 class LLM(FrontDoor):
@@ -88,18 +127,26 @@ class LLM(FrontDoor):
         messages: Any,
         sampling_params: Any = None,
         use_tqdm: bool = True,
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         split_special_tokens: bool = True,
         taps: Any = None,
+        **template: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
 
+        ``tools``: a list of functions as JSON schemas; ``documents``: a list of mappings; ``chat_template``: the name
+        of one of the model's templates, or the text of one; ``chat_template_kwargs``: variables of the template;
+        ``continue_final_message``: go on with the last message, where ``add_generation_prompt`` is None or False.
+
         What a message spells like a special token stays text, so that none can end its turn; with
         ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``.  ``taps`` as in
-        ``generate``."""
+        ``generate``.  RequestError for other keywords, and for messages that are malformed."""
+        check_template_keywords(template)
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
-        conversations = messages if many else [messages]
-        prompts = [render_chat(self.tokenizer, m, add_generation_prompt, split_special_tokens) for m in conversations]
+        prompts = [
+            render_chat(self.tokenizer, one, add_generation_prompt, split_special_tokens, **template)
+            for one in (messages if many else [messages])
+        ]
         return self.generate(prompts, sampling_params, use_tqdm, taps)
 
     def stream(self, prompt: Any, sampling_params: Any = None, taps: Any = None) -> OutputStream:
@@ -120,11 +167,13 @@ class LLM(FrontDoor):
             return OutputStream(self, tracked, pieces)
 
     def chat_stream(
-        self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True
+        self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True, **template: Any
     ) -> OutputStream:
-        """``stream`` through the chat template; ``split_special_tokens`` as in ``chat``."""
-        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens)
-        return self.stream(prompt, sampling_params)
+        """Stream the answer to a conversation; further keywords and ``split_special_tokens`` as in ``chat``."""
+        check_template_keywords(template, ("add_generation_prompt", "taps"))
+        taps = template.pop("taps", None)
+        prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
+        return self.stream(prompt, sampling_params, taps)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``); RequestError without one."""

@@ -20,7 +20,7 @@ from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.registration.discovery import LOCAL
-from minivllm.text.template import read_template
+from minivllm.text.template import is_name, read_template
 
 from . import live, machine, sources, values
 
@@ -165,7 +165,7 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
             asked[key] = str(Path(asked[key]).expanduser().resolve())
     if asked["download_dir"] is not None:
         asked["download_dir"] = os.path.abspath(os.path.expanduser(asked["download_dir"]))
-    if asked["chat_template"] is not None:
+    if asked["chat_template"] is not None and not is_name(asked["chat_template"]):
         asked["chat_template"] = read_template(asked["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:

@@ -76,11 +76,11 @@ class Desk:
             body[name] = ids if lengths is None else np.split(ids, np.cumsum(lengths)[:-1])
         return value
 
-    async def chat(self, conversation: bytes, split: bool, goes_on: bool, most: int, who: str) -> list[int]:
-        """Token ids of a conversation, which is JSON of [messages, tools, whether to begin an answer, variables].
-        ``goes_on``: up to the end of its last message.  ``most``: characters that it may have.  ApiError (400) if the
-        template refuses it or takes too much for it."""
-        job = {"op": "chat", "split": split, "goes_on": goes_on, "most": most, "render": self.seconds}
+    async def chat(self, conversation: bytes, split: bool, most: int, who: str) -> list[int]:
+        """Return the token ids of a conversation, which is JSON of the arguments of ``Tokenizer.chat_prompt``.
+        ``most``: characters that the prompt may have.  ApiError (400) if the template refuses the conversation or takes
+        too much time or memory for it."""
+        job = {"op": "chat", "split": split, "most": most, "render": self.seconds}
         seconds = self.seconds + READ_SECONDS + SECONDS_A_BYTE * len(conversation)
         most_mb = self.megabytes + (BYTES_A_BYTE * len(conversation) >> 20)
         what = "the chat template takes more {} for this conversation than it may ({}); send less"

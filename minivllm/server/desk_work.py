@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +20,6 @@ from .link.scored import Scored
 from .openai import answers, tools
 from .openai.logprobs import Speller
 from .openai.params import whole_form
-from .openai.prompts import cut_at, marked
 from .openai.tokens import too_long
 
 WARM = 5  # times the limits of a chat, for what is made once: a second tokenizer, perhaps
@@ -112,22 +110,15 @@ def form(part: bytes) -> list[bytes]:
 
 
 def chat(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
-    """The template has limits of its own; tokenizing what it printed has the rest of the job's."""
-    messages, shown, begin, variables = json.loads(part)
-    if "tools" not in (tokenizer.chat_template or ""):
-        messages, shown = tools.tell(messages, shown or []), None
-    mark = None
-    if job["goes_on"]:
-        messages, mark = marked(messages, [shown, variables])
-    asked = {"tools": shown, "variables": variables}
+    """Return the ids of a conversation.  The template has limits of its own; tokenizing what it printed has the rest
+    of the job's."""
+    asked = json.loads(part)
     allow(job["render"])
     if job["split"]:
-        prompt = tokenizer.chat_prompt(messages, begin, **asked)
-        prompt = prompt if mark is None else replace(prompt, pieces=cut_at(prompt.pieces, mark))
+        prompt = tokenizer.chat_prompt(**asked)
         text = prompt.text
     else:
-        text = str(tokenizer.apply_chat_template(messages, begin, tokenize=False, **asked))
-        text = text if mark is None else cut_at((text,), mark)[0]
+        text = str(tokenizer.apply_chat_template(tokenize=False, **asked))
     allow(job["seconds"] - job["render"])
     too_long(text, job["most"], "messages")
     ids = tokenizer.encode_chat(prompt) if job["split"] else tokenizer.encode(text, False)

@@ -28,7 +28,7 @@ from minivllm import declared
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.plain import is_text
 from minivllm.processes.memory import HeapTrimmer
-from minivllm.text.template import read_template
+from minivllm.text.template import is_name, read_template
 
 from . import logs
 from .app import Application
@@ -72,7 +72,7 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
     if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
         raise ConfigError(f"server.steering_dir={loaded.server.steering_dir!r}: no such folder")
     tools.parser_of(loaded.server.tool_parser)
-    if loaded.engine.chat_template is not None:
+    if loaded.engine.chat_template is not None and not is_name(loaded.engine.chat_template):
         read_template(loaded.engine.chat_template)
     return asyncio.run(run(loaded, keys, admin_key))
 

@@ -130,7 +130,7 @@ class ChatFiller:
             try:
                 text = render(_mapped(values, mark))
             except RequestError as e:
-                raise RequestError(_restored(str(e), back), e.param) from e
+                raise type(e)(_restored(str(e), back), e.param) from e
             return tuple(_restored(piece, back) for piece in self.spellings.split(text))
 
         table = {ord(char): marks[char] for char in self._marked}
@@ -216,6 +216,12 @@ def _strings(values: Any) -> Iterator[str]:
     elif values is not None and not isinstance(values, (bool, int, float)):
         what = f"a value of type {type(values).__name__}: want text, numbers, booleans, null, lists and mappings"
         raise RequestError(f"messages: {what}", "messages")
+
+
+def check_values(values: Any) -> None:
+    """Check nested values; RequestError if they are more than text, numbers, booleans, null, lists and mappings."""
+    for _ in _strings(values):
+        pass
 
 
 class _Keyed(dict[Any, Any]):

@@ -8,8 +8,8 @@ chat templates.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,18 +18,20 @@ from minivllm import files
 from minivllm.errors import ModelError, RequestError, shown, told
 from minivllm.gguf_file import is_gguf, read_gguf
 
+from .chat import DEFAULT, ChatTemplates, fill
 from .converted import convert
 from .growth import check_growth, panics_as
-from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, without_spellings
-from .template import compile_template, read_template
+from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, check_values, without_spellings
+from .messages import cut_at
+from .template import ChatTemplate, chosen_template
 
 log = logging.getLogger("minivllm")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
-ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
 NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+MOST_FILLERS = 16  # templates whose special tokens stay worked out
 
 
 def load_tokenizer(
@@ -62,8 +64,8 @@ def load_tokenizer(
         backend.no_truncation()
         backend.no_padding()
         check_growth(folder, backend)
-    template = _read_template(folder, config) if chat_template is None else read_template(chat_template)
-    made = Tokenizer(backend, slow, special, template, configured_eos(folder) if eos is None else eos)
+    templates = chosen_template(_read_templates(folder, config), chat_template)
+    made = Tokenizer(backend, slow, special, templates, configured_eos(folder) if eos is None else eos)
     made._folder = folder
     return made
 
@@ -72,24 +74,40 @@ class Tokenizer:
     """``backend`` is the ``tokenizers.Tokenizer``, or None where transformers has only a slow one for the model."""
 
     def __init__(
-        self, backend: Any, slow: Any, special: Mapping[str, str], template: str | None, eos: Sequence[int] = ()
+        self,
+        backend: Any,
+        slow: Any,
+        special: Mapping[str, str],
+        templates: str | Mapping[str, str] | None,
+        eos: Sequence[int] = (),
     ) -> None:
         self.backend, self._slow = backend, slow
         self.special_tokens = dict(special)  # "eos_token" -> "<|im_end|>"
-        self.chat_template = template
+        self._templates = ChatTemplates({DEFAULT: templates} if isinstance(templates, str) else templates or {})
+        self._fillers: dict[str, ChatFiller] = {}
         own = self.token_id(special["eos_token"]) if "eos_token" in special else None
         # the model's own come first; the tokenizer's counts too: chat models name one in one file, one in the other
         self.eos_ids = tuple(dict.fromkeys([*eos, *(() if own is None else (own,))]))
         self._folder: Path | None = None  # where it was read from
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """The chat templates by name; one alone is called ``default``."""
+        return self._templates.sources
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template that is used where none is named; None if there is none."""
+        return self.chat_templates.get(DEFAULT)
+
     def to_json(self) -> dict[str, Any]:
         """Return what ``from_json`` makes the same tokenizer of, in another process."""
         if self.backend is None:
-            return {"folder": str(self._folder), "template": self.chat_template, "eos": list(self.eos_ids)}
+            return {"folder": str(self._folder), "templates": self.chat_templates, "eos": list(self.eos_ids)}
         return {
             "backend": self.backend.to_str(),
             "special": self.special_tokens,
-            "template": self.chat_template,
+            "templates": self.chat_templates,
             "eos": list(self.eos_ids),
         }
 
@@ -97,11 +115,11 @@ class Tokenizer:
     def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:
         if "folder" in told:
             made = load_tokenizer(told["folder"], eos=told["eos"])
-            made.chat_template = told["template"]
+            made._templates = ChatTemplates(told["templates"])
             return made
         from tokenizers import Tokenizer as Backend
 
-        return cls(Backend.from_str(told["backend"]), None, told["special"], told["template"], told["eos"])
+        return cls(Backend.from_str(told["backend"]), None, told["special"], told["templates"], told["eos"])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):
@@ -154,43 +172,58 @@ class Tokenizer:
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        messages: Any,
+        add_generation_prompt: bool | None = None,
         *,
         tokenize: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int] | str:
-        """The prompt of a conversation, as token ids or (``tokenize=False``) as text, as transformers makes it: what a
-        message spells like a special token is one.
+        """Return the prompt of a conversation, as token ids or (``tokenize=False``) as text, as transformers makes it:
+        what a message spells like a special token is one.
 
-        ``variables`` are further names for the template, such as ``enable_thinking``.  RequestError if the model has no
-        template, the messages are not a list of {"role", "content"}, or the template refuses them.
+        ``add_generation_prompt``: whether the answer is begun; None is the same as True, or as False where
+        ``continue_final_message`` ends the prompt with the last message.  ``chat_template``: the name of one of the
+        model's, or the text of one; without it, ``tool_use`` is used for tools if the model has it.  ``variables`` are
+        further names for the template, such as ``enable_thinking``.  RequestError if the model has no template, the
+        messages are malformed, or the template refuses them.
         """
-        text = self._render(check_messages(messages), add_generation_prompt, tools, _checked(variables))
+        filling = self._templates.prepare(
+            messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
+        )
+
+        def run(render: Callable[[Any], str], values: Any) -> str:
+            check_values(values)
+            return render(values)
+
+        text = fill(filling, self.special_tokens, run)
+        if filling.mark:
+            text = cut_at((text,), filling.mark)[0]
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def chat_prompt(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool = True,
+        messages: Any,
+        add_generation_prompt: bool | None = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """The prompt of a conversation in which nothing but the template's own text is a special token: what messages,
-        tools and variables spell like one stays text.  ``encode_chat`` gives its ids.  Errors: ``apply_chat_template``.
+        """Return the prompt of a conversation in which nothing but the template's own text is a special token: what
+        messages, tools, documents and variables spell like one stays text.  ``encode_chat`` gives its ids.  Arguments
+        and errors are those of ``apply_chat_template``.
         """
-        chat, extra = check_messages(messages), _checked(variables)
-
-        def render(values: Any) -> str:
-            chat, tools, set_to = values
-            return self._render(chat, add_generation_prompt, tools, dict(zip(extra, set_to, strict=True)))
-
-        try:
-            return self._filler.fill(render, (chat, tools, list(extra.values())))
-        except RecursionError:
-            raise RequestError("messages: nested too deeply", "messages") from None
+        filling = self._templates.prepare(
+            messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
+        )
+        prompt = fill(filling, self.special_tokens, self._filler_of(filling.template).fill)
+        return replace(prompt, pieces=cut_at(prompt.pieces, filling.mark)) if filling.mark else prompt
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
         """The ids of a prompt, in which ``prompt.special`` are the only special tokens."""
@@ -242,7 +275,7 @@ class Tokenizer:
             return self.special_ids
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
         tags = {t for text in added.values() if text[:2] == "</" for t in (text, "<" + text[2:])}
-        written = self._words[0]
+        written = self._templates.written()
         own = {i for i, token in added.items() if token not in tags and _writes(written, token)}
         return self.special_ids | own | added.keys() & set(self.eos_ids)
 
@@ -257,81 +290,15 @@ class Tokenizer:
     def _literal(self) -> tuple[Any, dict[str, str]]:
         return without_spellings(self.backend, self._spellings.tokens)
 
-    @cached_property
-    def _filler(self) -> ChatFiller:
-        return ChatFiller(self._spellings, *self._words)
-
-    @cached_property
-    def _words(self) -> tuple[list[str], set[str], set[str]]:
-        return template_words(self._template, self.chat_template or "")
-
-    def _render(self, chat: Any, add_generation_prompt: bool, tools: Any, variables: Mapping[str, Any]) -> str:
-        scope = {**self.special_tokens, **variables}
-        scope |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, "messages": chat}
-        try:
-            text = str(self._template.render(scope))
-        except (RequestError, MemoryError):
-            raise
-        except Exception as e:  # a template is a program: it may raise anything
-            raise RequestError(f"the chat template refuses the messages: {e}", "messages") from e
-        return text
-
-    @cached_property
-    def _template(self) -> Any:
-        if self.chat_template is None:
-            raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
-        try:
-            return compile_template(self.chat_template)
-        except MemoryError:
-            raise
-        except Exception as e:
-            raise RequestError(f"the model's chat template is broken: {e}", "messages") from e
-
-
-def _checked(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """RequestError for names that are not a caller's to set."""
-    extra = dict(variables or {})
-    for name in RESERVED:
-        if name in extra:
-            raise RequestError(f"chat template variable {shown(name)} is set by the engine", "chat_template_kwargs")
-    return extra
-
-
-def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """A plain copy of a conversation; content given as text parts is joined by newlines.  RequestError if malformed."""
-
-    def check(ok: bool, what: str) -> None:
-        if not ok:
-            raise RequestError(what, "messages")
-
-    sequence = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes))
-    check(sequence and len(messages) > 0, 'messages: want a non-empty list of {"role": ..., "content": ...}')
-    chat = []
-    for i, message in enumerate(messages):
-        check(isinstance(message, Mapping), f"messages[{i}]: want a mapping with role and content")
-        role, content = message.get("role"), message.get("content")
-        role_ok = isinstance(role, str) and ROLE.fullmatch(role)
-        check(bool(role_ok), f"messages[{i}].role={shown(role)}: want a word such as system, user or assistant")
-        if isinstance(content, list):
-            texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
-            text_only = all(isinstance(t, str) for t in texts)
-            check(text_only, f'messages[{i}].content: only parts {{"type": "text", "text": ...}} are supported')
-            content = "\n".join(map(str, texts))
-        without = content is None and bool(message.get("tool_calls"))
-        check(isinstance(content, str) or without, f"messages[{i}].content: want a string")
-        chat.append({**message, "role": role, "content": content})
-    return chat
-
-
-def template_words(template: Any, source: str) -> tuple[list[str], set[str], set[str]]:
-    """The text that a template may print, the words that it looks up or compares with, and its filters."""
-    from jinja2 import nodes
-
-    tree = template.environment.parse(source)
-    constants = [str(node.value) for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
-    data = [node.data for node in tree.find_all(nodes.TemplateData)]
-    filters = {node.name for node in tree.find_all(nodes.Filter)}
-    return constants + data, {*constants, *(node.attr for node in tree.find_all(nodes.Getattr))}, filters
+    def _filler_of(self, template: ChatTemplate) -> ChatFiller:
+        found = self._fillers.get(template.source)
+        if found is None:
+            if len(self._fillers) >= MOST_FILLERS:
+                self._fillers.clear()
+            facts = template.facts
+            found = ChatFiller(self._spellings, facts.written, facts.names, facts.filters)
+            self._fillers[template.source] = found
+        return found
 
 
 def _writes(written: Sequence[str], token: str) -> bool:
@@ -399,11 +366,15 @@ def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | 
 
     file = read_gguf(path)
     vocabulary = read_vocabulary(file)
-    template = file.values.get("tokenizer.chat_template") if chat_template is None else read_template(chat_template)
+    prefix = "tokenizer.chat_template."
+    named = {name.removeprefix(prefix): text for name, text in file.values.items() if name.startswith(prefix)}
+    own = file.values.get("tokenizer.chat_template")
+    found = _named_templates({**named, **({} if own is None else {DEFAULT: own})}, path)
+    templates = chosen_template(found, chat_template)
     ends = file.ends if eos is None else eos
     backend = build(vocabulary, log.warning)
     check_growth(path, backend)
-    made = Tokenizer(backend, None, vocabulary.special_tokens, template, ends)
+    made = Tokenizer(backend, None, vocabulary.special_tokens, templates, ends)
     made._folder = path
     return made
 
@@ -426,18 +397,31 @@ def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
     return None, slow, found["special"]
 
 
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja, else chat_template.json, else the one in tokenizer_config.json (the default of several)."""
-    path = folder / "chat_template.jinja"
-    if files.is_there(path):
-        return files.read_text(path, error=ModelError)
-    found = _read_json(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
-    if isinstance(found, list):
-        found = {t["name"]: t["template"] for t in found if isinstance(t, dict) and "name" in t and "template" in t}
-        found = found.get("default")
-    if found is not None and not isinstance(found, str):
-        raise ModelError(f"{folder}: chat_template is a {type(found).__name__}: want a string or a list of named ones")
-    return found
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a model directory by name.
+
+    Files named *.jinja come before chat_template.json, and that before tokenizer_config.json, where the templates are
+    one text, a list of {"name", "template"}, or a mapping."""
+    found = _named_templates(config.get("chat_template"), folder)
+    found |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"), folder)
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MOST_TEMPLATES]
+    paths = {DEFAULT: folder / "chat_template.jinja", **{path.stem: path for path in more}}
+    named = {name: files.read_text(path, error=ModelError) for name, path in paths.items() if files.is_there(path)}
+    return {name: found[name] for name in (DEFAULT,) if name in found} | named if named else found
+
+
+def _named_templates(value: Any, where: Path) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        value = {one.get("name"): one.get("template") for one in value}
+    texts = [text for pair in value.items() for text in pair] if isinstance(value, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        want = 'a text, or a list of {"name": ..., "template": ...}'
+        raise ModelError(f"{where}: chat_template={shown(value)}: want {want}")
+    return dict(value)
 
 
 def configured_eos(folder: Path) -> list[int]:

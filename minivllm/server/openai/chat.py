@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 
 from minivllm.server.errors import ApiError
+from minivllm.text import messages as plain
 
 from . import fields, logprobs, tools
 from .answers import TokenScores
@@ -24,7 +25,6 @@ from .generate import (
     respond,
     seconds_of,
 )
-from .messages import plain
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
 from .protocol.chat import ChatBody
@@ -47,21 +47,25 @@ async def chat_completions(request: Request, service: Service) -> Any:
     return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
 
 
-def check_messages(messages: Any) -> list[Any]:
-    """ApiError (400) for what no template should see; the rest is checked where messages become a prompt."""
-    if not isinstance(messages, list) or not messages:
-        raise ApiError(400, 'messages: want a list of {"role": ..., "content": ...} that is not empty', "messages")
-    if len(messages) > MOST_MESSAGES:
+def check_messages(messages: Any) -> list[dict[str, Any]]:
+    """Return a checked copy of a conversation.  ApiError or RequestError (400) names the place that is wrong."""
+    if isinstance(messages, list) and len(messages) > MOST_MESSAGES:
         raise ApiError(400, f"messages: {len(messages)} of them; want at most {MOST_MESSAGES}", "messages")
-    checked = []
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
         role = message.get("role") if isinstance(message, dict) else None
-        if role not in ROLES:
-            shown = str(role)[:40]
-            raise ApiError(400, f"messages[{number}].role={shown!r}: want one of {', '.join(ROLES)}", "messages")
-        message = plain(message, number)
-        checked.append({**message, "role": "system"} if role == "developer" else message)
-    return checked
+        if isinstance(message, dict) and role not in ROLES:
+            place = f"messages[{number}].role"
+            raise ApiError(400, f"{place}={str(role)[:40]!r}: want one of {', '.join(ROLES)}", place)
+    return plain.check_messages(messages)
+
+
+def _warn_unread(service: Service, messages: Any, warnings: list[dict[str, str]]) -> None:
+    """Warn of keys of messages that no chat template mentions."""
+    tokenizer = service.tokens.tokenizer
+    sources = [] if tokenizer is None else list(tokenizer.chat_templates.values())
+    for place in plain.unread(messages, lambda key: any(key in source for source in sources)):
+        if len(warnings) < fields.MOST:
+            warnings.append({"field": place, "message": f"{place} has no effect here: no chat template reads it"})
 
 
 class Chat:
@@ -78,6 +82,7 @@ class Chat:
         self.n = 1 if body.n is None else body.n
         check_counts(service, body.n)
         self.messages = check_messages(body.messages)
+        _warn_unread(service, self.messages, self.warnings)
         self.role, self.echoed = answer_role(self.messages, body), last_content(self.messages, body)
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         if body.top_logprobs and not body.logprobs:
@@ -189,9 +194,19 @@ class Chat:
 
 
 async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, who: str) -> list[int]:
-    """The ids of a conversation, by the model's chat template; one that knows no tools is told of them in a message."""
+    """Return the ids of a conversation, made by the model's chat template."""
     begin, split = begins_answer(body), body.split_special_tokens is not False
-    goes_on, variables = bool(body.continue_final_message), body.chat_template_kwargs
-    ids = await service.tokens.chat(messages, shown, begin, variables, salt, split, goes_on, who)
+    ids = await service.tokens.chat(
+        messages,
+        shown,
+        begin,
+        body.chat_template_kwargs,
+        salt,
+        split,
+        bool(body.continue_final_message),
+        who,
+        plain.check_documents(body.documents),
+        body.chat_template,
+    )
     before, behind = service.tokens.around if body.add_special_tokens else ([], [])
     return [*before, *ids, *behind]

@@ -26,8 +26,7 @@ NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothi
 # what cannot be left out without a different answer
 REFUSED = {
     "functions": "use tools", "function_call": "use tool_choice", "audio": "text only",
-    "prompt_embeds": "send text or token ids", "chat_template": "the model's own is used, never a request's",
-    "documents": "put them into a message", "kv_transfer_params": "there is nothing to transfer from",
+    "prompt_embeds": "send text or token ids", "kv_transfer_params": "there is nothing to transfer from",
     "lora_request": "adapters are not served",
     "logprob_token_ids": "use logprobs", "return_prompt_text": "it is what was sent",
     "return_token_offsets": "use return_token_ids", "ec_transfer_params": "there is nothing to transfer from",

@@ -3,14 +3,13 @@ answer that goes on with the last message."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from minivllm.server.errors import ApiError
+from minivllm.text.messages import text_of
 
 SIDES = (None, "left", "right")
-MARK = "CONTINUE_FROM_HERE "  # the space tells whether a template trims the message; a number is added where it occurs
 
 
 def truncation(body: Any, asked: int | None, limit: int) -> int | None:
@@ -52,40 +51,7 @@ def answer_role(messages: Sequence[dict[str, Any]], body: Any) -> str:
 def last_content(messages: Sequence[dict[str, Any]], body: Any) -> str:
     """With ``echo``: the text of the last message, if the answer is of the same role."""
     last = messages[-1]
-    content = last.get("content") if body.echo and last.get("role") == answer_role(messages, body) else None
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text")) for part in content)
-    return content or ""
-
-
-def marked(messages: Sequence[dict[str, Any]], others: Any) -> tuple[list[dict[str, Any]], str]:
-    """The conversation with a mark at the end of its last message, and the mark: a text that nothing else has.
-    ApiError (400) if there is nothing to continue."""
-    *before, last = messages
-    content = last.get("content")
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text")) for part in content)
-    if not isinstance(content, str):
-        raise ApiError(400, "continue_final_message: the last message has no content", "continue_final_message")
-    taken, mark, number = json.dumps([messages, others], ensure_ascii=False, default=str), MARK, 0
-    while mark.strip() in taken:
-        number += 1
-        mark = f"{MARK.strip()}_{number} "
-    return [*before, {**last, "content": content + mark}], mark
-
-
-def cut_at(pieces: Sequence[str], mark: str) -> tuple[str, ...]:
-    """Plain text and special tokens in turns up to the mark.  ApiError (400) if the template does not print it."""
-    word = mark.strip()
-    for number in range(len(pieces) - 1, -1, -1):
-        at = pieces[number].rfind(word) if number % 2 == 0 else -1
-        if at >= 0:
-            kept = pieces[number][:at]
-            # a template that trims the message has trimmed the mark's space, and would have trimmed what is before it
-            whole = pieces[number].startswith(mark, at)
-            return (*pieces[:number], kept if whole else kept.rstrip())
-    what = "continue_final_message: the chat template does not print the last message as it is"
-    raise ApiError(400, what, "continue_final_message")
+    return text_of(last.get("content")) if body.echo and last.get("role") == answer_role(messages, body) else ""
 
 
 def around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -122,23 +122,37 @@ class Tokens:
         split: bool = True,
         goes_on: bool = False,
         who: str = "",
+        documents: Any = None,
+        template: str | None = None,
     ) -> list[int]:
-        """The ids of a conversation; ``goes_on``: up to the end of its last message.  ``split``: what is spelled like a
-        special token in it stays text; without it such text is the token, as with transformers.  A template that knows
-        no tools is told of them in a message.  RequestError or ApiError if it is malformed or refused.
+        """Return the ids of a conversation; ``goes_on``: up to the end of its last message.  ``split``: what is spelled
+        like a special token in it stays text; without it such text is the token, as with transformers.  ``template``:
+        the name of one of the model's templates.  RequestError or ApiError if it is malformed or refused.
 
         A chat template is a program, and a conversation is its input: it runs where it can be ended (``Desk``)."""
         tokenizer = self.need()
         _check_variables(variables)
-        asked = to_json([messages, tools, begin, variables])
+        if template is not None and template not in tokenizer.chat_templates:
+            raise ApiError(400, f"chat_template: {_no_template(tokenizer)}", "chat_template")
+        conversation = {
+            "messages": messages,
+            "add_generation_prompt": begin,
+            "continue_final_message": goes_on,
+            "tools": tools,
+            "documents": documents,
+            "chat_template": template,
+            "variables": variables,
+        }
+        asked = to_json(conversation)
         # the template repeats what it is given: its size bounds the work
         if len(asked) > 2 * self.most:
             self.check_length(" " * (len(asked) // 2), "messages")
-        kept = not VARYING.search(tokenizer.chat_template or "") and len(asked) < CACHED // 16
-        key = (hashlib.sha256(asked).digest(), split, goes_on) if kept else ()
+        varies = any(map(VARYING.search, tokenizer.chat_templates.values()))
+        kept = not varies and len(asked) < CACHED // 16
+        key = (hashlib.sha256(asked).digest(), split) if kept else ()
         if kept and (found := self._kept.get(salt, key)) is not None:
             return found.tolist()
-        ids = await self.desk.chat(asked, split, goes_on, self.most, who)
+        ids = await self.desk.chat(asked, split, self.most, who)
         if kept:
             self._keep(salt, key, ids)
         return ids
@@ -153,6 +167,11 @@ def too_long(text: str, most: int, param: str) -> None:
             f"has {len(text)} characters, more than so many tokens can have. Shorten it.",
             param,
         )
+
+
+def _no_template(tokenizer: Tokenizer) -> str:
+    names = ", ".join(sorted(tokenizer.chat_templates)) or "none"
+    return f"want the name of one of the model's templates ({names}); a request's own is never used"
 
 
 def _check_variables(variables: Any) -> None:

@@ -28,10 +28,6 @@ from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of
 
 MOST = 128  # tools of a request
 COMPACT = {"disable_any_whitespace": True}  # a small model that may write spaces may write nothing else
-INTRODUCTION = (
-    "You may call functions to answer. These are there, each described by JSON:\n{tools}\nTo call one, write\n"
-    '<tool_call>\n{{"name": <name>, "arguments": <object of arguments>}}\n</tool_call>'
-)
 
 
 class CallParser(Protocol):
@@ -253,29 +249,6 @@ def _allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[st
             raise ApiError(400, what, "tool_choice")
         found.append(name)
     return mode, found
-
-
-def tell(messages: Any, tools: Sequence[Mapping[str, Any]]) -> Any:
-    """For a chat template that knows nothing of tools: the tools as a first message, and calls as text."""
-    if not isinstance(messages, list):
-        return messages
-    told: list[Any] = []
-    if tools:
-        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        told.append({"role": "system", "content": INTRODUCTION.format(tools=lines)})
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        if isinstance(calls, list) and calls:
-            texts = [message.get("content") or ""]
-            for call in calls:
-                function = call.get("function") if isinstance(call, dict) else None
-                if not isinstance(function, dict):
-                    raise ApiError(400, "messages: tool_calls hold no function", "messages")
-                body = {"name": function.get("name"), "arguments": load(str(function.get("arguments"))) or {}}
-                texts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
-            message = {"role": message.get("role"), "content": "\n".join(filter(None, map(str, texts)))}
-        told.append(message)
-    return told
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,7 @@ _MESSAGES = {
     },
 }  # fmt: skip
 _TOOLS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
+DOCUMENTS = {"anyOf": [{"type": "array", "items": {"type": "object"}}, {"type": "null"}]}
 _CHOICE = {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}, {"type": "null"}]}
 
 
@@ -38,6 +39,12 @@ class ChatBody(Generation):
         None, description="extension: those that the tokenizer puts round a text, beside the template's; absent: false"
     )
     chat_template_kwargs: Table = Field(None, description="extension: variables of the chat template")
+    documents: Annotated[Any, WithJsonSchema(DOCUMENTS)] = Field(
+        None, description="extension: texts for a chat template that has a place for them"
+    )
+    chat_template: str | None = Field(
+        None, description="extension: the name of one of the model's templates; absent: tool_use for tools, or default"
+    )
     split_special_tokens: bool | None = Field(
         None, description="extension: what the request spells like a special token stays text; absent: true"
     )

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, WithJsonSchema
 
+from .chat import DOCUMENTS
 from .common import Body, Table
 
 
@@ -18,6 +19,8 @@ class TokenizeBody(Body):
     continue_final_message: bool | None = Field(None, description="of messages, as in a chat")
     return_token_strs: bool | None = None
     tools: Any = None
+    documents: Annotated[Any, WithJsonSchema(DOCUMENTS)] = None
+    chat_template: str | None = Field(None, description="of messages, as in a chat")
     chat_template_kwargs: Table = None
     split_special_tokens: bool | None = Field(None, description="of messages, as in a chat")
 

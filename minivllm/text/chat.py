@@ -1,0 +1,164 @@
+"""From a conversation to the text of a prompt: which of a model's chat templates, and what it is given.
+
+ask ──check──► plain messages ──select──► template ──fit──► its forms ──fill──► text, cut where it goes on
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minivllm.errors import RequestError, shown
+
+from . import messages as plain
+from .messages import GOES_ON
+from .template import ChatTemplate, UndefinedFieldError, is_template
+
+log = logging.getLogger("minivllm")
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
+RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+KEPT = 8  # templates of callers that stay compiled
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What a template is given: ``values`` are (messages, tools, documents, variables by name), ``mark`` is the end of
+    the last message, where the prompt ends; "" if it ends with the template's text."""
+
+    template: ChatTemplate
+    values: tuple[Any, Any, Any, dict[str, Any]]
+    begins_answer: bool
+    mark: str = ""
+
+
+class ChatTemplates:
+    """The chat templates of a model by name; a model with one calls it ``default``."""
+
+    def __init__(self, sources: Mapping[str, str]) -> None:
+        self.sources = dict(sources)
+        self._compiled: dict[str, ChatTemplate] = {}
+        self._told: set[str] = set()
+
+    def select(self, name: str | None, tools: Any, documents: Any = None) -> ChatTemplate:
+        """Return the template that is named, or whose text is given; without a name ``tool_use`` for tools, else
+        ``default``.  RequestError if the model has none of that name."""
+        names = ", ".join(sorted(self.sources))
+        if name is None:
+            name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+            if name not in self.sources:
+                if not self.sources:
+                    raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
+                what = f"this model has several chat templates ({names}) and none is the default"
+                raise RequestError(f"{what}: name one with chat_template", "chat_template")
+        source = self.sources.get(name)
+        if source is None and is_template(name):
+            source = name
+        if source is None:
+            want = f"want {names}, or a Jinja template" if self.sources else "want a Jinja template"
+            raise RequestError(f"chat_template={shown(name)}: {want}", "chat_template")
+        found = self._compiled.get(source)
+        if found is None:
+            if len(self._compiled) >= len(self.sources) + KEPT:
+                self._compiled.clear()
+            found = self._compiled[source] = ChatTemplate(source)
+        if documents and "documents" not in found.facts.variables:
+            raise RequestError(self._no_documents(), "documents")
+        return found
+
+    def written(self) -> list[str]:
+        """Return the texts that the model's templates may print."""
+        found: list[str] = []
+        for name, source in self.sources.items():
+            try:
+                found += self.select(name, None).facts.written
+            except RequestError:  # it is broken, which a chat that uses it says
+                found.append(source)
+        return found
+
+    def _no_documents(self) -> str:
+        reading = [name for name, source in self.sources.items() if "documents" in source]
+        hint = f"name one that has, with chat_template: {', '.join(reading)}" if reading else "put them into a message"
+        return f"documents: the chat template has no place for them; {hint}"
+
+    def prepare(
+        self,
+        messages: Any,
+        add_generation_prompt: bool | None,
+        continue_final_message: bool,
+        tools: Any,
+        documents: Any,
+        chat_template: str | None,
+        variables: Mapping[str, Any] | None,
+    ) -> Filling:
+        """Return what the template is given.  RequestError names the field that is wrong."""
+        chat = plain.check_messages(messages)
+        tools, documents = plain.check_tools(tools), plain.check_documents(documents)
+        extra = _checked(variables)
+        template = self.select(_name(chat_template), tools, documents)
+        facts = template.facts
+        if tools and "tools" not in facts.variables:
+            self._note_told(template)
+            chat, tools = plain.tell_tools(chat, tools), None
+        if not facts.reads_calls:
+            chat = plain.tell_calls(chat)
+        chat, mark = plain.fit(chat, facts), ""
+        if continue_final_message:
+            if add_generation_prompt:
+                what = f"{GOES_ON} beside add_generation_prompt: want one of them"
+                raise RequestError(what, GOES_ON)
+            chat, mark = plain.marked(chat, [tools, documents, extra])
+        begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+        return Filling(template, (chat, tools, documents, extra), begins, mark)
+
+    def _note_told(self, template: ChatTemplate) -> None:
+        if template.source not in self._told:
+            self._told.add(template.source)
+            log.warning("the chat template has no place for tools; they are described in the system message")
+
+
+def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Callable[[Any], str], Any], Any]) -> Any:
+    """Return ``run(render, values)``, where ``render`` fills the template with values as they are or marked.
+
+    A template that reads the content of a message without any is filled again with empty text there."""
+    chat, tools, documents, extra = filling.values
+
+    def render(values: Any) -> str:
+        chat, tools, documents, set_to = values
+        scope = {**special_tokens, **dict(zip(extra, set_to, strict=True))}
+        scope |= {"tools": tools, "documents": documents, "messages": chat}
+        return filling.template.render({**scope, "add_generation_prompt": filling.begins_answer})
+
+    def attempt(chat: Any) -> Any:
+        return run(render, (chat, tools, documents, list(extra.values())))
+
+    try:
+        try:
+            return attempt(chat)
+        except UndefinedFieldError:
+            if (filled := plain.with_content(chat)) is None:
+                raise
+            return attempt(filled)
+    except RecursionError:
+        raise RequestError("messages: nested too deeply", "messages") from None
+
+
+def _name(chat_template: Any) -> str | None:
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise RequestError(f"chat_template={shown(chat_template)}: want a name or a Jinja template", "chat_template")
+    return chat_template
+
+
+def _checked(variables: Any) -> dict[str, Any]:
+    """Return the variables of a template.  RequestError for names that a caller does not set."""
+    if variables is not None and not isinstance(variables, Mapping):
+        raise RequestError(f"chat_template_kwargs={shown(variables)}: want a mapping", "chat_template_kwargs")
+    extra = dict(variables or {})
+    for name in RESERVED:
+        if name in extra:
+            raise RequestError(f"chat template variable {shown(name)} is set by the engine", "chat_template_kwargs")
+    for name in extra:
+        if not isinstance(name, str):
+            raise RequestError(f"chat template variable {shown(name)}: want a name", "chat_template_kwargs")
+    return extra

@@ -1,0 +1,200 @@
+"""Facts of a chat template that its syntax tree shows: what it prints, and in which form it reads messages.
+
+A published template reads the content of a message as text, as a list of parts, or as either; it reads the arguments of
+a tool call as JSON text, as a mapping, or as either; and it knows some roles and variables, and others not.  The facts
+let ``messages.fit`` give each template the form that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+TEXT, PARTS, MAPPING, EITHER = "text", "parts", "mapping", "either"
+CONTENT, ARGUMENTS, CALL, CALLS, ROLE = "content", "arguments", "function", "tool_calls", "role"
+MESSAGES, MESSAGE = "messages", "one of messages"
+TRACKED = frozenset({CONTENT, ARGUMENTS, CALL, CALLS, ROLE})
+SAME = frozenset({"default", "d", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "first", "last"})
+OF_PARTS = frozenset({"selectattr", "rejectattr", "map"})
+OF_MAPPINGS = frozenset({"items", "dictsort", "tojson"})
+METHODS_OF_MAPPINGS = frozenset({"items", "keys", "values", "get"})
+
+
+@dataclass(frozen=True)
+class TemplateFacts:
+    """``written``: the text that a template may print; ``names``: the words that it looks up or compares with;
+    ``filters``: the names of its filters; ``variables``: the names that it reads from the caller; ``roles``: the roles
+    that it compares a message's role with; ``content`` and ``arguments``: the forms in which it reads those."""
+
+    written: tuple[str, ...] = ()
+    names: frozenset[str] = frozenset()
+    filters: frozenset[str] = frozenset()
+    variables: frozenset[str] = frozenset()
+    roles: frozenset[str] = frozenset()
+    content: str = TEXT
+    arguments: str = EITHER
+    prints_messages: bool = False  # as JSON, with all their keys
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether the template prints the tool calls of a message."""
+        return self.prints_messages or CALLS in self.names
+
+
+def facts_of(environment: Any, source: str) -> TemplateFacts:
+    """Return the facts of a template's source.  Errors are those of jinja2's parser."""
+    from jinja2 import meta, nodes
+
+    tree = environment.parse(source)
+    constants = [str(node.value) for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
+    data = [node.data for node in tree.find_all(nodes.TemplateData)]
+    uses = _Uses(tree)
+    return TemplateFacts(
+        tuple(constants + data),
+        frozenset((*constants, *(node.attr for node in tree.find_all(nodes.Getattr)))),
+        frozenset(node.name for node in tree.find_all(nodes.Filter)),
+        frozenset(meta.find_undeclared_variables(tree)),
+        frozenset(uses.roles()),
+        uses.content(),
+        uses.arguments(),
+        uses._filtered({MESSAGE, MESSAGES}, frozenset({"tojson"})),
+    )
+
+
+class _Uses:
+    """How a template uses the fields of a message, followed through assignments, loops and macros.
+
+    Names are followed whatever their scope: a template that gives one name two meanings is read as having both."""
+
+    def __init__(self, tree: Any) -> None:
+        from jinja2 import nodes
+
+        self._nodes, self._tree = nodes, tree
+        self._aliases: dict[str, set[str]] = {}
+        self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
+        while self._follow():
+            pass
+
+    def _follow(self) -> bool:
+        """Add the names that hold a tracked field; return whether there was a new one."""
+        before = sum(map(len, self._aliases.values()))
+        for node in self._tree.find_all(self._nodes.Assign):
+            self._alias(node.target, self._fields(node.node))
+        for node in self._tree.find_all(self._nodes.For):
+            fields = self._fields(node.iter)
+            self._alias(node.target, {CALL} if CALLS in fields else {MESSAGE} if MESSAGES in fields else set())
+        for node in self._tree.find_all(self._nodes.Call):
+            macro = self._macros.get(getattr(node.node, "name", ""))
+            if macro is not None:
+                for param, value in self._given(macro, node):
+                    self._alias(param, self._fields(value))
+        return sum(map(len, self._aliases.values())) > before
+
+    @staticmethod
+    def _given(macro: Any, call: Any) -> Iterator[tuple[Any, Any]]:
+        yield from zip(macro.args, call.args, strict=False)
+        by_name = {param.name: param for param in macro.args}
+        for keyword in call.kwargs:
+            if keyword.key in by_name:
+                yield by_name[keyword.key], keyword.value
+
+    def _alias(self, target: Any, fields: set[str]) -> None:
+        name = getattr(target, "name", None)
+        if fields and isinstance(target, self._nodes.Name):
+            self._aliases.setdefault(str(name), set()).update(fields)
+
+    def _fields(self, node: Any) -> set[str]:
+        """Return the tracked fields that an expression may be."""
+        n = self._nodes
+        if isinstance(node, n.Name):
+            return {MESSAGES} if node.name == MESSAGES else self._aliases.get(node.name, set())
+        key = self._key(node)
+        if key is not None:
+            return {key} if key in TRACKED else set()
+        if isinstance(node, n.Getitem):  # a place in a list, or a slice of it
+            found = self._fields(node.node)
+            if isinstance(node.arg, n.Slice):
+                return found
+            return {CALL} if CALLS in found else set()
+        if isinstance(node, n.Filter):
+            return self._fields(node.node) if node.name in SAME else set()
+        if isinstance(node, n.CondExpr):
+            return self._fields(node.expr1) | self._fields(node.expr2)
+        if isinstance(node, (n.Or, n.And)):
+            return self._fields(node.left) | self._fields(node.right)
+        if isinstance(node, n.Call) and isinstance(node.node, n.Getattr) and node.node.attr == "get" and node.args:
+            key = node.args[0].value if isinstance(node.args[0], n.Const) else None
+            return {key} if key in TRACKED else set()
+        return set()
+
+    def _key(self, node: Any) -> str | None:
+        """Return the name by which ``x.name`` or ``x['name']`` looks something up."""
+        if isinstance(node, self._nodes.Getattr):
+            return str(node.attr)
+        if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Const):
+            return node.arg.value if isinstance(node.arg.value, str) else None
+        return None
+
+    def _tested(self, field: str, *names: str) -> bool:
+        tests = self._tree.find_all(self._nodes.Test)
+        return any(test.name in names and field in self._fields(test.node) for test in tests)
+
+    def _looped(self, field: str) -> bool:
+        return any(field in self._fields(loop.iter) for loop in self._tree.find_all(self._nodes.For))
+
+    def _loops_over_parts(self) -> bool:
+        """Return whether a loop over content reads the type or the text of each part."""
+        n = self._nodes
+        return any(
+            self._key(node) in ("type", "text") and getattr(node.node, "name", "") == getattr(loop.target, "name", None)
+            for loop in self._tree.find_all(n.For)
+            if CONTENT in self._fields(loop.iter)
+            for node in loop.find_all((n.Getattr, n.Getitem))
+        )
+
+    def _filtered(self, fields: set[str], names: frozenset[str]) -> bool:
+        filters = self._tree.find_all(self._nodes.Filter)
+        return any(one.name in names and fields & self._fields(one.node) for one in filters)
+
+    def content(self) -> str:
+        """Return the form in which the content of a message is read."""
+        n = self._nodes
+        indexed = any(
+            isinstance(node.node, n.Getitem)
+            and not isinstance(node.node.arg, n.Slice)
+            and CONTENT in self._fields(node.node.node)
+            and self._key(node) in ("type", "text")
+            for node in self._tree.find_all((n.Getattr, n.Getitem))
+        )
+        if not (self._loops_over_parts() or indexed or self._filtered({CONTENT}, OF_PARTS)):
+            return TEXT
+        return EITHER if self._tested(CONTENT, "string") else PARTS
+
+    def arguments(self) -> str:
+        """Return the form in which the arguments of a tool call are read."""
+        n = self._nodes
+        if self._tested(ARGUMENTS, "string"):
+            return EITHER
+        whole = self._filtered({ARGUMENTS, CALL, CALLS}, frozenset({"tojson"}))
+        called = any(
+            isinstance(node.node, n.Getattr)
+            and node.node.attr in METHODS_OF_MAPPINGS
+            and ARGUMENTS in self._fields(node.node.node)
+            for node in self._tree.find_all(n.Call)
+        )
+        parted = self._filtered({ARGUMENTS}, OF_MAPPINGS) or self._looped(ARGUMENTS)
+        if whole or called or parted or self._tested(ARGUMENTS, "mapping"):
+            return MAPPING
+        read = any(ARGUMENTS in self._fields(node) for node in self._tree.find_all((n.Getattr, n.Getitem)))
+        return TEXT if read else EITHER
+
+    def roles(self) -> Iterator[str]:
+        """Yield the roles that a message's role is compared with."""
+        n = self._nodes
+        for node in self._tree.find_all(n.Compare):
+            sides = [node.expr, *(operand.expr for operand in node.ops)]
+            if any(ROLE in self._fields(side) for side in sides):
+                for side in sides:
+                    listed = side.items if isinstance(side, (n.List, n.Tuple)) else [side]
+                    yield from (one.value for one in listed if isinstance(one, n.Const) and isinstance(one.value, str))
