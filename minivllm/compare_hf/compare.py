@@ -58,7 +58,7 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
     if not prompts:
         vocab = llm.engine.capacity.vocab_size
         prompts = PROMPTS if llm.tokenizer is not None else [[(7 * i * i + 3 * i + 5) % vocab for i in range(IDS)]]
-    ids = [read_prompt(prompt, llm.tokenizer)[1].tolist() for prompt in prompts]
+    ids = [read_prompt(prompt, llm.tokenizer).ids.tolist() for prompt in prompts]
     runs, missing = engine.run(llm, ids, max_tokens)
     llm.close()
     found = DtypeComparison(wiring.dtype, bound or BOUNDS[wiring.dtype])

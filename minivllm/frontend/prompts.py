@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.taps import Tap
-from minivllm.errors import RequestError, shown
+from minivllm.errors import RequestError, brief, shown, suggest
 
 if TYPE_CHECKING:
     from minivllm.text.tokenizer import Tokenizer
@@ -20,14 +20,68 @@ MOST_NEGATIVE = 32768  # characters: what a server has time to encode between tw
 MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
 
 
-def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, np.ndarray]:
-    """(text, ids i32) of a prompt: a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids``."""
-    text = None
+TEXT_ONLY = "this engine serves text and reads no images, audio or video"
+# keys of a prompt in vLLM and elsewhere that would change the answer
+REFUSED = {
+    **dict.fromkeys(
+        (
+            "multi_modal_data",
+            "multi_modal_uuids",
+            "mm_processor_kwargs",
+            "mm_kwargs",
+            "images",
+            "image",
+            "audio",
+            "video",
+        ),
+        TEXT_ONLY,
+    ),
+    "prompt_embeds": "embeddings are not read; want text or token ids",
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder are not served"),
+    "token_type_ids": "no model here reads them",
+    "messages": "a conversation goes to chat",
+    "sampling_params": "they are the second argument of generate",
+    "lora_request": "adapters are not served",
+}
+KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+class PromptInput(NamedTuple):
+    """A prompt that was read: its text if it is known, token ids (i32 [n]), and the salt of its cached prefixes."""
+
+    text: str | None
+    ids: np.ndarray
+    cache_salt: str | None = None
+
+
+def _check_keys(prompt: Mapping[Any, Any]) -> None:
+    """RequestError for a key that says something and is not read."""
+    for key, value in prompt.items():
+        if key in KEYS or value is None:
+            continue
+        name = brief(str(key), 64)
+        if key in REFUSED:
+            if isinstance(value, (str, list, tuple, dict)) and not value:
+                continue
+            raise RequestError(f"{name} in a prompt: {REFUSED[key]}", name)
+        raise RequestError(f"{name} in a prompt: unknown key; want {', '.join(KEYS)}.{suggest(name, KEYS)}", name)
+
+
+def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
+    """Return a prompt that is given as a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids`` and
+    perhaps ``cache_salt``.  RequestError names the key that is wrong."""
+    text, salt = None, None
     if isinstance(prompt, Mapping):
+        _check_keys(prompt)
+        salt = prompt.get("cache_salt")
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt={shown(salt)} in a prompt: want a string", "cache_salt")
         ids = prompt.get("prompt_token_ids")
         if ids is not None:
             text, prompt = prompt.get("prompt"), ids
-        elif "prompt" in prompt:
+            if text is not None and not isinstance(text, str):
+                raise RequestError(f"prompt={shown(text)} beside prompt_token_ids: want its text", "prompt")
+        elif prompt.get("prompt") is not None:
             prompt = prompt["prompt"]
         else:
             raise RequestError(
@@ -45,7 +99,16 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> tuple[str | None, n
         raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
     if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
         raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
-    return text, array.astype(np.int32)
+    return PromptInput(text, array.astype(np.int32), salt)
+
+
+def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
+    """Return the parameters with the salt of a prompt.  RequestError if they have another one."""
+    if salt is None or params.cache_salt == salt:
+        return params
+    if params.cache_salt is not None:
+        raise RequestError("cache_salt differs between the prompt and its sampling parameters: want one", "cache_salt")
+    return replace(params, cache_salt=salt)
 
 
 def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:

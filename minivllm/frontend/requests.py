@@ -15,7 +15,7 @@ from minivllm.errors import RequestError, shown, told
 from minivllm.plain import flaw
 from minivllm.text.outputs import RequestMetrics, RequestOutput, StopProbe
 
-from .prompts import read_prompt, with_token_ids
+from .prompts import read_prompt, with_salt, with_token_ids
 from .tap_values import values_of
 from .text import RequestText
 
@@ -57,8 +57,8 @@ class Tracked(RequestText):
     ) -> None:
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
-        text, ids = read_prompt(prompt, tokenizer)
-        params = with_token_ids(params, tokenizer)
+        text, ids, salt = read_prompt(prompt, tokenizer)
+        params = with_salt(with_token_ids(params, tokenizer), salt)
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
         self.told = False  # all has been said

@@ -434,7 +434,7 @@ def params_to_json(params: SamplingParams) -> dict[str, Any]:
 def _prompt(prompt_ids: Any) -> np.ndarray:
     from minivllm.frontend.prompts import read_prompt
 
-    return read_prompt({"prompt_token_ids": prompt_ids}, None)[1]
+    return read_prompt({"prompt_token_ids": prompt_ids}, None).ids
 
 
 def _settle(waiting: asyncio.Future[Any] | None, value: Any, error: Exception | None = None) -> None:
