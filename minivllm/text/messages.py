@@ -113,12 +113,12 @@ def _part(part: Any, at: str) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise _fail(at, f'={shown(part)}: want {{"type": "text", "text": ...}}')
     part = {key: value for key, value in part.items() if value is not None}
-    for key in part:
-        if isinstance(key, str) and key not in PART_KEYS and MEDIA.fullmatch(key):
-            raise _fail(f"{at}.{key}", f": {TEXT_ONLY}; want parts of type text")
     kind = part.get("type", "text")
     if isinstance(kind, str) and MEDIA.fullmatch(kind):
         raise _fail(f"{at}.type", f"={shown(kind)}: {TEXT_ONLY}; want text")
+    for key in part:
+        if isinstance(key, str) and key not in PART_KEYS and MEDIA.fullmatch(key):
+            raise _fail(f"{at}.{key}", f": {TEXT_ONLY}; want parts of type text")
     if not isinstance(kind, str) or kind not in TEXTS:
         raise _fail(f"{at}.type", f"={shown(kind)}: want {', '.join(TEXTS)}")
     field = TEXTS[kind]

@@ -223,15 +223,15 @@ CALL = {"id": "call00001", "type": "function", "function": {"name": "add", "argu
 REFUSED = [
     (
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        "messages[0].content[0].image_url",
+        "messages[0].content[0].type",
     ),
     ({"role": "user", "content": [{"type": "image"}]}, "messages[0].content[0].type"),
     (
         {"role": "user", "content": ["a", {"type": "input_audio", "input_audio": {}}]},
-        "messages[0].content[1].input_audio",
+        "messages[0].content[1].type",
     ),
     ({"role": "user", "content": [{"type": "video"}]}, "messages[0].content[0].type"),
-    ({"role": "user", "content": [{"type": "file", "file": {"file_id": "1"}}]}, "messages[0].content[0].file"),
+    ({"role": "user", "content": [{"type": "file", "file": {"file_id": "1"}}]}, "messages[0].content[0].type"),
     ({"role": "user", "content": [{"type": "text", "text": "a", "image": "b"}]}, "messages[0].content[0].image"),
     ({"role": "user", "content": [{"type": "dance"}]}, "messages[0].content[0].type"),
     ({"role": "user", "content": [{"type": "text", "content": "a"}]}, "messages[0].content[0].text"),

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 
 from minivllm.server.openai.calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
-from minivllm.server.openai.reader import Reader
+from minivllm.server.openai.reader import Reader, end_of_calls
 from minivllm.server.openai.tools import Hermes, Json, Tools
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
@@ -105,6 +105,58 @@ def test_at_every_place_where_an_answer_may_be_cut_no_part_of_a_call_is_text(siz
                 assert not whole[0] and streamed[0] == "", text[:at]
             for name, arguments in streamed[1][count:]:
                 assert name == "f" and (two if count else one).startswith(arguments)
+
+
+# ---- calls that are no others ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_a_required_call_is_given_once_however_often_the_model_repeats_it(size):
+    one, two = ("f", '{"x":[1,"}"]}'), ("f", '{"x":[1,2]}')
+    for made in ([one, one], [one, two, one, one], [one, ("g", one[1]), two, two]):
+        text = "[" + ",".join(f'{{"name":"{name}","arguments":{arguments}}}' for name, arguments in made) + "]"
+        want = [list(call) for call in dict.fromkeys(made)]
+        whole, streamed = read("required", cut(text, size), "stop", None)
+        assert whole == (None, want, "tool_calls") and streamed == ("", want)
+        ended = end_of_calls(Tools([], "required"), None)
+        ends = [ended(0, piece) for piece in cut(text, size)]
+        first = next(i for i in range(len(made)) if made[i] in made[:i])
+        told = "".join(cut(text, size)[: ends.index(True) + 1])
+        assert told.count('"name"') >= first + 1 and (size > 7 or told.count('"name"') == first + 1)
+        assert not any(ended(1, piece) for piece in cut(text, size)[: ends.index(True)])  # each branch has its own
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_without_parallel_calls_an_answer_is_one_call_at_most(size):
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for text, said in ((f"So: {call}\n{call} and {call}", "So: "), (f"{call}<tool_call>", ""), (call, "")):
+        whole, streamed = read("auto", cut(text, size), "stop", parallel=False)
+        assert whole == (said.strip() or None, [["f", '{"a": 1}']], "tool_calls")
+        assert streamed == (said, [["f", '{"a": 1}']])
+        ended = end_of_calls(Tools([], "auto", parallel=False), Hermes)
+        assert [ended(0, piece) for piece in cut(text, size)].count(True) >= 1
+    listed = '[{"name":"f","arguments":{"a":1}},{"name":"g","arguments":{}}]'
+    assert read("auto", cut(listed, size), "stop", Json, parallel=False)[0] == (None, [["f", '{"a":1}']], "tool_calls")
+    assert end_of_calls(Tools([], "auto"), Hermes) is end_of_calls(Tools([], "none", parallel=False), Hermes) is None
+    only = end_of_calls(Tools([], "auto", parallel=False, only=frozenset({"g"})), Hermes)
+    assert not only(0, call) and only(0, call.replace('"f"', '"g"'))
+
+
+def test_a_model_that_must_call_and_repeats_itself_ends_with_its_calls(server):
+    pytest.importorskip("llguidance")
+    small = function("add", a={"type": "integer", "minimum": 0, "maximum": 9})
+    body = {**ASK, "tools": [small], "tool_choice": "required", "max_tokens": 300}
+    answer = server.post(CHAT, body).json()
+    (choice,) = answer["choices"]
+    told = [(c["function"]["name"], c["function"]["arguments"]) for c in choice["message"]["tool_calls"]]
+    assert choice["finish_reason"] == "tool_calls" and len(set(told)) == len(told)
+    assert answer["usage"]["completion_tokens"] < 300
+    _, calls, reasons, _ = streamed(server, body)
+    assert [tuple(call) for call in calls] == told and reasons == ["tool_calls"]
+    several = server.post(CHAT, {**body, "n": 3, "temperature": 1, "seed": 2}).json()["choices"]
+    for choice in several:
+        told = [c["function"]["arguments"] for c in choice["message"].get("tool_calls", ())]
+        assert len(set(told)) == len(told)
 
 
 def test_text_that_only_looks_like_a_call_is_kept_when_it_is_cut():

@@ -215,7 +215,8 @@ class FrameClient:
                 self._send("abort", {"number": stream.number})
 
     def _cut(self, stream: Stream, sample: int, stop: str) -> None:
-        """A stop string ended a branch: the engine need not go on with it."""
+        """Tell the engine that the text of a branch has ended: by the stop string ``stop``, or (empty) for its reader,
+        who needs no more."""
         if not self._gone:
             with contextlib.suppress(EngineDeadError):
                 self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})

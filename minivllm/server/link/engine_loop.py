@@ -281,13 +281,13 @@ class EngineLoop(TurnLoop):
             self.engine.abort(live.request.id)
 
     def _do_cut(self, number: int, sample: int, stop: str) -> None:
-        """A stop string ended a branch in the text, which is made elsewhere."""
+        """End a branch whose text, which is made elsewhere, has ended: by a stop string, or (empty) for its reader."""
         if (live := self.live.get(number)) is None:
             return
         for seq in live.request.sequences:
             if seq.sample == sample and seq.finish_reason is None:
                 live.ended.add(sample)
-                self.engine.finish(seq, "stop", stop_reason=stop)
+                self.engine.finish(seq, "stop", stop_reason=stop or None)
 
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
         try:

@@ -84,6 +84,7 @@ class Stream(RequestText):
         self._done = False  # nothing more will come
         self._tell: Tell | None = None  # while its reader waits and has not been woken, see ``take``
         self._wake: asyncio.Future[None] | None = None
+        self._until: Callable[[int, str], bool] | None = None
 
     # ---- the reader ----------------------------------------------------------------------------------------------
 
@@ -167,13 +168,15 @@ class Stream(RequestText):
     ) -> None:
         """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
         that is not an end-of-sequence token.  Ignored if the branch has ended."""
-        if reason is None and sample in self.open and self.texts[sample].plain:
+        if reason is None and sample in self.open and self.texts[sample].plain and self._until is None:
             # by far the most: a token or two in the middle of an answer
             new, stopped, used = self.texts[sample].extend(ids), None, len(ids)
             if self._tell is not None and not self._pending and self._tell(sample, new, used):
                 return
         elif (delta := self.accept(sample, ids, Finish(reason, stop_token) if reason else None)) is not None:
             new, stopped, used = delta
+            if self._until is not None and new and sample in self.open and self._until(sample, new):
+                self._close(sample)
         else:
             return
         if (piece := self._pending.get(sample)) is None:
@@ -189,9 +192,24 @@ class Stream(RequestText):
             piece.finish_reason, piece.stop_reason = text.finish_reason, text.stop_reason
             if text.finish_reason == "error":
                 piece.error, piece.param = error, param
-            if reason is None and stopped is not None:
-                self._cut(self, sample, stopped)
+            if reason is None:
+                self._cut(self, sample, stopped or "")
         self._rouse()
+
+    def end_when(self, until: Callable[[int, str], bool]) -> None:
+        """End a branch once ``until(sample, text)`` is true; it gets the text of each branch piece by piece."""
+        self._until = until
+        for sample in sorted(self.open):
+            text = self.texts[sample].text
+            if text and until(sample, text):
+                self._close(sample)
+                self._pending.setdefault(sample, TextPiece(sample, "", [])).finish_reason = "stop"
+                self._cut(self, sample, "")
+                self._rouse()
+
+    def _close(self, sample: int) -> None:
+        self.texts[sample].finish("stop")
+        self.open.discard(sample)
 
     def started(self, at: float, cached_tokens: int, entered: float | None = None) -> None:
         """The first token came ``at`` seconds of ``time.monotonic``; it left the queue when it ``entered``."""

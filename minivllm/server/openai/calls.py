@@ -128,6 +128,46 @@ class Forced:
                 self._depth -= 1
 
 
+class Distinct:
+    """The calls of ``Forced`` without those that were made before: a model that the grammar makes call again has
+    nothing else to say.  ``repeated`` is set at the first one.
+
+    A call is held back while it may still become one that is there."""
+
+    def __init__(self) -> None:
+        self._calls = Forced()
+        self._made: set[tuple[str, str]] = set()
+        self._held: list[Begun | Written | Ended] = []
+        self._name, self._text, self._holds = "", "", False
+        self.repeated = False
+
+    def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
+        """Return what is new, as ``Forced.feed`` does; with ``final``, what was held back of a call without end too."""
+        found: list[Begun | Written | Ended] = []
+        for one in self._calls.feed(text, final):
+            if isinstance(one, Begun):
+                self._name, self._text = one.name, ""
+                self._holds = any(name == one.name for name, _ in self._made)
+            elif isinstance(one, Written):
+                self._text += one.text
+                like = (made for name, made in self._made if name == self._name)
+                self._holds = self._holds and any(made.startswith(self._text) for made in like)
+            elif (call := (self._name, self._text)) in self._made:
+                self._held, self.repeated = [], True
+                continue
+            else:
+                self._made.add(call)
+                self._holds = False
+            self._held.append(one)
+            if not self._holds:
+                found += self._held
+                self._held = []
+        if final and not self.repeated:
+            found += self._held
+            self._held = []
+        return found
+
+
 def is_json(text: str) -> bool:
     try:
         json.loads(text)

@@ -28,8 +28,8 @@ from .generate import (
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
 from .protocol.chat import ChatBody
-from .protocol.common import naming
-from .reader import Reader
+from .protocol.common import named, naming, sent_names
+from .reader import Reader, end_of_calls
 from .taps import check_reads, read_taps
 from .usage import asks_energy, stream_options
 
@@ -87,7 +87,7 @@ class Chat:
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: want it only with logprobs=true", "top_logprobs")
-        self.asked = limited(asked_tokens(body), service.defaults, self.warnings)
+        self.asked = limited(asked_tokens(body), service.defaults, self.warnings, sent_names(body))
         self.default: int | None = service.defaults.get("max_tokens")
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
@@ -112,11 +112,18 @@ class Chat:
     async def prepare(self, held: AsyncExitStack) -> Answer:
         service = self.service
         held.enter_context(service.door.enter(1, self.state["owner"]))
-        ids = await render(service, self.messages, self.tools.shown, self.body, self.params.salt, self.state["owner"])
-        ids = truncated(ids, self.kept, self.body.truncation_side)
-        most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
-        asks = [(ids, self.params.ending_after(most))]
-        streams = await open_streams(service, held, self.state, asks, bool(self.body.stream), self.taps, self.energy)
+        with named(sent_names(self.body)):
+            ids = await render(
+                service, self.messages, self.tools.shown, self.body, self.params.salt, self.state["owner"]
+            )
+            ids = truncated(ids, self.kept, self.body.truncation_side)
+            most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
+            asks = [(ids, self.params.ending_after(most))]
+            until = end_of_calls(self.tools, tools.parser_of(service.server.tool_parser))
+            pieces = bool(self.body.stream) or until is not None
+            streams = await open_streams(service, held, self.state, asks, pieces, self.taps, self.energy)
+        if until is not None:
+            streams[0].end_when(until)
         object = "chat.completion.chunk" if self.body.stream else "chat.completion"
         return Answer(
             service,

@@ -29,7 +29,7 @@ from .generate import (
 from .offsets import Placed, Places
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import truncated, truncation
-from .protocol.common import naming
+from .protocol.common import named, naming, sent_names
 from .protocol.completion import CompletionBody
 from .taps import check_reads, read_taps
 from .tokens import Ids, read_prompts
@@ -71,7 +71,7 @@ class Completion:
         if body.suffix:
             raise ApiError(400, "suffix is not supported: the model does not fill gaps", "suffix")
         asked = asked_tokens(body, least=0 if body.echo or self.passed.get("prompt_logprobs") is not None else 1)
-        self.asked = limited(asked, service.defaults, self.warnings)
+        self.asked = limited(asked, service.defaults, self.warnings, sent_names(body))
         self.default = default_tokens(body, service.defaults)
         self.only_scores = self.asked == 0
         self.kept = truncation(body, self.default if self.asked is None else self.asked, info.max_model_len)
@@ -99,6 +99,10 @@ class Completion:
         self.params = dataclasses.replace(self.params, prompt_logprobs=most)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
+        with named(sent_names(self.body)):
+            return await self._prepared(held)
+
+    async def _prepared(self, held: AsyncExitStack) -> Answer:
         service, body = self.service, self.body
         held.enter_context(service.door.enter(len(self.prompts), self.state["owner"]))
         asks: list[tuple[Ids, Any]] = []

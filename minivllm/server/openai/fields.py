@@ -36,7 +36,14 @@ REFUSED = {
     **dict.fromkeys(("input", "inputs", "contents", "text"), "send messages or a prompt"),
     **dict.fromkeys(("input_ids", "input_embeds"), "send text, or token ids as the prompt of /v1/completions"),
     "prompt": "it belongs to /v1/completions; send messages", "messages": "they belong to /v1/chat/completions",
-    **dict.fromkeys(("images", "image_data", "video_data", "audio_data", "multimodal_data"), "text only"),
+    **dict.fromkeys(
+        (
+            "images", "image", "image_data", "video", "videos", "video_data", "audios", "audio_data", "multimodal_data",
+            "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "files", "attachments",
+        ),
+        "text only",
+    ),
+    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder are not served"),
     **dict.fromkeys(("input_prefix", "input_suffix", "input_extra", "suffix"), "put it into the prompt"),
     "template": "the model's own is used, never a request's",
     **dict.fromkeys(("lora", "lora_path", "adapter_id", "adapter_source"), "adapters are not served"),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.errors import suggest
 from minivllm.server.errors import ApiError
 
 from .tools import COMPACT, Tools
@@ -20,6 +21,7 @@ SAME = (
     "seed", "min_tokens", "include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "priority", "cache_salt",
     "ttft_ms", "tpot_ms", "expected_tokens",
 )  # fmt: skip
+SCHEMA_KEYS = ("schema", "name", "strict", "description", "json_schema")
 STRUCTURED = "structured_outputs"
 SHAPES = frozenset(("type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"))  # say themselves what a value is
 
@@ -112,12 +114,16 @@ def asked_tokens(body: Any, least: int = 1) -> int | None:
     return next(iter(given.values()), None)
 
 
-def limited(asked: int | None, defaults: Mapping[str, Any], warnings: list[dict[str, str]]) -> int | None:
-    """``max_tokens`` of the ``[sampling]`` table is the most that an answer may have; who asks for more is told."""
+def limited(
+    asked: int | None, defaults: Mapping[str, Any], warnings: list[dict[str, str]], sent: Mapping[str, str]
+) -> int | None:
+    """Return the tokens of an answer, at most ``max_tokens`` of the ``[sampling]`` table; warn of a request for more
+    under the name by which it came (``sent``)."""
     most = defaults.get("max_tokens")
     if asked is None or most is None or asked <= most:
         return asked
-    warnings.append({"field": "max_tokens", "message": f"this server gives at most {most} tokens"})
+    name = sent.get("max_tokens", "max_tokens")
+    warnings.append({"field": name, "message": f"this server gives at most {most} tokens"})
     return int(most)
 
 
@@ -157,6 +163,7 @@ def form_of(body: Any) -> dict[str, Any] | None:
 
 def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     kind = asked.get("type")
+    _known(asked, "response_format", ("type", "json_schema", *(SCHEMA_KEYS if kind != "text" else ())))
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
@@ -169,6 +176,8 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object" and (inner is None or (isinstance(inner, dict) and inner.get("schema") is None)):
         return {"json_object": True, **COMPACT}
     _want(isinstance(inner, dict), "response_format.json_schema", "an object with name and schema")
+    if inner is not asked:
+        _known(inner, "response_format.json_schema", SCHEMA_KEYS)
     schema = inner.get("schema", inner.get("json_schema"))
     _want(isinstance(schema, dict), "response_format.json_schema.schema", "a JSON schema")
     strict = inner.get("strict")
@@ -176,6 +185,14 @@ def _format(asked: dict[str, Any]) -> dict[str, Any] | None:
     if kind == "json_object" and SHAPES.isdisjoint(schema):
         schema = {"type": "object", **schema}
     return {"json": schema, **COMPACT, "disable_additional_properties": strict is not False}
+
+
+def _known(given: Mapping[str, Any], at: str, keys: Sequence[str]) -> None:
+    """ApiError (400) for a key that says something and is not read."""
+    for key, value in given.items():
+        if key not in keys and value is not None:
+            place = f"{at}.{str(key)[:64]}"
+            raise ApiError(400, f"{place}: unknown field; want {', '.join(keys)}.{suggest(str(key), keys)}", place)
 
 
 def structured(form: dict[str, Any]) -> dict[str, Any]:

@@ -76,6 +76,7 @@ def _truncation(value: Any) -> int:
 MAPPED: dict[str, Mapped] = {
     **dict.fromkeys(("max_new_tokens", "max_output_tokens", "max_tokens_to_sample"), Mapped("max_tokens")),
     **dict.fromkeys(("n_predict", "num_predict"), Mapped("max_tokens", "-1 and -2: the rest of the context")),
+    "max_completion_tokens": Mapped("max_tokens", "of a chat it is a field of its own"),
     "min_new_tokens": Mapped("min_tokens", neutral=(0,)),
     **dict.fromkeys(
         ("repeat_penalty", "rep_pen"), Mapped("repetition_penalty", "1 is neutral; of the whole text", neutral=(1,))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from . import tools
-from .calls import Begun, Ended, Forced, Named, Said, ToolCall, Written
+from .calls import Begun, Distinct, Ended, Named, Said, ToolCall, Written
 
-HELD: dict[str, Any] = {"none": lambda: None, "required": Forced}
+HELD: dict[str, Any] = {"none": lambda: None, "required": Distinct}
 
 
 class Reader:
@@ -18,7 +19,7 @@ class Reader:
     has a part of one as text."""
 
     def __init__(self, asked: tools.Tools, parser: Any) -> None:
-        self._choice, self._only = asked.choice, asked.only
+        self._choice, self._only, self._parallel = asked.choice, asked.only, asked.parallel
         makers = {**HELD, "auto": parser, "named": lambda: Named(asked.function)}
         self._parser = makers[asked.choice]()
         self._said: list[str] = []
@@ -36,6 +37,8 @@ class Reader:
         said: list[str] = []
         calls: dict[int, dict[str, Any]] = {}
         for one in self._found(text, reason):
+            if self._whole and not self._parallel:  # one call is the whole answer
+                break
             if isinstance(one, Said):
                 said.append(one.text)
             elif isinstance(one, ToolCall) and self._only is not None and one.name not in self._only:
@@ -78,6 +81,26 @@ class Reader:
     def reason(self, reason: str | None) -> str | None:
         """A named function ends with "stop", as with OpenAI; calls that the model chose with "tool_calls"."""
         return "tool_calls" if reason == "stop" and self._whole and self._choice != "named" else reason
+
+
+def end_of_calls(asked: tools.Tools, parser: Any) -> Callable[[int, str], bool] | None:
+    """Return what tells when an answer has no more calls to make: at a call that was made before, where calls are
+    required, or behind the first one if ``parallel_tool_calls`` is false.  None if that is not to be asked.
+
+    It is called with the number of a branch and the text that is new."""
+    if asked.choice != "required" and (asked.choice != "auto" or asked.parallel):
+        return None
+    parsers: dict[int, Any] = {}
+
+    def ended(sample: int, text: str) -> bool:
+        if sample not in parsers:
+            parsers[sample] = Distinct() if asked.choice == "required" else parser()
+        found = parsers[sample].feed(text, False)
+        if asked.choice == "required":
+            return bool(parsers[sample].repeated)
+        return any(isinstance(one, ToolCall) and (asked.only is None or one.name in asked.only) for one in found)
+
+    return ended
 
 
 def _call(call: ToolCall | Begun, arguments: str) -> dict[str, Any]:

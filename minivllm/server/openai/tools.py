@@ -178,8 +178,29 @@ class Tools:
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
 
 
+OF_FUNCTION = ("name", "description", "parameters", "strict")
+# the keys that each kind of choice reads
+OF_CHOICE = {
+    "function": ("type", "function", "name"),
+    "tool": ("type", "name", "disable_parallel_tool_use"),
+    "allowed_tools": ("type", "allowed_tools", "mode", "tools"),
+}
+
+
+def _check_keys(given: Any, at: str, keys: Sequence[str], param: str) -> None:
+    """ApiError (400) for a key that says something and is not read."""
+    for key, value in given.items() if isinstance(given, dict) else ():
+        if key not in keys and value is not None:
+            near = suggest(str(key), keys)
+            raise ApiError(400, f"{at}.{str(key)[:64]}: unknown field; want {', '.join(keys)}.{near}", param)
+
+
 def _spelled(choice: Any) -> Any:
-    """A choice as OpenAI spells it: others say ``any`` for required, or put the word into an object."""
+    """Return a choice as OpenAI spells it: others say ``any`` for required, or put the word into an object."""
+    if isinstance(choice, dict) and isinstance(choice.get("type"), str):
+        keys = OF_CHOICE.get(choice["type"], ("type", "disable_parallel_tool_use"))
+        _check_keys(choice, "tool_choice", keys, "tool_choice")
+        _check_keys(choice.get("function"), "tool_choice.function", ("name",), "tool_choice")
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind == "any":
         return "required"
@@ -193,7 +214,8 @@ def _quoted(value: Any) -> str:
 
 
 def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
-    """ApiError (400) for tools or a choice that are malformed or do not fit together."""
+    """Return the tools of a request and what was chosen.  ApiError (400) for tools or a choice that are malformed or do
+    not fit together."""
     tools = tools or []
     if not isinstance(tools, list) or len(tools) > MOST:
         raise ApiError(400, f"tools: want a list of at most {MOST} functions", "tools")
@@ -206,9 +228,14 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
             raise ApiError(400, f"tools[{number}]: {want}", "tools")
         if not isinstance(function.get("strict"), (bool, type(None))):
             raise ApiError(400, f"tools[{number}].function.strict: want true or false", "tools")
+        for key in function.keys() - set(OF_FUNCTION):  # others are for the template, which prints them
+            if near := suggest(str(key), OF_FUNCTION, 0.8):
+                raise ApiError(400, f"tools[{number}].function.{str(key)[:64]}: unknown field.{near}", "tools")
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
         raise ApiError(400, "tools: two of them have the same name", "tools")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        parallel = False
     choice = _spelled(choice)
     if choice is None:
         return Tools(tools, "auto" if tools else "none", parallel=parallel is not False)

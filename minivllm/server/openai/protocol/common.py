@@ -118,7 +118,7 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def named(sent: Mapping[str, str]) -> Iterator[None]:
-    """Errors about fields tell under which names those came."""
+    """Tell in errors about fields under which names those came."""
     try:
         yield
     except (ApiError, RequestError) as exc:
@@ -129,12 +129,22 @@ def named(sent: Mapping[str, str]) -> Iterator[None]:
         raise ApiError(getattr(exc, "status", 400), f"{exc} ({', '.join(notes)})", param) from exc
 
 
+def sent_names(body: Any) -> dict[str, str]:
+    """Return our fields, and the names under which a body brought them, where those are others."""
+    names: dict[str, str] = {} if body._peers is None else dict(body._peers.sent)
+    if body.max_tokens is None and getattr(body, "max_completion_tokens", None) is not None:
+        names.setdefault("max_tokens", "max_completion_tokens")
+    if body.structured_outputs is None and (form := body.response_format or getattr(body, "tools", None)):
+        names.setdefault("structured_outputs", "response_format" if form is body.response_format else "tools")
+    return names
+
+
 def naming(make: Callable[..., None]) -> Callable[..., None]:
-    """For the ``__init__(self, service, body, state)`` of a request: ``named`` for what it refuses."""
+    """Name the fields in what the ``__init__(self, service, body, state)`` of a request refuses as they were sent."""
 
     @wraps(make)
     def made(self: Any, service: Any, body: Any, state: Any) -> None:
-        with named(body._peers.sent if body._peers is not None else {}):
+        with named(sent_names(body)):
             make(self, service, body, state)
 
     return made
