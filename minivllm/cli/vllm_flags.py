@@ -32,7 +32,7 @@ sampling defaults come from [sampling] and --override-generation-config <- gener
 the seam grammar chooses <- guided-decoding-backend=auto
 preempted requests are computed again <- preemption-mode=recompute
 answers are the assistant's <- response-role=assistant
-parts of text are joined <- chat-template-content-format=auto|string
+parts of text are joined, or kept where the template reads parts <- chat-template-content-format=auto
 uvicorn's warnings are logged <- uvicorn-log-level=warning
 system_fingerprint is null <- fingerprint-mode=none
 there is one <- pipeline-parallel-size=1 data-parallel-size=1 decode-context-parallel-size=1 \

@@ -169,7 +169,7 @@ def _lipsum(n: int = 5, html: bool = True, min: int = 20, max: int = 100) -> str
     return generate_lorem_ipsum(n, html, min, max)
 
 
-class _Counted(NodeTransformer):
+class _LimitedTree(NodeTransformer):
     """Adds a look at the clock to every turn of a loop, and a look at the size to ``~``."""
 
     def visit_For(self, node: Any) -> Any:
@@ -223,7 +223,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             self.filters[name] = _checked_filter(name, run)
 
     def _generate(self, source: Any, name: Any, filename: Any, defer_init: bool = False) -> str:
-        return super()._generate(_Counted().visit(source), name, filename, defer_init)
+        return super()._generate(_LimitedTree().visit(source), name, filename, defer_init)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         _tick()

@@ -37,6 +37,7 @@ def translated(**values):
 
 # peer's field, its value, what it is in our names
 SAME = [
+    ("max_completion_tokens", 7, {"max_tokens": 7}),
     ("max_new_tokens", 7, {"max_tokens": 7}),
     ("max_output_tokens", 7, {"max_tokens": 7}),
     ("max_tokens_to_sample", 7, {"max_tokens": 7}),
