@@ -210,6 +210,9 @@ class Connection:
             wanted = ", ".join((*KINDS, "cancel"))
             raise ApiError(400, f"type={errors.printable(str(kind), 40)!r}: want one of {wanted}", "type")
         assert ident is not None
+        if unknown := next((key for key in message if key not in ("type", "id", "body")), None):
+            name = errors.printable(unknown, 40)
+            raise ApiError(400, f"{name}: unknown field of a message; fields of a request are those of body", name)
         if kind == "cancel":
             self._cancel(ident)
             return
