@@ -117,7 +117,8 @@ def test_a_client_that_goes_away_leaves_nothing_running(server):
         ({"type": "completions", "id": "i"}, "i", "body", "an object"),
         ({"type": "completions", "id": "i", "body": {"prompt": "a", "temperature": 9}}, "i", "temperature", "0"),
         ({"type": "completions", "id": "i", "body": {"prompt": "a", "max_token": 9}}, "i", "max_token", "max_tokens"),
-        ({"type": "chat.completions", "id": "i", "body": {"messages": []}}, "i", "messages", "not empty"),
+        ({"type": "chat.completions", "id": "i", "body": {"messages": []}}, "i", "messages", "non-empty"),
+        ({"type": "completions", "id": "i", "body": {"prompt": "a"}, "n": 2}, "i", "n", "those of body"),
         ({"type": "chat.completions", "id": "i", "body": {**SUM, "model": "nobody"}}, "i", "model", "does not exist"),
     ],
 )  # fmt: skip
