@@ -226,7 +226,7 @@ def test_max_tokens_of_the_configuration_is_the_default_and_the_most(capped):
             messages = [w["message"] for w in made.get("warnings", [])]
             assert [told in message for message in messages] == [True] * (told is not None), (more, messages)
     answer = ask(capped, CHAT, messages=ASK, max_completion_tokens=50, ignore_eos=True)
-    assert answer["usage"]["completion_tokens"] == 6 and answer["warnings"][0]["field"] == "max_tokens"
+    assert answer["usage"]["completion_tokens"] == 6 and answer["warnings"][0]["field"] == "max_completion_tokens"
     near = ask(capped, COMPLETIONS, prompt=[5] * 1021, ignore_eos=True)
     assert near["usage"]["completion_tokens"] == 3 and near["choices"][0]["finish_reason"] == "length"
     assert ask(capped, COMPLETIONS, prompt=[5] * 1021, max_tokens=5, status=400)["error"]["param"] == "max_tokens"
