@@ -6,15 +6,18 @@ from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
+import greedy as by_argmax
 import numpy as np
 import pytest
 import torch
+import transformers
+from greedy import hf_greedy, prompts
 from test_transformers_fallback import OTHERS, greedy, make
 
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.layers.experts import route
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
-from minivllm.testing.tiny import tiny_dir
+from minivllm.testing.tiny import save, small_config, tiny_dir, tiny_model
 
 pytestmark = pytest.mark.gpu
 HERE = __name__
@@ -101,6 +104,35 @@ def test_a_router_hook_and_taps_of_experts_run_in_captured_steps(tmp_path):
                 assert np.abs(out.taps[point] - x).max() < 1e-3, point
                 if point.endswith("experts"):
                     assert not set(np.unique(x)) & set(GONE)
+
+
+WAYS = [{}, {"max_num_batched_tokens": 40}, {"graph": "off"}, {"kv_format": "int8"}]
+OLDER = {
+    "BloomForCausalLM": {"hidden_size": 192, "num_attention_heads": 3},
+    "FalconForCausalLM": {"hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "alibi": True,
+                          "new_decoder_architecture": True},
+    "MptForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "max_seq_len": 512},
+    "GPTNeoForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20},
+    "StableLmForCausalLM": {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 40}, {"graph": "off"}, {"kv_format": "int8"}], ids=str
+)
+@pytest.mark.parametrize("architecture", OLDER)
+def test_slopes_groups_and_unscaled_windows_give_the_tokens_of_transformers(architecture, options, tmp_path):
+    cls = getattr(transformers, architecture)
+    config = small_config(cls.config_class, max_position_embeddings=512, **OLDER[architecture])
+    model = tiny_model(config, 0, cls)
+    save(model, tmp_path)
+    items = prompts(61, (5, 33, 70, 301))
+    want = [hf_greedy(model, p) for p in items]
+    with LLM(model=str(tmp_path), dtype="float32", **SIZES, **options) as llm:
+        for what in ("prefill", "prefix hits"):
+            found = by_argmax.tokens(llm, items)
+            same = sum(a == b for got, hf in zip(found, want, strict=True) for a, b in zip(got, hf, strict=True))
+            assert found == want or (options.get("kv_format") == "int8" and same >= 64), what
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
