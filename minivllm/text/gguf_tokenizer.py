@@ -4,12 +4,14 @@ Two kinds of vocabulary are read.  ``gpt2`` is byte-level BPE with merges in the
 sentencepiece, whose merges follow from the scores of its pieces.  Where a key is absent, llama.cpp's default counts.
 What the file cannot say, Unicode normalisation, follows from the name of the pre-tokenizer.
 
-Two readings differ for ``llama``: after a token of the file's own that text spells, llama.cpp puts a space before the
-next word, as it is done here; sentencepiece does so for no user-defined token.
+Two readings differ for ``llama``.  After a token of the file's own that text spells, llama.cpp puts a space before the
+next word, as it is done here; sentencepiece does so for no user-defined token.  Scores that are logarithms of
+probabilities are those of a unigram model, and text is cut as that model does; llama.cpp takes them for ranks of BPE.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -39,6 +41,7 @@ class TokenKind(IntEnum):
     NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
+PIECES = (TokenKind.NORMAL, TokenKind.UNUSED)  # of which sentencepiece makes text
 SPECIAL = (TokenKind.CONTROL, TokenKind.UNKNOWN)
 
 
@@ -188,14 +191,23 @@ def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Any:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = vocabulary.tokens
     known = {token: i for i, token in enumerate(tokens)}
     of_bytes = all(f"<0x{byte:02X}>" in known for byte in range(256))
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
-    merges = merges_of(vocabulary)
-    made = Tokenizer(models.BPE(known, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
+    scores = _scores(vocabulary)
+    if _is_unigram(vocabulary, scores):
+        least = min(scores) - 1e6  # of tokens that sentencepiece finds in no text
+        kinds = vocabulary.kinds
+        listed = [(t, s if kind in PIECES else least) for t, kind, s in zip(tokens, kinds, scores, strict=True)]
+        made = Tokenizer(models.Unigram(listed, vocabulary.ids.get("unknown"), of_bytes))
+        if of_bytes:  # text that is spelled like a byte token is cut, or the library would take it for one
+            made.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
+    else:
+        merges = merges_of(vocabulary, scores)
+        made = Tokenizer(models.BPE(known, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
     steps: list[Any] = []
     if vocabulary.flag("remove_extra_whitespaces", False):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
@@ -208,17 +220,22 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
     return made
 
 
-def merges_of(vocabulary: Vocabulary) -> list[tuple[str, str]]:
+def _scores(vocabulary: Vocabulary) -> Sequence[float]:
+    scores = _numbers(vocabulary.file, "scores", len(vocabulary.tokens), float)
+    if not scores or not all(map(math.isfinite, scores)):
+        raise vocabulary.file.refuse("lacks tokenizer.ggml.scores, a finite number for each token; " + NO_TOKENIZER)
+    return scores
+
+
+def _is_unigram(vocabulary: Vocabulary, scores: Sequence[float]) -> bool:
+    """Return whether scores are logarithms of probabilities.  Those of BPE are ranks, which are whole numbers."""
+    return any(score != int(score) for score, kind in zip(scores, vocabulary.kinds, strict=True) if kind in PIECES)
+
+
+def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the pairs of pieces that make a piece, the best score first, as sentencepiece joins them."""
-    tokens, kinds = vocabulary.tokens, vocabulary.kinds
-    scores = _numbers(vocabulary.file, "scores", len(tokens), float)
-    if not scores or any(score != score for score in scores):  # NaN has no order
-        raise vocabulary.file.refuse("lacks tokenizer.ggml.scores, a number for each token; " + NO_TOKENIZER)
-    pieces = {
-        t: i
-        for i, (t, kind) in enumerate(zip(tokens, kinds, strict=True))
-        if kind in (TokenKind.NORMAL, TokenKind.UNUSED)
-    }
+    kinds = vocabulary.kinds
+    pieces = {t: i for i, (t, kind) in enumerate(zip(vocabulary.tokens, kinds, strict=True)) if kind in PIECES}
     found = []
     for piece, i in pieces.items():
         score = -float(scores[i])

@@ -390,7 +390,10 @@ def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
     if found["backend"] is not None:
         from tokenizers import Tokenizer as Backend
 
-        return Backend.from_str(found["backend"]), None, found["special"]
+        backend = Backend.from_str(found["backend"])
+        if backend.get_vocab().keys() <= set(found["special"].values()):
+            raise ModelError(f"{folder}: transformers finds no vocabulary in its files; download them again")
+        return backend, None, found["special"]
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

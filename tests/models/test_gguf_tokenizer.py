@@ -163,10 +163,9 @@ def trained():
             sentence_iterator=iter(lines),
             model_writer=made,
             minloglevel=2,
-            model_type="bpe",
             normalization_rule_name="identity",
             num_threads=1,
-            **options,
+            **{"model_type": "bpe", **options},
         )
         return made.getvalue()
 
@@ -194,8 +193,11 @@ def of_sentencepiece(path, model, **flags):
           "allow_whitespace_only_pieces": True}, {"add_space_prefix": False}),
         ({"vocab_size": 700, "byte_fallback": True}, {"remove_extra_whitespaces": True}),
         ({"vocab_size": 400, "character_coverage": 0.98, "remove_extra_whitespaces": False}, {}),
+        ({"model_type": "unigram", "vocab_size": 600, "byte_fallback": True, "remove_extra_whitespaces": False}, {}),
+        ({"model_type": "unigram", "vocab_size": 300, "character_coverage": 0.98,
+          "remove_extra_whitespaces": False}, {}),
     ],
-    ids=["prefix", "no prefix", "spaces removed", "no bytes"],
+    ids=["prefix", "no prefix", "spaces removed", "no bytes", "unigram", "unigram without bytes"],
 )  # fmt: skip
 def test_pieces_are_those_of_sentencepiece(options, flags, trained, tmp_path):
     import sentencepiece
@@ -282,7 +284,7 @@ def test_a_vocabulary_that_is_not_read_is_refused_by_name(tmp_path):
     assert "lacks tokenizer.ggml.merges" in refused(byte_level, "qwen2", merges=None)
     assert "token_type: want a number for each of the" in refused(byte_level, "qwen2", kinds=KINDS[:-5])
     assert "scores: want a number for each of the" in refused(pieces, scores=[0.0])
-    assert "lacks tokenizer.ggml.scores" in refused(pieces, scores=[float("nan")] * 266)
+    assert "lacks tokenizer.ggml.scores, a finite number" in refused(pieces, scores=[float("nan")] * 266)
     assert "bos_token_id=9999: want an id below" in refused(pieces, more=key("tokenizer.ggml.bos_token_id", 9999))
     assert "add_space_prefix=1: want a truth" in refused(pieces, more=key("tokenizer.ggml.add_space_prefix", 1))
     assert "want shorter ones" in refused(byte_level, "qwen2", tokens=["a" * 10**6, *TOKENS[1:]])

@@ -131,11 +131,11 @@ def test_a_vocabulary_that_takes_hours_to_convert_is_refused_in_time(tmp_path):
     proto.trainer_spec.model_type = 2
     (tmp_path / "tokenizer.model").write_bytes(proto.SerializeToString())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
-    with pytest.raises(ModelError, match=r"takes more than 15 s of CPU time"):
-        convert(tmp_path, NAMED, seconds=15)
+    with pytest.raises(ModelError, match=r"takes more than 10 s of CPU time"):
+        convert(tmp_path, NAMED, seconds=10)
     for content in (b"\xff" * 1000, b"\x0a\xff\xff\xff\xff\x7f", b""):
         (tmp_path / "tokenizer.model").write_bytes(content)
-        with pytest.raises(ModelError, match="transformers cannot load its tokenizer"):
+        with pytest.raises(ModelError, match=r"transformers (cannot load its tokenizer|finds no vocabulary)"):
             load_tokenizer(tmp_path)
 
 
