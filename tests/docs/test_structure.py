@@ -74,7 +74,7 @@ MAY_IMPORT = {
     "config": "record text loading hooks core.interfaces registry validation spec hardware declared native",
     "structured": "core.interfaces registry tenant_cache",
     "record": "text loading registration spec hardware declared native",
-    "text": "core.engine core.interfaces gguf_file",
+    "text": "core.engine core.interfaces gguf_file processes",
     "core.engine": "core core.interfaces declared",
     "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
