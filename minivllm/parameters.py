@@ -64,6 +64,10 @@ class Param:
             raise TypeError(f"Param name={shown(self.name)}: want a name such as 'top_a'")
         if self.kind not in WORDS:
             raise TypeError(f"Param {self.name!r} kind={shown(self.kind)}: want one of {_names(WORDS)}")
+        if not isinstance(self.choices, (tuple, list)) or not all(isinstance(c, str) for c in self.choices):
+            raise TypeError(f"Param {self.name!r} choices={shown(self.choices)}: want a tuple of texts, such as ('a',)")
+        if self.choices and self.kind is not str:
+            raise TypeError(f"Param {self.name!r} has choices: want none for a {self.kind.__name__}")
         if self.bounds and self.kind not in NUMBERS[:2]:
             raise TypeError(f"Param {self.name!r} has bounds: want none for a {self.kind.__name__}")
         try:

@@ -433,7 +433,10 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     model = guarded_import(who, part.options_target, part.source) if part.options_target else None
     try:
         options = model(**part.options) if model is not None else None
-        return found() if kind == "model" and options is None else found(options, *context)
+        made = found() if kind == "model" and options is None else found(options, *context)
+        if isinstance(reads := getattr(made, "reads", frozenset()), str):
+            raise PluginError(f"{who}: reads={shown(reads)} is a text: want a frozenset of names, {{{shown(reads)}}}")
+        return made
     except (MinivllmError, KeyboardInterrupt):
         raise
     except BaseException as exc:  # SystemExit too, as when it is imported

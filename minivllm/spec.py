@@ -160,6 +160,31 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         )
     }
 )
+# (kind, trait) -> (whether a value has the form, the form in words)
+TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = MappingProxyType(
+    {
+        ("attention", "graph"): (lambda v: v in ("none", "decode", "mixed"), "'none', 'decode' or 'mixed'"),
+        ("attention", "plan"): (lambda v: v in ("host", "device"), "'host' or 'device'"),
+        ("attention", "drafts"): (lambda v: v in ("apart", "merged"), "'apart' or 'merged'"),
+        ("drafter", "drafts"): (lambda v: _whole(v), "a whole number >= 0"),
+        ("evictor", "order"): (lambda v: v in ("lru", "fifo", "lfu"), "'lru', 'fifo' or 'lfu'"),
+        ("executor", "unused"): (
+            lambda v: isinstance(v, str) and set(v.split()) <= set(KINDS),
+            "names of seams in one text, with spaces between",
+        ),
+        ("executor", "made_up"): (lambda v: _text(v) and ":" in v, "'package.module:function'"),
+        ("executor", "cluster"): (lambda v: _text(v), "the name of an option"),
+        ("model", "ignores"): (lambda v: _texts(v), "a collection of names, such as {'embedding_size'}"),
+        ("quantizer", "bits"): (lambda v: _number(v) and v > 0, "a number > 0"),
+        ("quantizer", "exponent"): (lambda v: _whole(v), "a whole number >= 0"),
+        ("quantizer", "inputs"): (lambda v: _whole(v), "a whole number >= 0"),
+        ("quantizer", "table"): (
+            lambda v: isinstance(v, (tuple, list)) and all(map(_number, v)),
+            "a tuple of numbers",
+        ),
+        ("quantizer", "group"): (lambda v: _whole(v), "a whole number >= 0"),
+    }
+)
 OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
@@ -383,6 +408,9 @@ class Spec:
         for fact, limit in limits.items():
             if not isinstance(limit, Set) and not hasattr(limit, "allows"):
                 raise TypeError(f"Spec limits[{fact!r}]={limit!r}: want a set, AtLeast, AtMost, Range, MultipleOf, ANY")
+        for name, words in [("features", self.features), *((f"limits[{fact!r}]", v) for fact, v in limits.items())]:
+            if isinstance(words, Set) and len(words) > 1 and all(isinstance(w, str) and len(w) == 1 for w in words):
+                raise TypeError(f"Spec {name}={set(words)!r}: these are the letters of a text; want {{'the text'}}")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -393,6 +421,14 @@ class Spec:
     def plain_traits(self) -> dict[str, Any]:
         """The traits that the engine reads: words and numbers."""
         return {name: value for name, value in self.traits.items() if isinstance(value, (str, int, float))}
+
+    def trait_faults(self, kind: Kind) -> list[Reason]:
+        """Return a reason for each trait whose value has another form than the seam wants."""
+        return [
+            Reason(f"trait {name!r}", form[1], repr(value))
+            for name, value in self.traits.items()
+            if (form := TRAIT_FORMS.get((kind.name, name))) is not None and not form[0](value)
+        ]
 
     def listed(self, fact: str) -> list[str]:
         """The values of a fact that are served, in order, where the limits list them."""
@@ -406,7 +442,8 @@ class Spec:
             fix = f"written for {'a newer' if newer else 'an older'} minivllm: upgrade {'minivllm' if newer else 'it'}"
             fix += f"; {kind.changed}" if kind.changed and not newer else ""
             return (Reason(CONTRACT, version(kind.api), version(self.api), fix),)
-        reasons = [
+        reasons = self.trait_faults(kind)
+        reasons += [
             Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")
             for key, value in (request.facts.items() if self.limits != ANY else ())
             if key not in self.limits or not allows(self.limits[key], value)
@@ -422,6 +459,15 @@ class Spec:
 
 def _text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
+
+
+def _texts(value: Any) -> bool:
+    """Return whether a value is a collection of texts, and not a text, which is one of its letters."""
+    return isinstance(value, (set, frozenset, tuple, list)) and all(map(_text, value))
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _tuple_of(value: Any, kind: type) -> bool:

@@ -28,8 +28,8 @@ from minivllm import declared
 from minivllm.core import checks
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.params import is_own
-from minivllm.errors import PluginError, shown
-from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part
+from minivllm.errors import PluginError, shown, told
+from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part, check_base, import_target
 from minivllm.spec import KINDS, Kind, PluginQuery, Spec, version
 
 from .claims import claimed
@@ -37,6 +37,10 @@ from .claims import claimed
 PROFILE = "MINIVLLM_TEST_PROFILE"  # fast | long
 SEED = "MINIVLLM_TEST_SEED"  # unset: the same examples every time
 SHRINK = "MINIVLLM_TEST_SHRINK"  # 0: a failing example is shown as it was found
+REPORTING = ("test_the_spec_names_an_implementation_of_the_seam", "test_known_failures_name_tests_of_this_suite")
+TELLS_MADE = "test_what_is_chosen_goes_through_json_and_is_built_from_it"
+NOT_RUN, UNMADE = "not run", "no instance can be made"
+_BROKEN: dict[tuple[str, ...], str] = {}  # plug-in -> why its other tests mean nothing
 LONG = 12  # times as many examples in the long profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -200,7 +204,10 @@ class Conformance:
     def _contract(self, request: Any) -> None:
         test, name = request.function, request.node.name
         need = getattr(test, "since", (1, 0))
-        if self.spec.api < need:
+        broken = "" if name in REPORTING else self._broken()
+        if broken and not (name == TELLS_MADE and broken.startswith(UNMADE)):
+            pytest.skip(f"{NOT_RUN}: {broken}")
+        if self.spec.api < need and name not in REPORTING:
             pytest.skip(f"the contract demands this since {version(need)}, the spec is for {version(self.spec.api)}")
         missing = [str(reason) for needs in self.spec.needs if (reason := needs.missing()) is not None]
         if missing and not getattr(test, "spec_only", False):
@@ -208,6 +215,33 @@ class Conformance:
         known = self.known_failures.get(name) or self.known_failures.get(name.partition("[")[0])
         if known:
             request.applymarker(pytest.mark.xfail(reason=known, strict=True))
+
+    def _broken(self) -> str:
+        """Return why no other test means anything, or nothing: the contract's version, the implementation's import and
+        base class, or an instance that cannot be made.  A test of ``REPORTING``, or ``TELLS_MADE``, fails for it."""
+        kind, entry, spec = self.subject.kind, self.subject.entry, self.spec
+        key = (kind.name, self.plugin, json.dumps(dict(self.options), default=repr, sort_keys=True), self.device)
+        if key not in _BROKEN:
+            _BROKEN[key] = ""
+            if spec.api[0] != kind.api[0] or tuple(spec.api) > kind.api:
+                _BROKEN[key] = f"api={tuple(spec.api)}, and this engine's {kind.name} contract is {kind.api}"
+            elif not any(needs.missing() for needs in spec.needs):
+                _BROKEN[key] = self._unusable(kind, entry)
+        return _BROKEN[key]
+
+    def _unusable(self, kind: Kind, entry: Entry) -> str:
+        """Return why the implementation cannot be imported or made, or nothing; a test that cannot run here says so."""
+        try:
+            check_base(kind, entry, import_target(self.spec.impl))
+        except Exception as exc:
+            return f"the implementation cannot be used: {told(exc)}"
+        try:
+            self.build(*self.context())  # type: ignore[attr-defined]
+        except (pytest.skip.Exception, pytest.fail.Exception, NotImplementedError, AttributeError):
+            return ""
+        except Exception as exc:
+            return f"{UNMADE}: {told(exc)}"
+        return ""
 
     @since(1, 0)
     def test_known_failures_name_tests_of_this_suite(self) -> None:

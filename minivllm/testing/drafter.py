@@ -67,6 +67,11 @@ class DrafterConformance(Lasting, SpecConformance):
     def exercise(self, instance: Drafter) -> Any:
         return self.drafts(instance, [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]], 3)
 
+    def once_more(self, instance: Drafter, number: int) -> None:
+        """Ask about rows that have not been there before."""
+        rng = np.random.default_rng(number)
+        self.drafts(instance, [rng.integers(0, VOCAB, n).tolist() for n in (3, 9 + number % 40, 17)], 3)
+
     def ask(
         self, rows: Sequence[Sequence[int]], k: int, slots: Sequence[int] = (), stale: int = STALE, spare: int = 0
     ) -> Ask:

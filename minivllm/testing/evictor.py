@@ -6,6 +6,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -371,9 +372,10 @@ class EvictorConformance(Lasting, SpecConformance):
         return self.build(EvictorContext(64, 16, "device"))
 
     def once_more(self, instance: Evictor, number: int) -> None:
-        """A sequence comes, is hit, ends and is given up or dropped."""
+        """Let a sequence of a new tenant come, be hit and end, and be given up or dropped."""
         path = keys([key_of(0, 4 * number + i) for i in range(4)])
-        instance.add(path, _roots(4))
+        tenant = np.full(4, number, np.int32)
+        instance.add(path, replace(_roots(4), tenant=tenant, cost=16.0 + tenant))
         instance.free(path)
         instance.hit(path[:2])
         instance.hold(path[:2])

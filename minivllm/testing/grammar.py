@@ -123,6 +123,19 @@ class GrammarConformance(Lasting, SpecConformance):
             masks.append(allowed(instance, matcher))
         return masks
 
+    def once_more(self, instance: Grammar, number: int) -> None:
+        """Serve a sequence with a grammar that nobody has asked for before."""
+        word = f"v{number}"
+        texts = {
+            "choice": json.dumps([word, "a"]),
+            "regex": f"{word}|a",
+            "json": json.dumps({"enum": [word, "a"]}),
+            "grammar": f'start: "{word}" | "a"',
+        }
+        kind = self.cases()[0].kind
+        matcher = instance.start(instance.compile(GrammarSource(kind, texts[kind], False)))
+        instance.accept([matcher], [[next(iter(allowed(instance, matcher)))]])
+
     def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[GrammarCase, list[int]]]:
         """Cases, each with ``n`` ways to spell texts of it in tokens."""
         rng = random.Random(seed)

@@ -19,13 +19,14 @@ from minivllm.hooks.bridge import EngineHooks
 from minivllm.hooks.manager import NAMES, HookManager
 
 from .base import Seen, since
+from .kept import Lasting
 from .sim import VOCAB, outputs, request, run, sim_engine
 from .spec import SpecConformance
 
 STEP_MS = 1.0  # that a plug-in may take of a step, in the median
 
 
-class HooksConformance(SpecConformance):
+class HooksConformance(Lasting, SpecConformance):
     """Each test runs in an empty folder.  Set ``options`` if the plug-in has options without a default."""
 
     kind = "hooks"
@@ -42,6 +43,25 @@ class HooksConformance(SpecConformance):
         made = self.busy(engine)
         engine.stop()
         return [outputs(r) for r in made]
+
+    def lasting(self) -> Hooks:
+        """Make an instance that one engine keeps for good."""
+        instance = self.build()
+        self._engine = self.engine(instance)
+        return instance
+
+    def once_more(self, instance: Hooks, number: int) -> None:
+        """Serve requests with names, tenants and tokens that have not been there before; one is aborted."""
+        rng = np.random.default_rng(number)
+        for i, n in enumerate((3, 9, 9)):
+            prompt = rng.integers(0, VOCAB, n)
+            request(self._engine, f"{number}-{i}", prompt, tenant=f"t{number}", max_tokens=2 + n, n=1 + i % 2)
+        self._engine.step()
+        self._engine.abort(f"{number}-1")
+        run(self._engine)
+
+    def let_go(self, instance: Hooks) -> None:
+        self._engine.stop()
 
     def manager(self, instance: Hooks | None = None) -> HookManager:
         return HookManager([(self.subject.entry.label, instance or self.build())])

@@ -43,6 +43,8 @@ def size(one: Any) -> int:
 def parts(one: Any) -> Iterable[Any]:
     if isinstance(one, FunctionType):  # not its module
         return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
+    if isinstance(one, dict):  # get_referents leaves out the keys of a dict whose keys are all text
+        return [*one.keys(), *one.values()]
     if isinstance(one, MethodType):
         return [one.__self__, one.__func__]
     return gc.get_referents(one)
@@ -61,8 +63,11 @@ def files() -> int:
 
 
 class Lasting:
-    """The test of what is left behind.  A suite gives ``lasting``, an instance, and ``once_more``, one use of it, after
-    which everything that took part in it has ended."""
+    """The test of what is left behind.
+
+    A suite gives ``lasting``, an instance, and ``once_more``, one use of it, after which everything that took part in
+    it has ended.  Each use has names, tenants, tokens, seeds and lengths of its own, so that books by any of them grow.
+    """
 
     if TYPE_CHECKING:
         build: Callable[..., Any]
@@ -75,12 +80,22 @@ class Lasting:
     def once_more(self, instance: Any, number: int) -> None:
         self.exercise(instance)
 
+    def let_go(self, instance: Any) -> None:
+        """End what ``lasting`` has started."""
+
     @since(1, 0)
     def test_what_has_ended_leaves_nothing_behind(self) -> None:
         """A server runs for weeks: used again and again, an instance holds no more memory, threads and open files than
-        after a few times.  A cache or a ring of a bounded size may fill; what is kept of each call, sequence or key for
-        good may not."""
-        instance, done = self.lasting(), 0
+        after a few times.  A cache or a ring of a bounded size may fill; what is kept of each call, sequence, tenant or
+        key for good may not."""
+        instance = self.lasting()
+        try:
+            self._lasts(instance)
+        finally:
+            self.let_go(instance)
+
+    def _lasts(self, instance: Any) -> None:
+        done = 0
 
         def use(n: int, seconds: float = 1e9) -> None:
             nonlocal done

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -23,16 +25,24 @@ from .kvformat_sizes import KVFormatSizes
 from .spec import SpecConformance
 
 DTYPES = ("float32", "bfloat16", "float16")
-KINDS = ("normal", "sizes", "zeros", "edges")  # of numbers
+KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # of numbers
+FLOOR = 1e-5  # absolute error that any format may make of tiny numbers: a scale may have no room for less
 Cache = dict[str, Tensor]
+ENDLESS = (
+    "(a scale overflowed, or 0 was divided by 0; a format whose scales end earlier sets `largest` in a test class)"
+)
 LOSSY = "(a format that is meant to lose as much overrides allowed(fmt, x) in a test class: the error of each element)"
 
 
 class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
     """Override ``allowed`` if the format is lossy in a way of its own, and the sizes ``kv_heads``, ``dims`` and
-    ``blocks`` if it takes only some.  Sizes that its layout refuses with an error of minivllm's are left out."""
+    ``blocks`` if it takes only some.  Sizes that its layout refuses with an error of minivllm's are left out.
+
+    ``largest`` is the greatest magnitude of a key or value that is stored in a test, as far as the activations' dtype
+    goes.  A format whose scales end earlier sets it in a test class, and says so to its users."""
 
     kind = "kvformat"
+    largest: float = 1e30
     kv_heads: Sequence[int] = (1, 2, 3, 4, 5, 7, 8)
     dims: Sequence[int] = (1, 2, 3, 7, 8, 24, 64, 72, 80, 129)
     blocks: Sequence[int] = (1, 2, 3, 4, 16, 32)
@@ -104,6 +114,10 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             x = x * 10.0 ** torch.randint(-4, 4, (*shape[:-1], 1))
         elif kind == "zeros":
             x = x * (torch.rand(shape) < 0.3)
+        elif kind in ("large", "tiny"):  # one size for all, because the allowed error goes by the greatest of a head
+            most = math.log10(min(self.largest, torch.finfo(target).max / 8))
+            low, high = (min(3.0, most), most) if kind == "large" else (-44.0, -6.0)
+            x = (x.double() * 10 ** random.uniform(low, high)).clamp(-(10**most), 10**most)
         elif kind == "edges" and not self._scaled(fmt):
             x = _edges(target, getattr(torch, fmt.dtype))[torch.randint(0, 16, shape)]
         if not self._scaled(fmt):
@@ -167,8 +181,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_what_is_stored_comes_back_and_nothing_else_changes(self) -> None:
-        """k and v at their slots within what the format allows, whatever the shapes, in whatever order the slots are
-        named and over whatever was there; other slots keep what they held, and blocks that are not named every bit."""
+        """k and v at their slots within what the format allows, whatever the shapes and sizes (from the least subnormal
+        number to ``largest``), in whatever order the slots are named and over whatever was there; other slots keep what
+        they held, and blocks that are not named every bit."""
         seen, dtypes = Seen(), self.dtypes()
         case = st.tuples(
             self.specs(),
@@ -183,6 +198,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         def _(drawn: tuple) -> None:
             spec, block, dtype, kind, n, seed = drawn
             torch.manual_seed(seed)
+            random.seed(seed)
             fmt = self.build()
             blocks, layout = -(-n // block) + 3, self.layout(fmt, spec, block)
             if layout is None:
@@ -199,7 +215,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             seen["odd"] += spec.dim_qk % 2 * n
 
         odd, few = any(dim % 2 for dim in self.sizes["dims"]), 5 if seen["refused"] else 20
-        seen.require(normal=few, sizes=few, zeros=few, edges=few, v=few, none=0 if seen["refused"] else 2)
+        seen.require(
+            normal=few, sizes=few, zeros=few, edges=few, large=few, tiny=few, v=few, none=0 if seen["refused"] else 2
+        )
         seen.require(v_in_k=0 if seen["refused"] else 20, odd=0 if seen["refused"] or not odd else 20)
 
     def _stored(
@@ -211,7 +229,9 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         for name, x, copy in zip("kv", given, copies, strict=True):
             assert _same(x, copy), f"store changed its argument {name}"
         others = torch.ones(before[0].shape[0], dtype=torch.bool).index_fill_(0, slots, False)
-        limits = self._limits(fmt, spec, copies)
+        tiny = all(float(x.abs().max()) < FLOOR for x in copies if x.numel())
+        floor = FLOOR if tiny and self._scaled(fmt) else 0.0
+        limits = [limit + floor for limit in self._limits(fmt, spec, copies)]
         for name, got, old, x, limit in zip("kv", self._load(fmt, spec, cache), before, copies, limits, strict=True):
             self._close(name, got[slots], x.cpu(), limit, slots, block, what)
             moved = (got != old).flatten(1).any(1) & others
@@ -239,7 +259,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             raise AssertionError(
                 f"{name} at block {at} + {offset}, head {head}, element {i}: stored {float(want[t, head, i]):.9g}, "
                 f"loaded {float(got[t, head, i]):.9g}, allowed error {float(limit[t, head, i]):.3g}; {what}\n"
-                f"{LOSSY}"
+                f"{LOSSY if got[t, head, i].isfinite() else ENDLESS}"
             )
 
     @since(1, 0)

@@ -6,6 +6,7 @@ as a Hugging Face directory and read back as the engine reads them.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from .tiny import VARIANTS, attention_of, edits, quiet, read_tensors, save, smal
 
 PROMPT = [(7 * i * i + 3 * i + 5) % 61 for i in range(48)]
 NEW_TOKENS = 32
+LARGEST = 3_000_000  # parameters of a model that is built hundreds of times
 MUST_SERVE = ("mha", "mqa", "one layer", "three layers", "64 tokens", "tied")  # if the config class has the field
 
 
@@ -99,8 +101,25 @@ class ModelConformance(ModelTaps):
     def case(self, cls: Any, path: Path, *, seed: int = 0, shard: str | None = None, **values: Any) -> ModelCase:
         """A random model of a small config with some fields set; in several files with ``shard="20KB"``."""
         with quiet():
-            hf = tiny_model(self.config(cls, **values), seed, cls)
+            cfg = self.config(cls, **values)
+            self.check_size(cls, cfg)
+            hf = tiny_model(cfg, seed, cls)
             return self.case_of(save(hf, path, shard), hf)
+
+    def check_size(self, cls: Any, cfg: Any) -> None:
+        """Fail at once where a config makes a model so large that the tests, which build hundreds, would take hours."""
+        with torch.device("meta"):
+            model = (getattr(cls, "from_config", None) or cls._from_config)(copy.deepcopy(cfg))
+        n = sum(p.numel() for p in model.parameters())
+        if n > LARGEST:
+            plain = {k: v for k, v in cfg.to_dict().items() if type(v) is int and v > 64}
+            ids = ("_token_id", "max_position_embeddings", "model_max_length")
+            large = ", ".join(f"{k}={v}" for k, v in sorted(plain.items()) if not k.endswith(ids))
+            pytest.fail(
+                f"config() makes a {cls.__name__} of {n:,} parameters, want at most {LARGEST:,}: override config() and "
+                f"set these fields to small values: {large}",
+                pytrace=False,
+            )
 
     def case_of(self, path: Path, hf: Any, tokens: Sequence[int] = PROMPT, dtype: str = "") -> ModelCase:
         want, dtype = logits(hf, tokens), dtype or self.dtype()

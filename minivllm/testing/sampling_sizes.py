@@ -43,6 +43,17 @@ class SamplingSizes(Lasting):
     def tried_rows(self) -> list[Mapping[str, Any]]:
         raise NotImplementedError
 
+    def once_more(self, instance: Any, number: int) -> None:
+        """Serve a new sequence: bind it, let its tokens be accepted, and change its logits or draw from them."""
+        rng, asked = np.random.default_rng(number), self.tried_rows() or [{}]
+        params = SamplingParams.make(**{"seed": number, **asked[number % len(asked)]})
+        ids = tuple(rng.integers(0, self.vocab, 4 + number % 7).tolist())
+        logits = torch.tensor(rng.normal(0, 2, self.vocab), dtype=torch.float32)
+        stage = Stage(self, 1)  # type: ignore[arg-type]
+        stage.host = stage._worker = instance
+        stage.join([0], [SampledSeq(params, ids[:3], ids[3:], logits, seed=number)])
+        self.output(stage, [0], logits[None])
+
     @since(1, 0)
     def test_many_rows_get_what_each_gets_alone(self) -> None:
         """150 rows in one step, as a server has them: no grid, buffer or index ends before them."""

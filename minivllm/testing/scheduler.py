@@ -269,9 +269,13 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         return self.build(ctx)
 
     def once_more(self, instance: SchedulerPolicy, number: int) -> None:
-        """Four requests come, wait, run and end."""
-        now = 10.0 * number
-        view = frozen(arrivals(now + np.arange(4.0), id=4 * number + np.arange(4)))
+        """Serve four requests that come, wait, run and end.  Whatever a policy may keep books by is new in each round:
+        ids, tenants, priorities, lengths and targets."""
+        now, new = 10.0 * number, 4 * number + np.arange(4)
+        lengths = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
+        others = {"tenant": new.astype(np.int32), "priority": (new % 2**20).astype(np.int32)}
+        due = {"ttft_due": now + 1.0 + new, "tpot_due": now + 2.0 + new}
+        view = frozen(arrivals(now + np.arange(4.0), id=new, **lengths, **others, **due))
         none, three, last = (view.take(np.arange(*part)) for part in ((0, 0), (0, 3), (3, 4)))
         instance.key(view)
         instance.lane(view)

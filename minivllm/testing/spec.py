@@ -93,6 +93,8 @@ class SpecConformance(Conformance):
         ):
             wrong = sorted(set(names) - set(known))
             assert not wrong, f"{what} names {wrong}: {kind.name} knows {sorted(known) or 'none'}"
+        wrong_traits = spec.trait_faults(kind)
+        assert not wrong_traits, f"traits: {'; '.join(map(str, wrong_traits))}"
         for fact, value in spec.prefer.items():
             assert allows(spec.limits[fact], value), f"prefer[{fact!r}]={value!r} is outside its own limit"
 

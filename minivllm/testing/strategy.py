@@ -76,6 +76,16 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         ends = lambda p: [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(p.n)]  # noqa: E731
         return [([b.sample for b in instance.start(p)], list(instance.result(p, ends(p)))) for p in mine]
 
+    def once_more(self, instance: DecodingStrategy, number: int) -> None:
+        """Serve a request with a seed, a length and a number of branches of its own."""
+        n = 1 + number % 3
+        params = replace(self.params(n), seed=number, max_tokens=6 + number)
+        if instance.mode == "stepwise":
+            self.drive(instance, params, [n, 1]).run()
+        elif instance.takes(params):
+            branches = instance.start(params)
+            instance.result(params, [BranchEnd(b.sample, 3, -1.0 - number, "stop") for b in branches])
+
     def widths(self) -> list[int]:
         """Those of WIDTHS that the strategy takes."""
         strategy = self.build()

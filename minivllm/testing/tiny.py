@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,15 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28,
     "attention_types": [[["global", "local"], 1]], "window_size": 6,
+    "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 28,
+    "dense_intermediate_size": 48, "shared_intermediate_size": 28, "expert_ffn_hidden_size": 24, "share_expert_dim": 28,
+    "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "index_head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "ffn_dim": 48, "decoder_ffn_dim": 48,
+    "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
+# how else classes call the number of experts, and of those that a token goes to
+EXPERTS = re.compile(r"\w*n(um)?_(\w+_)?experts?|\w*expert_num")
+CHOSEN = re.compile(r"\w*experts_per_tok(en)?|moe_(k|top_?k)|top_k_experts")
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -156,10 +165,18 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def small_config(cls: Any, **values: Any) -> PretrainedConfig:
-    """A config of any class of transformers: the fields of ``SMALL`` that it has, by whatever name, and ``values``."""
+    """Return a config of any class of transformers: the fields of ``SMALL`` that it has, by whatever name, no more than
+    six experts however they are called, and ``values``."""
     known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
+    small = {k: v for k, v in SMALL.items() if k in known}
+    aliases = {cls.attribute_map.get(name, name) for name in (*small, *values)}
+    for f in dataclasses.fields(cls):
+        for pattern, most in ((EXPERTS, SMALL["num_experts"]), (CHOSEN, SMALL["num_experts_per_tok"])):
+            if pattern.fullmatch(f.name) and type(f.default) is int and f.default > most and f.name not in aliases:
+                small[f.name] = most
+    small = {k: v for k, v in small.items() if k in values or cls.attribute_map.get(k, k) not in values}
     # some classes write to what they are given
-    return cls(**copy.deepcopy({**{k: v for k, v in SMALL.items() if k in known}, **values}))
+    return cls(**copy.deepcopy({**small, **values}))
 
 
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:

@@ -55,6 +55,50 @@ def test_at_least_24_faults_are_planted_over_all_seams():
     assert {m.SEAM for m in MODULES} == set(SUITES)
 
 
+STOPPERS = {
+    "broken.NewerContract": ("test_the_spec_names_an_implementation_of_the_seam", "contract is (1, 1)"),
+    "broken.OlderContract": ("test_the_spec_names_an_implementation_of_the_seam", "contract is (1, 1)"),
+    "broken.OtherBase": ("test_the_spec_names_an_implementation_of_the_seam", "cannot be used"),
+    "broken.Raises": ("test_what_is_chosen_goes_through_json_and_is_built_from_it", "no instance can be made"),
+}
+
+
+@pytest.mark.parametrize("name", STOPPERS)
+def test_a_failure_that_makes_the_rest_meaningless_is_told_once(name, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken.py").write_text(BROKEN)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    test, words = STOPPERS[name]
+    found = run([("evictor", name.replace(".", ":"))], shrink=False)
+    assert [o.test for o in found if o.status == "failed"] == [test]
+    assert len(found) > 20
+    rest = [o for o in found if o.status == "skipped" and o.text.startswith("not run: ")]
+    assert all(words in o.text for o in rest) and len(rest) >= len(found) - 3
+
+
+BROKEN = """
+from minivllm.plugin import Evictor, Spec
+from minivllm.plugins.evictor.lru import Lru
+
+class NewerContract(Lru):
+    spec = Spec("broken:NewerContract", (1, 99), "for a test")
+
+class OlderContract(Lru):
+    spec = Spec("broken:OlderContract", (0, 9), "for a test")
+
+class Impl:
+    pass
+
+class OtherBase(Lru):
+    spec = Spec("broken:Impl", (1, 0), "for a test")
+
+class Raises(Lru):
+    spec = Spec("broken:Raises", (1, 0), "for a test")
+    def __init__(self, options, ctx):
+        raise KeyError("nowhere")
+"""
+
+
 @pytest.mark.parametrize("seam", SUITES)
 def test_every_test_of_a_suite_says_since_when_and_what(seam):
     for name in dir(suite(seam)):

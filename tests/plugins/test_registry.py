@@ -12,6 +12,7 @@ from plugin_helpers import discover, point, spec_text, write_package
 import minivllm
 from minivllm.config.files import tomllib
 from minivllm.errors import PluginError
+from minivllm.parameters import Param
 from minivllm.plugins.specs import BUILTINS
 from minivllm.registration import discovery
 from minivllm.registry import (
@@ -21,7 +22,7 @@ from minivllm.registry import (
     PluginQuery,
     import_target,
 )
-from minivllm.spec import check_seam
+from minivllm.spec import ANY, TRAIT_FORMS, Spec, check_seam
 
 package = pytest.fixture(write_package)
 ROOT = Path(__file__).parents[2]
@@ -321,3 +322,51 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
         registry.select(PluginQuery(), "runs").require()
     assert "contract version: want 2.4, supports 1.0  (written for an older minivllm: upgrade it; " in str(info.value)
     assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)
+
+
+# ---- a text where a collection of texts is wanted --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Spec("a:B", (1, 0), "x", features=frozenset("window")), "letters of a text"),
+        (lambda: Spec("a:B", (1, 0), "x", features="window"), "want a frozenset of names"),
+        (lambda: Spec("a:B", (1, 0), "x", limits={"device": set("cuda")}), r"limits\['device'\].*letters of a text"),
+        (lambda: Spec("a:B", (1, 0), "x", limits={"device": "cuda"}), "want a set"),
+        (lambda: Spec("a:B", (1, 0), "x", needs="torch"), r"want \(Needs"),
+        (lambda: Spec("a:B", (1, 0), "x", params="top_a"), r"want \(Param"),
+        (lambda: Spec("a:B", (1, 0), "x", traits="graph"), "want a dict"),
+        (lambda: Param("a", str, "x", choices="xyz"), "want a tuple of texts"),
+        (lambda: Param("a", int, 1, choices=("1",)), "want none for a int"),
+    ],
+)
+def test_a_text_is_not_taken_for_a_collection_of_its_letters(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("kind", "traits"),
+    [
+        ("model", {"ignores": "text"}), ("model", {"ignores": 3}), ("model", {"ignores": ("a", 1)}),
+        ("attention", {"graph": "all"}), ("attention", {"plan": "gpu"}), ("attention", {"drafts": ["apart"]}),
+        ("drafter", {"drafts": "4"}), ("drafter", {"drafts": -1}), ("evictor", {"order": "mru"}),
+        ("executor", {"unused": ["sampler"]}), ("executor", {"unused": "smapler"}), ("executor", {"made_up": "f"}),
+        ("executor", {"cluster": 1}), ("quantizer", {"bits": "4"}), ("quantizer", {"bits": 0}),
+        ("quantizer", {"table": "0123"}), ("quantizer", {"group": 0.5}), ("quantizer", {"exponent": True}),
+    ],
+)  # fmt: skip
+def test_a_trait_of_another_form_is_refused_with_the_form_that_is_wanted(kind, traits):
+    spec = Spec("a:B", KINDS[kind].api, "x", limits=ANY, traits=traits)
+    (reason,) = spec.refuse(PluginQuery(), KINDS[kind])
+    (name,) = traits
+    assert f"trait {name!r}: want " in str(reason) and repr(traits[name]) in str(reason)
+
+
+def test_every_trait_has_a_form_and_every_builtin_keeps_to_it():
+    assert {(k.name, name) for k in KINDS.values() for name in k.traits} == set(TRAIT_FORMS)
+    for entry in Catalog.discover(environ={}).entries:
+        if entry.builtin:
+            spec = Catalog.discover(environ={})[entry.kind].spec(entry)
+            assert not spec.trait_faults(KINDS[entry.kind]), entry

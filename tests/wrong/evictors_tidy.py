@@ -7,6 +7,7 @@ from collections import deque
 import numpy as np
 
 from minivllm.core.interfaces.evictor import Evictor
+from minivllm.plugins.evictor.lru import Lru
 from minivllm.spec import Spec
 
 SEAM = "evictor"
@@ -20,6 +21,7 @@ FAULTS = {
     "StampOfAByte": (ROUNDS,),
     "HitsOfAByte": (LOOKUPS,),
     "HitsOf16Bits": (LOOKUPS,),
+    "TenantsForGood": ("test_what_has_ended_leaves_nothing_behind",),
 }
 RIGHT = ("Queue",)
 
@@ -189,3 +191,18 @@ class HitsOf16Bits(Lfu):
 
     def counted(self, n):
         return n % 65536
+
+
+class TenantsForGood(Lru):
+    """Counts the blocks of each tenant that there ever was."""
+
+    spec = spec("TenantsForGood", "lru")
+
+    def __init__(self, options, ctx):
+        super().__init__(options, ctx)
+        self.blocks = {}
+
+    def add(self, keys, info):
+        super().add(keys, info)
+        for tenant in info.tenant.tolist():
+            self.blocks[tenant] = self.blocks.get(tenant, 0) + 1

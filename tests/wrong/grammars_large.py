@@ -16,6 +16,7 @@ FAULTS = {
     "SixtyFourTexts": (LONG,),
     "SixtyFourBytes": (LONG,),
     "KeepsMatchers": (KEPT,),
+    "GrammarsForGood": (KEPT,),
     "ThreadsForEachFill": (KEPT,),
 }
 RIGHT = ("KeepsAHundred",)
@@ -88,3 +89,18 @@ class KeepsAHundred(Base):
         if (texts, text) not in self.found:
             self.found[texts, text] = super().next(texts, text)
         return self.found[texts, text]
+
+
+class GrammarsForGood(Base):
+    """A cache of all that was compiled."""
+
+    spec = spec("GrammarsForGood")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.compiled = {}
+
+    def compile(self, source):
+        if source not in self.compiled:
+            self.compiled[source] = super().compile(source)
+        return self.compiled[source]

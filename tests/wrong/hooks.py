@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.spec import Spec
@@ -12,6 +13,7 @@ SEAM = "hooks"
 TAKEN = "test_it_has_hooks_and_the_engine_takes_them"
 RAISES = "test_nothing_is_raised_whatever_happens_in_the_engine"
 STOPS = "test_an_engine_that_stops_leaves_no_thread_of_its_behind"
+KEPT = "test_what_has_ended_leaves_nothing_behind"
 FAULTS = {
     "Misspelt": (TAKEN,),
     "WritesToAView": (RAISES,),
@@ -29,6 +31,8 @@ FAULTS = {
     "ThinksThatEveryTurnHasAStep": (RAISES,),
     "WaitsForAStep": (STOPS,),
     "SharesItsList": ("test_two_instances_share_no_state",),
+    "NamesForGood": (KEPT,),
+    "TenantsForGood": (KEPT,),
 }
 RIGHT = ("Counter", "Tracer", "Mirror")
 
@@ -193,7 +197,7 @@ class Tracer(Hooks):
 
     def __init__(self, options=None):
         super().__init__(options)
-        self.spans = []
+        self.spans = deque(maxlen=100)
 
     @hookimpl(wrapper=True)
     def minivllm_plan_and_submit(self, turn):
@@ -238,3 +242,30 @@ class FiguresOfWords(Hooks):
     @hookimpl
     def minivllm_figures(self):
         return {"state": "running"}
+
+
+class NamesForGood(Hooks):
+    """Keeps the end of every request that there ever was."""
+
+    spec = spec("NamesForGood")
+
+    def __init__(self, options=None):
+        self.ended = {}
+
+    @hookimpl
+    def minivllm_request_finished(self, request, end):
+        self.ended[request.id] = sum(end.tokens)
+
+
+class TenantsForGood(Hooks):
+    """Counts the requests of every tenant that there ever was."""
+
+    spec = spec("TenantsForGood")
+
+    def __init__(self, options=None):
+        self.count = {}
+
+    @hookimpl
+    def minivllm_request_added(self, request):
+        tenant = request.params["tenant"]
+        self.count[tenant] = self.count.get(tenant, 0) + 1

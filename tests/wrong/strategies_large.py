@@ -17,6 +17,7 @@ FAULTS = {
     "EightBeams": (RULES,),
     "SixteenSteps": (RULES,),
     "KeepsSearches": (KEPT,),
+    "SeedsForGood": (KEPT,),
 }
 RIGHT = ("Lazy",)
 
@@ -103,3 +104,19 @@ class Lazy(Parallel):
 
     def result(self, params, ends):
         return iter(super().result(params, ends))
+
+
+class SeedsForGood(Parallel):
+    """The branches of each seed, made once."""
+
+    spec = spec("SeedsForGood")
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.made = {}
+
+    def start(self, params):
+        key = params.seed, params.width, params.n
+        if key not in self.made:
+            self.made[key] = super().start(params)
+        return self.made[key]
