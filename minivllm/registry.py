@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import MinivllmError, OptionError, PluginError, note_part, shown, suggest, told
 from minivllm.spec import (
     ANY,
+    BY_NAME,
     CONTRACT,
     KINDS,
     RESERVED,
@@ -88,6 +89,11 @@ class Selection:
         left = [f for f in KINDS[self.kind].open if f not in self.request.facts] if spec is not None else []
         return {fact: spec.prefer[fact] for fact in left if spec is not None and fact in spec.prefer}
 
+    @property
+    def approximate(self) -> bool:
+        """Whether the chosen plug-in declares that its results are approximate."""
+        return self.chosen is not None and self.chosen.spec is not None and self.chosen.spec.approximate
+
     def explain(self) -> str:
         asked = f"{self.asked}, prefer {', '.join(self.preferred)}" if self.preferred else self.asked
         lines = [f"{self.kind} -> {self.chosen.entry.label if self.chosen else 'nothing suitable'}   (asked: {asked})"]
@@ -97,6 +103,7 @@ class Selection:
         for label, c in seen:
             if c is self.chosen:
                 lines.append(f"  > {label:{width}}  priority {c.spec.priority if c.spec else 0}")
+                lines += ["      approximate: queries attend to some of the keys that they may see"] * self.approximate
                 lines += [f"      supplies {fact}={v}: it was left open" for fact, v in self.supplied.items()]
             elif c.suitable:
                 lines.append(f"  - {label:{width}}  priority {c.spec.priority if c.spec else 0}: suitable, not needed")
@@ -115,6 +122,7 @@ class Selection:
             "facts": facts,
             "features": sorted(self.request.features),
             "chosen": self.chosen.entry.label if self.chosen is not None else None,
+            "approximate": self.approximate,
             "supplied": self.supplied,
             "candidates": [c.as_dict() for c in self.candidates],
             "skipped": [e.label for e in self.skipped],
@@ -247,7 +255,9 @@ class Registry:
     def _consider(self, entry: Entry, request: PluginQuery) -> Candidate:
         """The same for a plug-in that nobody asked for: its fault is a reason, unless MINIVLLM_STRICT_PLUGINS=1."""
         try:
-            return self._judge(entry, request)
+            found = self._judge(entry, request)
+            by_name = found.suitable and found.spec is not None and found.spec.approximate
+            return replace(found, reasons=(Reason(BY_NAME),)) if by_name else found
         except PluginError as exc:
             if self.strict:
                 raise PluginError(f"{exc}\n  (Nobody asked for it; it is an error because of {STRICT}=1.)") from exc
@@ -434,7 +444,8 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     try:
         options = model(**part.options) if model is not None else None
         made = found() if kind == "model" and options is None else found(options, *context)
-        if isinstance(reads := getattr(made, "reads", frozenset()), str):
+        reads: Any = getattr(made, "reads", None)
+        if isinstance(reads, str):
             raise PluginError(f"{who}: reads={shown(reads)} is a text: want a frozenset of names, {{{shown(reads)}}}")
         return made
     except (MinivllmError, KeyboardInterrupt):

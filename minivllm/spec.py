@@ -26,6 +26,7 @@ from minivllm.errors import PluginError, shown, suggest
 from minivllm.parameters import Param as Param
 
 _SEAMS = "minivllm.core.interfaces."
+BY_NAME = "approximate: it is chosen by its name only"  # why ``auto`` passes over a plug-in
 CONTRACT = "contract version"  # what did not fit, of a package that was written for another minivllm
 
 
@@ -69,7 +70,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "attention",
                 _SEAMS + "attention:AttentionBackend",
-                api=(1, 4),
+                api=(1, 5),
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",
@@ -86,6 +87,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "plan": "where plan() works: host or device",
                     "drafts": "how a row's drafts come: `apart`, as decode rows (the default), or `merged`, as tokens "
                     "of one row, which is for those that read a few tokens as fast as one",
+                    "approximate": "True: a query attends to some of the keys that it may see, which `selected` gives; "
+                    "such a back end is chosen by its name only",
                 },
                 open=("block",),
             ),
@@ -153,7 +156,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",
-                api=(1, 1),
+                api=(1, 2),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),
@@ -166,6 +169,7 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
         ("attention", "graph"): (lambda v: v in ("none", "decode", "mixed"), "'none', 'decode' or 'mixed'"),
         ("attention", "plan"): (lambda v: v in ("host", "device"), "'host' or 'device'"),
         ("attention", "drafts"): (lambda v: v in ("apart", "merged"), "'apart' or 'merged'"),
+        ("attention", "approximate"): (lambda v: isinstance(v, bool), "True or False"),
         ("drafter", "drafts"): (lambda v: _whole(v), "a whole number >= 0"),
         ("evictor", "order"): (lambda v: v in ("lru", "fifo", "lfu"), "'lru', 'fifo' or 'lfu'"),
         ("executor", "unused"): (
@@ -429,6 +433,11 @@ class Spec:
             for name, value in self.traits.items()
             if (form := TRAIT_FORMS.get((kind.name, name))) is not None and not form[0](value)
         ]
+
+    @property
+    def approximate(self) -> bool:
+        """Whether its results are approximate by declaration, so that it is chosen by its name only."""
+        return self.traits.get("approximate") is True
 
     def listed(self, fact: str) -> list[str]:
         """The values of a fact that are served, in order, where the limits list them."""

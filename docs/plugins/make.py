@@ -31,7 +31,7 @@ FACTS = {  # what the values of a fact are
     "dim_v": "elements of a head's values; a set where layers differ",
     "dtype": "of the activations: `float32`, `bfloat16`, `float16`",
     "holds": "the dtype that must be stored without loss; asked only if the user left the KV format open",
-    "kv_format": "`bf16`, `fp16`, `fp32`, or `dist/name` of a format from a package",
+    "kv_format": "`bf16`, `fp16`, `fp32`, `int8`, `fp8`, or `dist/name` of a format from a package",
     "model_type": "which config class of transformers the model has",
     "queries_per_kv": "query heads that share a KV head; a set where layers differ",
     "sm": "10 * major + minor of the GPU's compute capability; asked on CUDA only",

@@ -236,6 +236,7 @@ def _reasons(selection: Selection) -> dict[str, Any]:
         "prefer": list(selection.preferred),
         "facts": {k: _plain(v) for k, v in selection.request.facts.items()},
         "features": sorted(selection.request.features),
+        "approximate": selection.approximate,
         "chosen": chosen.entry.label if chosen else None,
         "candidates": [
             {"name": c.entry.label, "suitable": c.suitable, "reasons": [str(r) for r in c.reasons]}

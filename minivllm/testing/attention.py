@@ -21,6 +21,7 @@ from minivllm.registry import Catalog, build_part
 from minivllm.spec import allows
 
 from . import attention_graph
+from .attention_approximate import AttentionApproximate
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_lse import AttentionLse
 from .attention_math import slopes
@@ -35,7 +36,7 @@ LONGEST = 4300  # keys of a row
 ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))  # (tokens in the cache, new tokens): prompt, decode, chunk, a prompt of one
 
 
-class AttentionConformance(Writing, AttentionLse, AttentionSizes, Lasting, SpecConformance):
+class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionApproximate, Lasting, SpecConformance):
     """Override ``load`` if the back end's layout is not the KV format's, and ``formats`` to name KV formats that are
     not installed as plug-ins."""
 

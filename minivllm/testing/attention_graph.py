@@ -107,9 +107,10 @@ class _Step:
         self.replay()
         if world.device.startswith("cuda"):
             torch.cuda.synchronize()
+        selected = world.selected(self.layer, self.static[0], meta, rows)
         for seq, new in rows:
             seq.length += new if seq.live else 0
-        _compare(world, self.layer, rows, self.static[0].cpu(), self.out.cpu())
+        _compare(world, self.layer, rows, self.static[0].cpu(), self.out.cpu(), selected)
 
 
 def _replay(world: World, keys: Sequence[GraphKey], plans: Sequence[Rows]) -> None:
@@ -168,7 +169,9 @@ def _set_host(meta: AttnMeta, values: dict[str, np.ndarray]) -> None:
         getattr(meta, name)[:] = value
 
 
-def _compare(world: World, layer: AttnLayer, rows: Rows, q: Tensor, out: Tensor) -> None:
+def _compare(
+    world: World, layer: AttnLayer, rows: Rows, q: Tensor, out: Tensor, selected: Sequence[Tensor | None]
+) -> None:
     first = 0
     for i, (seq, new) in enumerate(rows):
         if seq.live:
@@ -179,13 +182,16 @@ def _compare(world: World, layer: AttnLayer, rows: Rows, q: Tensor, out: Tensor)
                 Place(i, first, new, seq.length, world.block, f"replayed; {world.setting}"),
                 q[first : first + new],
                 out,
+                selected[i],
             )
         first += new
 
 
-def _compare_row(world: World, layer: AttnLayer, seq: WorldSeq, place: Place, q: Tensor, out: Tensor) -> None:
+def _compare_row(
+    world: World, layer: AttnLayer, seq: WorldSeq, place: Place, q: Tensor, out: Tensor, selected: Tensor | None
+) -> None:
     k, v = world.stored(layer, seq, seq.length)
     sinks = None if layer.sinks is None else layer.sinks.cpu()
-    want = attend(q.double(), k, v, layer.spec, sinks)
-    naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks)
+    want = attend(q.double(), k, v, layer.spec, sinks, selected)
+    naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks, selected)
     compare(out, None, want, naive, place, q.dtype)

@@ -20,10 +20,13 @@ class ExactAttention:
     largest: float  # greatest absolute score among those that are seen
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None) -> ExactAttention:
-    """Attention by its definition, in the dtype of its arguments.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None, selected: Tensor | None = None
+) -> ExactAttention:
+    """Return attention by its definition, in the dtype of its arguments.
 
     q [n, heads, dim_qk] are those of the last n tokens of k [L, kv_heads, dim_qk] and v [L, kv_heads, dim_v].
+    ``selected`` bool [n, heads, L] leaves out the other keys, of an approximate back end; None means all.
     """
     kv_head = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
     scale = spec.scale if spec.scale is not None else spec.dim_qk**-0.5
@@ -33,9 +36,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
     key, query = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))[:, None]
     if spec.alibi is not None:
         s = s + torch.tensor(spec.alibi, dtype=s.dtype)[:, None, None] * (key - query)
-    seen = key <= query
-    if spec.window is not None:
-        seen &= key > query - spec.window
+    seen = visible(len(q), len(k), spec) if selected is None else selected.transpose(0, 1)
     largest = float(s.masked_fill(~seen, 0).abs().max())
     s = s.masked_fill(~seen, -torch.inf)
     if sinks is not None:
@@ -43,6 +44,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None
     p = s.softmax(-1)[..., : len(k)]
     out = p @ v[:, kv_head].transpose(0, 1)
     return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, largest)
+
+
+def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
+    """Return which keys each of the last ``queries`` of ``keys`` tokens may see, bool [queries, keys]."""
+    key, query = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
+    seen = key <= query
+    return seen if spec.window is None else seen & (key > query - spec.window)
 
 
 def slopes(heads: int) -> tuple[float, ...]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, AttnMeta, AttnSpec, GraphKey
 from minivllm.core.interfaces.kvformat import KVFormat
 
+from .attention_approximate import check_selected
 from .attention_math import ExactAttention, Place, attend, compare
 
 if TYPE_CHECKING:
@@ -357,13 +358,28 @@ class World:
             edge = torch.cat([x[:GUARD], x[-GUARD:]])
             assert bool((edge == MARK).all()), f"forward wrote before the first or behind the last row of {name}"
         got = Got(layer, *(outs[n].cpu() if n in outs else None for n in ("out", "lse")))
+        selected = self.selected(layer, q, meta, rows)
         first = 0
         for i, (seq, new) in enumerate(rows):
             if seq.live:
                 got.places.append(Place(i, first, new, seq.length + new, self.block, str(self.setting)))
-                self._answer(got, seq, given[first : first + new].cpu(), seq.length + new)
+                self._answer(got, seq, given[first : first + new].cpu(), seq.length + new, selected[i])
             first += new
         return got
+
+    def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows) -> Sequence[Tensor | None]:
+        """Return which keys the queries of each row attend to, as an approximate back end says; None means all."""
+        if not self.suite.spec.approximate:
+            return [None] * len(rows)
+        caches = {n: x.clone() for n, x in layer.cache.items()}
+        given = self.backend.selected(layer, q, meta)
+        assert all(_same(caches[n], x) for n, x in layer.cache.items()), "selected changed the cache"
+        assert len(given) == len(meta.q_len), f"selected gave {len(given)} tensors: want one for each row"
+        of_rows = list(zip(rows, given, strict=False))  # a captured step has rows of no token behind them
+        for (seq, new), mask in of_rows:
+            if seq.live:
+                check_selected(self.backend, layer.spec, mask, new, seq.length + new)
+        return [mask.cpu() if seq.live else None for (seq, _), mask in of_rows]
 
     def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
         """NaN in all of it, and in what the step itself is about to write there."""
@@ -382,11 +398,11 @@ class World:
         x[GUARD:-GUARD] = torch.nan
         return x
 
-    def _answer(self, got: Got, seq: WorldSeq, q: Tensor, length: int) -> None:
+    def _answer(self, got: Got, seq: WorldSeq, q: Tensor, length: int, selected: Tensor | None) -> None:
         k, v = self.stored(got.layer, seq, length)
         sinks = None if got.layer.sinks is None else got.layer.sinks.cpu()
-        got.want.append(attend(q.double(), k, v, got.layer.spec, sinks))
-        got.naive.append(attend(q, k.to(q.dtype), v.to(q.dtype), got.layer.spec, sinks))
+        got.want.append(attend(q.double(), k, v, got.layer.spec, sinks, selected))
+        got.naive.append(attend(q, k.to(q.dtype), v.to(q.dtype), got.layer.spec, sinks, selected))
 
 
 def _copy(x: Any) -> Any:

@@ -284,7 +284,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         instance.shape(Load(1, 3, 0, 90, 100, BUDGET, 6.0), now + 6)
         instance.order(last, three, now + 6)
         instance.victim(view, 1)
-        instance.ended(view)
+        aborted = (new % 2).astype(np.int32)
+        instance.ended(frozen(arrivals(now + np.arange(4.0), id=new, **lengths, **others, **due, aborted=aborted)))
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from policy_helpers import POLICIES, Bench, policy
 
+from minivllm.core.interfaces.scheduler import SchedulerPolicy
 from minivllm.errors import RequestError
-from minivllm.testing.sim import answer, at_rest, outputs, request, sim_engine
+from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 
 ONE = {"slots": 1, "blocks": 200}
 
@@ -353,3 +354,41 @@ def test_every_policy_gives_the_same_tokens(name):
     for r in made:
         assert outputs(r) == [answer(r.prompt, r.params)]
     at_rest(engine)
+
+
+def test_a_policy_is_told_which_sequences_were_aborted():
+    """Of requests that wait, that run and that end by themselves; other views say 0."""
+    told, others = {}, []
+
+    class Listens(SchedulerPolicy):
+        def key(self, new):
+            others.extend(new.aborted.tolist())
+            return new.arrival
+
+        def order(self, head, running, now):
+            others.extend([*head.aborted.tolist(), *running.aborted.tolist()])
+            return super().order(head, running, now)
+
+        def ended(self, gone):
+            told.update(zip(gone.arrival.tolist(), gone.aborted.tolist(), strict=True))
+            assert gone.take(np.arange(len(gone))).aborted.tolist() == gone.aborted.tolist()
+
+    engine = sim_engine(slots=2, policy=Listens)
+    for i in range(4):
+        request(engine, f"r{i}", [1, 2, 3], arrival=float(i), max_tokens=6)
+    engine.step()
+    engine.step()
+    engine.abort("r0")  # it runs
+    engine.abort("r3")  # it waits
+    run(engine)
+    request(engine, "last", [1], arrival=9.0, max_tokens=2)
+    run(engine)
+    assert {at: told.get(at) for at in (0.0, 1.0, 2.0, 3.0)} == {0.0: 1, 1.0: 0, 2.0: 0, 3.0: 1}
+    assert others and not any(others)
+
+
+def test_a_view_that_is_made_without_the_column_says_that_nobody_was_aborted():
+    from minivllm.testing.policy_watch import arrivals
+
+    view = arrivals(np.arange(3.0))
+    assert view.aborted.tolist() == [0, 0, 0] and view.take(np.array([2, 0])).aborted.tolist() == [0, 0]

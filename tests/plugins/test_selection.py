@@ -18,6 +18,7 @@ from minivllm.registry import (
     KINDS,
     AtLeast,
     AtMost,
+    Catalog,
     Entry,
     MultipleOf,
     Needs,
@@ -380,3 +381,25 @@ def test_a_module_within_packages_without_an_init_is_found_and_nothing_of_them_i
     monkeypatch.syspath_prepend(tmp_path)
     assert Needs("spacious.inner.deep").missing() is None and "spacious" not in sys.modules
     assert Needs("spacious.inner.none").missing() is not None and Needs("spacious.none.deep").missing() is not None
+
+
+def test_an_approximate_plug_in_is_chosen_by_its_name_only_and_the_choice_says_so(tmp_path, monkeypatch):
+    """``auto`` passes over it even where nothing else serves; a name, or a list to prefer, takes it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    text = (
+        "from minivllm.plugin import ANY, Spec\n"
+        "S = Spec('impl:A', (1, 0), 'x', limits={'kv_format': {'acme/own'}}, traits={'approximate': True})\n"
+        "E = Spec('impl:A', (1, 0), 'x', limits={'kv_format': {'acme/own'}}, traits={'approximate': False})\n"
+    )
+    points = {"minivllm.attention": {"some": "specs_of_acme:S", "exact": "specs_of_acme:E"}}
+    install(tmp_path, "acme", points, specs_of_acme=text)
+    registry = Catalog.discover(environ={})["attention"]
+    request = PluginQuery({"kv_format": "acme/own"})
+    auto = registry.select(request, everything=True)
+    assert auto.chosen.entry.label == "acme/exact" and not auto.approximate
+    assert "x acme/some" in auto.explain() and "approximate: it is chosen by its name only" in auto.explain()
+    for chosen in (registry.select(request, "acme/some"), registry.select(request, prefer=["acme/some"])):
+        assert chosen.chosen.entry.label == "acme/some" and chosen.approximate
+        assert "approximate: queries attend to some of the keys" in chosen.explain()
+        assert chosen.as_dict()["approximate"] is True
+    assert not registry.select(PluginQuery({"device": "cpu"}), "sdpa").approximate

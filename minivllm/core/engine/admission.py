@@ -68,6 +68,7 @@ def row_of(seq: Seq) -> bytes:
         np.inf,
         seq.preempted,
         0,
+        seq.finish_reason == "abort",
     )
     return np.array(row, ROW).tobytes()  # rows are joined to a table far faster than tuples are
 

@@ -188,6 +188,7 @@ class Slots:
             "predicted_out": lambda: self.expected[slots],
             "max_out": lambda: self.end[slots] - self.prompt[slots],
             "blocks": lambda: self.blocks[:, slots].sum(axis=0),
+            "aborted": lambda: np.zeros(len(slots), np.int32),
         }
         return LazyView(
             len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots]

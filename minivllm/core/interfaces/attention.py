@@ -17,7 +17,7 @@ KV layer groups (G) are layers that share a geometry (KV heads, dimensions, wind
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from .kvformat import KVFormat, KVLayout
 
 # 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores; 1.3: AttnMeta.position;
-# 1.4: AttnSpec.alibi
-API = (1, 4)
+# 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
+API = (1, 5)
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
 
@@ -196,3 +196,15 @@ class AttentionBackend(ABC):
         included), with which the answers over parts of a context are merged.  Where it is not claimed it is refused:
         PluginError unless None.
         """
+
+    def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta) -> Sequence[Tensor]:
+        """Return the keys that ``forward`` attends to, bool [q_len, heads, kv_len] of each row; nothing is written.
+
+        For the trait ``approximate`` only.  ``forward`` is exact attention over these keys.  They are keys that the
+        query may see, at least one and at most ``most_keys``, and depend on the row itself alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say which keys it selects")
+
+    def most_keys(self, visible: int, queries: int) -> int:
+        """Return how many of ``visible`` keys a query attends to at most, in a row of ``queries`` queries."""
+        return visible

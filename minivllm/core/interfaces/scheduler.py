@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
-API = (1, 1)  # 1.1: SchedulerPolicy.figures
+API = (1, 2)  # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,12 @@ class QueueView:
     tpot_due: np.ndarray  # f64 when the next token is due, inf = no target
     preempted: np.ndarray  # i32 how often
     blocks: np.ndarray  # i32 blocks held over all KV groups
+    # i32 1 for a sequence that its client aborted; known only in what ``ended`` is given
+    aborted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+
+    def __post_init__(self) -> None:
+        if not len(self.aborted):
+            object.__setattr__(self, "aborted", np.zeros(len(self.id), np.int32))
 
     def __len__(self) -> int:
         return len(self.id)
@@ -109,7 +115,8 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
 
     def ended(self, gone: QueueView) -> None:  # noqa: B027  (most policies do not want to know)
         """Told, before a step is planned, of those that ended since the last one: finished, aborted or failed, running
-        or not.  ``known`` is what they came to.  Not called unless overridden."""
+        or not.  ``known`` is what they came to, ``aborted`` says whose length means nothing.  Not called unless
+        overridden."""
 
     def victim(self, candidates: QueueView, need: int) -> int:
         """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""
