@@ -22,6 +22,10 @@ from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
 IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
+# what checkpoints call a class by the code that comes with them -> transformers' name for it
+RENAMED = {"MPTForCausalLM": "MptForCausalLM"}
+# model types that have another name for max_position_embeddings
+CONTEXT_KEYS = {"mpt": ("max_seq_len",), "bloom": ("seq_length",)}
 BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq"}  # of AutoGPTQ, AutoAWQ -> their methods
 MOST_HUB_ID = 200  # characters
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -41,7 +45,7 @@ class Checkpoint:
             raise ModelError(f'{self.folder}/config.json: names no architecture; want "architectures": ["..."]')
         if len(named[0]) > 128:
             raise ModelError(f"{self.folder}/config.json: architectures={shown(named)}: is no name of one")
-        return named[0]
+        return RENAMED.get(named[0], named[0])
 
     @property
     def model_type(self) -> str:
@@ -137,7 +141,7 @@ def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
 def longest_context(cfg: Any) -> int | None:
     """Return the tokens that a sequence may have: ``max_position_embeddings``, or more where the rotary embedding
     stretches it.  None: the configuration has no limit."""
-    most = getattr(cfg, "max_position_embeddings", None)
+    _, most = _context_named(cfg)
     params = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     kind, factor = params.get("rope_type") or params.get("type"), params.get("factor")
     if most is None or not isinstance(factor, (int, float)) or kind not in ("dynamic", "yarn"):
@@ -149,9 +153,15 @@ def longest_context(cfg: Any) -> int | None:
 
 def context_said(cfg: Any) -> str:
     """Return ``longest_context`` in words, for a message."""
-    most, named = longest_context(cfg), getattr(cfg, "max_position_embeddings", None)
+    most, (key, named) = longest_context(cfg), _context_named(cfg)
     stretched = "" if most == named else f", which its rotary embedding stretches to {most}"
-    return f"max_position_embeddings={named}{stretched}"
+    return f"{key}={named}{stretched}"
+
+
+def _context_named(cfg: Any) -> tuple[str, int | None]:
+    """Return the key that says how many tokens a sequence may have, and its value."""
+    keys = ("max_position_embeddings", *CONTEXT_KEYS.get(str(getattr(cfg, "model_type", "")), ()))
+    return next(((key, value) for key in keys if (value := getattr(cfg, key, None)) is not None), (keys[0], None))
 
 
 def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Path:  # noqa: B008

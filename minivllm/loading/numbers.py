@@ -98,6 +98,17 @@ LIMITS: Mapping[str, Whole | Real | Ids | Dtype] = {
     "n_layer": Whole(1, MOST_LAYERS),
     "n_head": Whole(1, 1 << 14),
     "n_positions": Whole(1, INT32),
+    "d_model": Whole(1, 1 << 18, null=True),
+    "n_heads": Whole(1, 1 << 14, null=True),
+    "n_layers": Whole(1, MOST_LAYERS, null=True),
+    "num_heads": Whole(1, 1 << 14, null=True),
+    "num_layers": Whole(1, MOST_LAYERS, null=True),
+    "n_embed": Whole(1, 1 << 18, null=True),
+    "num_kv_heads": Whole(1, 1 << 14, null=True),
+    "ffn_hidden_size": Whole(1, 1 << 22, null=True),
+    "max_seq_len": Whole(1, INT32, null=True),
+    "seq_length": Whole(1, INT32, null=True),
+    "window_size": Whole(1, INT32, null=True),
     "layer_norm_epsilon": Real(TINY, 1.0),
     "query_pre_attn_scalar": Real(TINY, HUGE),
     "attn_logit_softcapping": Real(TINY, HUGE),
@@ -148,6 +159,8 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
         for key, value in part.items():
             if key == "sliding_window" and value == 0 and part.get("model_type") == "qwen2_moe":
                 continue  # how transformers writes that there is none, for this one
+            if key == "intermediate_size" and value is None and part.get("model_type") == "gpt_neo":
+                continue  # four times hidden_size
             if key in LIMITS:
                 refuse(prefix + key, value, LIMITS[key].refuse(value))
             elif type(value) is int and abs(value) > 1 << 32:

@@ -14,6 +14,7 @@ from minivllm.loading.hf_config import open_checkpoint
 from minivllm.plugins.model.falcon import _bfloat16
 from minivllm.testing import ModelConformance
 from minivllm.testing.model_config import logits
+from minivllm.testing.tiny import read_tensors, write_tensors
 
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33, 12, 50, 7, 28, 1, 39, 55, 2, 19, 40, 8]
 NEW = {"new_decoder_architecture": True, "num_kv_heads": 2}
@@ -124,3 +125,37 @@ def test_slopes_are_those_of_transformers_for_any_number_of_heads():
         torch.testing.assert_close(mine.float(), _get_alibi_slopes(heads, "cpu"), rtol=1e-5, atol=0)
         torch.testing.assert_close(mine.float(), -build_mpt_alibi_tensor(heads, 2)[:, 0, 0], rtol=1e-5, atol=0)
         assert [_bfloat16(slope) for slope in mine.tolist()] == mine.float().bfloat16().double().tolist()
+
+
+def rootless(tensors):
+    return {name.removeprefix("transformer."): x for name, x in tensors.items() if name != "lm_head.weight"}
+
+
+def with_masks(tensors):
+    masks = {f"transformer.h.{i}.attn.attention.{name}": torch.ones(1, 1, 4, 4) for i in (0, 1) for name in MASKS}
+    return tensors | masks
+
+
+MASKS = ("bias", "masked_bias")
+AS_ON_THE_HUB = {  # values of the config, keys of config.json, the tensors
+    "bloom": ({"tie_word_embeddings": True}, {"n_embed": 32, "seq_length": 64}, rootless),
+    "mpt": ({}, {"architectures": ["MPTForCausalLM"], "auto_map": {"AutoConfig": "configuration_mpt.MPTConfig"}}, dict),
+    "gpt_neo": ({"intermediate_size": None}, {}, with_masks),
+    "falcon": ({"tie_word_embeddings": True}, {"auto_map": {"AutoModel": "modeling_falcon.FalconModel"}}, dict),
+}
+
+
+@pytest.mark.parametrize("family", AS_ON_THE_HUB)
+def test_checkpoints_as_they_lie_on_the_hub_are_read(family, tmp_path):
+    values, keys, change = AS_ON_THE_HUB[family]
+    one = suite(family)
+    case = one.case(one.first(), tmp_path, **values)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**raw, **keys}))
+    write_tensors(tmp_path, change(read_tensors(tmp_path)))
+    sizes = {**SIZES, "max_model_len": None, "num_kvcache_blocks": 128}
+    with LLM(model=str(tmp_path), device="cpu", dtype="float32", **sizes) as llm:
+        assert llm.engine.wiring.max_model_len == {"bloom": 64, "gpt_neo": 256, "falcon": 256, "mpt": 2048}[family]
+        params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+        (out,) = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)
+        assert list(out.outputs[0].token_ids) == greedy(case.hf, PROMPT, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
@@ -39,6 +40,10 @@ class Mpt(ModelArch):
                     raise ModelError(
                         f"{prefix}{name}={shown(getattr(part, name))}: want {want}, no other is implemented"
                     )
+        for name in ("softmax_scale", "clip_qkv"):
+            value = getattr(attn, name)
+            if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
+                raise ModelError(f"attn_config.{name}={shown(value)}: want a positive number, or null")
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         dim = fields.even_share(cfg, "d_model", "n_heads", heads)
         layer = LayerSpec(
