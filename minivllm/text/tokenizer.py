@@ -31,6 +31,7 @@ OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "se
 READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
 MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
 NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
+MOST_ENDS = 32  # ids that end an answer; the device holds no more
 MOST_FILLERS = 16  # templates whose special tokens stay worked out
 
 
@@ -442,6 +443,6 @@ def configured_eos(folder: Path) -> list[int]:
 def token_ids(found: Any, where: str) -> list[int]:
     """Return an ``eos_token_id``, one id or several, as a list.  ModelError, which begins with ``where``."""
     ids = found if isinstance(found, list) else [found]
-    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ModelError(f"{where}: eos_token_id={shown(found)}: want token ids")
+    if len(ids) > MOST_ENDS or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ModelError(f"{where}: eos_token_id={shown(found)}: want at most {MOST_ENDS} token ids")
     return ids

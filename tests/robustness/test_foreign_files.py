@@ -16,7 +16,7 @@ from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.tensor_files import checkpoint_headers, checkpoint_tensors
 from minivllm.text.converted import convert
 from minivllm.text.growth import MOST_GROWTH, MOST_TOKEN
-from minivllm.text.tokenizer import NAMED, load_tokenizer
+from minivllm.text.tokenizer import NAMED, configured_eos, load_tokenizer
 from minivllm.traces.read import read_trace
 
 
@@ -244,6 +244,17 @@ def test_a_trace_that_claims_a_request_of_billions_of_tokens_is_refused_with_its
         path.write_text(text)
         kind, said = limited(lambda path=path: read_trace(str(path)).tokens(1).size, seconds=2)
         assert kind == "ConfigError" and f"{path}:{2 if name == 'hashed.jsonl' else 3}: " in said, (name, kind, said)
+
+
+def test_ids_that_end_an_answer_are_few_and_fit_the_device(tmp_path):
+    path = tmp_path / "generation_config.json"
+    for wrong in ([-1], 1 << 31, 10**30, list(range(33)), True, "2", [None], [[2]], 1.5, {"a": 1}):
+        path.write_text(json.dumps({"eos_token_id": wrong}))
+        with pytest.raises(ModelError) as found:
+            configured_eos(tmp_path)
+        assert str(found.value).startswith(f"{path}: eos_token_id=") and len(str(found.value)) < 400
+    path.write_text(json.dumps({"eos_token_id": list(range(32))}))
+    assert configured_eos(tmp_path) == list(range(32))
 
 
 def test_the_command_names_the_file_in_one_line(tmp_path, capsys):
