@@ -98,12 +98,12 @@ class ChatTemplates:
         extra = _checked(variables)
         template = self.select(_name(chat_template), tools, documents)
         facts = template.facts
-        if tools and "tools" not in facts.variables:
-            self._note_told(template)
-            chat, tools = plain.tell_tools(chat, tools), None
         if not facts.reads_calls:
             chat = plain.tell_calls(chat)
         chat, mark = plain.fit(chat, facts), ""
+        if tools and "tools" not in facts.variables:  # behind what names places: this may add a message
+            self._note_told(template)
+            chat, tools = plain.tell_tools(chat, tools, facts.content), None
         if continue_final_message:
             if add_generation_prompt:
                 what = f"{GOES_ON} beside add_generation_prompt: want one of them"

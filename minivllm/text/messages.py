@@ -294,15 +294,18 @@ def check_documents(documents: Any) -> list[dict[str, Any]] | None:
     return made or None
 
 
-def tell_tools(chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the conversation with the tools in its system message, for a template that has no place for them."""
+def tell_tools(
+    chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: str = TEXT
+) -> list[dict[str, Any]]:
+    """Return the conversation with the tools in its system message, for a template that has no place for them.
+    ``form``: in which the template reads content."""
     lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
     text = INTRODUCTION.format(tools=lines)
     first, *rest = map(dict, chat)
     if first["role"] not in ("system", "developer"):
-        return [{"role": "system", "content": text}, first, *rest]
+        return [{"role": "system", "content": _fitted_content(text, form)}, first, *rest]
     before = text_of(first["content"])
-    return [{**first, "content": f"{before}\n\n{text}" if before else text}, *rest]
+    return [{**first, "content": _fitted_content(f"{before}\n\n{text}" if before else text, form)}, *rest]
 
 
 def tell_calls(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

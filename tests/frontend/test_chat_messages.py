@@ -276,6 +276,15 @@ def test_a_refusal_names_the_place_of_the_message(message, place):
     assert refused.value.param == place and str(refused.value).startswith(place)
 
 
+def test_a_message_of_tools_moves_no_place_of_an_error():
+    tokenizer = Tokenizer(byte_level(SPECIAL), None, {"bos_token": "<s>"}, CHATML)
+    broken = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}
+    for more in ({}, {"tools": [TOOL]}):
+        with pytest.raises(RequestError) as refused:
+            tokenizer.chat_prompt([*ASK, broken], **more)
+        assert refused.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
 def test_calls_in_the_form_before_tool_calls_are_calls():
     tokenizer = Tokenizer(byte_level(SPECIAL), None, {"bos_token": "<s>"}, QWEN25)
     old = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"a": 1}'}}
@@ -361,6 +370,8 @@ def test_tools_are_told_in_the_system_message_where_the_template_has_no_place_fo
         assert (len(chat) == 1) != ("be brief\n\nYou may call" in text)
         assert (len(chat) == 1) != ('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>' in text)
     assert caplog.text.count("no place for tools") == 1
+    parts = Tokenizer(byte_level(SPECIAL), None, {"bos_token": "<s>"}, TEMPLATES["llava"][0])
+    assert "adds é" in parts.chat_prompt(ASK, tools=[TOOL]).text
     alone = Tokenizer(byte_level(SPECIAL), None, {"bos_token": "<s>"}, GEMMA3)
     assert "adds é" in alone.chat_prompt(ASK, tools=[TOOL]).text
     assert "You may call" not in Tokenizer(byte_level(SPECIAL), None, {}, QWEN3).chat_prompt(ASK, tools=[TOOL]).text
