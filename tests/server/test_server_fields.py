@@ -131,10 +131,10 @@ def metrics(server):
 
 def test_a_field_of_chats_has_no_effect_on_a_completion_and_that_is_said(server):
     for value in ("a", 1, [1], {}):
-        answer = server.post("/v1/completions", {**TALE, "max_tokens": 3, "max_completion_tokens": value})
+        answer = server.post("/v1/completions", {**TALE, "max_tokens": 3, "parallel_tool_calls": value})
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 3
-        assert [w["field"] for w in answer.json()["warnings"]] == ["max_completion_tokens"]
+        assert [w["field"] for w in answer.json()["warnings"]] == ["parallel_tool_calls"]
 
 
 def test_each_gap_between_tokens_and_each_part_of_a_request_is_counted_once(server):
