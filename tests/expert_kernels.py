@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, SOFTMAX, Router
 from minivllm.core.interfaces.quantizer import StoredWeight
+from minivllm.errors import ModelError
 from minivllm.kernels.experts import ExpertProducts, ResidualNorm
 from minivllm.kernels.packed_experts import PackedExperts, takes
 from minivllm.kernels.router import assign, most_blocks, route
@@ -219,6 +221,30 @@ def check_a_row_alone(device: str, dtype: torch.dtype) -> None:
     whole = kernel(x, ids, weights)[0]
     for part in (slice(0, 1), slice(5, 9), slice(3, 40), slice(100, 290)):
         assert torch.equal(kernel(x[part].clone(), ids[part].clone(), weights[part].clone())[0], whole[part])
+
+
+def check_an_odd_width(device: str, dtype: torch.dtype) -> None:
+    """An inner width that kernels cannot read 16 bytes at a time gives what float64 gives, with biases and without."""
+    generator = torch.Generator().manual_seed(5)
+    make = lambda *size: (torch.randn(*size, generator=generator) / 4).to(device, dtype)  # noqa: E731
+    for inner, biased, fixed in ((13, True, True), (7, False, False)):
+        up, down = make(4, 2 * inner, 64), make(4, 64, inner)
+        biases = (make(4, 2 * inner), make(4, 64)) if biased else (None, None)
+        kernel = ExpertProducts(up, down, *biases, fixed=fixed)
+        for tokens in (1, 6):
+            x, weights = make(tokens, 64), torch.rand(tokens, 2, generator=generator).to(device)
+            ids = torch.rand(tokens, 4, generator=generator).topk(2).indices.int().to(device)
+            want = torch.zeros(tokens, 64, dtype=torch.float64, device=device)
+            for t in range(tokens):
+                for e, weight in zip(ids[t].tolist(), weights[t].double(), strict=True):
+                    both = up[e].double() @ x[t].double() + (0 if biases[0] is None else biases[0][e].double())
+                    gate, other = both.chunk(2)
+                    out = down[e].double() @ (torch.nn.functional.silu(gate) * other)
+                    want[t] += weight * (out + (0 if biases[1] is None else biases[1][e].double()))
+            got = kernel(x, ids, weights)[0].double()
+            assert (got - want).abs().max() <= NEAR[dtype] * want.abs().max()
+    with pytest.raises(ModelError, match="want a multiple of 16 bytes"):
+        ExpertProducts(make(4, 8, 63), make(4, 63, 4))
 
 
 def check_those_of_transformers(device: str) -> None:

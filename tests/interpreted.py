@@ -368,6 +368,10 @@ def test_experts_give_the_weighted_sum_and_the_stream_with_it(shape):
     expert_kernels.check_twice_the_same_expert("cpu")
 
 
+def test_an_odd_inner_width_of_experts_is_filled_up():
+    expert_kernels.check_an_odd_width("cpu", torch.float32)
+
+
 @pytest.mark.parametrize(("form", "shape"), [one for one in expert_kernels.PACKED if one[0][0] != "f"])
 def test_packed_experts_give_it_of_the_numbers_that_they_hold(form, shape):
     expert_kernels.check_packed_products("cpu", torch.float32, shape, form)

@@ -268,6 +268,8 @@ class _Fold:
         selection = self._select_model(asked, checkpoint, features)
         if selection.chosen is None and asked.name == "auto":
             served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
+            if not checkpoint.model_type:
+                raise ModelError(_without_type(checkpoint))
             if selection.request.facts["architecture"] not in served:
                 raise ModelError(
                     f"{checkpoint.folder}/config.json: no plug-in serves the architecture "
@@ -276,6 +278,8 @@ class _Fold:
                 )
         chosen = selection.require()
         part = self._keep(selection, asked)
+        if not checkpoint.model_type and "any_architecture" in part.features:
+            raise ModelError(_without_type(checkpoint))
         hf_config = checkpoint.hf_config()
         self._tell_config(checkpoint, hf_config, chosen)
         arch = build_part("model", part)
@@ -471,6 +475,14 @@ class _Fold:
                 raise ConfigError(f"{place}{OPTION_OF.get(kind, kind)}: {shown(label)} is there twice")
             parts.append(self._keep(selection, choice, at))
         return parts
+
+
+def _without_type(checkpoint: Checkpoint) -> str:
+    """Return the message for a config.json without ``model_type``, which says of which class its fields are."""
+    return (
+        f"{checkpoint.folder}/config.json: model_type is missing: want the type that transformers has for "
+        f'{shown(checkpoint.architecture)}, as in "model_type": "llama" for LlamaForCausalLM'
+    )
 
 
 def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -260,9 +261,20 @@ def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dic
     return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), tile, strict=True)) | {"BK": tile[2] * 2 // size}
 
 
+def _filled_up(x: Any, missing: int) -> Any:
+    """Return [E, 2 I, ...] = gate | up with rows of zeros behind each of both, [E, 2 (I + missing), ...]."""
+    if x is None:
+        return None
+    after = (0, 0) * (x.dim() - 2)
+    return torch.cat([F.pad(half, (*after, 0, missing)) for half in x.chunk(2, dim=1)], dim=1)
+
+
 class ExpertProducts:
-    """Kernels for the experts of one layer: ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I], contiguous;
-    ``fixed``: a token's bits do not depend on what is beside it."""
+    """Kernels for the experts of one layer: ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I], contiguous.
+
+    ``fixed``: a token's bits do not depend on what is beside it.  An inner width I that is no multiple of 16 bytes gets
+    zeros behind it, in copies of the weights.  ModelError for such a hidden width H.
+    """
 
     few = FEW
 
@@ -277,16 +289,20 @@ class ExpertProducts:
         alpha: float = 1.702,
         fixed: bool = False,
     ) -> None:
+        size = gate_up.element_size()
+        if down.shape[1] * size % 16:
+            raise ModelError(
+                f"experts of {down.shape[1]} inputs of {size} bytes: want a multiple of 16 bytes, which the kernels "
+                "read at a time; use fuse=false without batch_invariant"
+            )
+        missing = -down.shape[2] % (16 // size)
+        if missing:
+            gate_up, gate_up_bias = (_filled_up(x, missing) for x in (gate_up, gate_up_bias))
+            down = F.pad(down, (0, missing))
         self.count, self.hidden, self.inner = down.shape
         self.up, self.down = gate_up.flatten(0, 1), down.flatten(0, 1)
         self._around(gate_up_bias, down_bias, activation, limit, alpha)
         self.fixed = fixed
-        size = gate_up.element_size()
-        if self.inner * size % 16 or self.hidden * size % 16:
-            raise ModelError(
-                f"experts of {self.hidden} inputs and {self.inner} inner units of {size} bytes: want multiples of 16 "
-                "bytes, which the kernels read at a time; use fuse=false without batch_invariant"
-            )
 
     def _around(
         self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float

@@ -133,21 +133,27 @@ def expert_key(cfg: Any) -> str:
 
 
 def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
-    """A mixture of ``num_experts`` (``num_local_experts``); ``more`` are fields of ``Experts``."""
+    """Return a mixture of ``num_experts`` (``num_local_experts``) of ``inner`` units; ``more`` are fields of
+    ``Experts``.  ModelError for a number that no mixture has."""
     name = expert_key(cfg)
     count, chosen = getattr(cfg, name), cfg.num_experts_per_tok
-    if not 1 <= chosen <= count:
+    for key, value in ((name, count), ("num_experts_per_tok", chosen), ("the width of an expert", inner)):
+        if type(value) is not int or value < 1:
+            raise ModelError(f"{key}={shown(value)}: want a whole number >= 1, the model has layers of experts")
+    if chosen > count:
         raise ModelError(f"num_experts_per_tok={chosen}: want between 1 and {name}={count}")
     return Experts(count, chosen, inner, **{"activation": activation(cfg), **more}, router=router)
 
 
 def sparse_layers(cfg: Any) -> list[bool]:
-    """Which layers have experts, by ``decoder_sparse_step`` and ``mlp_only_layers``."""
+    """Return which layers have experts, by ``decoder_sparse_step`` and ``mlp_only_layers``; none without experts."""
     step, dense = cfg.decoder_sparse_step, set(cfg.mlp_only_layers or ())
+    if not cfg.num_experts:
+        return [False] * cfg.num_hidden_layers
     if type(step) is not int or step < 1:
         raise ModelError(f"decoder_sparse_step={shown(step)}: want a whole number >= 1")
     layers = range(cfg.num_hidden_layers)
-    return [i not in dense and cfg.num_experts > 0 and (i + 1) % step == 0 for i in layers]
+    return [i not in dense and (i + 1) % step == 0 for i in layers]
 
 
 def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:

@@ -16,7 +16,7 @@ from minivllm.errors import ModelError, brief, shown
 from minivllm.gguf_file import is_gguf
 
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
-from .numbers import check_numbers
+from .numbers import check_numbers, with_floats
 from .overrides import lay_over
 from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def model_type(self) -> str:
-        return str(self.raw.get("model_type", ""))
+        return str(self.raw.get("model_type") or "")
 
     @property
     def dtype(self) -> str:
@@ -120,7 +120,10 @@ def open_checkpoint(
     raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
         raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
-    raw = lay_over({**raw, **_said_beside(folder, raw)}, overrides)
+    try:
+        raw = lay_over(with_floats({**raw, **_said_beside(folder, raw)}), overrides)
+    except ModelError as exc:
+        raise ModelError(f"{path}: {exc}") from None
     check_numbers(f"{path} with hf_overrides" if overrides else str(path), raw)
     return Checkpoint(folder, raw)
 

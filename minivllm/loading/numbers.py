@@ -13,6 +13,8 @@ from typing import Any
 
 from minivllm.errors import ModelError, shown
 
+from .text_model import NESTED, nested_parts
+
 MOST_LAYERS = 2_000  # published models end at some 130; a model of thousands takes seconds to lay out
 INT32 = (1 << 31) - 1  # positions and token ids are held in 32 bits
 TINY, HUGE = 2.0**-126, 2.0**127  # what float32 holds without loss
@@ -140,13 +142,59 @@ ROPE_LIMITS: Mapping[str, Whole | Real] = {
     "partial_rotary_factor": Real(TINY, 1.0),
     "original_max_position_embeddings": Whole(1, INT32, null=True),
 }
-PARTS = ("text_config", "quantization_config")
+PARTS = ("quantization_config", *NESTED)
+FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+OF_EXPERTS = {
+    "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size", "decoder_sparse_step",
+    "swiglu_limit", "swiglu_alpha",
+}  # fmt: skip
+OF_WINDOWS = {"sliding_window", "max_window_layers"}
+
+
+def with_floats(value: Any) -> Any:
+    """Return a value of config.json in which objects as {"__float__": "Infinity"} are the numbers: transformers writes
+    infinities and NaN so.  ModelError for lists and objects that are nested too deeply."""
+    try:
+        return _with_floats(value)
+    except RecursionError:
+        raise ModelError("lists or objects are nested too deeply") from None
+
+
+def _with_floats(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    name = value.get("__float__") if len(value) == 1 else None
+    if isinstance(name, str) and name in FLOATS:
+        return FLOATS[name]
+    return {key: _with_floats(one) for key, one in value.items()}
+
+
+def _is_none(value: Any) -> bool:
+    """Return whether a number of experts or units means that there are none."""
+    return value is None or (type(value) is int and value == 0)
+
+
+def unread(part: Mapping[str, Any]) -> set[str]:
+    """Return the keys of a configuration that belong to a part which it disables, so that nothing reads them."""
+    counts = {key: part[key] for key in COUNTS if key in part}
+    found = {key for key, value in counts.items() if _is_none(value)}
+    if part.get("enable_moe_block") is False or (counts and all(map(_is_none, counts.values()))):
+        found |= OF_EXPERTS | set(COUNTS)
+    if _is_none(part.get("shared_expert_intermediate_size")):
+        found.add("shared_expert_intermediate_size")
+    if part.get("use_sliding_window") is False:
+        found |= OF_WINDOWS
+    return found
 
 
 def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
-    """ModelError naming the key, its value and what was wanted, for the first number that cannot be.
+    """Refuse the first number that cannot be, naming the key, its value and what was wanted (ModelError).
 
-    ``raw`` is config.json as it is, ``where`` its path.
+    ``raw`` is config.json as it is, ``where`` its path.  Values of a part that the configuration disables are not
+    looked at.
     """
 
     def refuse(key: str, value: Any, wanted: str | None) -> None:
@@ -155,13 +203,14 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
 
     for name in PARTS:
         refuse(name, raw.get(name), None if isinstance(raw.get(name) or {}, dict) else "an object")
-    for prefix, part in (("", raw), ("text_config.", raw.get("text_config") or {})):
+    for prefix, part in (("", raw), *nested_parts(raw)):
+        skipped = unread(part)
         for key, value in part.items():
             if key == "sliding_window" and value == 0 and part.get("model_type") == "qwen2_moe":
                 continue  # how transformers writes that there is none, for this one
             if key == "intermediate_size" and value is None and part.get("model_type") == "gpt_neo":
                 continue  # four times hidden_size
-            if key in LIMITS:
+            if key in LIMITS and key not in skipped:
                 refuse(prefix + key, value, LIMITS[key].refuse(value))
             elif type(value) is int and abs(value) > 1 << 32:
                 refuse(prefix + key, value, f"at most {1 << 32}")
@@ -170,7 +219,7 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
 
 
 def _check_rope(name: str, rope: Any, refuse: Any) -> None:
-    """The rotary embedding's numbers: one table, or one for each type of layer."""
+    """Check the rotary embedding's numbers, in one table or one for each type of layer."""
     if rope is None:
         return
     if not isinstance(rope, dict):

@@ -15,12 +15,13 @@ import minivllm
 from minivllm import LLM
 from minivllm.core.worker import build
 from minivllm.errors import ModelError, ResourceError
+from minivllm.loading import numbers
 from minivllm.loading.hf_config import open_checkpoint
 from minivllm.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Whole
 from minivllm.testing.tiny import tiny_dir
 
 DRAFT = Path(minivllm.__file__).parent / "pocket" / "draft"
-CONFIG = json.loads((DRAFT / "config.json").read_text())
+CONFIG = {**json.loads((DRAFT / "config.json").read_text()), "use_sliding_window": True}
 SIZES = {"max_num_seqs": 2, "max_num_batched_tokens": 64, "max_model_len": 64, "num_kvcache_blocks": 16}
 COUNTS = [key for key, limit in LIMITS.items() if isinstance(limit, Whole)]
 IDS = ["bos_token_id", "eos_token_id"]
@@ -61,7 +62,8 @@ def refusal(folder: Path, config: dict) -> str:
 
 @given(st.sampled_from(COUNTS), no_count)
 def test_counts_are_whole_numbers_that_a_model_can_have(folder, key, value):
-    if key in ("max_window_layers", "num_labels") and value == 0 and type(value) is int:
+    may_be_none = ("max_window_layers", "num_labels", "shared_expert_intermediate_size", *numbers.COUNTS)
+    if key in may_be_none and value == 0 and type(value) is int:
         return
     assert f"config.json: {key}=" in refusal(folder, {**CONFIG, key: value})
 
@@ -185,3 +187,80 @@ def test_a_draft_model_is_held_to_the_same(tmp_path):
     with pytest.raises(ModelError, match=f"intermediate_size={config['intermediate_size']}"):
         drafter = {"name": "model", "options": {"model": str(tmp_path / "draft")}}
         LLM(model="pocket", device="cpu", drafter=drafter, **SIZES).close()
+
+
+EXPERTS = {"moe_intermediate_size": None, "num_experts_per_tok": 0, "decoder_sparse_step": None, "swiglu_limit": "x"}
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {"enable_moe_block": False, "num_experts": None, **EXPERTS}, {"enable_moe_block": False, **EXPERTS},
+        {"num_experts": 0, **EXPERTS}, {"num_local_experts": None, **EXPERTS}, {"n_routed_experts": 0, **EXPERTS},
+        {"shared_expert_intermediate_size": None}, {"shared_expert_intermediate_size": 0},
+        {"use_sliding_window": False, "sliding_window": 0, "max_window_layers": -1},
+    ],
+)  # fmt: skip
+def test_fields_of_a_part_that_is_disabled_are_not_looked_at(folder, off):
+    for config in (
+        {**CONFIG, **off},
+        {**CONFIG, "text_config": off},
+        {**CONFIG, "thinker_config": {"text_config": off}},
+    ):
+        (folder / "config.json").write_text(json.dumps(config))
+        open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize(
+    "on", [{"enable_moe_block": True}, {"num_experts": 4}, {"num_experts": 0, "n_routed_experts": 2}]
+)
+def test_fields_of_a_part_that_is_enabled_are_looked_at(folder, on):
+    assert "moe_intermediate_size=None" in refusal(folder, {**CONFIG, **on, "moe_intermediate_size": None})
+
+
+LEAVES = (
+    math.inf, -math.inf, math.nan, 1.5, 3, None, "Infinity", {"__float__": "else"}, {"__float__": 3},
+)  # fmt: skip
+nested = st.recursive(
+    st.sampled_from(LEAVES),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(nested)
+def test_infinities_are_read_as_transformers_writes_them(folder, value):
+    from transformers.configuration_utils import PreTrainedConfig
+
+    written = PreTrainedConfig._encode_special_floats({"time_step_limit": value})
+    (folder / "config.json").write_text(json.dumps({**CONFIG, **written}))
+    found = open_checkpoint(str(folder)).raw["time_step_limit"]
+    assert repr(found) == repr(PreTrainedConfig._decode_special_floats(written)["time_step_limit"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model_type": ...}, "model_type is missing: want the type that transformers has for 'Qwen3ForCausalLM'"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": ""}, "model_type is missing"),
+        ({"architectures": ...}, "names no architecture"),
+        ({"architectures": []}, "names no architecture"),
+        ({"architectures": "Qwen3ForCausalLM"}, "names no architecture"),
+        ({"architectures": ["Qwen99ForCausalLM"]}, "no plug-in serves the architecture 'Qwen99ForCausalLM'"),
+    ],
+)
+@pytest.mark.parametrize("impl", ["auto", "minivllm", "transformers"])
+def test_a_config_that_names_no_model_is_refused_with_the_key(folder, change, says, impl):
+    config = {k: v for k, v in {**CONFIG, **change}.items() if v is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=says) as caught:
+        minivllm.explain(str(folder), model_impl=impl, device="cpu").text("model")
+    assert str(caught.value).startswith(f"{folder}/config.json: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [[], 3, "x", None, True])
+def test_a_config_that_is_no_object_is_refused(folder, value):
+    (folder / "config.json").write_text(json.dumps(value))
+    with pytest.raises(ModelError, match=r"config\.json: want a JSON object, got a "):
+        open_checkpoint(str(folder))

@@ -42,6 +42,7 @@ def test_packed_experts_give_it_of_the_numbers_that_they_hold(dtype, form, shape
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone(dtype):
     checks.check_a_row_alone("cuda", dtype)
+    checks.check_an_odd_width("cuda", dtype)
 
 
 def test_in_the_place_of_experts_of_transformers_they_give_the_same():

@@ -18,7 +18,7 @@ SIZES = {
     "max_model_len": 64, "skip_tokenizer_init": True,
 }  # fmt: skip
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, prompt_logprobs=0)
-QUICK = ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "llava")
+QUICK = ("gemma3", "qwen2_5_vl", "qwen3_vl_moe", "llava")
 
 
 def answer(path, **more):
@@ -82,7 +82,7 @@ def drawn(seed, path):
     return family, hf, layout, relay(path, hf, layout)
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 60))])
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
 def test_any_layout_of_any_family_is_read(seed, tmp_path):
     family, hf, layout, others = drawn(seed, tmp_path)
     try:

@@ -442,3 +442,24 @@ def test_each_value_of_a_config_is_computed_or_refused(model_type, tmp_path):
     found = suite.verdicts(suite.first(), tmp_path)
     assert {what: verdict for what, verdict in found.items() if verdict[0] == "wrong"} == {}
     assert sum(status == "equal" for status, _ in found.values()) > 25
+
+
+WIDTHS = {"olmoe": (7, 32), "deepseek_v3": (13, 40), "gemma4_text": (20, 36), "gpt_oss": (7, 36), "qwen3_moe": (20, 36)}
+MIXTURES = {
+    "deepseek_v3": MLA, "gemma4_text": {**GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2},
+    "gpt_oss": {"num_local_experts": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["olmoe", *(pytest.param(n, marks=pytest.mark.slow) for n in [*WIDTHS][1:])])
+def test_experts_of_a_width_that_no_grouped_product_takes_run_all_the_same(model_type, tmp_path):
+    inner, hidden = WIDTHS[model_type]
+    sizes = {"moe_intermediate_size": inner, "intermediate_size": inner, "hidden_size": hidden, "head_dim": 8}
+    path, hf = make(tmp_path, model_type, **{"num_experts_per_tok": 2, **MIXTURES.get(model_type, {}), **sizes})
+    hf.set_experts_implementation("eager")  # transformers' grouped product refuses the width
+    run, want = harness(path), reference(hf, PROMPT)
+    assert want.std() > 0.05, "the test has no power"
+    assert (run.step({0: PROMPT})[0] - want).abs().max() < 1e-4
+    assert run.greedy(5, PROMPT, 16) == greedy(hf, PROMPT, 16)
+    with LLM(model=path, device="cpu", dtype="bfloat16", **SIZES, num_kvcache_blocks=64) as llm:
+        assert llm.generate([{"prompt_token_ids": PROMPT}], use_tqdm=False)[0].error is None

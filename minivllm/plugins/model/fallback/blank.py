@@ -18,6 +18,7 @@ from minivllm.layers.fields import check_causal
 from minivllm.spec import Spec
 
 from .. import spec
+from . import experts
 from .attend import NAME, register
 
 INSTEAD = "want a model that attends to all tokens of a sequence with softmax, or a family of minivllm's"
@@ -106,15 +107,17 @@ def _ropes(params: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def blank_model(cls: Any, cfg: Any, dtype: torch.dtype) -> nn.Module:
-    """The model on the meta device, with the engine's attention.  ModelError if it cannot be built of this config."""
+    """Return the model on the meta device, with the engine's attention and ``experts.multiply``.  ModelError if it
+    cannot be built of this config."""
     cfg = copy.deepcopy(cfg)
     for name in ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits"):
         if getattr(cfg, name, None):
             setattr(cfg, name, False)
     register()
+    experts.register()
     try:
         with quiet(), torch.device("meta"):
-            model = cls._from_config(cfg, dtype=dtype, attn_implementation=NAME)
+            model = cls._from_config(cfg, dtype=dtype, attn_implementation=NAME, experts_implementation=NAME)
     except Exception as exc:  # transformers checks fields with errors of many types
         raise ModelError(f"transformers' {cls.__name__} cannot be built: {one_line(exc)}") from exc
     model.eval().requires_grad_(False)
