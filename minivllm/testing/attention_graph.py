@@ -22,6 +22,7 @@ from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, GraphKey
 
 from .attention_math import Place, attend, compare
 from .attention_world import Rows, Setting, World, WorldSeq
+from .waiting import no_wait, waits
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
@@ -67,6 +68,10 @@ class _Step:
         if not self.on_device:
             world.backend.plan(self.meta, key)
         self.replay = _captured(self._run) if world.device.startswith("cuda") else self._run
+        if not world.device.startswith("cuda") and "cuda" in world.suite.values("device", "cuda"):
+            with waits(world.device) as found:
+                self._run()
+            no_wait(found, f"a {key.kind} step")
 
     def _meta(self, rows: Rows) -> AttnMeta:
         """Filled up to the captured size: rows without a token in a slot of nobody, tokens for the null block."""

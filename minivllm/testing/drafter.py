@@ -20,6 +20,7 @@ from minivllm.registry import import_target
 from .base import Seen, since
 from .kept import Lasting
 from .spec import SpecConformance
+from .waiting import no_wait, waits
 
 VOCAB, MAX_LEN, SLOTS = 61, 96, 9
 MANY = 40  # rows of a large step
@@ -38,7 +39,8 @@ class FakeModel(DraftModel):
         at = ask.rows.position - 1 + j
         history = ask.rows.tokens[ask.rows.slots].long()
         last, before = (history.gather(1, (at - back).clamp(min=0)[:, None])[:, 0] for back in (0, 1))
-        return torch.nn.functional.one_hot((last * 7 + before * 3 + 1) % VOCAB, VOCAB).float()
+        likely = (last * 7 + before * 3 + 1) % VOCAB
+        return (likely[:, None] == torch.arange(VOCAB, device=likely.device)).float()
 
     def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
         assert j == self.done, f"draft {j} was drawn after {self.done} were"
@@ -178,6 +180,19 @@ class DrafterConformance(Lasting, SpecConformance):
                     for slot, n in zip(ask.slots.tolist(), ask.known.tolist(), strict=True):
                         now[slot, n : n + k] = was[slot, n : n + k]
                 assert torch.equal(now, was), f"rows.{name} was written to"
+
+    @since(1, 0)
+    def test_it_does_not_wait_for_the_device(self) -> None:
+        """``propose`` reads no tensor's value on the host (``int``, ``bool``, ``tolist``, ``cpu``) and makes no tensor
+        whose shape depends on values.  What the host knows is in ``ask.known`` and ``ask.slots``."""
+        if "cuda" not in self.values("device", "cpu", "cuda"):
+            pytest.skip("it claims the CPU alone, for which nobody waits")
+        instance = self.build(*self.context())
+        for rows, k in (([[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]], 3), ([[7]], 1)):
+            ask = self.ask(rows, k)
+            with waits(self.place()) as found:
+                instance.propose(ask)
+            no_wait(found, "propose()")
 
     @since(1, 0, spec_only=True)
     def test_a_draft_model_is_named_by_an_option(self) -> None:

@@ -23,6 +23,7 @@ from .base import Seen, since
 from .kept import Lasting
 from .kvformat_sizes import KVFormatSizes
 from .spec import SpecConformance
+from .waiting import no_wait, waits
 
 DTYPES = ("float32", "bfloat16", "float16")
 KINDS = ("normal", "sizes", "zeros", "edges", "large", "tiny")  # of numbers
@@ -407,6 +408,23 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
         assert len(set(sizes.values())) == 1, f"bytes of a block by dim_v: {sizes}"
         apart = self.layout(self.build(), AttnSpec(heads, heads, dim, dim), block)
         assert apart is None or sizes[max(sizes)] < apart.bytes, "as large as with values of their own"
+
+    @since(1, 0)
+    def test_it_does_not_wait_for_the_device(self) -> None:
+        """``store`` and ``load`` run in steps that are captured: they read no value on the host."""
+        if "cuda" not in self.values("device", "cpu", "cuda"):
+            pytest.skip("it claims the CPU alone, for which nobody waits")
+        spec, block, fmt = self.spec_of(), self.block(), self.build()
+        for dtype in self.dtypes():
+            cache = self.cache(fmt.layout(spec, block), 3)
+            k, v = self._values(fmt, spec, "normal", block, dtype)
+            slots, blocks = (torch.arange(n, device=self.place()) for n in (block, 3))
+            with waits(self.place()) as found:
+                fmt.store(cache, k, v, slots)
+            no_wait(found, "store()")
+            with waits(self.place()) as found:
+                fmt.load(cache, blocks, getattr(torch, dtype))
+            no_wait(found, "load()")
 
     @since(1, 0)
     def test_a_format_has_no_state(self) -> None:

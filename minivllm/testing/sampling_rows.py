@@ -22,6 +22,8 @@ from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows
 from minivllm.core.worker.state import ProcessorState
 from minivllm.errors import shown
 
+from .waiting import waits
+
 if TYPE_CHECKING:
     from .sampling import SamplingConformance
 
@@ -158,6 +160,7 @@ class Stage:
         self.ahead: Any = 0  # of each row: how many drafts stand between its slot's known tokens and its own
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
+        self.waited: list[str] | None = None  # what would wait for a GPU in a call, where that is asked
         if garbage:
             self.poison(range(slots))
 
@@ -226,6 +229,16 @@ class Stage:
             own,
         )
 
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Note what waits for the device in ``waited``, unless that is None."""
+        if self.waited is None:
+            yield
+            return
+        with waits(self.device.type) as found:
+            yield
+        self.waited += found
+
     def variant(self, slots: np.ndarray) -> int:
         return int(np.bitwise_or.reduce(self.state.variant[slots]))
 
@@ -236,7 +249,7 @@ class Stage:
         if len(on):
             at = torch.tensor(on, device=self.device)
             part, rows = logits[at], self.rows(slots[on], self.variant(slots[on]), max_position)
-            with torch.inference_mode(), unwritten(rows, "apply"):
+            with torch.inference_mode(), unwritten(rows, "apply"), self._watched():
                 self.worker.apply(part, rows, self.state.columns)
             logits[at] = part
         return logits
@@ -247,7 +260,7 @@ class Stage:
         rows = self.rows(slots, self.variant(slots), max_position)
         out = Draw(torch.full((len(slots),), -1, dtype=torch.int64, device=self.device))
         tokens, worker, given = out.tokens, self.worker, logits.to(self.device, copy=True)
-        with torch.inference_mode(), unwritten(rows, "draw"):
+        with torch.inference_mode(), unwritten(rows, "draw"), self._watched():
             worker.draw(given, rows, self.state.columns, out)
         assert out.tokens is tokens, "put another tensor into out.tokens: the engine may hold the first, write into it"
         if worker.keeps_logits:

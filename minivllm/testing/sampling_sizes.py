@@ -17,6 +17,7 @@ from .base import Seen, since
 from .chisquare import ALPHA, check_draws
 from .kept import Lasting
 from .sampling_rows import SampledSeq, Stage, some_prompt
+from .waiting import no_wait
 
 ROWS = 150  # of a step
 WIDE = 2500  # tokens of a vocabulary in which limits keep many
@@ -34,6 +35,9 @@ class SamplingSizes(Lasting):
         draws: Any
         keys: Any
         make: Any
+        need: Any
+        place: Any
+        values: Any
         must_and_may: Any
         output: Any
         reads: Any
@@ -42,6 +46,21 @@ class SamplingSizes(Lasting):
 
     def tried_rows(self) -> list[Mapping[str, Any]]:
         raise NotImplementedError
+
+    @since(1, 0)
+    def test_what_can_be_captured_does_not_wait_for_the_device(self) -> None:
+        """``graph_safe``: ``apply`` and ``draw`` read no tensor's value on the host and make no tensor whose shape
+        depends on values, whatever a request asks for.  What the host knows of the rows is in ``rows.variant``."""
+        self.need("graph_safe")
+        if "cuda" not in self.values("device", "cpu", "cuda"):
+            pytest.skip("it claims the CPU alone, for which nobody waits")
+        logits = torch.tensor(np.random.default_rng(4).normal(0, 2, self.vocab), dtype=torch.float32)
+        for asked in self.tried_rows() or [{}]:
+            stage = Stage(self, 1)  # type: ignore[arg-type]
+            stage.join([0], [SampledSeq(SamplingParams.make(**asked), (1, 2, 3), (4, 5), logits, seed=1)])
+            stage.waited = []
+            self.output(stage, [0], logits[None])
+            no_wait(stage.waited, f"with {asked} it")
 
     def once_more(self, instance: Any, number: int) -> None:
         """Serve a new sequence: bind it, let its tokens be accepted, and change its logits or draw from them."""

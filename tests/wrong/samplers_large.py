@@ -20,6 +20,7 @@ FAULTS = {
     "LaneOf16Bits": ("test_tokens_that_are_far_apart_have_noise_of_their_own",),
     "SixtyFourRows": ("test_many_rows_get_what_each_gets_alone",),
     "SeedsForGood": ("test_what_has_ended_leaves_nothing_behind",),
+    "LooksAtTheTemperature": ("test_what_can_be_captured_does_not_wait_for_the_device",),
     "KeepsItsRows": ("test_what_has_ended_leaves_nothing_behind",),
 }
 RIGHT = ("InHalves",)
@@ -132,3 +133,13 @@ class SeedsForGood(Changed):
 
     def bind(self, params, prompt_len):
         return self.made.setdefault(params.seed, super(Changed, self).bind(params, prompt_len))
+
+
+class LooksAtTheTemperature(DefaultSampler):
+    """Asks the device whether any row is drawn."""
+
+    spec = replace(spec("LooksAtTheTemperature"), features=frozenset({"graph_safe"}))
+
+    def draw(self, logits, rows, state, out):
+        if bool((state["temperature"][rows.slots] > 0).any()) or len(rows.slots):
+            super().draw(logits, rows, state, out)

@@ -1,0 +1,95 @@
+"""Notice code that waits for the device: what reads a tensor's values on the host, or needs them for a shape.
+
+On a GPU torch itself raises.  On a CPU nothing waits, so the calls are noticed by their names, in two places: functions
+of torch that the code calls (``tolist``, ``numpy``), and operations that they come down to (the value of an ``int``, a
+boolean index).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+READS = {"tolist", "numpy", "__array__", "cpu", "item", "__int__", "__float__", "__bool__", "__index__", "__complex__"}
+OPERATIONS = {  # operations whose result, or its shape, the host has to wait for
+    "_local_scalar_dense", "nonzero", "nonzero_numpy", "masked_select", "_unique2", "unique_dim", "unique_consecutive",
+    "unique_dim_consecutive", "equal", "is_nonzero", "bincount",
+}  # fmt: skip
+
+
+class _Functions(TorchFunctionMode):
+    """Notes the functions of torch that read values."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if name in READS:
+            self.found.append(name)
+        elif name == "to" and _to_host(args[1:], kwargs):
+            self.found.append("to('cpu')")
+        return func(*args, **kwargs)
+
+
+class _Operations(TorchDispatchMode):
+    """Notes the operations that need values."""
+
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self.found = found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.overloadpacket.__name__
+        if name in OPERATIONS:
+            self.found.append(name)
+        elif name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self.found.append("repeat_interleave without output_size")
+        elif name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(map(_is_mask, args[1])):
+            one = name != "index" and args[2].numel() == 1  # torch fills by the mask, and asks for no count
+            self.found += [] if one else ["an index that is a mask"]
+        return func(*args, **kwargs)
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+
+
+def _to_host(args: Any, kwargs: Any) -> bool:
+    """Return whether the arguments of ``Tensor.to`` name the CPU in words, and not by the device of a tensor."""
+    return any(value == "cpu" for value in (*args[:1], kwargs.get("device")) if isinstance(value, str))
+
+
+@contextlib.contextmanager
+def waits(device: str) -> Iterator[list[str]]:
+    """Give a list that has, once the block has ended, what in it would wait for a GPU."""
+    found: list[str] = []
+    if device.startswith("cuda"):
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield found
+        except RuntimeError as exc:
+            if "synchroniz" not in str(exc):
+                raise
+            found.append(str(exc).partition("\n")[0])
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return
+    with _Functions(found), _Operations(found):
+        yield found
+
+
+def no_wait(found: list[str], what: str) -> None:
+    """Fail if something was found."""
+    assert not found, (
+        f"{what} waits for the device ({', '.join(dict.fromkeys(found))}): on a GPU every step would wait for it, and "
+        "no step that is captured can hold it"
+    )
