@@ -63,6 +63,18 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         numbers = {p.name: list(values_of_own(p))[-1:] for p in self.spec.params if p.kind in (int, float)}
         return replace(plain, extra={name: values[0] for name, values in numbers.items() if values})
 
+    def reference(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int] | None:
+        """Sample numbers of the answer, best first, as the strategy should give them; None leaves the order open.
+
+        Default: the ``n`` likeliest of ``best_of`` branches that ended by themselves, if it reads ``best_of`` and the
+        request sets it.  Override it for another order, without a look at the strategy's own code."""
+        if "best_of" not in self.build().reads or params.best_of is None or params.best_of == params.n:
+            return None
+        if any(e.cumulative_logprob is None or e.finish_reason in ("abort", "error") for e in ends):
+            return None
+        likeliest = sorted(ends, key=lambda e: (-float(e.cumulative_logprob or 0.0), e.sample))
+        return [e.sample for e in likeliest[: params.n]]
+
     def free(self) -> DecodingStrategy:
         strategy = self.build()
         if strategy.mode == "stepwise":
@@ -237,6 +249,34 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             known = [*NAMES, *params.extra]
             assert e.value.param in known, f"param={e.value.param!r} of the RequestError: want the name of a parameter"
             assert e.value.param in str(e.value), f"{str(e.value)!r} does not name {e.value.param}"
+
+    @since(1, 0)
+    def test_the_answer_has_the_order_of_the_reference(self) -> None:
+        """Best first by the author's own definition, ``reference``; where branches are equal, any order of them."""
+        self.free()
+        seen = Seen()
+
+        @self.for_all(100, st.data())
+        def ordered(data: Any) -> None:
+            n = data.draw(st.sampled_from([n for n in self.widths() if n <= 8]))
+            more = {"best_of": n + 2} if "best_of" in self.build().reads and data.draw(st.booleans()) else {}
+            params, strategy = replace(self.params(n), **more), self.build()
+            ends = [
+                replace(e, finish_reason="stop" if e.length % 2 else "length", cumulative_logprob=float(score))
+                for e in data.draw(ended(n + 2 if more else n))
+                for score in [data.draw(st.sampled_from([0.0, -0.5, -1.5, -1.5, -80.0]))]
+            ]
+            want = self.reference(params, ends)
+            if want is None:
+                return
+            seen["ordered"] += 1
+            got, by = list(strategy.result(params, ends)), {e.sample: e for e in ends}
+            rank = lambda ids: [(by[i].length, by[i].cumulative_logprob, by[i].finish_reason) for i in ids]  # noqa: E731
+            same = got == list(want) or [r[1] for r in rank(got)] == [r[1] for r in rank(want)]
+            assert same, f"of {ends} the answer is {got}: the reference says {list(want)}"
+
+        if not seen["ordered"]:
+            pytest.skip("reference() leaves the order open: override it in a test class")
 
     @since(1, 0)
     def test_the_answer_is_made_of_branches_that_ended(self) -> None:

@@ -30,6 +30,7 @@ class Driven:
     most: int
     live: list[list[int]] = field(default_factory=lambda: [[]])  # generated tokens of each live branch
     kept: list[list[int]] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)  # of what is kept
     done: bool = False
 
     def ends(self, tokens: Sequence[int]) -> bool:
@@ -48,6 +49,7 @@ class Driven:
         moves = self.search.advance(grown, lambda branch, token: self.ends([*self.live[branch], token]))
         check(moves, grown)
         self.kept += [[*self.live[p.branch], int(p.token)] for p in moves.keep]
+        self.scores += [float(p.score) for p in moves.keep]
         self.live = [[*self.live[p.branch], int(p.token)] for p in moves.go_on]
         self.done = moves.done or not moves.go_on
         return moves
@@ -115,6 +117,10 @@ class StepwiseConformance(SpecConformance):
         order = list(driven.search.result())
         assert order and len(set(order)) == len(order), f"result() gave {order}: want one at least, none twice"
         assert all(0 <= i < len(driven.kept) for i in order), f"result() gave {order} of {len(driven.kept)} kept"
+        scores = [driven.scores[i] for i in order]
+        assert scores == sorted(scores, reverse=True), (
+            f"result() gave {order}, with the scores {scores}: want the best first"
+        )
 
     @since(1, 1)
     def test_wide_and_long_searches_keep_to_the_rules(self) -> None:
