@@ -174,7 +174,7 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
     "change, message",
     [
         ({"norms": "arround"}, "layer 0: norms='arround': want one of before, after, around"),
-        ({"qk_norm": "heads"}, "layer 0: qk_norm='heads': want one of None, head, width"),
+        ({"qk_norm": "rows"}, "layer 0: qk_norm='rows': want one of None, head, width, heads"),
         ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
         ({"mlp": Experts(4, 2, 8, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
         ({"mlp": Experts(4, 2, 8, shared=MLP(8, "mish"))}, "layer 0: mlp.shared.activation='mish': want one of silu, "),

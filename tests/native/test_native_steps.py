@@ -36,6 +36,7 @@ __all__ = ["each_isa"]
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")
+SLOPES = ("Bloom", "Mpt")  # ALiBi
 PROMPTS = [prompt(20), prompt(7, 1), prompt(1, 2)]
 
 
@@ -57,16 +58,17 @@ def compared(path, prompts=PROMPTS, bound=1e-4, same=True, params=None, **option
     return seen
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if not name.startswith(MIXTURES)])
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if not name.startswith((*MIXTURES, *SLOPES))])
 def test_each_family_computes_what_its_separate_operations_do(architecture, tmp_path):
     compared(checkpoint(tmp_path, architecture))
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith(MIXTURES)])
-def test_mixtures_run_as_before_and_say_so(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith((*MIXTURES, *SLOPES))])
+def test_mixtures_and_slopes_run_as_separate_operations_and_say_so(architecture, tmp_path):
     path = checkpoint(tmp_path, architecture)
+    why = "layer 0 is a mixture of experts" if architecture.startswith(MIXTURES) else "layer 0 has slopes of distance"
     with watched() as seen, engine(path) as llm:
-        assert any("layer 0 is a mixture of experts" in note for note in llm.engine.capacity.notes)
+        assert any(why in note for note in llm.engine.capacity.notes)
         got = ask(llm, PROMPTS, max_tokens=6)
     assert not seen.tokens and seen.others
     with engine(path, graph="off") as llm:
