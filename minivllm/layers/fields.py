@@ -190,7 +190,8 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
         raise ModelError(f"partial_rotary_factor={shown(share)}: want 1, this architecture rotates whole heads")
     turned = size if kind == "proportional" else int(size * share)
     if turned % 2 or not 0 < turned <= size:
-        raise ModelError(f"partial_rotary_factor={shown(share)}: want an even part of head_dim={size}, got {turned}")
+        what = f"head_dim={size} (of num_attention_heads={cfg.num_attention_heads})"
+        raise ModelError(f"partial_rotary_factor={shown(share)}: want an even part of {what}, got {turned}")
     return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
 
 

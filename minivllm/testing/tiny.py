@@ -60,7 +60,7 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
     "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28,
-    "attention_types": [[["global", "local"], 1]], "window_size": 6,
+    "window_size": 6,
     "n_routed_experts": 6, "n_group": 2, "topk_group": 1, "moe_shared_expert_intermediate_size": 28,
     "dense_intermediate_size": 48, "shared_intermediate_size": 28, "expert_ffn_hidden_size": 24, "share_expert_dim": 28,
     "kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
@@ -168,6 +168,9 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
     """Return a config of any class of transformers: the fields of ``SMALL`` that it has, by whatever name, no more than
     six experts however they are called, and ``values``."""
     known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
+    if "attention_types" in known:  # GPT-Neo's, one entry for each layer
+        layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
+        values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
     small = {k: v for k, v in SMALL.items() if k in known}
     aliases = {cls.attribute_map.get(name, name) for name in (*small, *values)}
     for f in dataclasses.fields(cls):

@@ -45,7 +45,12 @@ GPT_NEO = family(
     "GPT-Neo",
     "GPTNeoForCausalLM",
     "gpt_neo",
-    ("resid_dropout", "embed_dropout", "classifier_dropout"),
+    (
+        "attention_types",  # transformers makes ``attention_layers`` of it, which is read
+        "resid_dropout",
+        "embed_dropout",
+        "classifier_dropout",
+    ),
 )
 GPT_OSS = family("gpt_oss:GptOss", "GPT-OSS", "GptOssForCausalLM", "gpt_oss", (*TRAINED, "hidden_act"))
 GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite")
@@ -78,7 +83,9 @@ QWEN3_MOE = family(
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
 )
-STABLELM = family("stablelm:StableLm", "StableLM 2", "StableLmForCausalLM", "stablelm")
+STABLELM = family(
+    "stablelm:StableLm", "StableLM 2", "StableLmForCausalLM", "stablelm", ("ignore_keys_at_rope_validation",)
+)
 STARCODER2 = family(
     "starcoder2:Starcoder2", "StarCoder 2", "Starcoder2ForCausalLM", "starcoder2", ("embedding_dropout",)
 )
