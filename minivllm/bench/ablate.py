@@ -6,11 +6,13 @@ taken away by the requests, each of whose tokens is asked for in a request of it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from minivllm.config import files as files_of_config
 from minivllm.errors import ConfigError, shown, suggest
 
 from . import offline
@@ -123,10 +125,47 @@ PARTS = (
 )
 
 
-def chosen(llm: Any, names: Sequence[str]) -> tuple[list[Ablation], list[tuple[str, str]]]:
-    """What is measured, and what is not with the reason.  ConfigError of a name that is none, or of a part that was
-    asked for and is not there to be taken away."""
-    known = {part.name: part for part in PARTS}
+def defined(texts: Sequence[str], path: str) -> list[Ablation]:
+    """Return the user's own parts: of ``NAME:KEY=VALUE`` texts, and of a TOML or YAML file with a table for each part.
+
+    A part's settings are those that take it away.  Several texts of one name are one part.  ConfigError for a text of
+    another form, for a table that is empty or holds no settings, and for the name of a built-in part.
+    """
+    found: dict[str, list[str]] = {}
+    if path:
+        for name, table in files_of_config.read_file(path).values.items():
+            if not isinstance(table, Mapping) or not table:
+                raise ConfigError(f"{path}: {shown(name)}: want a table of settings that take the part away")
+            found[str(name)] = [f"{key}={json.dumps(value)}" for key, value in _leaves(table)]
+    for text in texts:
+        name, colon, setting = text.partition(":")
+        if not colon or not name.strip() or "=" not in setting:
+            raise ConfigError(f"--define {shown(text)}: want NAME:KEY=VALUE, as small-batches:max_num_seqs=2")
+        found.setdefault(name.strip(), []).append(setting.strip())
+    built_in = {part.name for part in PARTS} | {"baseline", "nothing (again)"}
+    if taken := sorted(built_in & found.keys()):
+        raise ConfigError(f"{shown(taken[0])}: the name of a built-in part; want another name")
+    return [Ablation(name, tuple(sets), "defined by the user", _cached) for name, sets in found.items()]
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def chosen(
+    llm: Any, names: Sequence[str], own: Sequence[Ablation] = ()
+) -> tuple[list[Ablation], list[tuple[str, str]]]:
+    """Return the parts that are measured, and the names of the others with the reason.
+
+    ``own``: parts of the user; where there are some and no ``names``, those alone are measured.  ConfigError of an
+    unknown name, or of a part that was asked for and that cannot be taken away.
+    """
+    known = {part.name: part for part in (*PARTS, *own)}
+    names = names or [part.name for part in own]
     for name in names:
         if name not in known:
             raise ConfigError(

@@ -87,6 +87,20 @@ def same_tokens(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) 
     return sum(pairs) / len(pairs) if pairs else NAN
 
 
+def same_over_seeds(cells: Sequence[Sequence[Mapping[str, Any]]], dataset: str, temperature: float) -> str:
+    """Return a warning if the seeds changed no answer of any configuration, "" if they did or there is one seed."""
+    known = [own for own in cells if len(own) > 1]
+    if not known or any(run["tokens"] != own[0]["tokens"] for own in known for run in own):
+        return ""
+    why = (
+        f"{dataset} at temperature 0: all seeds ask for the same" if dataset and not temperature else "no draw differs"
+    )
+    return (
+        f"seeds change nothing: the {len(known[0])} runs of each configuration gave the same answers ({why}), so "
+        "intervals hold the noise of timing alone; want --temperature above 0, or random prompts"
+    )
+
+
 def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> int | None:
     """The earliest token of an answer, counted from 1, that differs in any request; None if none does."""
     found = None

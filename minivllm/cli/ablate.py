@@ -22,11 +22,13 @@ from minivllm.cli.bench_runs import (
     workload_flags,
 )
 from minivllm.cli.common import load, open_llm
+from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     from minivllm.bench.ablate import Ablation
     from minivllm.bench.trials import Cell
     from minivllm.bench.workload import BenchAsk
+    from minivllm.config import Loaded
 
 BASELINE, AGAIN = "baseline", "nothing (again)"
 
@@ -37,6 +39,10 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
     text = "only these; default: all that the configuration has"
     sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
+    text = "a part of your own: a setting that takes it away; again for more settings of it, or for other parts"
+    sub.add_argument("--define", action="append", default=[], metavar="NAME:KEY=VALUE", help=text)
+    text = "TOML or YAML with a table of settings for each part of your own, as [small-batches] max_num_seqs = 2"
+    sub.add_argument("--parts", default="", metavar="FILE", help=text)
     workload_flags(sub, ratio=0.5, prefix=32)
     sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
     repeat_flags(sub, repeats=5)
@@ -49,15 +55,19 @@ def ablate(args: argparse.Namespace) -> int:
 
     checked(args)
     names = [name for text in args.part for name in text.split(",")]
-    with open_llm(load(args), args) as llm:
+    own = parts.defined(args.define, args.parts)
+    loaded = load(args)
+    check_defined(args, own, loaded)
+    with open_llm(loaded, args) as llm:
         asks = asks_of(args, limits.of_engine(llm))
-        found, missing = parts.chosen(llm, names)
+        found, missing = parts.chosen(llm, names, own)
         bill = llm.bill_of_materials() if args.json or args.output_json else None
         title = f"{llm.config.model} on {llm.engine.wiring.device}, {llm.engine.wiring.dtype}"
     baseline = trials.Cell(BASELINE, lambda: _open(args, ()))
     taken = [trials.Cell(p.name, functools.partial(_open, args, p.sets), _generate(p)) for p in found]
     again = trials.Cell(AGAIN, baseline.open)
     runs = measure(args, [baseline, *taken, again], asks)
+    same = trials.same_over_seeds(runs, args.dataset, args.temperature)
     judged = trials.judged([trials.against(own, runs[0], trials.SPEED) for own in runs[1:]])
     rows = [
         {
@@ -74,7 +84,25 @@ def ablate(args: argparse.Namespace) -> int:
     figures = [run["figures"] for run in runs[0]]
     more = {"rows": rows, "not_measured": dict(missing), "model_id": title}
     whole = repeats.result("ablate", figures, [r["state"] for r in runs[0]], settings(args), bill, **more)
-    return tell(whole, args, "\n".join([*lines(title, whole, args.repeats), *_ends(whole, states)]))
+    whole["seeds_change_nothing"] = same
+    warned = [f"warning: {same}"] if same else []
+    return tell(whole, args, "\n".join([*lines(title, whole, args.repeats), *warned, *_ends(whole, states)]))
+
+
+def check_defined(args: argparse.Namespace, own: Sequence[Ablation], loaded: Loaded) -> None:
+    """Read the settings of the user's own parts.  ConfigError if they are wrong, or change nothing."""
+    for part in own:
+        other = copy(args)
+        other.set = [*args.set, *part.sets]
+        try:
+            changed = load(other).engine
+        except ConfigError as exc:
+            raise ConfigError(f"part {shown(part.name)}: {exc}") from None
+        if changed == loaded.engine:
+            sets = ", ".join(part.sets)
+            raise ConfigError(
+                f"part {shown(part.name)}: there is nothing to take away: {sets} is what there is already"
+            )
 
 
 def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:

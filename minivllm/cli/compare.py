@@ -119,13 +119,14 @@ def compare(args: argparse.Namespace) -> int:
     )
     # what an engine has become in its runs, those of another call would not find
     doing.measure(cells, args.seeds, args.in_turns, apart=bool(args.results))
-    if args.dataset and not args.temperature and len(args.seeds) > 1:
-        print("minivllm: requests of a file at temperature 0: all seeds ask for the same", file=sys.stderr)
     found = [one for one in found if one.name not in failed]
     table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
     verdicts = {one.name: diff.compare(found[0].bill, one.bill, results=False).verdict for one in found[1:]}
     whole = table.result({one.name: one.bill for one in found}, verdicts)
     whole["failed"] = failed
+    whole["seeds_change_nothing"] = same = trials.same_over_seeds(table.runs, args.dataset, args.temperature)
+    if same:
+        print(f"minivllm: warning: {same}", file=sys.stderr)
     lines = table.lines(whole, workload_text(args, asks(args.seeds[0])))
     lines += [f"failed: {text}" for text in failed.values()]
     return tell(whole, args, "\n".join(lines)) or int(bool(failed))

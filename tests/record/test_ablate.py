@@ -126,3 +126,48 @@ def test_tokens_that_differ_are_found_and_the_sentences_of_a_table_are_corrected
     among = trials.judged([{"x": Paired(1.1, 1.01, 1.2, 0.04, 5), "y": Paired(1.0, 0.9, 1.1, 0.8, 5)}])
     assert alone[0]["x"]["says"] == "a difference"
     assert among[0]["x"]["says"] == "these runs do not decide, with so many tests"
+
+
+def test_parts_of_the_user_are_settings_of_a_file_and_of_flags(tmp_path):
+    file = tmp_path / "parts.toml"
+    file.write_text('[small]\nmax_num_seqs = 2\nevictor = "fifo"\n[draft.drafter]\nname = "none"\n')
+    found = ablate.defined(["few:max_num_seqs=3", "few:run_ahead=0"], str(file))
+    assert {part.name: part.sets for part in found} == {
+        "small": ("max_num_seqs=2", 'evictor="fifo"'),
+        "draft": ('drafter.name="none"',),
+        "few": ("max_num_seqs=3", "run_ahead=0"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--define", "few"], "want NAME:KEY=VALUE"),
+        (["--define", "few:max_num_seqs"], "want NAME:KEY=VALUE"),
+        (["--define", "kv-cache:max_num_seqs=2"], "the name of a built-in part"),
+        (["--define", "few:max_num_seqz=2"], "part 'few': --set: unknown option 'max_num_seqz'"),
+        (["--define", "same:max_num_seqs=4"], "there is nothing to take away: max_num_seqs=4"),
+        (["--parts", "none.toml"], "none.toml"),
+    ],
+)
+def test_a_part_of_the_user_that_is_none_is_refused(capsys, args, message):
+    code, _, err = said(capsys, "ablate", "--model", "pocket", "--set", "max_num_seqs=4", *args)
+    assert code == 2 and message in err
+
+
+def test_a_part_of_the_user_is_measured_and_seeds_that_change_nothing_are_warned_of(capsys, tmp_path):
+    asks = tmp_path / "asks.jsonl"
+    asks.write_text('"a b"\n"a c"\n')
+    args = ["--set", "max_num_seqs=4", "--set", "num_kvcache_blocks=64", "--set", "dtype=float32"]
+    args += ["--define", "few:max_num_seqs=1", "--repeats", "2", "--warmups", "0", "--output-len", "2"]
+    code, out, err = said(capsys, "ablate", "--model", "pocket", *args, "--dataset", str(asks))
+    assert code == 0, err
+    assert "few: max_num_seqs=1: defined by the user" in out and "kv-cache" not in out
+    assert "warning: seeds change nothing" in out and "at temperature 0: all seeds ask for the same" in out
+
+
+def test_seeds_that_change_an_answer_are_not_warned_of():
+    same, other = {"tokens": [[1]]}, {"tokens": [[2]]}
+    assert trials.same_over_seeds([[same, same], [same, other]], "", 0.0) == ""
+    assert trials.same_over_seeds([[same]], "", 0.0) == ""
+    assert "no draw differs" in trials.same_over_seeds([[same, same], [other, other]], "", 1.0)
