@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.cli.commands import heard, with_flags, write_stream
@@ -74,12 +74,13 @@ def chat(args: argparse.Namespace) -> int:
             raise ConfigError(f"MODEL {shown(args.positional)} beside --model {shown(args.model)}: want one")
         args.model = args.positional
     loaded = with_flags(args, load(args))
-    if "max_tokens" not in loaded.sampling:  # an answer ends where the model ends it, or where the context is full
-        loaded = replace(loaded, sampling={**loaded.sampling, "max_tokens": None})
-    params = SamplingParams.make(**loaded.sampling)
+    SamplingParams.make(**loaded.sampling)  # refuses before the model is loaded
     asks = sys.stdin is not None and sys.stdin.isatty()
     talk = Conversation(args.system or "")
     with open_llm(loaded, args) as llm:
+        given = {**llm.resolved.sampling, **loaded.sampling}
+        # without a limit an answer ends where the model ends it, or where the context is full
+        params = SamplingParams.make(**{"max_tokens": None, **given})
         if asks:
             say("An empty line or Ctrl-D ends; /help shows the commands.")
         while not talk.ended:

@@ -88,7 +88,7 @@ def generate(args: argparse.Namespace) -> int:
     from minivllm.core.interfaces.params import SamplingParams
 
     loaded = with_flags(args, load(args))
-    params = SamplingParams.make(**loaded.sampling)
+    SamplingParams.make(**loaded.sampling)  # refuses before the model is loaded
     prompt = args.prompt
     if prompt is None:
         if sys.stdin.isatty():
@@ -96,6 +96,7 @@ def generate(args: argparse.Namespace) -> int:
         prompt = heard(sys.stdin.read).rstrip("\n")
     loaded = replace(loaded, run=type(loaded.run)(prompts=[prompt], chat=args.chat))
     with open_llm(loaded, args) as llm:
+        params = llm.get_default_sampling_params()
         ask: Any = [{"role": "user", "content": prompt}] if args.chat else prompt
         if params.n > 1:  # their pieces come in turns: one text after another reads better
             answer = (llm.chat if args.chat else llm.generate)(ask, params, use_tqdm=False)[0]
@@ -167,7 +168,8 @@ def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple
     if prompts:
         asks = [[{"role": "user", "content": p}] for p in prompts] if run.chat else prompts
         run = run.model_copy(update={"prompts": prompts, "prompts_file": None})
-        return replace(loaded, run=run), [(asks, SamplingParams.make(**loaded.sampling), None)]
+        SamplingParams.make(**loaded.sampling)  # refuses before the model is loaded
+        return replace(loaded, run=run), [(asks, None, None)]
     if record is not None:
         from minivllm.record.replay import batches
 

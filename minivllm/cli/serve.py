@@ -44,6 +44,7 @@ ENGINE = (
     ("tokenizer_revision", str, "of a tokenizer that is a Hugging Face id"),
     ("download_dir", str, "the cache of models that are Hugging Face ids (default HF_HUB_CACHE, or HF_HOME)"),
     ("chat_template", str, "a file with a Jinja template for chats, or its text, in place of the model's own"),
+    ("generation_config", str, "sampling defaults: auto (the model's generation_config.json), none, or another path"),
     ("load_format", str, "auto, safetensors, pt (files of torch.save), or dummy: random weights"),
     ("quantization", str, "which quantizer: minivllm plugins quantizer"),
     ("kv_cache_dtype", str, "auto, bfloat16, float16 or float32, or a plug-in: minivllm plugins kvformat"),

@@ -28,7 +28,6 @@ tools are not shown to the model with tool_choice=none <- exclude-tools-when-too
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
 the tokenizer is the model's <- tokenizer-mode=auto|hf
 config.json is read <- config-format=auto|hf
-sampling defaults come from [sampling] and --override-generation-config <- generation-config=vllm
 the seam grammar chooses <- guided-decoding-backend=auto
 preempted requests are computed again <- preemption-mode=recompute
 answers are the assistant's <- response-role=assistant
@@ -79,7 +78,6 @@ edit config.json in the model's directory, or --hf-overrides JSON <- hf-config-p
 the code of a model's repository is never run: leave it out <- code-revision
 only safetensors, configuration and tokenizer are fetched: leave it out <- ignore-patterns
 set HF_TOKEN <- hf-token
-here it is --override-generation-config JSON, or the [sampling] table <- generation-config
 here it is --set 'hooks=["opentelemetry"]' with OTEL_EXPORTER_OTLP_ENDPOINT: see docs/hooks.md <- otlp-traces-endpoint \
     collect-detailed-traces
 adapters are not served: merge the adapter into the weights <- enable-lora max-loras max-lora-rank max-cpu-loras \

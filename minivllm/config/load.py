@@ -17,6 +17,7 @@ from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
 from minivllm.config.values import ALIASES, SHAPE, TABLES, EngineConfig, RequiresConfig, RunConfig
 from minivllm.errors import ConfigError, RequestError, brief, shown
+from minivllm.loading.generation import NONE
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.text.template import is_name, is_template
 from minivllm.validation import FieldFault, begins, source_of, sourced
@@ -151,7 +152,8 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
 
 
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Paths in a file are relative to it.  A model is a path if it looks like one or is there as a directory."""
+    """Make the paths in a file, which are relative to it, relative to the current folder.  A model is a path if it
+    looks like one or is there as a directory."""
     for key in ("model", "tokenizer"):
         text = values.get(key)
         if (
@@ -160,6 +162,9 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
             and (text.startswith(("./", "../")) or os.path.isdir(folder / text))
         ):
             values[key] = os.path.normpath(folder / text)
+    generation = values.get("generation_config")
+    if isinstance(generation, str) and generation not in ("", "auto", *NONE) and generation[:1] != "~":
+        values["generation_config"] = os.path.normpath(folder / generation)
     place = values.get("download_dir")
     if isinstance(place, str) and place and not place.startswith("~"):
         values["download_dir"] = os.path.normpath(folder / place)

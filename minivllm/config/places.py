@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.errors import ModelError
+from minivllm.loading.generation import generation_file
 from minivllm.loading.hf_config import Checkpoint, find_model, open_checkpoint
 from minivllm.loading.hub import DESCRIPTION, MODEL, PICKLED_MODEL, HubOptions, tokenizer_files
-from minivllm.text.tokenizer import OTHER_FILES
+from minivllm.text.tokenizer import OTHER_FILES, configured_eos, token_ids
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
@@ -81,6 +82,15 @@ class ModelPlaces:
             with contextlib.suppress(ModelError):  # a model may have none, which who reads it says
                 return find_model(model, TOKENIZER, HubOptions(there[1], self.config.download_dir))
         return folder
+
+
+def end_ids(config: EngineConfig, model_dir: Path) -> list[int] | None:
+    """Return the end-of-sequence ids that ``hf_overrides`` or the model's files configure; None: those of the
+    tokenizer's directory.  ModelError."""
+    if (own := config.hf_overrides.get("eos_token_id")) is not None:
+        return token_ids(own, "hf_overrides")
+    path = generation_file(config.generation_config, model_dir)
+    return configured_eos(model_dir, path) or None
 
 
 def told(folder: Path) -> str:

@@ -24,6 +24,7 @@ from minivllm.core.interfaces.executor import (
 )
 from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
 from minivllm.hardware import Device, choose_dtype, find_device
+from minivllm.loading.generation import read_generation
 from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
 from minivllm.loading.overrides import in_words, refuse_unread
 from minivllm.loading.plain_config import two_ropes
@@ -75,6 +76,7 @@ class Resolved:
     notes: tuple[tuple[str, str], ...]  # (what, sentence) for what is not a plug-in: device, dtype, block ...
     catalog: Catalog
     tokenizer_dir: str | None  # None with skip_tokenizer_init
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of the model's generation_config.json
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -144,6 +146,7 @@ class _Fold:
         name = places.model(hooks, self.notes)
         checkpoint = places.served(name)
         tokenizer = places.tokenizer(name, checkpoint.folder)
+        sampling = self._generation(checkpoint)
         device = self._device()
         invariant = self._invariant(device)
         size = {"tensor_parallel_size": config.tensor_parallel_size}
@@ -189,6 +192,7 @@ class _Fold:
             notes=tuple(self.notes),
             catalog=self.catalog,
             tokenizer_dir=None if tokenizer is None else str(tokenizer),
+            sampling=sampling,
         )
 
     def _wiring(
@@ -301,6 +305,16 @@ class _Fold:
         if names is not None:
             self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
         return specs, hf_config, switch
+
+    def _generation(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """Return the sampling defaults of generation_config.json, and note them.  ConfigError, ModelError."""
+        try:
+            found = read_generation(self.config.generation_config, checkpoint.folder)
+        except ConfigError as exc:
+            raise ConfigError(f"{begins(source_of(self.origins, 'generation_config'))}{exc}") from None
+        if text := found.in_words():
+            self.notes.append(("sampling", text))
+        return found.values
 
     def _tell_config(self, checkpoint: Checkpoint, hf_config: Any, chosen: Candidate) -> None:
         """Note what is read of config.json in a way that a user may not expect; ConfigError for overrides without

@@ -133,6 +133,11 @@ class EngineConfig(Strict):
     load_format: Literal["auto", "safetensors", "pt", "dummy"] = Field(
         "auto", description="pt: files of torch.save; dummy: random weights"
     )
+    generation_config: Path_ = Field(
+        "auto",
+        min_length=1,
+        description="sampling defaults of generation_config.json: auto (the model's), none, or the path of another one",
+    )
     hf_overrides: Overrides = Field({}, description="keys that take the place of those in the model's config.json")
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
         "auto", description="of weights and activations; auto: the checkpoint's, on a CPU what it is fast in"

@@ -19,7 +19,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.foreign import refusal, refuse_within
-from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
 
 from .front_door import FrontDoor
@@ -63,7 +62,7 @@ class AsyncLLM(FrontDoor):
         self._refuse_within("generate")
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
-        default = SamplingParams.make(**self._loaded.sampling) if sampling_params is None else sampling_params
+        default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_for(default, 1)[0]
         put = lambda piece: _post(loop, queue, piece)  # noqa: E731
         tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=taps_for(taps, 1)[0])

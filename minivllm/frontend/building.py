@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Capacity, Part, Wiring
     from minivllm.structured.service import Grammars, NoGrammars
     from minivllm.text.tokenizer import Tokenizer
+
+
+log = logging.getLogger("minivllm")
 
 
 def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
@@ -40,17 +44,13 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.hooks.bridge import EngineHooks
     from minivllm.hooks.manager import HookManager
     from minivllm.registry import Catalog, build_part
-    from minivllm.text.tokenizer import load_tokenizer
 
     from .energy import counter_of
     from .figures import PluginFigures
 
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
-    model_dir, folder = resolved.wiring.model_dir, resolved.tokenizer_dir
-    eos = end_ids(config, Path(model_dir))
-    tokenizer = None if folder is None else load_tokenizer(folder, config.chat_template, eos)
-    eos_ids = tuple(eos or ()) if tokenizer is None else tokenizer.eos_ids
+    tokenizer, eos_ids = open_tokenizer(resolved)
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
     hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
@@ -81,6 +81,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
         )
         figures.watch(engine, lambda: vars(grammars).get("plugin"), hooks)
         listen(engine, resolved)
+        resolved = replace(resolved, sampling=sampling_read(resolved.sampling, engine))
         if config.grammar.name != "auto":  # who names one means to use it
             grammars.warm()
         if hooks is not None:
@@ -93,14 +94,29 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     return engine, resolved, tokenizer
 
 
-def end_ids(config: EngineConfig, model_dir: Path) -> list[int] | None:
-    """Return the end-of-sequence ids that ``hf_overrides`` or the model's files configure; None: those of the
-    tokenizer's directory.  ModelError."""
-    from minivllm.text.tokenizer import configured_eos, token_ids
+def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """Return the tokenizer, None if none is wanted, and the end-of-sequence ids.  ModelError, ConfigError."""
+    from minivllm.config.places import end_ids
+    from minivllm.text.tokenizer import load_tokenizer
 
-    if (own := config.hf_overrides.get("eos_token_id")) is not None:
-        return token_ids(own, "hf_overrides")
-    return configured_eos(model_dir) or None
+    eos = end_ids(resolved.config, Path(resolved.wiring.model_dir))
+    if resolved.tokenizer_dir is None:
+        return None, tuple(eos or ())
+    tokenizer = load_tokenizer(resolved.tokenizer_dir, resolved.config.chat_template, eos)
+    return tokenizer, tokenizer.eos_ids
+
+
+def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
+    """Return the sampling defaults of generation_config.json without those that no part of this engine reads: a request
+    that sets one is refused.  The others are logged."""
+    from minivllm.core.engine.strategies import own_names
+    from minivllm.core.interfaces.params import PROCESSED
+
+    reads = own_names(engine.strategies).union(*(made.reads for _, made in engine.processors))
+    unread = [name for name in defaults if name in PROCESSED and name not in reads]
+    if unread:
+        log.warning("generation_config.json: no processor or sampler here reads %s: not applied", ", ".join(unread))
+    return {name: value for name, value in defaults.items() if name not in unread}
 
 
 def listen(engine: Engine, resolved: Resolved) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
+from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import ConfigError, RequestError
 from minivllm.hardware import prepare_environment
 
@@ -67,6 +68,11 @@ class FrontDoor:
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer; drop skip_tokenizer_init", "tokenizer")
         return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Return the sampling parameters of a call that gives none: those of the model's generation_config.json (option
+        ``generation_config``), with the ``[sampling]`` table laid over them."""
+        return SamplingParams.make(**{**self.resolved.sampling, **self._loaded.sampling})
 
     def tap_points(self) -> dict[str, int]:
         """Return the width of each point of the model that a ``Tap`` may name; empty for a model without points."""

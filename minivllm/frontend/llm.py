@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.foreign import refuse_within
-from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError, shown, suggest
 
 from .front_door import FrontDoor
@@ -111,7 +110,7 @@ class LLM(FrontDoor):
         if not one and not isinstance(prompts, Iterable):
             raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
         items = [prompts] if one else list(prompts)
-        params = params_for(self._default(sampling_params), len(items))
+        params = params_for(self._given(sampling_params), len(items))
         bar = _bar(len(items)) if use_tqdm else None
         done = None if bar is None else lambda t: bar.update(1)
         tracked = [
@@ -156,7 +155,7 @@ class LLM(FrontDoor):
         from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
-        params = params_for(self._default(sampling_params), 1)[0]
+        params = params_for(self._given(sampling_params), 1)[0]
         tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=taps_for(taps, 1)[0])
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
@@ -179,9 +178,9 @@ class LLM(FrontDoor):
         """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``); RequestError without one."""
         return self._tokenizer()
 
-    def _default(self, params: Any) -> Any:
-        """The ``[sampling]`` table of the config file where the call gives nothing."""
-        return SamplingParams.make(**self._loaded.sampling) if params is None else params
+    def _given(self, params: Any) -> Any:
+        """Return the sampling parameters of a call, the default ones if it gives none."""
+        return self.get_default_sampling_params() if params is None else params
 
     def _run(self, tracked: list[Any]) -> None:
         refuse_within(self.engine.within, "generate")

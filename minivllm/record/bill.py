@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.errors import ConfigError
+from minivllm.loading.generation import NONE
 from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.registration.discovery import LOCAL
 from minivllm.text.template import is_name, read_template
@@ -163,6 +164,8 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     for key in ("model", "tokenizer"):
         if isinstance(asked[key], str) and asked[key] not in IN_PACKAGE and Path(asked[key]).expanduser().is_dir():
             asked[key] = str(Path(asked[key]).expanduser().resolve())
+    if asked["generation_config"] not in ("auto", *NONE):
+        asked["generation_config"] = os.path.abspath(os.path.expanduser(asked["generation_config"]))
     if asked["download_dir"] is not None:
         asked["download_dir"] = os.path.abspath(os.path.expanduser(asked["download_dir"]))
     if asked["chat_template"] is not None and not is_name(asked["chat_template"]):
@@ -172,7 +175,7 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
         run["output"] = os.path.abspath(run["output"])
     return {
         "values": asked,
-        "sampling": dict(loaded.sampling),
+        "sampling": {**resolved.sampling, **loaded.sampling},
         "run": run,
         "requires": list(loaded.requires),
         "origins": dict(loaded.origins),

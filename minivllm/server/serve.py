@@ -78,7 +78,8 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
-    """What the routes need, over a client that is open.  ``model``: as the configuration has it."""
+    """Return what the routes need, over a client that is open.  ``model``: as the configuration has it; ``sampling``:
+    its ``[sampling]`` table."""
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
@@ -88,7 +89,8 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     desk = Desk(client.tokenizer, server.template_seconds, server.template_mb)
     tokens = Tokens(client.tokenizer, info.max_model_len, desk)
     door = Door(info.max_num_seqs + server.max_queue, server.max_inside)
-    return Service(client, server, names, tokens, door, metrics, dict(sampling))
+    defaults = {**info.sampling, **sampling}
+    return Service(client, server, names, tokens, door, metrics, defaults, sampling.get("max_tokens"))
 
 
 async def run(loaded: Loaded, keys: list[str], admin_key: str = "") -> int:

@@ -428,9 +428,11 @@ def _named_templates(value: Any, where: Path) -> dict[str, str]:
     return dict(value)
 
 
-def configured_eos(folder: Path) -> list[int]:
-    """Return the end-of-sequence ids of generation_config.json; without one, of config.json.  Of a GGUF file its own.
-    ModelError if they are no ids."""
+def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
+    """Return the end-of-sequence ids of generation_config.json, which may be elsewhere (``generation``); without one,
+    of config.json.  Of a GGUF file its own.  ModelError if they are no ids."""
+    if generation is not None and (found := _read_json(generation).get("eos_token_id")) is not None:
+        return token_ids(found, str(generation))
     if is_gguf(folder):
         return list(read_gguf(folder).ends)
     for name in ("generation_config.json", "config.json"):

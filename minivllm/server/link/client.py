@@ -48,7 +48,8 @@ log = logging.getLogger("minivllm")
 class EngineInfo:
     """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it;
     ``reads``: the sampling parameters that its processors and its sampler read; ``tap_points``: name -> width of the
-    points of the model that can be tapped; ``energy``: the counter of joules that is read, "": none."""
+    points of the model that can be tapped; ``energy``: the counter of joules that is read, "": none; ``sampling``:
+    the sampling defaults of the model's generation_config.json."""
 
     model: str
     max_model_len: int
@@ -63,6 +64,7 @@ class EngineInfo:
     dtype: str
     tap_points: dict[str, int]
     energy: str
+    sampling: dict[str, Any]
 
 
 class EngineClient(Protocol):

@@ -36,4 +36,5 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "dtype": w.dtype,
         "tokenizer": resolved.tokenizer_dir,
         "eos_ids": list(w.eos_ids),
+        "sampling": dict(resolved.sampling),
     }

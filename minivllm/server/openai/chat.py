@@ -87,7 +87,7 @@ class Chat:
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: want it only with logprobs=true", "top_logprobs")
-        self.asked = limited(asked_tokens(body), service.defaults, self.warnings, sent_names(body))
+        self.asked = limited(asked_tokens(body), service.most_tokens, self.warnings, sent_names(body))
         self.default: int | None = service.defaults.get("max_tokens")
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0

@@ -71,7 +71,7 @@ class Completion:
         if body.suffix:
             raise ApiError(400, "suffix is not supported: the model does not fill gaps", "suffix")
         asked = asked_tokens(body, least=0 if body.echo or self.passed.get("prompt_logprobs") is not None else 1)
-        self.asked = limited(asked, service.defaults, self.warnings, sent_names(body))
+        self.asked = limited(asked, service.most_tokens, self.warnings, sent_names(body))
         self.default = default_tokens(body, service.defaults)
         self.only_scores = self.asked == 0
         self.kept = truncation(body, self.default if self.asked is None else self.asked, info.max_model_len)

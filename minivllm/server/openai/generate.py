@@ -53,7 +53,9 @@ NAMED = 8  # models that an error names
 
 @dataclass
 class Service:
-    """What every route works with.  ``names`` are those of the model; ``defaults`` is the ``[sampling]`` table."""
+    """State of all routes.  ``names`` are those of the model; ``defaults`` are sampling parameters of the model's
+    generation_config.json and, over them, of the ``[sampling]`` table, whose ``max_tokens`` is the most that an answer
+    may have (``most_tokens``)."""
 
     client: EngineClient
     server: ServerConfig
@@ -62,6 +64,7 @@ class Service:
     door: Door
     metrics: Metrics
     defaults: Mapping[str, Any]
+    most_tokens: int | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:

@@ -37,8 +37,9 @@ def make_params(
     defaults: Mapping[str, Any],
 ) -> SamplingParams:
     """``more`` are fields that have been looked at, ``logprobs`` and ``form`` (structured outputs) what the protocol
-    made of its own; ``state`` has ``tenant`` and ``trace`` of who asks; ``defaults`` is the ``[sampling]`` table of
-    the configuration.  ``max_tokens`` is left to ``fit``.  ApiError or RequestError for what is out of range."""
+    made of its own; ``state`` has ``tenant`` and ``trace`` of who asks; ``defaults`` are the sampling
+    parameters of fields that are absent.  ``max_tokens`` is left to ``fit``.  ApiError or RequestError for what is out
+    of range."""
     values = {name: value for name in SAME if (value := getattr(body, name)) is not None}
     values.update(more)
     if body.stop is not None:
@@ -114,12 +115,9 @@ def asked_tokens(body: Any, least: int = 1) -> int | None:
     return next(iter(given.values()), None)
 
 
-def limited(
-    asked: int | None, defaults: Mapping[str, Any], warnings: list[dict[str, str]], sent: Mapping[str, str]
-) -> int | None:
-    """Return the tokens of an answer, at most ``max_tokens`` of the ``[sampling]`` table; warn of a request for more
+def limited(asked: int | None, most: int | None, warnings: list[dict[str, str]], sent: Mapping[str, str]) -> int | None:
+    """Return the tokens of an answer, at most ``most`` (of the ``[sampling]`` table); warn of a request for more
     under the name by which it came (``sent``)."""
-    most = defaults.get("max_tokens")
     if asked is None or most is None or asked <= most:
         return asked
     name = sent.get("max_tokens", "max_tokens")
