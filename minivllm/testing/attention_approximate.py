@@ -12,39 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttentionBackend, AttnSpec, GraphKey
+from minivllm.core.interfaces.attention import GraphKey
 
-from .attention_math import visible
+from .attention_world import World
 from .base import since
-
-if TYPE_CHECKING:
-    from .attention_world import World
 
 LENGTHS = (1, 2, 17, 64, 300, 1000, 5000, 40_000)  # keys that a query may see
 LONG = (700, 130, 300)  # tokens in the cache of the rows of a step
-
-
-def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries: int, keys: int) -> None:
-    """Fail unless the selection of one row has the form of the contract and keeps to its rules."""
-    want = (queries, spec.heads, keys)
-    found = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-    assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == want, (
-        f"selected gave {found}: want a bool tensor {want}, [q_len, heads, kv_len]"
-    )
-    seen = visible(queries, keys, spec)[:, None]
-    beyond = (mask.cpu() & ~seen).nonzero()
-    assert not len(beyond), (
-        f"selected gives key {int(beyond[0][2])} to query {int(beyond[0][0])} of the last {queries} of {keys} tokens, "
-        "which may not see it"
-    )
-    count = mask.cpu().sum(-1)
-    assert bool((count > 0).all()), "selected gives no key to a query: want at least one"
-    sees = seen[:, 0].sum(-1).tolist()
-    for i, n in enumerate(sees):
-        most, mine = backend.most_keys(n, queries), int(count[i].max())
-        assert mine <= most, f"a query that sees {n} keys, of {queries} queries, selects {mine}: most_keys says {most}"
-        if most >= n:
-            assert mine == n == int(count[i].min()), f"most_keys says that all {n} keys are selected, and {mine} are"
 
 
 class AttentionApproximate:
@@ -56,7 +30,6 @@ class AttentionApproximate:
         plain: Any
         run: Any
         spec: Any
-        world: Any
 
     def need_approximate(self) -> None:
         if not self.spec.approximate:
@@ -92,9 +65,7 @@ class AttentionApproximate:
 
     def _selected(self, poison: float, others: int) -> list[Tensor]:
         """Return the selection of the first row of a step whose other row holds values ``others`` times as large."""
-        from .attention_world import World
-
-        world: World = World(self, self.plain(), 2, LONG[0] + 9, poison=poison)  # type: ignore[arg-type]
+        world = World(self, self.plain(), 2, LONG[0] + 9, poison=poison)  # type: ignore[arg-type]
         first = world.add(LONG[0])
         beside = world.add(0)
         for x in (*beside.q, *beside.k, *beside.v):

@@ -4,11 +4,12 @@ the error that is allowed (twice that of the naive way, as flash-attention's own
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import AttnSpec, QKPre
+from minivllm.core.interfaces.attention import AttentionBackend, AttnSpec, QKPre
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,29 @@ def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
     key, query = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
+
+
+def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries: int, keys: int) -> None:
+    """Fail unless the selection of one row has the form of the contract and keeps to its rules."""
+    want = (queries, spec.heads, keys)
+    found = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+    assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == want, (
+        f"selected gave {found}: want a bool tensor {want}, [q_len, heads, kv_len]"
+    )
+    seen = visible(queries, keys, spec)[:, None]
+    beyond = (mask.cpu() & ~seen).nonzero()
+    assert not len(beyond), (
+        f"selected gives key {int(beyond[0][2])} to query {int(beyond[0][0])} of the last {queries} of {keys} tokens, "
+        "which may not see it"
+    )
+    count = mask.cpu().sum(-1)
+    assert bool((count > 0).all()), "selected gives no key to a query: want at least one"
+    sees = seen[:, 0].sum(-1).tolist()
+    for i, n in enumerate(sees):
+        most, mine = backend.most_keys(n, queries), int(count[i].max())
+        assert mine <= most, f"a query that sees {n} keys, of {queries} queries, selects {mine}: most_keys says {most}"
+        if most >= n:
+            assert mine == n == int(count[i].min()), f"most_keys says that all {n} keys are selected, and {mine} are"
 
 
 def slopes(heads: int) -> tuple[float, ...]:

@@ -18,8 +18,7 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, AttnMeta, AttnSpec, GraphKey
 from minivllm.core.interfaces.kvformat import KVFormat
 
-from .attention_approximate import check_selected
-from .attention_math import ExactAttention, Place, attend, compare
+from .attention_math import ExactAttention, Place, attend, check_selected, compare
 
 if TYPE_CHECKING:
     from .attention import AttentionConformance
