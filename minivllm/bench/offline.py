@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
-from minivllm.frontend.figures import FIGURE, flat
+from minivllm.hooks.figures import FIGURE, flat
 
 from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile

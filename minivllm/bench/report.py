@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from minivllm.frontend.figures import FIGURE
+from minivllm.hooks.figures import FIGURE
 
 from . import report_traces
 from .charts import (

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from minivllm.frontend.figures import FIGURE
+from minivllm.hooks.figures import FIGURE
 
 from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Row, Table, number, short
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import MinivllmError, brief
-from minivllm.frontend.figures import FIGURE
+from minivllm.hooks.figures import FIGURE
 
 from . import offline
 from .repeats import joules_a_token

@@ -146,7 +146,7 @@ def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
     """The table.  Worth: the baseline's figure over that without the part; of times the inverse."""
     from minivllm.bench.repeats import with_bounds
     from minivllm.bench.trials import ratio_text
-    from minivllm.frontend.figures import text
+    from minivllm.hooks.figures import text
 
     out = [
         f"{title}: {whole['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",

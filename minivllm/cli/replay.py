@@ -46,7 +46,7 @@ def add_commands(command: Any) -> None:
 
 def replay(args: argparse.Namespace) -> int:
     from minivllm.bench import repeats
-    from minivllm.frontend.figures import text
+    from minivllm.hooks.figures import text
     from minivllm.replay import compare
     from minivllm.traces.read import about, read_trace
 

@@ -117,7 +117,7 @@ def fit_table(fit: Any) -> str:
 def simulate(args: argparse.Namespace) -> int:
     """Run ``minivllm simulate`` and return its exit code."""
     from minivllm.bench import repeats
-    from minivllm.frontend.figures import text
+    from minivllm.hooks.figures import text
     from minivllm.plugins.executor.costs import read_costs
     from minivllm.simulate import cases, figures, uncertainty
     from minivllm.traces.read import about, read_trace

@@ -42,11 +42,11 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.core.functions.host_rows import HostDraw
     from minivllm.core.worker.build import make_processors
     from minivllm.hooks.bridge import EngineHooks
+    from minivllm.hooks.figures import PluginFigures
     from minivllm.hooks.manager import HookManager
     from minivllm.registry import Catalog, build_part
 
     from .energy import counter_of
-    from .figures import PluginFigures
 
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)

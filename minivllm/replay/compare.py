@@ -12,7 +12,7 @@ from minivllm.config import EngineConfig, Loaded, PluginChoice
 from minivllm.config.resolve import DEFAULT_BLOCK, choose_seams
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
-from minivllm.frontend.figures import FIGURE
+from minivllm.hooks.figures import FIGURE
 from minivllm.registry import Catalog, build_part
 from minivllm.traces.trace import Trace
 

@@ -25,7 +25,7 @@ from minivllm.core.interfaces.sampling import Processor, Row
 from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
 from minivllm.core.timing import PARTS, StepClock
 from minivllm.errors import ConfigError, EngineDeadError, RequestError
-from minivllm.frontend.figures import PluginFigures, flat
+from minivllm.hooks.figures import PluginFigures, flat
 from minivllm.plugins.executor.made_up import Histories
 from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim

@@ -15,7 +15,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, RequestError
-from minivllm.frontend.figures import flat
+from minivllm.hooks.figures import flat
 from minivllm.traces.trace import Trace
 
 HELD = 1e-3  # seconds to wait where a policy holds requests back and does not say until when

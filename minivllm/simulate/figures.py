@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from minivllm.errors import ConfigError, shown
-from minivllm.frontend.figures import FIGURE
+from minivllm.hooks.figures import FIGURE
 
 from .drive import TraceOutcome
 

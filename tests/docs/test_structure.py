@@ -45,7 +45,7 @@ BASE = ("minivllm", "files", "plain", "errors", "moved")  # any room that is not
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve pocket simulate replay compare_hf quantize bench traces frontend config record core.engine "
+        "server.serve pocket simulate replay compare_hf quantize bench traces frontend config record hooks core.engine "
         "core.interfaces registry registration server processes plugins spec usage hardware declared"
     ),
     "server.serve": "server.app server.openai server.link server.http text server processes declared",
@@ -55,15 +55,17 @@ MAY_IMPORT = {
     "server.openai": "server.link server.http text core.interfaces server tenant_cache json_schema validation declared",
     "server.link": "frontend config record text core.engine core core.interfaces server processes hardware",
     "server.http": "server",
-    "bench": "pocket frontend energy core.worker layers core.interfaces processes",
+    "bench": (
+        "pocket traces frontend config energy core.worker layers hooks core.interfaces registry processes hardware"
+    ),
     "testing": (
         "frontend config core.engine plugins core.worker loading layers hooks core wiring core.interfaces registry "
         "registration spec hardware declared parameters"
     ),
     "scaffold": "config plugins.specs spec",
     "pocket": "core.interfaces",
-    "simulate": "replay traces config core.engine plugins core.interfaces registry",
-    "replay": "traces config core.engine plugins core core.interfaces registry",
+    "simulate": "replay traces config core.engine plugins hooks core.interfaces registry",
+    "replay": "traces config core.engine plugins hooks core core.interfaces registry",
     "compare_hf": "frontend layers core.interfaces",
     "quantize": "text loading plugins kernels",
     "traces": "core.engine",
@@ -76,7 +78,7 @@ MAY_IMPORT = {
     "record": "text loading registration spec hardware declared native",
     "text": "core.engine core.interfaces gguf_file processes",
     "core.engine": "core core.interfaces declared",
-    "plugins": "core.worker layers kernels hooks wiring core.interfaces json_schema processes spec",
+    "plugins": "core.worker layers kernels hooks core wiring core.interfaces json_schema processes spec",
     "core.functions": "core.worker core core.interfaces",
     "core.worker": "loading layers kernels core wiring core.interfaces registry hardware",
     "loading": "layers core.interfaces gguf_file",

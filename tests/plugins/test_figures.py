@@ -12,8 +12,8 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.core import checks
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.frontend.figures import PluginFigures
 from minivllm.hooks import Hooks, hookimpl
+from minivllm.hooks.figures import PluginFigures
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.record.diff import compare

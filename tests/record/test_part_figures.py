@@ -11,7 +11,7 @@ from cli_helpers import said
 from test_simulate import COSTS
 
 from minivllm import LLM, SamplingParams
-from minivllm.frontend.figures import PluginFigures, flat, text
+from minivllm.hooks.figures import PluginFigures, flat, text
 from minivllm.plugins.model.qwen3 import Qwen3
 
 OWN = """
