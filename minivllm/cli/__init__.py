@@ -7,9 +7,9 @@ Errors are one line on standard error and an exit code: 2 configuration or comma
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import importlib
-import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,12 +30,14 @@ from minivllm.cli import (
     serve,
     simulate,
     stats,
+    streams,
 )
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
 from minivllm.plain import is_text
 
+UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # of standard output
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
 MOST_QUOTED = 600  # of one about the command line
 
@@ -147,6 +149,21 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; its exit code."""
+    lost = streams.mend()
+    try:
+        code = _run(argv)
+    except SystemExit as exc:  # argparse ends so, with --help and --version as well
+        if exc.code or lost is None:
+            raise
+        code = 0
+    if lost is None or not lost.any or code:
+        return code
+    print("minivllm: error: standard output is closed; want it open, or > /dev/null", file=sys.stderr)
+    return ResourceError.exit_code
+
+
+def _run(argv: Sequence[str] | None) -> int:
     given = list(sys.argv[1:] if argv is None else argv)
     if (wrong := next((text for text in given if not is_text(text)), None)) is not None:
         print(f"minivllm: error: the argument {shown(wrong)} is not UTF-8; want Unicode text", file=sys.stderr)
@@ -168,21 +185,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        # who read our output has gone; what is still buffered must not raise again at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # nobody reads our output any more
+        streams.discard_output()
         return 0
+    except OSError as exc:
+        if debug or exc.filename is not None or exc.errno not in UNWRITABLE:
+            return _failed(exc, debug)
+        streams.discard_output()
+        print(f"minivllm: error: standard output cannot be written: {exc.strerror}", file=sys.stderr)
+        return ResourceError.exit_code
     except Exception as exc:
-        if debug:
-            raise
-        if broken := broken_metadata(exc):
-            print(f"minivllm: error: {broken}", file=sys.stderr)
-            return ResourceError.exit_code
-        print(
-            f"minivllm: error: {type(exc).__name__}: {brief(one_line(str(exc)), MOST)} (a bug; --debug shows where)",
-            file=sys.stderr,
-        )
-        return 1
+        return _failed(exc, debug)
+
+
+def _failed(exc: Exception, debug: bool) -> int:
+    """Say that a command failed by a fault of the program; the exit code.  ``debug``: raise it instead."""
+    if debug:
+        raise exc
+    if broken := broken_metadata(exc):
+        print(f"minivllm: error: {broken}", file=sys.stderr)
+        return ResourceError.exit_code
+    print(
+        f"minivllm: error: {type(exc).__name__}: {brief(one_line(str(exc)), MOST)} (a bug; --debug shows where)",
+        file=sys.stderr,
+    )
+    return 1
 
 
 def broken_metadata(exc: Exception) -> str:

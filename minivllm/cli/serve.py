@@ -7,7 +7,7 @@ import importlib.util
 import json
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli.common import json_table, read_config, show_warnings
+from minivllm.cli.common import find_modules, json_table, read_config, show_warnings
 from minivllm.cli.vllm_flags import translate
 from minivllm.errors import ConfigError, shown
 
@@ -32,6 +32,8 @@ SERVER = (
     ("log_format", str, "auto (default: text on a terminal, else json), json or text"),
     ("log_level", str, "debug, info (default) or warning"),
     ("max_queue", int, "prompts of a key that may wait; more: 429 (default 256)"),
+    ("stats_interval", float, "seconds between lines of the log about throughput; 0: none (default 10)"),
+    ("restart", int, "times that an engine which has ended is started again (default 0)"),
     ("drain_timeout", float, "seconds for running requests after SIGTERM (default 30)"),
 )
 ENGINE = (
@@ -98,6 +100,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="a key that requests must have; again for more; MINIVLLM_API_KEY does the same and is not seen in ps",
     )
+    text = "module:attribute of an ASGI middleware class, or an async function(request, call_next); again for more"
+    sub.add_argument("--middleware", action="append", default=None, metavar="NAME", help=text)
     notes: list[str] = []
     sub.set_defaults(notes=notes)
     known = [flag for action in sub._actions for flag in action.option_strings if flag[:2] == "--"]
@@ -163,6 +167,8 @@ def serve(args: argparse.Namespace) -> int:
     from minivllm.server import logs
     from minivllm.server.serve import serve as run
 
+    names = args.middleware or ()
+    find_modules([name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in names], ())
     logs.set_up(loaded.server.log_format, loaded.server.log_level)
     for note in (*args.notes, *loaded.notes):
         logs.event("note", told=note, note=note)

@@ -18,7 +18,6 @@ a GPU's next step is always planned ahead <- async-scheduling
 usage always has them <- enable-prompt-tokens-details
 /tokenizer_info is always there <- enable-tokenizer-info-endpoint
 answers always have X-Request-Id <- enable-request-id-headers
-no statistics are logged; /metrics has them <- disable-log-stats
 no prompt is ever logged <- disable-log-requests no-enable-log-requests
 no answer is ever logged <- no-enable-log-outputs
 the code of a model's directory is never run <- no-trust-remote-code
@@ -51,7 +50,7 @@ the log has a line for each request; 2>/dev/null drops it <- disable-uvicorn-acc
 polls of /health, /ready and /metrics that succeed are not logged <- disable-access-log-for-endpoints
 GET and POST may come with any header, from the pages that --allowed-origins names <- allowed-methods allowed-headers \
     allow-credentials
-put a proxy before the server <- middleware
+here it is --stats-interval 0 <- disable-log-stats
 here it is --set server.max_header_bytes=N and server.max_body_bytes=N <- h11-max-incomplete-event-size
 here it is --set server.max_headers=N <- h11-max-header-count
 there are no pages of documents, and /openapi.json needs a key as the other routes do <- disable-fastapi-docs

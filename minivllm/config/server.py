@@ -53,6 +53,9 @@ class ServerConfig(Strict):
     max_branches: int = Field(
         1024, ge=1, description="branches of a request: prompts times the largest of n, best_of and beam_width"
     )
+    max_request_cost: int | None = Field(
+        None, ge=0, description="tokens that a request may cost (see Shares); more: 400; 0: no bound"
+    )
     template_seconds: float = Field(2, gt=0, description="of CPU time for the chat template of a request; more: 400")
     template_mb: int = Field(256, ge=16, description="of memory for it; more: 400")
     max_stop: int = Field(16, ge=0, le=16, description="stop strings of a request, of at most 256 characters each")
@@ -70,6 +73,8 @@ class ServerConfig(Strict):
     ping_interval: float = Field(20, gt=0, description="between pings to a WebSocket, and for each to be answered")
     keep_alive: float = Field(15, gt=0, description="between comments in a stream that has nothing to say")
     stuck_after: float = Field(120, gt=0, description="that a step of the engine may take; longer: it is ended, exit 7")
+    stats_interval: float = Field(10, ge=0, description="between lines of the log about throughput; 0: none")
+    restart: int = Field(0, ge=0, le=1000, description="times that an engine which has ended is started again")
     drain_timeout: float = Field(30, ge=0, description="for running requests to end after SIGTERM")
 
     @field_validator("allowed_hosts")

@@ -6,7 +6,7 @@ Guard ── keys, headers, ids, log ──► router ──► route(request, s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -15,14 +15,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import minivllm
+from minivllm.errors import told
 
 from . import errors, operations
 from .errors import ApiError
-from .http import elsewhere
+from .http import cross_site, elsewhere
 from .http.auth import ADMIN as ADMIN_KEY
 from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
 from .http.guard import Guard, asked_path, contained
+from .middleware import around
 from .openai import chat, completions, websocket
 from .openai.protocol.chat import ChatBody
 from .openai.protocol.completion import CompletionBody
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
     from .openai.generate import Service
 
+AGAIN = "the engine has ended and is started again"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 499, 500, 503)
 # path, route, method, body, kinds of answer, codes beside those of the guard
@@ -76,7 +79,9 @@ class Application:
     ``--admin`` want, None where any key will do; with keys it is one of them, for every other route.
     """
 
-    def __init__(self, server: ServerConfig, keys: Iterable[str] = (), admin_key: str = "") -> None:
+    def __init__(
+        self, server: ServerConfig, keys: Iterable[str] = (), admin_key: str = "", middleware: Sequence[Any] = ()
+    ) -> None:
         self.service: Service | None = None
         self.reason = "the model is loading"
         keys = list(keys)
@@ -115,10 +120,10 @@ class Application:
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(Exception, _api_error)  # the framework's own 500 is a word of plain text
-        self.guard = Guard(app, ApiKeys(keys), server)
+        self.guard = Guard(around(app, middleware), ApiKeys(keys), server)
         self.asgi: Any = self.guard
         if server.allowed_origins:
-            self.asgi = CORSMiddleware(
+            self.asgi = Cors(
                 self.guard,
                 allow_origins=server.allowed_origins,
                 allow_methods=["GET", "POST"],
@@ -132,12 +137,18 @@ class Application:
         self.service, self.guard.metrics = service, service.metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await contained(self.asgi, scope, receive, send)
+        await contained(self.asgi, without_slash(scope), receive, send)
 
     async def health(self, request: Request) -> Response:
         """200 only if the engine stepped or idled in the last 5 seconds."""
         ok, why = (False, self.reason) if self.service is None else self.service.client.healthy()
-        return JSONResponse({"status": "ok"}) if ok else _answer(_unavailable(why if self.service is None else ""))
+        again = 0 if self.service is None else self.service.client.restarted
+        status = {"status": "ok", **({"restarts": again} if again else {})}
+        return (
+            JSONResponse(status)
+            if ok
+            else _answer(_unavailable(why if self.service is None else AGAIN * self.service.client.restarting))
+        )
 
     async def ready(self, request: Request) -> Response:
         """200 if a request would be taken: the model is loaded and nobody has told the server to end."""
@@ -165,12 +176,33 @@ class Application:
                 raise
             except Exception as exc:
                 error = errors.of(exc)
+                if error.status == 500 and route in OPERATORS:  # an operator may know what went wrong inside
+                    raise ApiError(500, f"{route.__name__} failed: {told(exc)}") from exc
                 if error.status == 500:
                     raise
                 raise error from exc
 
         endpoint.__doc__ = route.__doc__
         return endpoint
+
+
+class Cors(CORSMiddleware):
+    """Starlette's, whose refusals say what to do in the form of every other error."""
+
+    def preflight_response(self, request_headers: Any) -> Response:
+        found = super().preflight_response(request_headers)
+        if found.status_code < 400:
+            return found
+        return _answer(cross_site.not_allowed(request_headers.get("origin", ""), bytes(found.body).decode()))
+
+
+def without_slash(scope: Any) -> Any:
+    """Return the scope with its path as routes have it: one slash at the end of a path means nothing."""
+    path = scope.get("path", "")
+    if not path.endswith("/") or path.endswith("//") or not path[:-1].removeprefix(scope.get("root_path", "")):
+        return scope
+    raw = scope.get("raw_path")
+    return {**scope, "path": path[:-1], **({"raw_path": raw[:-1]} if raw and raw.endswith(b"/") else {})}
 
 
 def _unavailable(why: str) -> ApiError:

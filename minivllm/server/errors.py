@@ -15,8 +15,9 @@ MOST = 600  # characters of a message
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "MethodNotAllowedError", 408: "RequestTimeoutError", 413: "RequestTooLargeError",
-    415: "UnsupportedMediaTypeError", 429: "QueueFullError", 431: "RequestHeadersTooLargeError",
-    500: "InternalServerError", 503: "ServiceUnavailableError",
+    414: "URLTooLongError", 415: "UnsupportedMediaTypeError", 417: "ExpectationFailedError", 429: "QueueFullError",
+    431: "RequestHeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
+    503: "ServiceUnavailableError", 505: "HTTPVersionError",
 }  # fmt: skip
 INTERNAL = "the server failed on this request; its log says why"
 

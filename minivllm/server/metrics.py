@@ -102,6 +102,7 @@ class Metrics:
         self.gaps = Gaps(self._labels)
         self.registry.register(self.gaps)
         self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
+        self.restarts = counter("minivllm:engine_restarts", "times that an engine which had ended was started again")
         self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
         self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
         self.figures = gauge("minivllm:plugin_figure", "what a plug-in counts", "seam", "figure")
@@ -150,8 +151,10 @@ class Metrics:
                 if tokens > stream.params.n:
                     self.each.observe(after / (tokens / stream.params.n - 1))
 
-    def text(self, stats: Mapping[str, Any]) -> bytes:
-        """All of it, with what the engine says of itself."""
+    def text(self, stats: Mapping[str, Any], restarts: int = 0) -> bytes:
+        """Return all of it, with what the engine says of itself and how often it was started again."""
+        self.restarts.inc(max(restarts - self._seen.get("restarts", 0), 0))
+        self._seen["restarts"] = restarts
         if stats:
             self.running.set(stats["running"])
             self.waiting.set(stats["waiting"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -111,16 +113,31 @@ async def tokenizer_info(request: Request, service: Service) -> Any:
 async def prometheus(request: Request, service: Service) -> Any:
     ok, _ = service.client.healthy()
     stats = await service.client.stats() if ok else {}
-    return Response(service.metrics.text(stats), headers={"Content-Type": metrics.TYPE})
+    return Response(service.metrics.text(stats, service.client.restarted), headers={"Content-Type": metrics.TYPE})
 
 
 async def start_profile(request: Request, service: Service) -> Any:
+    """Begin a profile, if its file can be written."""
+    try:
+        with tempfile.TemporaryFile(dir="."):
+            pass
+    except OSError as exc:
+        raise _unwritten(exc.strerror or str(exc)) from exc
     await service.client.profile(True)
     return JSONResponse({"profiling": True})
 
 
 async def stop_profile(request: Request, service: Service) -> Any:
-    return JSONResponse({"profiling": False, "file": (await service.client.profile(False)).rpartition("/")[2]})
+    """End a profile and name its file."""
+    path = await service.client.profile(False)
+    if not os.path.isfile(path) or not os.path.getsize(path):
+        raise _unwritten("the file is not there")
+    return JSONResponse({"profiling": False, "file": os.path.basename(path)})
+
+
+def _unwritten(why: str) -> ApiError:
+    what = f"the profile cannot be written: {why}; profiles go into the folder that the server was started in"
+    return ApiError(500, f"{what}: start it in one that is there, in which it may write")
 
 
 async def debug_state(request: Request, service: Service) -> Any:

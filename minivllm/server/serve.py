@@ -19,6 +19,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from minivllm.plain import is_text
 from minivllm.processes.memory import HeapTrimmer
 from minivllm.text.template import is_name, read_template
 
-from . import logs
+from . import logs, middleware, throughput
 from .app import Application
 from .desk import Desk
 from .http.accepting import BACKLOG, Acceptor, open_files, room_for
@@ -74,7 +75,18 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
     tools.parser_of(loaded.server.tool_parser)
     if loaded.engine.chat_template is not None and not is_name(loaded.engine.chat_template):
         read_template(loaded.engine.chat_template)
-    return asyncio.run(run(loaded, keys, admin_key))
+    found = middleware.load(args.middleware or ())
+    return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found))
+
+
+def fair_to(keys: Sequence[str], loaded: Loaded) -> Loaded:
+    """Return the configuration with the policy ``fair`` where several keys share the engine and no policy was chosen:
+    keys are tenants that shall be served as much as each other."""
+    engine = loaded.engine
+    if len(set(keys)) < 2 or "scheduler" in engine.model_fields_set:
+        return loaded
+    chosen = type(engine)(**engine.model_dump(exclude_unset=True), scheduler="fair")
+    return replace(loaded, engine=chosen, origins={**loaded.origins, "scheduler": "several keys"})
 
 
 def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
@@ -93,13 +105,15 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     return Service(client, server, names, tokens, door, metrics, defaults, sampling.get("max_tokens"))
 
 
-async def run(loaded: Loaded, keys: list[str], admin_key: str = "") -> int:
-    """Serve until somebody says stop.  ResourceError if the address is taken; the engine's own errors at start."""
+async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequence[Any] = ()) -> int:
+    """Serve until somebody says stop.  ``around``: middleware of the operator.
+
+    ResourceError if the address is taken; the engine's own errors at start."""
     server = loaded.server
-    app = Application(server, keys, admin_key)
+    app = Application(server, keys, admin_key, around)
     context = tls(server)
     bound = bind(server)
-    client: EngineClient = ProcessClient(loaded, server.stuck_after)
+    client: EngineClient = ProcessClient(loaded, server.stuck_after, server.restart)
     http = Http(app, server, context)
     url, start, stop = url_of(server, bound), time.monotonic(), Stop()
     model = loaded.engine.model
@@ -160,6 +174,7 @@ def _tell_token(app: Application) -> None:
 async def _until_the_end(app: Application, client: EngineClient, serving: asyncio.Task[None], stop: Stop) -> int:
     first = asyncio.create_task(stop.first.wait())
     watch = asyncio.create_task(_watch(client))
+    figures = asyncio.create_task(throughput.tell(client, app.service.server.stats_interval if app.service else 0))
     assert app.service is not None
     door = app.service.door
     try:
@@ -182,6 +197,7 @@ async def _until_the_end(app: Application, client: EngineClient, serving: asynci
     finally:
         first.cancel()
         watch.cancel()
+        figures.cancel()
 
 
 async def _watch(client: EngineClient) -> EngineDeadError:
@@ -192,13 +208,15 @@ async def _watch(client: EngineClient) -> EngineDeadError:
         await asyncio.sleep(LOOK)
         heap.look()
         ok, why = client.healthy()
-        if ok:
+        if ok or client.restarting:
             continue
         try:
             await asyncio.wait_for(client.stats(), LOOK)
         except asyncio.TimeoutError:
             continue
         except EngineDeadError:
+            if client.restarting:
+                continue
             await asyncio.sleep(LOOK)  # for the streams to be told
             return EngineDeadError(why)
 

@@ -21,9 +21,9 @@ INSTEAD = {
     "/v1/messages": CHAT, "/messages": CHAT, "/v1/messages/count_tokens": CHAT, "/v1/responses": CHAT,
     "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "nothing is kept",
     "/chat/completions": "want /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
-    "/api/v1/chat/completions": "and /v1, once", "/v1/chat/completions/": "want /v1/chat/completions",
+    "/api/v1/chat/completions": "and /v1, once",
     "//v1//models": "want /v1/models", "/v1/chat/completion": "did you mean /v1/chat/completions?",
-    "/v1/tokenize": "want /tokenize", "/models": "want /v1/models", "/v1/models/": "want /v1/models",
+    "/v1/tokenize": "want /tokenize", "/models": "want /v1/models",
     "/v1/engines/pocket/completions": "the model in the body",
     "/openai/deployments/pocket/chat/completions": "the model in the body",
     "/api/chat": CHAT, "/api/generate": COMPLETIONS, "/api/tags": "/v1/models", "/completion": COMPLETIONS,
@@ -39,11 +39,22 @@ def test_a_route_that_is_elsewhere_is_answered_with_what_to_ask_here(server, pat
     more = {"json": {}} if method == "POST" else {}
     answer = server.client.request(method, server.url + path, **more)
     error = answer.json()["error"]
-    if (method, path) == ("POST", "/v1/models/"):  # which the router takes for a model without a name
-        assert answer.status_code == 405 and "want GET" in error["message"]
-        return
     assert (answer.status_code, error["code"]) == (404, 404) and error["type"] == "NotFoundError"
     assert INSTEAD[path] in error["message"] and len(error["message"]) < 300, error
+
+
+def test_a_slash_at_the_end_of_a_path_means_nothing(server):
+    for path in ("/health", "/ready", "/version", "/metrics", "/v1/models", "/tokenizer_info", "/openapi.json"):
+        with_slash, without = (server.client.get(server.url + one) for one in (path + "/", path))
+        assert with_slash.status_code == without.status_code == 200, path
+    name = server.client.get(server.url + "/v1/models").json()["data"][0]["id"]
+    assert server.client.get(f"{server.url}/v1/models/{name}/").status_code == 200
+    for path in ("/v1/completions/", "/v1/chat/completions/", "/tokenize/", "/detokenize/"):
+        answer = server.client.post(server.url + path, json={})
+        assert answer.status_code == 400, "the route has looked at the body"
+    assert server.client.get(server.url + "/v1/completions/").status_code == 405
+    for path in ("/health//", "//", "/health/x/"):
+        assert server.client.get(server.url + path).status_code == 404
 
 
 def test_what_is_told_of_other_servers_is_a_route_that_is_here():

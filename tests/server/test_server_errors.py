@@ -65,7 +65,7 @@ def test_routes_and_methods_that_are_not_there(server):
         "/%2fv1/models",
         "/V1/models",
         "/v1/models;a",
-        "/v1/completions/",
+        "/v1/completions//",
     ):
         refused(server, server.client.get(f"{server.url}{path}"), 404, rest=False)
     answer = server.client.get(COMPLETIONS)

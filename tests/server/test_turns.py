@@ -397,7 +397,7 @@ def test_a_short_prompt_does_not_wait_for_all_of_a_long_one_of_its_owner():
         client = Wired(sim_engine(slots=8, budget=512, blocks=400))
         fixed = SimpleNamespace(most=lambda *step: 40, note=lambda *step: None)
         client.loop.paces = fixed, fixed
-        long = await client.add([3] * 400, "long", max_tokens=1, ignore_eos=True)
+        long = await client.add([3] * 250, "long", max_tokens=1, ignore_eos=True)
         other = await client.add([4] * short, "short", max_tokens=1, ignore_eos=True)
         for _ in range(turns):
             client.loop.turn()

@@ -18,6 +18,7 @@ from minivllm.server.errors import ApiError
 
 from . import bounds
 from .cross_site import JSON_WANTED, is_json
+from .crowd import Crowd
 
 if TYPE_CHECKING:
     from minivllm.server.desk import Desk
@@ -33,6 +34,7 @@ class Bodies:
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
         self.held: Counter[str] = Counter()
+        self._late = Crowd()  # bodies that began together are late together
 
     async def read(self, request: Request, most: int, seconds: float, who: str) -> dict[str, Any]:
         """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 as soon as it is over ``most`` bytes,
@@ -48,6 +50,7 @@ class Bodies:
             try:
                 await asyncio.wait_for(self._read(request, most, who, parts, count), seconds)
             except asyncio.TimeoutError:
+                await self._late.turn()
                 what = f"the body did not come within {seconds:g} s"
                 raise ApiError(408, what, headers={"Connection": "close"}) from None
             return await self.parse(b"".join(parts), who)

@@ -105,6 +105,21 @@ def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
         raise ApiError(403, f"Origin: {who} is not this server's; want one that allowed_origins has")
 
 
+def check_preflight(headers: Headers, allowed: Sequence[str]) -> None:
+    """Raise ApiError (403) for the question of a browser whether a page of another origin may send a request, where
+    no origin may: it carries no key, so nothing else of it is looked at."""
+    origins = values(headers, b"origin")
+    if not allowed and origins and values(headers, b"access-control-request-method"):
+        raise not_allowed(origins[0])
+
+
+def not_allowed(origin: str, why: str = "") -> ApiError:
+    """Return the answer to a page's question whether it may send a request, which it may not."""
+    who = printable(origin, 100)
+    what = f"pages of Origin: {who} may not ask this server" + (f" ({printable(why, 200)})" if why else "")
+    return ApiError(403, f"{what}; if they should, want --allowed-origins {who}")
+
+
 def _netloc(origin: str) -> str | None:
     try:
         return urlsplit(origin).netloc.lower()

@@ -20,13 +20,12 @@ from minivllm.server.line import owner_of
 
 from . import cross_site
 from .auth import ApiKeys
-from .connection import CROWDED
+from .connection import CROWDED, POLLED, unknown_coding
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
 OPEN = frozenset({"/health"})  # routes that need no key
-POLLED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, which is worth no line of the log
 TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")  # W3C Trace Context
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -121,11 +120,16 @@ class Guard:
             logs.event("socket", request_id=request_id, path=path, ms=round(ms, 1), **state["log"])
 
     def _limits(self, scope: Any) -> None:
+        """Raise ApiError (431, 414) for headers or a URL that are larger than they may be."""
         size = sum(len(name) + len(value) + 4 for name, value in scope["headers"])
         if len(scope["headers"]) > self.max_headers or size > self.max_header_bytes:
             what = f"{len(scope['headers'])} headers of {size} bytes"
             want = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
             raise ApiError(431, f"{what}; want {want}", headers={"Connection": "close"})
+        url = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
+        if url > self.max_header_bytes:
+            what = f"the URL has {url} bytes; want at most {self.max_header_bytes}"
+            raise ApiError(414, what, headers={"Connection": "close"})
 
     def _whence(self, scope: Any, changes: bool) -> None:
         """ApiError for a name that is not ours and, if the request changes anything, for a page that is not."""
@@ -140,8 +144,16 @@ class Guard:
         if state.get("spare") and asked_path(scope) not in POLLED:
             raise ApiError(503, CROWDED, headers={"Retry-After": "1", "Connection": "close"})
         self._whence(scope, changes)
+        if odd := unknown_coding(cross_site.values(scope["headers"], b"transfer-encoding")):
+            raise ApiError(501, odd, headers={"Connection": "close"})
+        expected = headers.get(b"expect", b"100-continue").decode("latin-1")
+        if expected.lower() != "100-continue":
+            what = f"Expect: {errors.printable(expected, 40)} cannot be met; want 100-continue"
+            raise ApiError(417, what, headers={"Connection": "close"})
         if b"content-length" in headers and b"transfer-encoding" in headers:
             raise ApiError(400, "Content-Length beside Transfer-Encoding: want one", headers={"Connection": "close"})
+        if scope["method"] == "OPTIONS":
+            cross_site.check_preflight(scope["headers"], self.origins)
         if asked_path(scope) not in OPEN:
             tenant = self.keys.tenant(headers)
             if tenant is None:

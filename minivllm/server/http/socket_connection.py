@@ -14,6 +14,7 @@ from .body import HELD
 from .connection import read_little
 
 READ = 4 << 10  # bytes that are read in one turn of the event loop: of frames without a text tens of milliseconds
+DROPPED = 256 << 10  # bytes, once nothing is done with them
 PATIENCE = 3.0  # seconds for a close frame to be sent and answered
 PIECES = 4096  # frames of one message
 BAD_TEXT, LATE, TOO_BIG, FULL = 1007, 1008, 1009, 1013  # close codes (RFC 6455)
@@ -37,6 +38,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
             0  # bytes of the frames that have come of a message; of these and of half a frame
         )
         self._late: Any = None
+        self._failed = False  # the connection ends with what was sent: what comes is dropped
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -48,6 +50,8 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self._failed:
+            return  # what is left unread would reset the connection, and nobody would hear why it ends
         super().data_received(data)
         if self.close_sent or self.transport.is_closing():
             self._hold(0)
@@ -108,6 +112,19 @@ class SocketConnection(WebSocketsSansIOProtocol):
     def keepalive_timeout(self) -> None:
         super().keepalive_timeout()
         self.loop.call_later(PATIENCE, self.transport.abort)
+
+    def handle_parser_exception(self) -> None:
+        """Say why the connection ends, and drop what still comes until the client has heard of it."""
+        assert self.conn.close_sent is not None
+        told, self._failed, self.close_sent = self.conn.close_sent, True, True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": told.code, "reason": told.reason})
+        self.transport.write(b"".join(self.conn.data_to_send()))
+        self._hold(0)
+        read_little(self.transport, DROPPED)
+        self.transport.resume_reading()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(PATIENCE, self.transport.close)
 
     async def run_asgi(self) -> None:
         try:

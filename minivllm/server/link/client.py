@@ -72,6 +72,8 @@ class EngineClient(Protocol):
 
     info: EngineInfo
     tokenizer: Tokenizer | None
+    restarting: bool  # the engine has ended, and another one is being started
+    restarted: int  # how often that was done
     on_gap: Callable[[float, int], None] | None  # on_gap(seconds, n): n tokens came that long after one another
 
     async def open(self) -> None:
@@ -138,6 +140,9 @@ class FrameClient:
         self._why = "the engine has not been started"
         self._gone = True  # no engine: every request is refused with ``_why``
         self._draining = False
+        # number -> owner and frame of requests without a token yet, where another engine may be started for them
+        self._untouched: dict[int, tuple[str, bytes]] = {}
+        self.restarting, self.restarted = False, 0  # another engine is being started; how often that was done
         self._empty: asyncio.Event | None = None
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
@@ -224,10 +229,16 @@ class FrameClient:
                 self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})
 
     def _refuse(self, number: int, error: Exception) -> None:
-        _settle(self._accepting.get(number), None, error)
+        self._untouched.pop(number, None)
+        if (waiting := self._accepting.get(number)) is not None:
+            settle(waiting, None, error)
+        elif self.restarted and (stream := self._streams.get(number)) is not None:
+            stream.fail(error)  # another engine had taken it
+            self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
         self._streams.pop(stream.number, None)
+        self._untouched.pop(stream.number, None)
         if self._ids.get(stream.request_id) == stream.number:
             del self._ids[stream.request_id]
         if not self._ids and self._empty is not None:
@@ -288,11 +299,11 @@ class FrameClient:
     def _on_frame(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
         self._heard = time.monotonic()
         for number in header.get("accepted", ()):
-            _settle(self._accepting.get(number), None)
+            settle(self._accepting.get(number), None)
         for number, *error in header.get("refused", ()):
             self._refuse(number, error_from(*error))
         for number, value, error in header.get("answers", ()):
-            _settle(self._asked.get(number), value, error and error_from(*error))
+            settle(self._asked.get(number), value, error and error_from(*error))
         if "first" in columns:
             firsts = (columns[name].tolist() for name in ("first", "first_at", "cached", "entered"))
             for number, at, cached, entered in zip(*firsts, strict=True):
@@ -300,7 +311,7 @@ class FrameClient:
                     stream.started(at, cached, entered)
         if "dead" in header:
             self._feed({**header, "errors": ()}, columns, ends=False)
-            self._lost(header["dead"])
+            self._died(header["dead"])
             return
         self._score_prompts(columns)
         self._feed(header, columns)
@@ -357,6 +368,12 @@ class FrameClient:
                 on_gap(*gap)
             error, param = errors.get((number, sample), NO_ERROR) if errors else NO_ERROR
             stream.feed(sample, ids, reason, stop_token, logprobs, error, param)
+            if self._untouched and (count or reason):
+                self._untouched.pop(number, None)
+
+    def _died(self, why: str) -> None:
+        """The engine has ended by itself."""
+        self._lost(why)
 
     def _lost(self, why: str) -> None:
         """There is no engine any more: everybody is told at once."""
@@ -367,7 +384,7 @@ class FrameClient:
             stream.fail(error)
             self._forget(stream)
         for waiting in (*self._accepting.values(), *self._asked.values()):
-            _settle(waiting, None, EngineDeadError(self._why))
+            settle(waiting, None, EngineDeadError(self._why))
 
     async def _drain(self, seconds: float) -> bool:
         self._draining = True
@@ -440,7 +457,7 @@ def _prompt(prompt_ids: Any) -> np.ndarray:
     return read_prompt({"prompt_token_ids": prompt_ids}, None).ids
 
 
-def _settle(waiting: asyncio.Future[Any] | None, value: Any, error: Exception | None = None) -> None:
+def settle(waiting: asyncio.Future[Any] | None, value: Any, error: Exception | None = None) -> None:
     if waiting is None or waiting.done():
         return
     if error is None:

@@ -108,6 +108,7 @@ class EngineLoop(TurnLoop):
         first = FIRST if device == "cpu" else budget
         self.paces = Pace(budget, first), Pace(budget, first)  # of prompts, and of those that are scored
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)  # tokens, where several owners are served
+        self.prompt_tokens = 0  # that were computed
         self.decode_seconds, self.decode_rows = 0.0, 1  # of the last step without prompt tokens
         self._came_back: list[StepPlan] = []  # plans of the steps that came back in this turn
         engine.events.publishing.subscribe(self._published)
@@ -182,6 +183,7 @@ class EngineLoop(TurnLoop):
         decodes = self.decode_seconds * min(rows / self.decode_rows, 1.0)
         scored = any(len(plan.prompt) for plan in plans)
         total = int(tokens.sum())
+        self.prompt_tokens += total
         self.paces[scored].note(total, float(tokens @ context) / total, max(seconds - decodes, 0.2 * seconds))
 
     def _most_prefill(self) -> int:
@@ -298,7 +300,12 @@ class EngineLoop(TurnLoop):
 
     def _ask_stats(self) -> dict[str, Any]:
         turns = max(self.turns, 1)
-        return {**self.engine.stats(), "loop_turns": self.turns, "loop_ms": 1e3 * self.own_seconds / turns}
+        return {
+            **self.engine.stats(),
+            "prompt_tokens": self.prompt_tokens,
+            "loop_turns": self.turns,
+            "loop_ms": 1e3 * self.own_seconds / turns,
+        }
 
     def _ask_state(self, trim: bool) -> dict[str, Any]:
         return state.engine(self, trim)

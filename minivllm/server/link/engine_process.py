@@ -21,6 +21,7 @@ import numpy as np
 
 from minivllm.errors import EngineDeadError, MinivllmError, told
 
+from .child_log import LineFormatter
 from .frames import Frame, Splitter, encode
 
 GRACE = 5.0  # seconds to give everything back once the parent is gone
@@ -112,7 +113,9 @@ def main(socket_fd: str, life_fd: str) -> None:
 def _serve(link: SocketLink, running: threading.Event) -> int:
     from minivllm.hardware import prepare_environment
 
-    logging.getLogger("minivllm").addHandler(logging.StreamHandler(sys.stderr))
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LineFormatter())
+    logging.getLogger("minivllm").addHandler(handler)
     prepare_environment()  # before torch is imported
     from minivllm.frontend.building import build_engine
 

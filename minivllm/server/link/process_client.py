@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import logging
 import os
@@ -15,8 +16,10 @@ import numpy as np
 
 from minivllm.errors import EngineDeadError, RequestError, error_from
 from minivllm.processes import fresh
+from minivllm.server.logs import event
 
-from .client import FrameClient
+from .child_log import PrintedLog
+from .client import FrameClient, settle
 from .engine_process import GRACE, loaded_to_json
 from .frames import Frame, Splitter, encode
 from .outbox import UNREAD, Outbox
@@ -24,8 +27,8 @@ from .outbox import UNREAD, Outbox
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-log = logging.getLogger("minivllm.engine")
 SLICE = 0.002  # seconds for frames before the event loop does something else
+AGAIN = 5.0  # seconds between two tries to start a child, at most
 TAIL = 2000  # characters of what the process said last, for the error
 
 
@@ -34,17 +37,22 @@ class ProcessClient(FrameClient):
 
     The child ends with this process, however that ends: the write end of the life pipe is open here only.
     ``stuck_after``: seconds that one step may take before the child ends itself and says which plug-in it hangs in.
+    ``restarts``: how often another child is started where one has ended.  Requests that had a token by then fail, the
+    others wait for it.
     """
 
-    def __init__(self, loaded: Loaded, stuck_after: float = 120.0) -> None:
+    def __init__(self, loaded: Loaded, stuck_after: float = 120.0, restarts: int = 0) -> None:
         super().__init__()
+        self.restarts_left = restarts
+        self._restart: asyncio.Task[None] | None = None
+        self._was_open = False
         self._loaded, self._stuck_after = loaded, stuck_after
         self._child: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: Outbox | None = None
         self._life = -1
-        self._said = ""
+        self._printed = PrintedLog(TAIL)
         self._closing = False
         self._ready: asyncio.Future[dict[str, Any]]
         self._folder: str | None = None
@@ -65,6 +73,7 @@ class ProcessClient(FrameClient):
                 template = self._loaded.engine.chat_template
                 self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
             self._check_open()  # it may have died meanwhile
+            self._was_open = True
         except BaseException:
             self._lost("the engine could not be started")
             await self._end(0.0)
@@ -107,6 +116,8 @@ class ProcessClient(FrameClient):
             self._open_writer()
             assert self._outbox is not None
             self._outbox.put(header["owner"], header["number"], data)
+            if self.restarts_left:
+                self._untouched[header["number"]] = header["owner"], data
         elif kind == "abort" and self._outbox is not None and self._outbox.remove(header["number"]):
             self._refuse(header["number"], RequestError("the request was aborted"))
         else:
@@ -126,6 +137,9 @@ class ProcessClient(FrameClient):
 
     async def close(self, drain: float = 0.0) -> bool:
         self._closing = True
+        if self._restart is not None:
+            self._restart.cancel()
+            await asyncio.gather(self._restart, return_exceptions=True)
         whole = await self._drain(drain)
         self._lost("the engine was stopped")
         await self._end(GRACE)
@@ -141,17 +155,68 @@ class ProcessClient(FrameClient):
                     self._post(encode("stop", {}))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(child.wait(), patience)
-            if child is not None and child.returncode is None:
-                self._kill()
-                await child.wait()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-            if self._outbox is not None:
-                self._outbox.close()
-            if self._writer is not None:
-                self._writer.close()
-            if self._life >= 0:
-                os.close(self._life)
-            self._child, self._writer, self._outbox, self._life, self._tasks = None, None, None, -1, []
+            await self._clear()
+
+    async def _clear(self) -> None:
+        """Give back what belongs to a child, which is killed if it lives."""
+        if (child := self._child) is not None and child.returncode is None:
+            self._kill()
+            await child.wait()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._outbox is not None:
+            self._outbox.close()
+        if self._writer is not None:
+            self._writer.close()
+        if self._life >= 0:
+            os.close(self._life)
+        self._child, self._writer, self._outbox, self._life, self._tasks = None, None, None, -1, []
+
+    # ---- another child -------------------------------------------------------------------------------------------
+
+    def _died(self, why: str) -> None:
+        """The engine has ended: start another one, or tell everybody."""
+        if self.restarting:
+            return  # the engine has said so, and now its process has ended
+        if self._closing or not self.restarts_left or not self._was_open:
+            self._lost(why)
+            return
+        self.restarting = self._gone = True
+        self._why = f"{why}; the engine is started again"
+        for number, stream in list(self._streams.items()):
+            if number not in self._untouched:
+                stream.fail(EngineDeadError(why))
+                self._forget(stream)
+        for waiting in self._asked.values():
+            settle(waiting, None, EngineDeadError(why))
+        self._restart = asyncio.create_task(self._start_again(why))
+
+    async def _start_again(self, why: str) -> None:
+        """Start a child, as often as may be, and give it the requests that have waited."""
+        async with self._ending:
+            while True:
+                await self._clear()
+                self.restarts_left -= 1
+                self.restarted += 1
+                left = f"{self.restarted} of {self.restarted + self.restarts_left}"
+                event("the engine is started again", logging.WARNING, reason=why, restart=left)
+                try:
+                    self._printed = PrintedLog(TAIL)
+                    told = await self._start()
+                    break
+                except Exception as e:
+                    why = str(e)
+                    if not self.restarts_left:
+                        await self._clear()
+                        self.restarting, self._why = False, why
+                        self._lost(why)
+                        return
+                    await asyncio.sleep(min(self.restarted, AGAIN))
+        self.restarting = False
+        self._opened(told)
+        event("the engine runs again", restart=left, requests=len(self._untouched))
+        for number, (owner, data) in list(self._untouched.items()):
+            assert self._outbox is not None
+            self._outbox.put(owner, number, data)
 
     # ---- what comes ----------------------------------------------------------------------------------------------
 
@@ -173,8 +238,8 @@ class ProcessClient(FrameClient):
         why = await self._post_mortem(why, said)
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(why))
-        if not self._closing:
-            self._lost(why)
+        elif not self._closing:
+            self._died(why)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind == "frame":
@@ -195,7 +260,7 @@ class ProcessClient(FrameClient):
             status = await child.wait()
         await asyncio.wait([said], timeout=1.0)  # a grandchild may hold its output open
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
-        last = "; ".join(line.strip() for line in self._said.splitlines()[-3:] if line.strip())
+        last = "; ".join(line.strip() for line in self._printed.said.splitlines()[-3:] if line.strip())
         return f"the engine's process {how}" + (f" ({why})" if why else "") + (f"; it said: {last}" if last else "")
 
     def _kill(self) -> None:
@@ -204,18 +269,12 @@ class ProcessClient(FrameClient):
                 self._child.kill()
 
     async def _listen(self) -> None:
-        """What the process prints goes to our log, line by line; the end of it is kept."""
+        """Write what the process prints to our log; the end of it is kept."""
         assert self._child is not None and self._child.stdout is not None
-        rest = ""
+        decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         while data := await self._child.stdout.read(1 << 14):
-            text = data.decode(errors="replace")
-            self._said = (self._said + text)[-TAIL:]
-            *lines, rest = (rest + text).split("\n")
-            rest = rest[-TAIL:]
-            for line in filter(str.strip, lines):
-                log.warning("%s", line.rstrip())
-        if rest.strip():
-            log.warning("%s", rest.rstrip())
+            self._printed.feed(decode(data))
+        self._printed.end()
 
 
 def _signal_name(number: int) -> str:

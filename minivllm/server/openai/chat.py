@@ -19,6 +19,7 @@ from .generate import (
     Answer,
     Service,
     check_branches,
+    check_cost,
     check_counts,
     open_streams,
     read_body,
@@ -119,6 +120,7 @@ class Chat:
             ids = truncated(ids, self.kept, self.body.truncation_side)
             most = fit(self.params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, self.params.ending_after(most))]
+            check_cost(service, asks, self.asked is None and self.default is None)
             until = end_of_calls(self.tools, tools.parser_of(service.server.tool_parser))
             pieces = bool(self.body.stream) or until is not None
             streams = await open_streams(service, held, self.state, asks, pieces, self.taps, self.energy)

@@ -19,6 +19,7 @@ from .generate import (
     Answer,
     Service,
     check_branches,
+    check_cost,
     check_counts,
     check_told,
     open_streams,
@@ -116,6 +117,7 @@ class Completion:
             if most not in for_most:
                 for_most[most] = self.params.ending_after(most)
             asks.append((ids, for_most[most]))
+        check_cost(service, asks)
         streams = await open_streams(service, held, self.state, asks, bool(body.stream), self.taps, self.energy)
         return Answer(
             service,

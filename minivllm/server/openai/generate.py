@@ -331,6 +331,36 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
         raise ApiError(400, f"{what}; want at most {most} in a request (max_branches)", wide)
 
 
+CPU_COST, COST = 1 << 15, 1 << 20  # tokens that a request may cost by default, on a CPU and elsewhere
+UNSAID = 512  # tokens that a branch counts as whose end the model decides, not the client
+SCORED = 20  # log-probabilities of a token that cost as much as the token
+
+
+def check_cost(service: Service, asks: Sequence[tuple[Any, SamplingParams]], unsaid: bool = False) -> None:
+    """Raise ApiError (400) for a request that would keep the engine busy for too long.
+
+    ``asks``: token ids and parameters of each prompt.  ``unsaid``: the client has set no ``max_tokens``, so answers
+    end where the model ends them."""
+    info, most = service.client.info, service.server.max_request_cost
+    if most is None:
+        most = max(CPU_COST if info.device == "cpu" else COST, 2 * info.max_model_len)
+    cost = 0.0
+    for ids, params in asks:
+        each = params.max_tokens or 0
+        each = min(each, UNSAID) if unsaid and not params.ignore_eos else each
+        scores, of_prompt = params.logprobs or 0, params.prompt_logprobs or 0
+        cost += len(ids) * (1 + of_prompt / SCORED) + params.width * each * (1 + scores / SCORED)
+    if not most or cost <= most:
+        return
+    params = asks[0][1]
+    wide = next((name for name in ("beam_width", "best_of") if getattr(params, name) is not None), "n")
+    shape = f"prompts: {len(asks)}, {wide}={params.width}, max_tokens={params.max_tokens}"
+    if params.logprobs or params.prompt_logprobs:
+        shape += f", log-probabilities a token: {max(params.logprobs or 0, params.prompt_logprobs or 0)}"
+    what = f"this request may cost {round(cost):,} tokens ({shape}); want at most {most:,} (max_request_cost)"
+    raise ApiError(400, f"{what}: lower one of them, or send several requests", "max_tokens")
+
+
 def check_told(service: Service, prompts: int, params: SamplingParams, taps: PooledTaps) -> None:
     """ApiError (400) for parameters, vectors of taps among them, that are too large to be told, and read, once for each
     prompt of a batch."""
