@@ -49,7 +49,7 @@ from minivllm.server.line import Line
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
-from .pace import FIRST, LEAST, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
+from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
 from .taps import PooledTaps, PooledValues, fault, pooled
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class EngineLoop(TurnLoop):
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget
         self.paces = Pace(budget, first), Pace(budget, first)  # of prompts, and of those that are scored
+        self.shared_until = 0.0  # time.monotonic until which steps are short, as several owners were served
         self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)  # tokens, where several owners are served
         self.prompt_tokens = 0  # that were computed
         self.decode_seconds, self.decode_rows = 0.0, 1  # of the last step without prompt tokens
@@ -196,7 +197,10 @@ class EngineLoop(TurnLoop):
         if heads:
             context = max(context, int(p.cache.hints(heads).max()))
         scored = s.asking > 0 or any(seq.request.prompt_topk >= 0 for seq in heads)
-        several = p.shared and parties(s, s.running, heads) > 1
+        now = time.monotonic()
+        if p.shared and parties(s, s.running, heads) > 1:
+            self.shared_until = now + SHARED_FOR
+        several = now < self.shared_until
         turn, least = (SHARED_TURN, self.shared_least) if several else (TURN, LEAST)
         return self.paces[scored].most(context, turn, least)
 

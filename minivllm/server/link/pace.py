@@ -20,6 +20,7 @@ LONG = 0.9  # seconds that they may take where chunks would have fewer than ``LE
 LEAST = 256  # tokens: smaller chunks would cost more than they bring
 FEWEST = 16  # tokens that a step may always have
 SHARED_TURN = 0.05  # seconds that prompts may add to a step whose rows are of several owners
+SHARED_FOR = 10.0  # seconds that they stay so short: an owner who was there is likely to come again
 SHARED_LEAST = {"cpu": 64}  # tokens of it, by device
 SHARED_LEAST_ELSE = 512  # an accelerator takes about as long for fewer
 FIRST = 32  # tokens on a CPU, before anything has been measured
