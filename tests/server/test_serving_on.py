@@ -92,9 +92,12 @@ def test_a_traceback_of_the_engines_process_is_one_message(pieces):
     text = f"a line\n{LineFormatter().format(record)}\nminivllm: x\n{printed}\nanother\n"
     found, said = records(text, pieces)
     assert [(level, message) for level, message, _ in found] == [
-        (logging.WARNING, "a line"), (logging.ERROR, "the engine ends"), (logging.WARNING, "minivllm: x"),
-        (logging.WARNING, found[3][1]), (logging.WARNING, "another"),
-    ]  # fmt: skip
+        (logging.WARNING, "a line"),
+        (logging.ERROR, "the engine ends"),
+        (logging.WARNING, "minivllm: x"),
+        (logging.WARNING, found[3][1]),
+        (logging.WARNING, "another"),
+    ]
     assert "RuntimeError: outer" in found[1][2] and "inner" in found[1][2]
     assert "RuntimeError: outer" in found[3][1] + found[3][2] and found[3][2].startswith("Traceback")
     assert "Traceback" not in said and said.endswith("another\n")
