@@ -12,7 +12,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from minivllm.loading.hf_config import IN_PACKAGE
 from minivllm.registration.discovery import LOCAL
 from minivllm.text.template import is_name, read_template
 
-from . import live, machine, sources, values
+from . import live, machine, replaced, sources, values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -67,12 +67,14 @@ def make(
         "resolved": _facts(resolved, capacity),
         "model": _model(resolved),
         "parts": parts,
+        "replaced": _replaced(parts),
         "first_engine": first,
         "changed_sources": newer,
         "reasons": [_reasons(s) for s in resolved.selections],
         "notes": [list(note) for note in resolved.notes],
         "versions": machine.versions(),
         "machine": machine.machine(resolved.device),
+        "torch": machine.torch_settings(),
         "environment": machine.environment(),
         "git": {
             "directory": machine.git_state(Path.cwd()),
@@ -122,6 +124,7 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
     if source.texts:
         found["texts"] = dict(source.texts)
     modules, read = values.of_part(part.target, source.files, entry.builtin)
+    read |= values.beside(modules, source, entry.builtin)
     return {
         "seam": seam,
         "name": part.name,
@@ -136,6 +139,13 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
         "requires": _requires(entry),
     }
+
+
+def _replaced(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the functions of the engine and of torch that a program has replaced, but for those of parts."""
+    theirs = {module for part in parts for module in part["values_of"]}
+    own = [name for name in replaced.engine_modules() if name not in theirs]
+    return {**replaced.of_modules(own), **replaced.of_torch()}
 
 
 def _requires(entry: Entry) -> dict[str, str]:

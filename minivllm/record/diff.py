@@ -99,10 +99,18 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) ->
         text,
         measured,
         (*_warnings(a, b), *(text for texts in not_known.values() for text in texts)),
-        values=tuple(f"{d.a.replace(' = ', ': ', 1)} -> {d.b}" for d in alone),
+        values=(*(f"{d.a.replace(' = ', ': ', 1)} -> {d.b}" for d in alone), *_of_machine(found)),
     )
     unknown = dict.fromkeys([*_unknown(a, b), *(seam for seam in not_known if _decides(seam))])
     return replace(out, unknown=tuple(n for n in unknown if n not in out.subjects))
+
+
+def _of_machine(found: Iterable[Difference]) -> Iterator[str]:
+    """Yield what differs of machine and environment, which the verdict calls by one name."""
+    for d in found:
+        if d.counts and not d.follows and d.subject == "the machine":
+            name = d.name.removeprefix("machine.").removeprefix("environment.")
+            yield f"{name}: {d.a} -> {d.b}"
 
 
 def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:

@@ -61,6 +61,34 @@ def machine(device: Any) -> dict[str, Any]:
     return found
 
 
+def torch_settings() -> dict[str, Any]:
+    """Return torch's global settings of this process that change numbers."""
+    import torch
+
+    backends = torch.backends
+    return {
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "interop_threads": torch.get_num_interop_threads(),
+        "flush_denormal": _flushes_denormal(),
+        "mkldnn": backends.mkldnn.enabled if hasattr(backends.mkldnn, "enabled") else None,
+        "cudnn.deterministic": backends.cudnn.deterministic,
+        "cudnn.benchmark": backends.cudnn.benchmark,
+        "cuda.matmul.reduced_precision": [
+            backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
+            backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ],
+        "sdp": [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")],
+    }
+
+
+def _flushes_denormal() -> bool:
+    import torch
+
+    return float(torch.tensor(1e-40) * 1.0) == 0.0
+
+
 def driver(path: str = "/proc/driver/nvidia/version") -> str | None:
     """The version of NVIDIA's kernel driver, None where it does not say."""
     with contextlib.suppress(OSError):

@@ -155,6 +155,8 @@ def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         [bill["minivllm"]["version"], bill["minivllm"]["source"]["hash"]],
         shown=f"{bill['minivllm']['version']} ({bill['minivllm']['source']['hash'][:12]})",
     )
+    for name, text in bill.get("replaced", {}).items():
+        yield DiffNode(f"replaced.{name}", "parts", text, subject=name, shown=f"replaced by {text}")
     values = bill["config"]["values"]
     several: dict[str, list[str]] = {name: [] for name in SEVERAL}
     for part in bill["parts"]:
@@ -231,5 +233,7 @@ def _machine(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
     for name, value in bill["machine"].items():
         both = name == "native"  # records of earlier versions do not have it, nor those of a GPU
         yield DiffNode(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE, both=both)
+    for name, value in bill.get("torch", {}).items():
+        yield DiffNode(f"torch.{name}", "machine", value, both=True)
     for name, value in bill["environment"].items():
         yield DiffNode(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)

@@ -227,6 +227,11 @@ def _imports(module: str, data: bytes) -> Iterator[str]:
         yield from (".".join(parts[:i]) for i in range(1, len(parts) + 1))
 
 
+def located(module: str) -> tuple[bytes, float] | None:
+    """Return the source of a module and when it was changed (Unix time), None if it is unknown."""
+    return _locate(module)
+
+
 def _locate(module: str) -> tuple[bytes, float] | None:
     """Bytes of a module and when they were written."""
     file = _file(module)

@@ -23,11 +23,11 @@ from typing import Any
 
 from minivllm.registration import given
 
-from . import assigned, live
+from . import assigned, environment_reads, live, replaced, sources
 from .assigned import CLOCK
 from .machine import SECRET
 from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
-from .sources import PLUGINS, known_without
+from .sources import PLUGINS, Source, known_without
 
 MOST = 2000  # values of a part
 NOT_THERE = "what its file says"
@@ -48,13 +48,27 @@ def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str]
     return sorted(read.scope), dict(sorted(read.found.items()))
 
 
+def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, dict[str, Any]]:
+    """Return what the text of a part does not say beside its globals: functions that were replaced at run time, and, of
+    parts of other packages, environment variables that its text reads."""
+    found = {}
+    for name, text in replaced.of_modules(modules).items():
+        found[name] = {"digest": text, "shown": text, "begins": "computed", "own": True}
+    if not builtin:
+        names = [name for name in source.files if all(part.isidentifier() for part in name.split("."))]
+        texts = {name: found_[0].decode("utf-8", "replace") for name in names if (found_ := sources.located(name))}
+        found |= environment_reads.values({**texts, **source.texts})
+    return found
+
+
 def look_again(parts: Iterable[Mapping[str, Any]]) -> None:
     """At the end of a run: what is another value than in the bill's ``parts`` is ``moving``."""
     for part in parts:
         if before := part.get("values"):
             _, now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm")
             for name, known in before.items():
-                if now.get(name, {}).get("digest") != known["digest"]:
+                beside_globals = name.endswith(("()", "]")) and name not in now  # see ``beside``
+                if not beside_globals and now.get(name, {}).get("digest") != known["digest"]:
                     known["moving"] = True
 
 
@@ -76,7 +90,9 @@ def verdict(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, first: boo
 def settled(part: Mapping[str, Any]) -> dict[str, str]:
     """Name -> digest of the values of a part that stay as they are, in every run alike: what a fingerprint covers.  Of
     built-in parts none: whether they are loaded depends on what ran before, and their text is minivllm's."""
-    known = {} if part["distribution"] == "minivllm" else part.get("values") or {}
+    known = part.get("values") or {}
+    if part["distribution"] == "minivllm":
+        known = {name: value for name, value in known.items() if name.endswith("()")}
     return {n: v["digest"] for n, v in known.items() if v.get("own") and not v.get("moving") and v["begins"] != CLOCK}
 
 

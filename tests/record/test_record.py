@@ -347,7 +347,7 @@ def test_versions_and_machine_differ_without_another_fingerprint(made):
         (dict(created="2001", command=["x"], changed_sources=["evictor"]), NOTHING),
     ]:
         other = changed(base, **parts)
-        assert compare(base, other).verdict == verdict
+        assert compare(base, other).verdict.startswith(verdict)
         assert fingerprint(other) == fingerprint(base)
     assert "  memory_gib  8.0 -> 9.0   (not counted)" in lines(base, changed(base, machine__memory_gib=9.0))
     assert any("were changed while the run went on" in x for x in lines(base, other))

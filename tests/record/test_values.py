@@ -100,7 +100,7 @@ def test_diff_names_the_value_and_only_accepts_its_part(part, tmp_path, monkeypa
     assert capsys.readouterr().out.startswith(NOTHING)
     assert main(["diff", a, c, "--only", "evictor"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("only evictor differs (values_of_mine.LIMIT: 3 -> 4)\n")
+    assert out.startswith("only evictor differs (values_of_mine.LIMIT: 3 -> 4, values_of_mine.environ[LIMIT_OF_MINE]:")
     assert "values_of_mine.LIMIT = 3 -> 4" in out.partition("parts")[2]
     assert main(["diff", a, c, "--only", "nothing"]) == 1
     prints = [json.loads(record.read_text())["fingerprint"] for record in records]

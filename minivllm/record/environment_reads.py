@@ -1,0 +1,92 @@
+"""Environment variables that the text of a part reads, found in its syntax tree.
+
+``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")`` and ``"X" in os.environ`` name a variable, also where
+the name is a constant of the module.  Any other use of ``environ`` reads a variable whose name is not known.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .machine import SECRET
+
+ENVIRON, GETENV = "environ", "getenv"
+READS = ("get", "pop", "setdefault")
+SHOWN = 60  # characters of a value
+COMPUTED = "?"  # in the place of a name that the text does not say
+
+
+def values(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Return what a record holds of each variable, as ``values.of_part`` does: ``{"own.environ[X]": {...}}``.
+
+    ``texts``: the source of each module.  A variable whose name is computed has a digest of "".
+    """
+    found = {}
+    for module, text in texts.items():
+        for name in sorted(set(names(text))):
+            key = f"{module.partition(':')[0]}.environ[{name}]"
+            known = {"begins": "computed", "own": True, "scalar": True}
+            if name == COMPUTED:
+                found[key] = {"digest": "", "shown": "a variable whose name its text computes", **known}
+                continue
+            value = os.environ.get(name)
+            digest = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
+            found[key] = {"digest": digest, "shown": shown(name, value, digest), **known}
+    return found
+
+
+def shown(name: str, value: str | None, digest: str) -> str:
+    """Return a value for a reader; of a name that looks like a secret its digest alone."""
+    if value is None:
+        return "not set"
+    if SECRET.search(name):
+        return f"a secret ({digest[:8]})"
+    return repr(value if len(value) <= SHOWN else value[: SHOWN - 3] + "...")
+
+
+def names(text: str) -> Iterator[str]:
+    """Yield the variables that a text reads, ``COMPUTED`` for one whose name it does not say."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    constants = {
+        target.id: node.value.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+
+    def named(node: ast.expr) -> str:
+        value = node.value if isinstance(node, ast.Constant) else constants.get(getattr(node, "id", ""))
+        return value if isinstance(value, str) else COMPUTED
+
+    told: set[int] = set()  # uses of environ that name their variable
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Subscript) and _is(node.value, ENVIRON):
+            told.add(id(node.value))
+            yield named(node.slice)
+        elif isinstance(node, ast.Call) and node.args:
+            function = node.func
+            if isinstance(function, ast.Attribute) and function.attr in READS and _is(function.value, ENVIRON):
+                told.add(id(function.value))
+                yield named(node.args[0])
+            elif _is(function, GETENV):
+                yield named(node.args[0])
+        elif isinstance(node, ast.Compare) and _is(node.comparators[0], ENVIRON):
+            told.add(id(node.comparators[0]))
+            yield named(node.left)
+    if any(_is(node, ENVIRON) and id(node) not in told for node in ast.walk(tree)):
+        yield COMPUTED
+
+
+def _is(node: ast.AST, name: str) -> bool:
+    """Return whether a node is ``name`` or ``os.name``."""
+    if isinstance(node, ast.Attribute):
+        return node.attr == name and isinstance(node.value, ast.Name)
+    return isinstance(node, ast.Name) and node.id == name
