@@ -80,12 +80,14 @@ class GgufFile(NamedTuple):
     def ends(self) -> tuple[int, ...]:
         """Return the ids of tokens that end an answer: the file's own first, then tokens of ``END_TEXTS``, then a
         control token "</s>", which may also be a tag."""
-        tokens = self.values.get("tokenizer.ggml.tokens", [])
-        kinds = self.values.get("tokenizer.ggml.token_type", [])
+        tokens, kinds = (self.values.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
+        tokens = tokens if isinstance(tokens, list) else []  # the reader of the vocabulary refuses other values
+        kinds = kinds if isinstance(kinds, list) or hasattr(kinds, "tolist") else []
         named = [self.values.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom")]
         found = [i for i in named if type(i) is int]
-        found += [i for i, token in enumerate(tokens) if token in END_TEXTS]
-        found += [i for i, token in enumerate(tokens) if token == "</s>" and i < len(kinds) and kinds[i] == CONTROL]
+        found += {token: i for i, token in enumerate(tokens) if token in END_TEXTS}.values()
+        tag = tokens.index("</s>") if "</s>" in tokens else len(kinds)
+        found += [tag] if tag < len(kinds) and kinds[tag] == CONTROL else []
         return tuple(dict.fromkeys(found))
 
 
@@ -240,6 +242,8 @@ class _Header:
                 raise Broken(f"tensor {shown(name)} is there twice")
             if number not in sizes:
                 raise Broken(f"tensor {shown(name)} is of type {number}, which this version of gguf does not know")
+            if 0 in shape:
+                raise Broken(f"tensor {shown(name)} has shape {list(shape)}; want no dimension of 0")
             kind, count, width = sizes[number]
             if shape and shape[-1] % count:
                 raise Broken(f"tensor {shown(name)} of {kind} has rows of {shape[-1]}; want multiples of {count}")

@@ -59,8 +59,9 @@ def config_of(path: Path) -> dict[str, Any]:
     file = read_gguf(path)
     if file.architecture not in KNOWN:
         raise file.refuse(f"architecture {shown(file.architecture)}: want one of {', '.join(KNOWN)}")
-    if (parts := file.values.get("split.count", 0)) not in (0, 1):
-        raise file.refuse(f"is one of {parts} parts; want them merged (llama-gguf-split --merge)")
+    parts = file.values.get("split.count", 0)
+    if type(parts) is not int or parts not in (0, 1):
+        raise file.refuse(f"is one of {shown(parts)} parts; want them merged (llama-gguf-split --merge)")
     model_type, name, _ = KNOWN[file.architecture]
     heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
     embedding = file.tensors.get("token_embd.weight")
@@ -151,22 +152,24 @@ def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[st
     found: dict[str, Any] = {}
     for name, default in SOFT_CAPS.items():
         found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
-    window = file.of_model("attention.sliding_window")
-    found |= {} if window is None else {"sliding_window": window}
+    if file.of_model("attention.sliding_window") is not None:
+        found["sliding_window"] = _count(file, "attention.sliding_window")
     widest = _count(file, "block_count") == WIDEST_GEMMA[file.architecture]
     found["query_pre_attn_scalar"] = width // heads if widest else head_dim
     return found
 
 
 def _rope(file: GgufFile) -> dict[str, Any]:
-    """``rope_theta`` and ``rope_scaling``, of which transformers makes what it has now."""
-    theta = _digits(file.of_model("rope.freq_base", 10000.0))
-    factor, scaling = file.of_model("rope.scaling.factor"), None
+    """Return ``rope_theta`` and ``rope_scaling``, which transformers reads as ``rope_parameters``."""
+    theta, scaling = _digits(_number(file, "rope.freq_base", 10000.0)), None
+    factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
     kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
+    if not isinstance(kind, str):
+        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
     if kind == "linear" and factor is not None:
         scaling = {"rope_type": "linear", "factor": _digits(factor)}
     elif kind == "yarn" and factor is not None:
-        original = file.of_model("rope.scaling.original_context_length")
+        original = _count(file, "rope.scaling.original_context_length", _count(file, "context_length"))
         scaling = {"rope_type": "yarn", "factor": _digits(factor), "original_max_position_embeddings": original}
     elif kind != "none":
         raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
@@ -180,8 +183,11 @@ def _rope(file: GgufFile) -> dict[str, Any]:
 
 
 def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
-    """What makes these factors of frequencies; ModelError if it is not what Llama 3 has."""
-    factors = torch.from_numpy(file.tensors[ROPE_FACTORS].data.copy()).double().flatten()
+    """Return the rotary embedding whose frequencies have these factors; ModelError for factors other than Llama 3's."""
+    found = file.tensors[ROPE_FACTORS]
+    if found.kind not in FLOATS:
+        raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: want {', '.join(FLOATS)}")
+    factors = _number_tensor(found).double().flatten()
     angles = theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
     turns = LLAMA3["original_max_position_embeddings"] * angles / (2 * math.pi)
     low, high, factor = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"], float(f"{float(factors.max()):.5g}")

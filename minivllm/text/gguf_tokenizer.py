@@ -70,7 +70,7 @@ class Vocabulary(NamedTuple):
 def read_vocabulary(file: GgufFile) -> Vocabulary:
     """Read and check the tokens of a file.  ModelError for a kind of vocabulary that is not read here."""
     model = file.values.get("tokenizer.ggml.model")
-    if model not in ("gpt2", "llama"):
+    if not isinstance(model, str) or model not in ("gpt2", "llama"):
         what = "holds no tokenizer (no tokenizer.ggml.model)"
         if model is not None:
             known = OTHERS.get(model, "not known") if isinstance(model, str) else "not known"
@@ -156,7 +156,7 @@ def _around(vocabulary: Vocabulary, bos: bool) -> Any:
 
 def _split(vocabulary: Vocabulary, warn: Any) -> Split:
     name = vocabulary.file.values.get("tokenizer.ggml.pre")
-    if name is None or name == "":
+    if name is None or (isinstance(name, str) and not name):
         warn(
             f"{vocabulary.file.path}: names no pre-tokenizer (tokenizer.ggml.pre), so text is cut as llama.cpp's "
             "'default' does, which may not be how the model was trained; convert the model again"

@@ -12,6 +12,8 @@ from limited import limited
 
 from minivllm.errors import ModelError
 from minivllm.gguf_file import LISTED, MOST_KEYS, MOST_STRINGS, MOST_TENSORS, read_gguf
+from minivllm.loading.hf_config import open_checkpoint
+from minivllm.text.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 
@@ -113,6 +115,7 @@ HOSTILE = {
     "dimensions": (head(1) + entry(dims=(1,) * 9), "has 9 dimensions; want at most 4"),
     "large tensor": (head(1) + entry(dims=(1 << 40, 1 << 20)), "goes beyond the end of the file"),
     "kind": (head(1) + entry(kind=999), "is of type 999"),
+    "no elements": (head(1) + entry(dims=(0, 1 << 63)), "want no dimension of 0"),
     "block": (head(1) + entry(dims=(33,), kind=8), "has rows of 33; want multiples of 32"),
     "offset": (head(1) + entry(offset=HUGE) + b"\0" * 4096, "goes beyond the end of the file"),
     "overlap": (head(2) + entry() + entry("u", offset=64) + b"\0" * 4096, "overlaps another"),
@@ -163,3 +166,52 @@ def test_a_file_cut_or_changed_anywhere_is_read_or_refused_and_never_more(tmp_pa
         return "all"
 
     assert limited(read_all, seconds=20, megabytes=128) == ("done", "all")
+
+
+SIZES = {"context_length": 64, "embedding_length": 32, "block_count": 1, "feed_forward_length": 32}
+KEYS = (
+    "general.architecture", "general.alignment", "split.count", *(f"A.{key}" for key in (
+        "context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.sliding_window",
+        "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.dimension_count", "rope.scaling.factor",
+        "rope.scaling.type", "rope.scaling.original_context_length", "rope.scale_linear", "attn_logit_softcapping",
+    )), *(f"tokenizer.ggml.{key}" for key in (
+        "model", "pre", "tokens", "token_type", "merges", "scores", "bos_token_id", "eos_token_id", "eot_token_id",
+        "unknown_token_id", "add_bos_token", "add_space_prefix",
+    )), "tokenizer.chat_template", "tokenizer.chat_template.x",
+)  # fmt: skip
+STRANGE = {
+    "text": struct.pack("<I", 8) + text("x"), "whole": struct.pack("<Ii", 5, -7), "zero": struct.pack("<II", 4, 0),
+    "bool": struct.pack("<IB", 7, 1), "nan": struct.pack("<If", 6, float("nan")), "inf": struct.pack("<Id", 12, 1e999),
+    "numbers": struct.pack("<IIQ2I", 9, 4, 2, 1, 2), "texts": struct.pack("<IIQ", 9, 8, 1) + text("</s>"),
+    "none": struct.pack("<IIQ", 9, 4, 0), "many": struct.pack("<IIQ", 9, 4, LISTED + 1) + bytes(4 * (LISTED + 1)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arch", "vocabulary"), [("llama", "gpt2"), ("gemma2", "llama")])
+def test_a_key_with_a_value_of_any_other_kind_is_read_or_refused_by_the_name_of_the_file(arch, vocabulary, tmp_path):
+    number = lambda n: struct.pack("<II", 4, n)  # noqa: E731
+    listed = lambda *texts: struct.pack("<IIQ", 9, 8, len(texts)) + b"".join(map(text, texts))  # noqa: E731
+    names = {"model": vocabulary, "pre": "gpt-2"}
+    usual = {"general.architecture": struct.pack("<I", 8) + text(arch)}
+    usual |= {f"{arch}.{key}": number(n) for key, n in SIZES.items()}
+    usual |= {"tokenizer.ggml.tokens": listed("a", "b", "ab", "</s>"), "tokenizer.ggml.merges": listed("a b")}
+    usual |= {f"{arch}.attention.head_count": number(4)}
+    usual |= {f"{arch}.attention.layer_norm_rms_epsilon": struct.pack("<If", 6, 1e-5)}
+    usual |= {f"tokenizer.ggml.{key}": struct.pack("<I", 8) + text(name) for key, name in names.items()}
+    usual["tokenizer.ggml.scores"] = struct.pack("<IIQ4f", 9, 6, 4, 0, -1, -2, -3)
+    path, read = tmp_path / "one.gguf", {"model": 0, "tokenizer": 0}
+    for key in (key.replace("A.", f"{arch}.", 1) if key[:2] == "A." else key for key in KEYS):
+        for value in STRANGE.values():
+            given = {**usual, key: value}
+            content = head(1, len(given)) + b"".join(text(name) + raw for name, raw in given.items())
+            content += entry("token_embd.weight", (32, 4))
+            path.unlink(missing_ok=True)
+            path.write_bytes(content + bytes(-len(content) % 32 + 512))
+            for what, opened in (("model", open_checkpoint), ("tokenizer", load_tokenizer)):
+                try:
+                    opened(str(path))
+                    read[what] += 1
+                except ModelError as e:
+                    assert str(path) in str(e)
+    assert all(0 < n < len(KEYS) * len(STRANGE) for n in read.values())
