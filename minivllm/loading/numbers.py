@@ -202,7 +202,7 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
             raise ModelError(f"{where}: {key}={shown(value)}: want {wanted}")
 
     for name in PARTS:
-        refuse(name, raw.get(name), None if isinstance(raw.get(name) or {}, dict) else "an object")
+        refuse(name, raw.get(name), None if isinstance(raw.get(name), (dict, type(None))) else "an object or null")
     for prefix, part in (("", raw), *nested_parts(raw)):
         skipped = unread(part)
         for key, value in part.items():
@@ -227,6 +227,8 @@ def _check_rope(name: str, rope: Any, refuse: Any) -> None:
     for key, value in rope.items():
         if key in ROPE_LIMITS:
             refuse(f"{name}.{key}", value, ROPE_LIMITS[key].refuse(value))
+        elif key in ("rope_type", "type"):
+            refuse(f"{name}.{key}", value, None if isinstance(value, (str, type(None))) else "a word, or null")
         elif isinstance(value, dict):
             _check_rope(f"{name}.{key}", value, refuse)
         elif isinstance(value, float) and not math.isfinite(value):

@@ -88,6 +88,11 @@ def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
         text = whole.get_text_config()
         if text is whole:
             return None
+        if isinstance(text, Mapping):  # a class without parts keeps the table as it is
+            raise ModelError(
+                f"model_type={shown(kind)} has no text model inside it, and the file has "
+                f"{nested_parts(raw)[0][0][:-1]}: want the model_type of the whole checkpoint, or the keys at the top"
+            )
         owner = getattr(whole, "thinker_config", whole)
         tied = getattr(owner, "tie_word_embeddings", False)
     else:
