@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any
 
 from minivllm.errors import ConfigError, shown, suggest
+from minivllm.layers.fields import ROPES
 from minivllm.plain import merge
 
 from .plain_config import FIELDS, ROPE, PlainConfig
@@ -140,10 +141,23 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
                 f"asked is {want}, and the model gets {have}; want the change in that of rope_scaling and "
                 "rope_parameters which the file has, or the other one set to null"
             )
+        _refuse_idle(said, given, {str(t.get("rope_type") or "default") for t in tables})
     elif isinstance(value, (bool, int, float, str)) and hasattr(cfg, key) and getattr(cfg, key) != value:
         raise ConfigError(
             f"{said}={shown(value)} has no effect: with the other keys of config.json it becomes "
             f"{shown(getattr(cfg, key))}; change those too, or leave it out"
+        )
+
+
+def _refuse_idle(said: str, given: Mapping[str, Any], kinds: set[str]) -> None:
+    """Refuse numbers of a rotary embedding that none of its types reads."""
+    read = {name for kind in kinds - {"default"} for names in ROPES.get(kind, ()) for name in names}
+    every = {name for needs, takes in ROPES.values() for name in (*needs, *takes)}
+    idle = [name for name, value in given.items() if value is not None and name in every - read]
+    if idle:
+        raise ConfigError(
+            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; want rope_type beside it, "
+            "or leave it out"
         )
 
 

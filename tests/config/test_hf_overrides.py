@@ -17,6 +17,7 @@ from minivllm.plain import merge
 from minivllm.testing.tiny import tiny_dir
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 PROMPT = {"prompt_token_ids": [(7 * i * i + 3 * i + 5) % 61 for i in range(40)]}
 SIZES = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "graph": "off"}
 
@@ -101,6 +102,8 @@ def test_overrides_are_explained_and_recorded(model, tmp_path, capsys):
         ({"sliding_window": 7}, "'sliding_window'=7 has no effect.*becomes None"),
         ({"rope_theta": 77.0}, "'rope_theta' has no effect"),
         ({"text_config": {"hidden_size": 8}}, "'text_config'"),
+        ({"rope_scaling": {"rope_type": "default", "factor": 4.0}}, "factor has no effect with rope_type=default"),
+        ({"rope_scaling": {**LINEAR, "beta_fast": 8.0}}, "beta_fast has no effect with rope_type=linear"),
     ],
     ids=str,
 )
