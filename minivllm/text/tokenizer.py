@@ -19,6 +19,7 @@ from minivllm.errors import ModelError, RequestError, shown, told
 from minivllm.gguf_file import is_gguf, read_gguf
 
 from .chat import DEFAULT, ChatTemplates, fill
+from .class_tokens import class_tokens
 from .converted import convert
 from .growth import check_growth, panics_as
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, check_values, without_spellings
@@ -357,7 +358,8 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     backend.add_tokens([t for t in new if repr(t) not in there])
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    named = [config[name] for name in special] + list(more.values() if isinstance(more, dict) else more)
+    own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
+    named = [config[name] for name in special] + own + list(more.values() if isinstance(more, dict) else more)
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 

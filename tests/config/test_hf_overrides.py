@@ -93,7 +93,7 @@ def test_overrides_are_explained_and_recorded(model, tmp_path, capsys):
         ("x", "'x' is no table"),
         ([1], "is no table"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: want a finite number"),
-        ({"rope_scaling": {"factor": object()}}, "rope_scaling.factor is a object"),
+        ({"rope_scaling": {"factor": 1j}}, "rope_scaling.factor is a complex"),
         ({"rope_scalling": YARN}, "Did you mean 'rope_scaling'"),
         ({"num_hidden_layer": 1}, "Did you mean 'num_hidden_layers'"),
         ({"nothing_like_it": 1}, "'nothing_like_it'.*reads no such key"),
