@@ -82,6 +82,7 @@ class ChatTemplates:
         hint = f"name one that has, with chat_template: {', '.join(reading)}" if reading else "put them into a message"
         return f"documents: the chat template has no place for them; {hint}"
 
+    @plain.depth_checked()
     def prepare(
         self,
         messages: Any,
@@ -133,15 +134,13 @@ def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Cal
     def attempt(chat: Any) -> Any:
         return run(render, (chat, tools, documents, list(extra.values())))
 
-    try:
+    with plain.depth_checked():
         try:
             return attempt(chat)
         except UndefinedFieldError:
             if (filled := plain.with_content(chat)) is None:
                 raise
             return attempt(filled)
-    except RecursionError:
-        raise RequestError("messages: nested too deeply", "messages") from None
 
 
 def _name(chat_template: Any) -> str | None:

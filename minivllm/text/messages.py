@@ -10,11 +10,12 @@ are removed.  Content in other media is refused, since the answer would not know
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minivllm.errors import RequestError, shown
@@ -48,8 +49,15 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     messages = getattr(messages, "messages", messages)
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not len(messages):
         raise RequestError(WANT, "messages")
-    try:
+    with depth_checked():
         return [_message(_plain(message), f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+@contextlib.contextmanager
+def depth_checked() -> Iterator[None]:
+    """Raise RequestError for a conversation, or what comes with it, that is nested too deeply."""
+    try:
+        yield
     except RecursionError:
         raise RequestError("messages: nested too deeply", "messages") from None
 
@@ -239,8 +247,16 @@ def _fitted_call(call: Mapping[str, Any], form: str, at: str) -> dict[str, Any]:
         where = f"{at}.function.arguments" if nested else f"{at}.arguments"
         inside["arguments"] = _mapping_of(arguments, where)
     elif form == TEXT and not isinstance(arguments, str):
-        inside["arguments"] = json.dumps(arguments, ensure_ascii=False)
+        inside["arguments"] = _json(arguments, f"{at}.arguments")
     return {**call, "function": inside} if nested else inside
+
+
+def _json(value: Any, at: str) -> str:
+    """Return JSON of a caller's value.  RequestError for a value that JSON does not have."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):  # another type, or a list that holds itself
+        raise _fail(at, f"={shown(value)}: want text, numbers, booleans, null, lists and mappings") from None
 
 
 def _mapping_of(text: str, at: str) -> dict[str, Any]:
@@ -299,7 +315,7 @@ def tell_tools(
 ) -> list[dict[str, Any]]:
     """Return the conversation with the tools in its system message, for a template that has no place for them.
     ``form``: in which the template reads content."""
-    lines = "\n".join(json.dumps(tool.get("function", tool), ensure_ascii=False) for tool in tools)
+    lines = "\n".join(_json(tool.get("function", tool), f"tools[{i}]") for i, tool in enumerate(tools))
     text = INTRODUCTION.format(tools=lines)
     first, *rest = map(dict, chat)
     if first["role"] not in ("system", "developer"):
@@ -315,10 +331,11 @@ def tell_calls(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         message = dict(one)
         texts = [text_of(message.get("content"))]
         for k, call in enumerate(message.pop("tool_calls", ())):
-            function = _fitted_call(call, MAPPING, f"messages[{i}].tool_calls[{k}]")
+            at = f"messages[{i}].tool_calls[{k}]"
+            function = _fitted_call(call, MAPPING, at)
             function = function.get("function", function)
             body = {"name": function["name"], "arguments": function["arguments"]}
-            texts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
+            texts.append(f"<tool_call>\n{_json(body, at)}\n</tool_call>")
         if len(texts) > 1:
             message["content"] = "\n".join(filter(None, texts))
         made.append(message)
@@ -345,7 +362,8 @@ def marked(chat: Sequence[Mapping[str, Any]], others: Any = None) -> tuple[list[
     content = last.get("content")
     if content is None or content == []:
         raise RequestError(f"{GOES_ON}: the last message has no content", GOES_ON)
-    taken, mark, number = json.dumps([list(chat), others], ensure_ascii=False, default=str), MARK, 0
+    taken = json.dumps([list(chat), others], ensure_ascii=False, default=str, skipkeys=True)
+    mark, number = MARK, 0
     while mark.strip() in taken:
         number += 1
         mark = f"{MARK.strip()}_{number} "

@@ -117,7 +117,7 @@ class ChatTemplate:
             raise
         except Exception as e:  # jinja2's own, a RecursionError, and what its extensions raise
             text = str(e) or type(e).__name__
-            raise RequestError(f"the model's chat template is broken: {brief(text, 300)}", "messages") from e
+            raise RequestError(f"the chat template is broken: {brief(text, 300)}", "messages") from e
 
     def render(self, scope: Mapping[str, Any]) -> str:
         """Fill the template.  UndefinedFieldError if it reads a field that a message does not have; RequestError if it

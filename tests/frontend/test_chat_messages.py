@@ -398,3 +398,29 @@ def test_what_a_template_is_given_is_refused_by_name(more, place):
     with pytest.raises(RequestError) as refused:
         tokenizer.chat_prompt(ASK, **more)
     assert refused.value.param == place
+
+
+def nested(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("value", [nested(3000), {"a": {1}}, {"a": b"x"}], ids=["deep", "set", "bytes"])
+def test_values_that_json_does_not_have_are_refused_wherever_they_are(value):
+    tokenizer = Tokenizer(byte_level(SPECIAL), None, {}, CHATML)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": value}}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": value}}
+    for chat, more in ((ASK, {"tools": [tool]}), ([*ASK, call], {}), (ASK, {"variables": {"x": value}})):
+        for fill in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
+            with pytest.raises(RequestError, match=r"nested too deeply|want text, numbers, booleans"):
+                fill(chat, **more)
+    with pytest.raises(RequestError, match=r"nested too deeply|has no place"):
+        tokenizer.chat_prompt(ASK, documents=[value])
+
+
+def test_a_key_that_is_no_text_and_that_no_template_reads_says_nothing():
+    tokenizer = Tokenizer(byte_level(SPECIAL), None, {}, CHATML)
+    chat = [{"role": "user", "content": "hi", (1, 2): 3}]
+    assert tokenizer.chat_prompt(chat, continue_final_message=True).text.endswith("hi")
