@@ -56,10 +56,9 @@ def conversion_of(arch: ModelArch, cfg: Any, headers: Mapping[str, Header]) -> t
     return (TextConversion(names, cfg, inner) if names.changes else inner), names
 
 
-def by_rules(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> Mapping[str, Header]:
+def by_rules(headers: Mapping[str, Header], conversion: Conversion | None) -> Mapping[str, Header]:
     """Return headers by the names that the rules of the architecture have, without those of tensors that are left out
     or made into others."""
-    conversion, _ = conversion_of(arch, cfg, headers)
     if conversion is None:
         return headers
     found: dict[str, Header] = {}
@@ -70,7 +69,6 @@ def by_rules(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> Mappin
     return found
 
 
-def text_names(headers: Mapping[str, Header], arch: ModelArch, cfg: Any) -> list[str]:
+def text_names(headers: Mapping[str, Header], names: TensorNames) -> list[str]:
     """Return the names that tensors have in the text model, before the architecture's own conversion."""
-    names = TensorNames(headers, arch.weights(cfg), cfg)
     return [new for name in headers if (new := names.of(name)) is not None]

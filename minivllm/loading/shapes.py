@@ -24,7 +24,7 @@ from minivllm.layers.fields import expert_key
 from minivllm.layers.norm import LayerNorm, RMSNorm
 from minivllm.layers.parts import Found, ModelParts
 
-from .conversion import by_rules, text_names
+from .conversion import by_rules, conversion_of, text_names
 from .tensor_files import Header, checkpoint_headers
 from .weights import (
     PLAIN,
@@ -102,11 +102,12 @@ def check(
         {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
     )
     every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
-    rules = of_one_form(every, text_names(headers, arch, cfg))
+    conversion, names = conversion_of(arch, cfg, headers)
+    rules = of_one_form(every, text_names(headers, names))
     packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
     targets = {} if plan is None else find_targets(of_one_form(every, ()) if packed else rules, plan)
     roots = roots_of(targets)
-    headers = {whole_name(name, targets, roots): header for name, header in by_rules(headers, arch, cfg).items()}
+    headers = {whole_name(name, targets, roots): header for name, header in by_rules(headers, conversion).items()}
     _check_layers(folder, cfg, rules, headers)
     _check_experts(folder, cfg, rules, headers)
     if plan is not None:

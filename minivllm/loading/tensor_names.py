@@ -55,6 +55,7 @@ class TensorNames:
 
     def __init__(self, names: Iterable[str], rules: Sequence[Rule], cfg: Any) -> None:
         names = list(names)
+        self._known: dict[str, bool] = {}  # what ``placed`` found; a checkpoint may have 100,000 names
         self.sources = {_numberless(re.sub(r"\{[ie]\}", "0", rule.source)) for rule in rules}
         self.roots = sorted({source.partition(".")[0] + "." for source in self.sources if "." in source})
         self.packed = bool(getattr(cfg, "quantization_config", None))
@@ -72,15 +73,17 @@ class TensorNames:
 
     @property
     def changes(self) -> bool:
-        """Whether any name differs from the checkpoint's, or any tensor from its form there."""
+        """Return whether any name differs from the checkpoint's, or any tensor from its form there."""
         return bool(self.turned) or any(name != new for name, new in self._names.items())
 
     def placed(self, name: str) -> bool:
         """Return whether a rule speaks of this tensor."""
-        name = _numberless(name)
-        while name and name not in self.sources:
-            name = name.rpartition(".")[0]
-        return bool(name)
+        if (found := self._known.get(name)) is None:
+            stem = _numberless(name)
+            while stem and stem not in self.sources:
+                stem = stem.rpartition(".")[0]
+            found = self._known[name] = bool(stem)
+        return found
 
     def notes(self) -> list[str]:
         """Return a sentence for each kind of tensors that are left out."""

@@ -121,15 +121,16 @@ def load_weights(
     stamps = file_stamps(Path(model_dir), pickled) if read else {}
     headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
     conversion, names = conversion_of(arch, cfg, headers)
+    placed = by_rules(headers, conversion)
     if read:
-        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules, headers)
+        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules, placed)
         for note in names.notes():
             notes.append(note)
             log.info("%s: %s", model_dir, note)
-    rules = of_one_form(rules, text_names(headers, arch, cfg) if several_forms(rules, load_format) else ())
+    rules = of_one_form(rules, text_names(headers, names) if several_forms(rules, load_format) else ())
     targets = find_targets(rules, parts)
     if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
-        _check_there(by_rules(headers, arch, cfg), targets, str(model_dir))
+        _check_there(placed, targets, str(model_dir))
     with torch.no_grad():
         if not read:
             tensors = dummy_tensors(targets, parts, seed)
@@ -151,15 +152,15 @@ def tie(
     rules: Sequence[Rule],
     headers: Mapping[str, Header],
 ) -> tuple[Sequence[Rule], list[str]]:
-    """The rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), by what the
-    checkpoint has, as transformers 5 does it; and a note where that is not what config.json says.
+    """Return the rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), as
+    transformers 5 chooses them by the checkpoint's tensors, and notes where config.json says something else.
+    ``headers`` have the names of the rules.
 
     Both tensors, and they differ: the head gets a weight of its own.  Only the head's: both share that.  Otherwise both
     share the embedding's.
     """
     heads = own_names(arch, cfg, parts)
     notes: list[str] = []
-    headers = by_rules(headers, arch, cfg) if heads else {}
     for head, own in heads.items():
         untied = _untied(arch, cfg)
         if head.scheme is not None and set(head.scheme.params()) != {"weight"}:  # it is packed, so it is its own
