@@ -61,6 +61,70 @@ OPTIONS: dict[str, str] = {
     "use_v2_block_manager": "leave it out",
 }
 
+# what to use instead <- options of vLLM, SGLang, transformers and llama.cpp; * ends a name that stands for its prefix
+_MORE = """\
+use model <- model_path model_id model_name_or_path
+use max_num_seqs <- max_running_requests max_batch_size n_seq_max
+use max_num_batched_tokens <- chunked_prefill_size max_prefill_tokens n_batch n_ubatch
+use num_kvcache_blocks, in blocks <- max_total_tokens
+use kvcache_block_size <- page_size
+use seed <- random_seed
+use kv_format <- type_k type_v
+use download_dir <- cache_dir
+set HF_TOKEN <- hf_token token use_auth_token
+set HF_HUB_OFFLINE=1 <- local_files_only
+use tensor_parallel_size=N to share a model among devices <- dp_size pp_size ep_size nnodes node_rank master_addr \
+    master_port data_parallel_* pipeline_parallel_* prefill_context_parallel_* decode_context_parallel_* \
+    enable_expert_parallel enable_eplb enable_dbo all2all_* expert_placement_* n_gpu_layers tensor_split split_mode
+use the table sampling, as sampling={"temperature": 0.5} <- override_generation_config
+use hf_overrides={"rope_scaling": {...}}, keys of config.json <- rope_scaling rope_freq_scale
+use hf_overrides={"rope_theta": ...}, keys of config.json <- rope_theta rope_freq_base
+use hf_overrides={...}, keys of config.json <- hf_config_path config_format disable_sliding_window \
+    json_model_override_args
+use attention="sdpa", "triton", "flash_attn" or "flashinfer" <- flash_attn disable_cascade_attn
+use attention={"name": ..., "options": {...}} <- attention_config
+use sampler=NAME <- sampling_backend
+use grammar="llguidance" or "xgrammar" <- grammar_backend
+use drafter="ngram", or drafter={"name": "model", "options": {"model": ...}}, with num_speculative_tokens=N <- \
+    speculative_* spec_decoding_* ngram_prompt_lookup_* num_lookahead_slots
+use graph="auto", "mixed", "decode" or "off" <- cuda_graph_* cudagraph_* disable_cuda_graph max_cudagraph_capture_size \
+    max_context_len_to_capture optimization_level enable_torch_compile torch_compile
+use enable_prefix_caching=False <- disable_radix_cache
+use enable_prefix_caching=True or False <- prefix_caching_hash_algo cache_prompt
+use run_ahead=0 to plan no step ahead <- async_scheduling disable_overlap_schedule
+use executor=NAME <- worker_cls worker_extension_cls
+use scheduler=NAME <- schedule_policy schedule_conservativeness max_num_partial_prefills max_long_partial_prefills \
+    long_prefill_token_threshold num_scheduler_steps
+use quantizer="nf4" or "int4", with dtype for what is computed <- bnb_4bit_*
+use quantizer=NAME <- torchao_config
+use chat_template <- chat_format
+use logprobs in SamplingParams <- logits_all
+use use_tqdm=False of generate <- use_tqdm_on_load
+use hooks=["opentelemetry"] <- otlp_traces_endpoint collect_detailed_traces
+adapters are not served: merge the adapter into the weights <- lora_* max_cpu_loras fully_sharded_loras
+only text is served: leave it out <- mm_* enable_mm_embeds interleave_mm_strings media_io_kwargs skip_mm_profiling \
+    allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
+models generate: leave it out <- convert is_embedding pooler_config override_pooler_config embedding
+the tokenizer is the model's: leave it out <- tokenizer_pool_* use_fast
+weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* kv_offloading_* max_memory
+an LLM answers no HTTP requests: use it with minivllm serve <- served_model_name reasoning_parser tool_call_parser
+use Python's logging, of the logger minivllm <- log_level verbose aggregate_engine_logging
+minivllm has nothing like it: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
+    kv_transfer_config kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
+    low_cpu_mem_usage use_safetensors safetensors_load_strategy disable_custom_all_reduce max_parallel_loading_workers \
+    disable_hybrid_kv_cache_manager ray_workers_use_nsight kv_cache_dtype_skip_layers logits_processor_pattern \
+    show_hidden_metrics_for_version use_mmap use_mlock n_threads watchdog_timeout
+"""
+
+
+def _names(table: str) -> dict[str, str]:
+    """Return the hint of each name of a table of lines ``hint <- names``."""
+    lines = (line.partition(" <- ") for line in table.replace("\\\n", " ").splitlines())
+    return {name: hint for hint, _, names in lines for name in names.split()}
+
+
+OPTIONS |= _names(_MORE)
+
 ENVIRONMENT: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "use --set attention=NAME (sdpa, triton, flash_attn, flashinfer)",
     "VLLM_TORCH_PROFILER_DIR": "LLM.stop_profile(path) and a server's /stop_profile write the trace into a file; "
@@ -79,6 +143,8 @@ ENVIRONMENT: dict[str, str] = {
 def option_hint(name: str) -> str:
     """Return what to use instead of another engine's option, as the end of a sentence; "" for an unknown name."""
     hint = OPTIONS.get(name)
+    if hint is None and "_" in name:
+        hint = next((OPTIONS[key] for key in OPTIONS if key.endswith("*") and name.startswith(key[:-1])), None)
     return f" It is another engine's option: {hint}." if hint else ""
 
 

@@ -15,12 +15,26 @@ from minivllm.errors import ConfigError, RequestError
 from minivllm.parameters import OTHER_NAMES
 
 
-@pytest.mark.parametrize("name", sorted(OPTIONS))
-def test_a_refused_option_names_its_replacement(name):
+@pytest.mark.parametrize("key", sorted(OPTIONS))
+def test_a_refused_option_names_its_replacement(key):
+    name = key.replace("*", "thing")
     assert name not in EngineConfig.model_fields and name not in ALIASES, "the engine reads it"
     with pytest.raises(ConfigError) as refused:
         load_config(keywords={name: 1})
-    assert OPTIONS[name] in str(refused.value)
+    assert OPTIONS[key] in str(refused.value)
+
+
+def test_no_pattern_of_other_names_hides_an_option_of_the_engine():
+    options = [*EngineConfig.model_fields, *ALIASES]
+    patterns = [key[:-1] for key in OPTIONS if key.endswith("*")]
+    assert patterns and not [(option, key) for option in options for key in patterns if option.startswith(key)]
+
+
+@pytest.mark.parametrize("name", ["override_generation_config", "rope_scaling", "kv_events_config", "lora_modules"])
+def test_another_engines_option_is_not_taken_for_a_misspelt_one(name):
+    with pytest.raises(ConfigError) as refused:
+        load_config(keywords={name: {}})
+    assert "another engine's" in str(refused.value) and "Did you mean" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", sorted(OTHER_NAMES))
