@@ -82,8 +82,13 @@ def _loaded(path: Path) -> Any:
 
 def _asked_for(said: str) -> str:
     """Return why torch refused a file."""
-    found = re.search(r"Unsupported global: GLOBAL ([\w.]+)|GLOBAL ([\w.]+) was not|Unsupported class ([\w.]+)", said)
-    name = next((one for one in found.groups() if one), "") if found else ""
+    if "Unsupported operand" in said:  # an operation that the files of torch.save do not have
+        return (
+            "is damaged, or not written by torch.save with its usual pickle_protocol; want such a file, or a "
+            "checkpoint in safetensors"
+        )
+    found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", said)
+    name = found[1].rstrip(".") if found else ""
     if name:
         return (
             f"asks to run {shown(name)}, and load_format='pt' runs nothing that a file names; want tensors alone, "

@@ -227,7 +227,9 @@ def check_names(folder: Path, names: Iterable[str], arch: ModelArch, cfg: Any) -
     """Return sentences on the tensors that are left out.  ModelError for a tensor that has no place."""
     found = TensorNames(names, arch.weights(cfg), cfg)
     for name in unplaced(found, arch, cfg):
-        raise no_place(str(folder), name, found.sources)
+        number, end = NUMBER.search(name), name.rpartition(".")[2]
+        known = [source.replace("*", number[0] if number else "0", 1) for source in found.sources]
+        raise no_place(str(folder), name, [f"{source}.{end}" for source in known])
     return found.notes()
 
 
