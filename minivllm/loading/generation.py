@@ -22,7 +22,7 @@ APPLIED = {  # field of the file -> sampling parameter
     "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
     "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
 }  # fmt: skip
-ELSEWHERE = {  # fields that nothing is lost with
+ELSEWHERE = {  # fields that are read elsewhere, or change nothing here
     "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
 }  # fmt: skip
 
@@ -71,14 +71,18 @@ def read_generation(option: str, folder: Path) -> GenerationDefaults:
     found = files.read_json(path, files.PART, ModelError)
     if not isinstance(found, dict):
         raise ModelError(f"{path}: want a JSON object, found a {type(found).__name__}")
-    values = {APPLIED[name]: found[name] for name in APPLIED if found.get(name) is not None}
-    for name, value in values.items():
+    values: dict[str, Any] = {}
+    for key, name in APPLIED.items():
+        if (value := found.get(key)) is None:
+            continue
         try:
             if isinstance(value, float) and not math.isfinite(value):
                 raise RequestError(f"{name}={value}: want a finite number", name)
             SamplingParams.make(**{name: value})
         except RequestError as exc:
-            raise ModelError(f"{path}: {exc}; want another value, or generation_config=none") from exc
+            said = f"{key}{str(exc).removeprefix(name)}"
+            raise ModelError(f"{path}: {said}; want another value, or generation_config=none") from exc
+        values[name] = value
     known = {*APPLIED, *ELSEWHERE}
     left = tuple(
         f"{name}={shown(value)}"

@@ -38,7 +38,7 @@ class TemplateFacts:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether the template prints the tool calls of a message."""
+        """Return whether the template prints the tool calls of a message."""
         return self.prints_messages or CALLS in self.names
 
 

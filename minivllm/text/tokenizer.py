@@ -94,12 +94,12 @@ class Tokenizer:
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """The chat templates by name; one alone is called ``default``."""
+        """Return the chat templates by name; a single one is called ``default``."""
         return self._templates.sources
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template that is used where none is named; None if there is none."""
+        """Return the chat template of requests that name none; None if there is none."""
         return self.chat_templates.get(DEFAULT)
 
     def to_json(self) -> dict[str, Any]:
