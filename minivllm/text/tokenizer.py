@@ -50,16 +50,16 @@ def load_tokenizer(
         return _gguf_tokenizer(folder, chat_template, eos)
     config = _read_json(folder / "tokenizer_config.json")
     named = _read_json(folder / "special_tokens_map.json") | config
-    special = {name: _content(named[name]) for name in NAMED if named.get(name)}
+    backend = _read_backend(folder / "tokenizer.json") if files.is_there(folder / "tokenizer.json") else None
     slow = None
-    if files.is_there(folder / "tokenizer.json"):
-        backend = _read_backend(folder / "tokenizer.json")
-        try:
+    try:
+        special = {name: _content(named[name]) for name in NAMED if named.get(name)}
+        if backend is not None:
             _configure(backend, named, special)
-        except (AttributeError, TypeError, ValueError, OverflowError) as e:
-            at = folder / "tokenizer_config.json"
-            raise ModelError(f"{at}: its added or special tokens are none ({told(e)}); download it again") from e
-    else:
+    except (AttributeError, TypeError, ValueError, OverflowError) as e:
+        at = folder / "tokenizer_config.json"
+        raise ModelError(f"{at}: its added or special tokens are none ({told(e)}); download it again") from e
+    if backend is None:
         backend, slow, found = _converted(folder)
         special = found | special
     if backend is not None:  # a limit or padding saved with the tokenizer is for training
@@ -335,14 +335,18 @@ def _read_backend(path: Path) -> Any:
 
 
 def _content(token: Any) -> str:
-    return token.get("content", "") if isinstance(token, dict) else str(token)
+    """Return the text of a token that a file gives as text or as an object.  TypeError for another value."""
+    text = token.get("content", "") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TypeError(f"{shown(token)} is no token")
+    return text
 
 
 def _added(token: Any, special: bool) -> Any:
     from tokenizers import AddedToken
 
     if not isinstance(token, dict):
-        return AddedToken(str(token), special=special)
+        return AddedToken(_content(token), special=special)
     flags = {k: bool(v) for k, v in token.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
     return AddedToken(_content(token), **{"special": special, **flags})
 
@@ -360,6 +364,7 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
     named = [config[name] for name in special] + own + list(more.values() if isinstance(more, dict) else more)
+    named = [token for token in named if token is not None]
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 

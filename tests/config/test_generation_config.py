@@ -102,7 +102,8 @@ def test_do_sample_is_not_read_as_in_vllm(tmp_path):
     ("content", "says"),
     [
         ('{"temperature": 3}', "temperature=3: want a number from 0"), ('{"top_p": "x"}', "top_p='x'"),
-        ('{"top_k": 1.5}', "top_k=1.5"), ('{"max_new_tokens": 0}', "max_new_tokens=0"), ('{"min_p": true}', "min_p=True"),
+        ('{"top_k": 1.5}', "top_k=1.5"), ('{"max_new_tokens": 0}', "max_new_tokens=0"),
+        ('{"min_p": true}', "min_p=True"),
         ('{"temperature": NaN}', "temperature"), ("[1]", "want a JSON object"), ("{", "generation_config.json"),
         ('{"repetition_penalty": -1}', "repetition_penalty=-1"),
     ],

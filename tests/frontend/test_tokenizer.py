@@ -310,3 +310,13 @@ def test_added_token_spellings_survive_as_ids(tmp_path):
     assert ours.token(token_id) == "<plain>" and token_id not in ours.special_ids
     assert ours.encode("<plain>") == [token_id] and ours.decode([token_id]) == "<plain>"
     assert ours.token(10**6) is None and ours.decode([10**6]) == ""
+
+
+@pytest.mark.parametrize("name", ["eos_token", "bos_token", "additional_special_tokens"])
+@pytest.mark.parametrize("value", [5, ["a"], {"content": 5}, True], ids=str)
+def test_a_special_token_that_is_no_text_is_a_model_error(name, value, tmp_path):
+    byte_level(("</s>",)).save(str(tmp_path / "tokenizer.json"))
+    given = [value] if name == "additional_special_tokens" else value
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: given}))
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: its added or special tokens are none"):
+        load_tokenizer(tmp_path)
