@@ -201,9 +201,10 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
         if wanted is not None:
             raise ModelError(f"{where}: {key}={shown(value)}: want {wanted}")
 
-    for name in PARTS:
-        refuse(name, raw.get(name), None if isinstance(raw.get(name), (dict, type(None))) else "an object or null")
     for prefix, part in (("", raw), *nested_parts(raw)):
+        for name in PARTS:
+            refuse(prefix + name, part.get(name), _not_of(part.get(name), dict, "an object or null"))
+        refuse(f"{prefix}model_type", part.get("model_type"), _not_of(part.get("model_type"), str, "a name, or null"))
         skipped = unread(part)
         for key, value in part.items():
             if key == "sliding_window" and value == 0 and part.get("model_type") == "qwen2_moe":
@@ -218,6 +219,11 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
             _check_rope(prefix + name, part.get(name), refuse)
 
 
+def _not_of(value: Any, kind: type, wanted: str) -> str | None:
+    """Return ``wanted`` for a value that is neither of a kind nor null."""
+    return None if value is None or isinstance(value, kind) else wanted
+
+
 def _check_rope(name: str, rope: Any, refuse: Any) -> None:
     """Check the rotary embedding's numbers, in one table or one for each type of layer."""
     if rope is None:
@@ -228,7 +234,7 @@ def _check_rope(name: str, rope: Any, refuse: Any) -> None:
         if key in ROPE_LIMITS:
             refuse(f"{name}.{key}", value, ROPE_LIMITS[key].refuse(value))
         elif key in ("rope_type", "type"):
-            refuse(f"{name}.{key}", value, None if isinstance(value, (str, type(None))) else "a word, or null")
+            refuse(f"{name}.{key}", value, _not_of(value, str, "a word, or null"))
         elif isinstance(value, dict):
             _check_rope(f"{name}.{key}", value, refuse)
         elif isinstance(value, float) and not math.isfinite(value):

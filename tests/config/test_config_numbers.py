@@ -264,3 +264,12 @@ def test_a_config_that_is_no_object_is_refused(folder, value):
     (folder / "config.json").write_text(json.dumps(value))
     with pytest.raises(ModelError, match=r"config\.json: want a JSON object, got a "):
         open_checkpoint(str(folder))
+
+
+@pytest.mark.parametrize("value", [[], ["x"], 5, True, 0.5], ids=str)
+@pytest.mark.parametrize("key", ["model_type", "quantization_config", "text_config", "rope_scaling.type"])
+def test_names_and_tables_of_another_kind_are_refused_by_their_key_at_any_depth(folder, key, value):
+    name, _, inner = key.partition(".")
+    given = {name: {inner: value} if inner else value}
+    assert f" {key}={value!r}: want" in refusal(folder, {**CONFIG, **given})
+    assert f" text_config.{key}={value!r}: want" in refusal(folder, {**CONFIG, "text_config": given})
