@@ -36,10 +36,10 @@ def broken(*_, **__):
     raise Broken
 
 
-def is_documented(answer, status=500):
+def is_documented(answer, status=500, message=INTERNAL):
     assert answer.status_code == status and answer.headers["content-type"] == "application/json", answer.text
     error = answer.json()
-    assert error == {"error": {"message": INTERNAL, "type": TYPES[500], "param": None, "code": 500}}
+    assert error == {"error": {"message": message, "type": TYPES[500], "param": None, "code": 500}}
     assert answer.headers["x-request-id"]
 
 
@@ -74,7 +74,9 @@ def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, m
     where = path.replace("{model:path}", "pocket")
     body = BODIES.get(path, {}) if method == "POST" else None
     key = {"Authorization": f"Bearer {server.app.admin_token}"}
-    is_documented(server.client.request(method, where, json=body, headers=key))
+    name = {route[0]: route[1].__name__ for route in ADMIN}.get(path)
+    message = INTERNAL if name is None else f"{name} failed: Broken: /secret/path"  # an operator may know the reason
+    is_documented(server.client.request(method, where, json=body, headers=key), message=message)
 
 
 def test_a_failure_in_a_probe_in_the_guard_and_in_the_middleware_around_it_is_too(server, monkeypatch):
