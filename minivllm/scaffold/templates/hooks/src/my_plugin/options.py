@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict, Field
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    last: int = Field(10_000, ge=1, description="How many of the last steps count.")
+    last: int = Field(1000, ge=1, description="How many of the last steps count.")
