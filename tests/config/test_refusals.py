@@ -86,18 +86,13 @@ def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys,
 
 
 MOONCAKE = '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}\n'
-AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 TRACE_GOES = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
 PROMPTS_GO = "lines with a prompt to --dataset of bench, compare and ablate"
 
 
 @pytest.mark.parametrize(
     ("args", "name", "text"),
-    [
-        (["bench", "throughput", "--dataset"], "m.jsonl", MOONCAKE),
-        (["compare", "--sweep", "evictor=lru,fifo", "--dataset"], "a.csv", AZURE),
-        (["bench", "serve", "--direct", "--dataset"], "sample:azure", None),
-        (["ablate", "--dataset"], "synthetic:requests=3", None),
+    [  # --dataset of bench, compare and ablate takes both
         (["bench", "serve", "--trace"], "m.jsonl", MOONCAKE),
         (["bench", "profile", "--trace"], "m.jsonl", MOONCAKE),
         (["replay", "--blocks", "9"], "p.jsonl", '{"prompt": "a"}\n'),
