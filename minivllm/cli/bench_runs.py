@@ -459,7 +459,7 @@ def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
 def throughput(args: argparse.Namespace) -> int:
     from minivllm.bench import offline, repeats
     from minivllm.bench.limits import of_engine
-    from minivllm.frontend import figures
+    from minivllm.hooks import figures
 
     with open_llm(load(checked(args)), args) as llm:
         asks = asks_of(args, of_engine(llm))
