@@ -24,6 +24,7 @@ TOLD = dict(
     max_num_seqs=8,
     max_logprobs=20,
     selections={},
+    sampling={},
     version="0",
     device="cpu",
     dtype="float32",
