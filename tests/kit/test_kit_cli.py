@@ -266,8 +266,8 @@ def test_a_plugin_whose_parameters_nobody_knows_does_not_conform(capsys, tmp_pat
     file = tmp_path / "r.json"
     assert main(["wrong.processors_own:SecondTime", "--seam", "processor", "--json", str(file)]) == 3
     out = capsys.readouterr().out
-    assert "conform" not in out and out.rstrip().endswith("hardly tested: wrong.processors_own:SecondTime")
-    assert json.loads(file.read_text())["verdicts"] == {"processor wrong.processors_own:SecondTime": "hardly tested"}
+    assert "conform" not in out and out.rstrip().endswith(f"{PARTLY}: wrong.processors_own:SecondTime")
+    assert json.loads(file.read_text())["verdicts"] == {"processor wrong.processors_own:SecondTime": PARTLY}
 
 
 def test_a_sampler_whose_parameters_were_not_tried_is_told_where_they_are(capsys, monkeypatch):
