@@ -32,6 +32,12 @@ def forget():
     importlib.invalidate_caches()
 
 
+@pytest.fixture(autouse=True)
+def waiting_stand_ins(monkeypatch):
+    """Allow steps to wait for the device: the stand-ins compute in torch, whose operations wait, unlike the kernels."""
+    monkeypatch.setattr("minivllm.testing.attention_graph.no_wait", lambda found, where: None)
+
+
 @pytest.fixture(scope="class")
 def stand_ins():
     """The stand-ins' folder is searched first, and is forgotten afterwards."""

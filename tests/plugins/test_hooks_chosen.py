@@ -146,8 +146,8 @@ def test_a_hook_reads_a_configuration_in_another_format(tmp_path, package):
     assert (loaded.engine.seed, loaded.sampling) == (5, {"max_tokens": 3}) and loaded.origins["seed"] == str(file)
     (tmp_path / "exp.ini").write_text("")
     for options, environ in (({}, {}), (enabled, {})):
-        with pytest.raises(ConfigError, match=r"want a file that ends in .toml, .yaml or .yml"):
-            load_config([file if not options else tmp_path / "exp.ini"], keywords=options, environ=environ)
+        with pytest.raises(ConfigError, match=r"want a file that ends in .toml, .yaml, .yml or .json"):
+            load_config([tmp_path / "exp.ini"], keywords=options, environ=environ)
     file.write_text(json.dumps({"modle": "pocket"}))
     with pytest.raises(ConfigError, match=r"exp.json: unknown option 'modle'. Did you mean 'model'"):
         load_config([file], keywords=enabled, environ={})
