@@ -119,7 +119,7 @@ async def _run(fault: Fault, want: list[Any]) -> None:
     try:
         await fault.check(client, beside)
         await beside.all()
-        assert not fault.fault or "fault " in client._said, "the fault did not happen"
+        assert not fault.fault or "fault " in client._printed.said, "the fault did not happen"
         if fault.dies:
             healthy, why = client.healthy()
             assert not healthy and fault.dies in why, why
