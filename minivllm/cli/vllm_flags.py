@@ -7,35 +7,23 @@ same here.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import cache
 
 from minivllm.errors import ConfigError, suggest
 
 # why what a flag asks for is so anyway <- flags, with the values for which that holds (none: it is a switch)
 _SETTLED = """\
 tool_choice=auto is always served <- enable-auto-tool-choice
-prefills are always cut to the token budget <- enable-chunked-prefill
-a GPU's next step is always planned ahead <- async-scheduling
 usage always has them <- enable-prompt-tokens-details
 /tokenizer_info is always there <- enable-tokenizer-info-endpoint
 answers always have X-Request-Id <- enable-request-id-headers
 no prompt is ever logged <- disable-log-requests no-enable-log-requests
 no answer is ever logged <- no-enable-log-outputs
-the code of a model's directory is never run <- no-trust-remote-code
-adapters are not served <- no-enable-lora
-only text is served <- language-model-only
 tools are not shown to the model with tool_choice=none <- exclude-tools-when-tool-choice-none
-models generate <- task=generate|auto runner=generate|auto convert=auto|none
-the tokenizer is the model's <- tokenizer-mode=auto|hf
-config.json is read <- config-format=auto|hf
-the seam grammar chooses <- guided-decoding-backend=auto
-preempted requests are computed again <- preemption-mode=recompute
 answers are the assistant's <- response-role=assistant
 parts of text are joined, or kept where the template reads parts <- chat-template-content-format=auto
 uvicorn's warnings are logged <- uvicorn-log-level=warning
 system_fingerprint is null <- fingerprint-mode=none
-there is one <- pipeline-parallel-size=1 data-parallel-size=1 decode-context-parallel-size=1 \
-    prefill-context-parallel-size=1 api-server-count=1 nnodes=1
-nothing is moved to it <- swap-space=0|0.0 cpu-offload-gb=0|0.0 kv-offloading-size=0|0.0
 """
 # what to do instead <- flags of vLLM; * ends one that stands for all that begin so
 _REFUSED = """\
@@ -114,7 +102,27 @@ def _rows(text: str) -> list[tuple[str, str]]:
     return [(flag, why) for why, flags in pairs for flag in flags.split()]
 
 
-SETTLED = {flag.partition("=")[0]: (flag.partition("=")[2].split("|"), why) for flag, why in _rows(_SETTLED)}
+def _switches(name: str, values: list[str], why: str) -> tuple[str, tuple[list[str], str]]:
+    """Return the flag of a neutral option, with its values; an option that is True or False becomes a switch."""
+    flag = name.replace("_", "-")
+    if values in (["True"], ["False"]):
+        return flag if values == ["True"] else f"no-{flag}", ([""], why)
+    return flag, (values, why)
+
+
+SERVER_ONLY = ("disable_log_requests", "disable_log_stats")  # these flags mean something else to a server
+
+
+@cache
+def settled() -> dict[str, tuple[list[str], str]]:
+    """Return the accepted values and the reason of each flag that asks for what is the case anyway."""
+    from minivllm.config.other_names import NEUTRAL  # which imports pydantic
+
+    found = dict(_switches(name, *neutral) for name, neutral in NEUTRAL.items() if name not in SERVER_ONLY)
+    own = ((flag.partition("="), why) for flag, why in _rows(_SETTLED))
+    return found | {name: (values.split("|"), why) for (name, _, values), why in own}
+
+
 REFUSED = {flag: why for flag, why in _rows(_REFUSED) if flag[-1] != "*"}
 FAMILIES = [(flag[:-1], why) for flag, why in _rows(_REFUSED) if flag[-1] == "*"]
 _SHORT = "pp:pipeline-parallel-size dp:data-parallel-size dcp:decode-context-parallel-size ep:enable-expert-parallel"
@@ -143,12 +151,12 @@ def translate(argv: Sequence[str], known: Collection[str], note: Callable[[str],
             left.append(f"--{name}{equals}{value}")
         elif key and f"--{flag}" in known:
             raise ConfigError(f"{given}: want --{flag} with a JSON object that has {key!r}")
-        elif (settled := SETTLED.get(flag)) is not None and not key:
-            if settled[0] != [""] and not equals:
+        elif (accepted := settled().get(flag)) is not None and not key:
+            if accepted[0] != [""] and not equals:
                 value = words.pop(0) if words else ""
-            if value not in settled[0]:
+            if value not in accepted[0]:
                 raise ConfigError(f"{given} {value}: {_why(flag)}")
-            note(f"{given}: {settled[1]}")
+            note(f"{given}: {accepted[1]}")
         elif why := _why(flag):
             raise ConfigError(f"{given} is vLLM's: {why}")
         else:
@@ -161,5 +169,5 @@ def _why(flag: str) -> str:
     why = REFUSED.get(flag) or next((text for head, text in FAMILIES if flag.startswith(head)), "")
     if not why and flag.startswith("no-"):
         positive = flag[3:]
-        return f"{SETTLED[positive][1]}: leave it out" if positive in SETTLED else _why(positive)
-    return why or (f"{SETTLED[flag][1]}: leave it out" if flag in SETTLED else "")
+        return f"{settled()[positive][1]}: leave it out" if positive in settled() else _why(positive)
+    return why or (f"{settled()[flag][1]}: leave it out" if flag in settled() else "")

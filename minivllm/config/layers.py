@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.config.other_names import option_hint
+from minivllm.config.other_names import neutral_note, option_hint
 from minivllm.errors import ConfigError, brief, shown, suggest
 from minivllm.plain import DEEPEST, flaw
 from minivllm.validation import begins
@@ -66,6 +66,9 @@ class Layers:
         given = tuple(path)
         path = [self.shape.aliases.get(path[0], path[0]), *path[1:]]
         source = where(given)
+        if len(path) == 1 and path[0] not in self.shape.top and (note := neutral_note(path[0], value)):
+            self.notes.append(f"{begins(source)}{note}")
+            return
         if len(path) == 1 and path[0] in self.shape.tables and value is None:
             value = {}  # in YAML a table that holds comments only is null
         self._check_key(path, value, source, trusted)

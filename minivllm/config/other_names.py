@@ -1,12 +1,14 @@
 """Options of other engines that this one does not have by the same name, and what to use instead.
 
-A refused option names its replacement.  A variable of the environment that another engine reads and this one does not
-becomes a note, because it would otherwise be ignored silently.
+A refused option names its replacement.  An option whose value asks for what is the case anyway is accepted with a note.
+A variable of the environment that another engine reads and this one does not becomes a note, because it would otherwise
+be ignored silently.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 _DRAFTER = 'use drafter="ngram", or drafter={"name": "model", "options": {"model": ...}}, with num_speculative_tokens=N'
 _NO_CODE = "the code of a model's directory is never run: leave it out"
@@ -102,13 +104,13 @@ use logprobs in SamplingParams <- logits_all
 use use_tqdm=False of generate <- use_tqdm_on_load
 use hooks=["opentelemetry"] <- otlp_traces_endpoint collect_detailed_traces
 adapters are not served: merge the adapter into the weights <- lora_* max_cpu_loras fully_sharded_loras
-only text is served: leave it out <- mm_* enable_mm_embeds interleave_mm_strings media_io_kwargs skip_mm_profiling \
+only text is served: leave it out <- language_model_only mm_* enable_mm_embeds interleave_mm_strings media_io_kwargs skip_mm_profiling \
     allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
 models generate: leave it out <- convert is_embedding pooler_config override_pooler_config embedding
 the tokenizer is the model's: leave it out <- tokenizer_pool_* use_fast
 weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* kv_offloading_* max_memory
-an LLM answers no HTTP requests: use it with minivllm serve <- served_model_name reasoning_parser tool_call_parser
-use Python's logging, of the logger minivllm <- log_level verbose aggregate_engine_logging
+an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name reasoning_parser tool_call_parser
+use Python's logging, of the logger minivllm <- disable_log_requests log_level verbose aggregate_engine_logging
 minivllm has nothing like it: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
     kv_transfer_config kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
     low_cpu_mem_usage use_safetensors safetensors_load_strategy disable_custom_all_reduce max_parallel_loading_workers \
@@ -124,6 +126,39 @@ def _names(table: str) -> dict[str, str]:
 
 
 OPTIONS |= _names(_MORE)
+
+# why the value is the case anyway <- options of vLLM with the accepted values
+_NEUTRAL = """\
+the code of a model's directory is never run <- trust_remote_code=False
+prefills are always cut to the token budget <- enable_chunked_prefill=True
+a GPU's next step is always planned ahead <- async_scheduling=True
+adapters are not served <- enable_lora=False
+only text is served <- language_model_only=True
+models generate <- task=generate|auto runner=generate|auto convert=auto|none
+the tokenizer is the model's <- tokenizer_mode=auto|hf
+config.json is read <- config_format=auto|hf
+the seam grammar chooses <- guided_decoding_backend=auto
+preempted requests are computed again <- preemption_mode=recompute
+there is one <- pipeline_parallel_size=1 data_parallel_size=1 decode_context_parallel_size=1 \
+    prefill_context_parallel_size=1 api_server_count=1 nnodes=1
+nothing is moved to it <- swap_space=0|0.0 cpu_offload_gb=0|0.0 kv_offloading_size=0|0.0
+no request is logged <- disable_log_requests=True
+the engine logs no statistics <- disable_log_stats=True
+"""
+
+
+def _neutral(table: str) -> dict[str, tuple[list[str], str]]:
+    """Return the accepted values, as text, and the reason of each option of lines ``reason <- option=value|value``."""
+    found = {}
+    for line in table.replace("\\\n", " ").splitlines():
+        why, _, options = line.partition(" <- ")
+        for option in options.split():
+            name, _, values = option.partition("=")
+            found[name] = values.split("|"), why
+    return found
+
+
+NEUTRAL = _neutral(_NEUTRAL)
 
 ENVIRONMENT: dict[str, str] = {
     "VLLM_ATTENTION_BACKEND": "use --set attention=NAME (sdpa, triton, flash_attn, flashinfer)",
@@ -146,6 +181,12 @@ def option_hint(name: str) -> str:
     if hint is None and "_" in name:
         hint = next((OPTIONS[key] for key in OPTIONS if key.endswith("*") and name.startswith(key[:-1])), None)
     return f" It is another engine's option: {hint}." if hint else ""
+
+
+def neutral_note(name: str, value: Any) -> str:
+    """Return why another engine's option needs nothing at this value; "" if the option or the value is not neutral."""
+    values, why = NEUTRAL.get(name, ((), ""))
+    return f"{name}={value} is another engine's option, and needs nothing here: {why}" if str(value) in values else ""
 
 
 def environment_notes(environ: Mapping[str, str]) -> list[str]:

@@ -95,15 +95,16 @@ class LLM(FrontDoor):
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None
+        self, prompts: Any = None, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None, **other: Any
     ) -> list[RequestOutput]:
         """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
         SamplingParams or one each; a list of ``Tap`` for all, or a list of them each.  Outputs come in the order of the
         prompts.  RequestError (and nothing is run) if one is refused; a request that fails later has finish_reason
-        "error" and says why in ``error``."""
-        from .prompts import is_one_prompt, params_for, taps_for
+        "error" and says why in ``error``.  Keywords of vLLM's are accepted as None (``lora_request=None``)."""
+        from .prompts import check_call, is_one_prompt, params_for, taps_for
         from .requests import Tracked
 
+        check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps"))
         if hasattr(prompts, "tolist"):  # a tensor or an array
             prompts = prompts.tolist()
         one = is_one_prompt(prompts)

@@ -44,6 +44,15 @@ REFUSED = {
     "lora_request": "adapters are not served",
 }
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+# keywords of vLLM's ``LLM.generate`` that mean nothing here
+CALL_HINTS = {
+    "lora_request": "adapters are not served",
+    "prompt_token_ids": 'pass a prompt {"prompt_token_ids": [...]}, or the list of ids itself',
+    "guided_options_request": "use structured_outputs in SamplingParams",
+    "prompt_adapter_request": "adapters are not served",
+    "priority": "use priority in SamplingParams",
+    "tokenization_kwargs": "pass token ids, tokenized as you want them",
+}
 
 
 class PromptInput(NamedTuple):
@@ -52,6 +61,15 @@ class PromptInput(NamedTuple):
     text: str | None
     ids: np.ndarray
     cache_salt: str | None = None
+
+
+def check_call(given: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check the keywords of ``generate`` that it does not have; None is accepted for a keyword of vLLM's.  RequestError
+    for any other."""
+    for name, value in given.items():
+        if name not in CALL_HINTS or value is not None:
+            hint = CALL_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
+            raise RequestError(f"generate: unknown keyword {shown(name)}; {hint}", name)
 
 
 def _check_keys(prompt: Mapping[Any, Any]) -> None:
@@ -78,6 +96,8 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
             raise RequestError(f"cache_salt={shown(salt)} in a prompt: want a string", "cache_salt")
         ids = prompt.get("prompt_token_ids")
         if ids is not None:
+            if isinstance(ids, (str, bytes, Mapping)):
+                raise RequestError(f"prompt_token_ids={shown(ids)}: want a list of token ids", "prompt_token_ids")
             text, prompt = prompt.get("prompt"), ids
             if text is not None and not isinstance(text, str):
                 raise RequestError(f"prompt={shown(text)} beside prompt_token_ids: want its text", "prompt")

@@ -8,7 +8,7 @@ chat templates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -148,6 +148,42 @@ class Tokenizer:
             with panics_as(RequestError):
                 return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def batch_decode(self, batch: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Return the text of each list of ids."""
+        return [self.decode(ids, skip_special_tokens) for ids in batch]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, list[Any]]:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or of each text of a list, without padding."""
+        many = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
+        masks = [[1] * len(ids) for ids in many]
+        if isinstance(text, str):
+            return {"input_ids": many[0], "attention_mask": masks[0]}
+        return {"input_ids": many, "attention_mask": masks}
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __bool__(self) -> bool:
+        return True  # also where the vocabulary is empty
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Return the id of the tokenizer's end-of-sequence token; ``eos_ids`` has the model's other ones too."""
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Return the id of the begin-of-sequence token; None if there is none."""
+        return self._special_id("bos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Return the id of the padding token; None if there is none."""
+        return self._special_id("pad_token")
+
+    def _special_id(self, name: str) -> int | None:
+        return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); None if there is no such id."""

@@ -8,7 +8,7 @@ import pytest
 
 from minivllm import SamplingParams
 from minivllm.config import load_config
-from minivllm.config.other_names import ENVIRONMENT, OPTIONS
+from minivllm.config.other_names import ENVIRONMENT, NEUTRAL, OPTIONS
 from minivllm.config.values import ALIASES, EngineConfig
 from minivllm.core.interfaces.params import NAMES
 from minivllm.errors import ConfigError, RequestError
@@ -20,8 +20,20 @@ def test_a_refused_option_names_its_replacement(key):
     name = key.replace("*", "thing")
     assert name not in EngineConfig.model_fields and name not in ALIASES, "the engine reads it"
     with pytest.raises(ConfigError) as refused:
-        load_config(keywords={name: 1})
+        load_config(keywords={name: "other"})
     assert OPTIONS[key] in str(refused.value)
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_a_value_that_asks_for_the_case_anyway_is_noted_and_any_other_refused(name):
+    values, why = NEUTRAL[name]
+    assert name not in EngineConfig.model_fields and name not in ALIASES, "the engine reads it"
+    for text in values:
+        loaded = load_config(keywords={name: {"True": True, "False": False}.get(text, text)})
+        assert loaded.notes == (f"{name}={text} is another engine's option, and needs nothing here: {why}",)
+        assert load_config(environ={f"MINIVLLM__{name.upper()}": text.lower()}).engine == loaded.engine
+    with pytest.raises(ConfigError, match="another engine's"):
+        load_config(keywords={name: "other"})
 
 
 def test_no_pattern_of_other_names_hides_an_option_of_the_engine():

@@ -10,7 +10,7 @@ pytest.importorskip("tokenizers")
 
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.errors import RequestError
-from minivllm.frontend.prompts import read_prompt, with_salt
+from minivllm.frontend.prompts import CALL_HINTS, check_call, read_prompt, with_salt
 
 SIZES = {
     "device": "cpu",
@@ -125,3 +125,19 @@ def test_what_a_chat_cannot_honour_is_refused(llm, more, want):
     for ask in (llm.chat, llm.chat_stream):
         with pytest.raises(RequestError, match=want):
             ask([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], ONE, **more)
+
+
+@pytest.mark.parametrize("ids", ["ab", b"ab", {"1": 2}, 7, [1.5]])
+def test_token_ids_of_another_type_are_refused(ids):
+    with pytest.raises(RequestError):
+        read_prompt({"prompt_token_ids": ids}, None)
+
+
+@pytest.mark.parametrize("name", sorted(CALL_HINTS))
+def test_a_keyword_of_vllms_generate_is_refused_with_a_hint_unless_it_is_none(name):
+    check_call({name: None}, ("prompts",))
+    with pytest.raises(RequestError) as refused:
+        check_call({name: 1}, ("prompts",))
+    assert CALL_HINTS[name] in str(refused.value)
+    with pytest.raises(RequestError, match="Did you mean 'use_tqdm'"):
+        check_call({"use_tdqm": None}, ("prompts", "use_tqdm"))

@@ -320,3 +320,14 @@ def test_a_special_token_that_is_no_text_is_a_model_error(name, value, tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: given}))
     with pytest.raises(ModelError, match=r"tokenizer_config.json: its added or special tokens are none"):
         load_tokenizer(tmp_path)
+
+
+def test_the_attributes_of_transformers_tokenizers_have_their_values(tmp_path):
+    own, hf = both(write(tmp_path, byte_level(bos=True)))
+    assert (own.eos_token_id, own.bos_token_id, own.pad_token_id) == (hf.eos_token_id, hf.bos_token_id, hf.pad_token_id)
+    assert len(own) == len(hf) and own
+    texts = [text for text in TEXTS if text]
+    assert own(texts)["input_ids"] == hf(texts)["input_ids"]
+    assert own(texts[0]) == {key: hf(texts[0])[key] for key in ("input_ids", "attention_mask")}
+    ids = hf(texts)["input_ids"]
+    assert own.batch_decode(ids) == hf.batch_decode(ids, clean_up_tokenization_spaces=False, skip_special_tokens=True)

@@ -292,7 +292,7 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),
         (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: want a share"),
         (["serve", "--find-knee", "--max-concurrency", "1,4"], "want at most one --max-concurrency, not 2"),
-        (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set and --allow"),
+        (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set"),
         (["throughput", "--dataset", "x", "--vocab", "9", "--prefix-len", "0"], "--prefix-len, --vocab: random"),
         (["memory", "--set", "executor=sim"], "want executor=local"),
     ],

@@ -19,7 +19,7 @@ from http_helpers import GOLDEN, Running
 
 from minivllm.cli import main, make_parser
 from minivllm.cli.serve import ALSO, ENGINE, SERVER, SWITCHES, load
-from minivllm.cli.vllm_flags import FAMILIES, REFUSED, SETTLED, SHORT
+from minivllm.cli.vllm_flags import FAMILIES, REFUSED, SHORT, settled
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError, ResourceError
@@ -107,7 +107,7 @@ def test_every_flag_of_serve_is_an_option_by_the_same_name():
 
 
 def test_flags_that_ask_for_what_is_so_anyway_are_noted_and_others_refused_by_name(capsys):
-    for flag, (values, why) in SETTLED.items():
+    for flag, (values, why) in settled().items():
         given = [f"--{flag}"] if values == [""] else [f"--{flag}", values[0]]
         assert parsed(*given).notes == [f"--{flag}: {why}"]
         if values != [""]:
@@ -115,13 +115,13 @@ def test_flags_that_ask_for_what_is_so_anyway_are_noted_and_others_refused_by_na
                 "start several", "leave"
             ).replace("here it is", "leave").replace("edit", "leave").replace("text or json", "leave")
     for flag, why in REFUSED.items():
-        if flag not in SETTLED:
+        if flag not in settled():
             assert f"--{flag} is vLLM's: {why} (see" in refused(capsys, f"--{flag}", "x")
     for head, why in FAMILIES:
-        if not any(flag.startswith(head) for flag in SETTLED):
+        if not any(flag.startswith(head) for flag in settled()):
             assert f"--{head}foo is vLLM's: {why} (see" in refused(capsys, f"--{head}foo")
     for short, flag in SHORT.items():
-        assert flag in SETTLED or short in refused(capsys, short, "3")
+        assert flag in settled() or short in refused(capsys, short, "3")
 
 
 def test_names_in_refusals_are_options_that_exist():
