@@ -47,7 +47,7 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
     if args.allow_target:
         flags["allow_targets"] = args.allow_target
-    if args.hf_overrides is not None:
+    if getattr(args, "hf_overrides", None) is not None:
         flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
     loaded = read_config([*files, *args.config], args.set, flags)
     for note in loaded.notes:

@@ -104,7 +104,7 @@ DEEP = {
     "a long text": "x" * (MOST_SOURCE + 1),
 }
 RUN = """
-import json, resource, sys, time
+import json, re, resource, sys, time
 from minivllm.errors import RequestError
 from minivllm.text import template, template_limits
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
@@ -116,7 +116,9 @@ for name, source in json.load(sys.stdin).items():
         template.ChatTemplate(source).render(json.loads(sys.argv[1]))
     except RequestError as e:
         said = str(e)
-    print(json.dumps([name, said, time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]))
+    # not ru_maxrss, which begins with the memory of the process that started this one
+    peak = int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+    print(json.dumps([name, said, time.perf_counter() - begin, peak]))
     sys.stdout.flush()
 """
 
