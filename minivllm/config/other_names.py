@@ -104,12 +104,14 @@ use logprobs in SamplingParams <- logits_all
 use use_tqdm=False of generate <- use_tqdm_on_load
 use hooks=["opentelemetry"] <- otlp_traces_endpoint collect_detailed_traces
 adapters are not served: merge the adapter into the weights <- lora_* max_cpu_loras fully_sharded_loras
-only text is served: leave it out <- language_model_only mm_* enable_mm_embeds interleave_mm_strings media_io_kwargs skip_mm_profiling \
+only text is served: leave it out <- language_model_only mm_* enable_mm_embeds \
+    interleave_mm_strings media_io_kwargs skip_mm_profiling \
     allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
 models generate: leave it out <- convert is_embedding pooler_config override_pooler_config embedding
 the tokenizer is the model's: leave it out <- tokenizer_pool_* use_fast
 weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* kv_offloading_* max_memory
-an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name reasoning_parser tool_call_parser
+an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name \
+    reasoning_parser tool_call_parser
 use Python's logging, of the logger minivllm <- disable_log_requests log_level verbose aggregate_engine_logging
 minivllm has nothing like it: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
     kv_transfer_config kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
