@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+import tempfile
 import threading
 import time
 from collections import deque
+from pathlib import Path
 
 from minivllm.hooks import Hooks, hookimpl
 from minivllm.spec import Spec
@@ -72,8 +76,9 @@ class WorksWhenMade(Hooks):
 
     def __init__(self, options=None):
         super().__init__(options)
-        with open("log.txt", "w") as file:
-            file.write("made")
+        file, path = tempfile.mkstemp(prefix="made-", suffix=".log", dir=os.getcwd())
+        os.close(file)
+        atexit.register(Path(path).unlink, missing_ok=True)
 
     @hookimpl
     def minivllm_engine_started(self):
