@@ -1,0 +1,47 @@
+"""The files that a host of repositories and pre-commit read agree with .ci/run and pyproject.toml."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+pytestmark = pytest.mark.skipif(not FORMS, reason="an sdist has no .github")
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_hooks_before_a_commit_check_the_files_that_ci_checks():
+    hooks = {
+        hook["id"]: hook for repo in yaml.safe_load(read(".pre-commit-config.yaml"))["repos"] for hook in repo["hooks"]
+    }
+    assert {hook["language"] for hook in hooks.values()} == {"system"}
+    files = re.search(r"^ruff format --check (.+)$", read(".ci/run"), re.M)[1]
+    assert hooks["ruff-format"]["entry"] == f"bash -c 'ruff format {files}'"
+    for name in ("ruff-check", "budgets"):
+        assert f"\n{hooks[name]['entry']}\n" in read(".ci/run")
+
+
+def test_the_workflow_runs_ci_on_versions_of_python_that_are_allowed():
+    job = yaml.safe_load(read(".github/workflows/ci.yml"))["jobs"]["run"]
+    assert job["steps"][-1] == {"run": "bash .ci/run"}
+    versions = job["strategy"]["matrix"]["python"]
+    oldest, end = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', read("pyproject.toml")).groups()
+    assert versions[0] == f"3.{oldest}"
+    assert all(int(oldest) <= int(version.removeprefix("3.")) < int(end) for version in versions)
+
+
+@pytest.mark.parametrize("path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem)
+def test_an_issue_form_has_what_its_host_wants(path):
+    form = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert {"name", "description", "body"} <= set(form)
+    fields = [part for part in form["body"] if part["type"] != "markdown"]
+    assert fields and all(part["type"] in ("input", "textarea") and part["attributes"]["label"] for part in fields)
+    names = [part["id"] for part in fields]
+    assert len(set(names)) == len(names)
