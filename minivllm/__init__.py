@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .frontend.explaining import explain
     from .frontend.llm import LLM
 
-__version__ = "0.1.0"  # the same as in pyproject.toml; a test compares them
+__version__ = "0.2.0"  # the same as in pyproject.toml; a test compares them
 
 _LAZY = {
     "AsyncLLM": "minivllm.frontend.async_llm",

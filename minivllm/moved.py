@@ -18,16 +18,16 @@ from types import ModuleType
 from typing import Any
 
 MOVED: dict[str, tuple[str, str]] = {  # old path: (new path, version of minivllm that drops the old one)
-    "minivllm.config_files": ("minivllm.config.files", "0.2"),
-    "minivllm.core.kernels": ("minivllm.kernels", "0.2"),
-    "minivllm.core.layers": ("minivllm.layers", "0.2"),
-    "minivllm.core.request": ("minivllm.core.interfaces.params", "0.2"),
-    "minivllm.core.runner": ("minivllm.core.worker.runner", "0.2"),
-    "minivllm.core.sampling": ("minivllm.core.worker.sampling", "0.2"),
-    "minivllm.fresh": ("minivllm.processes.fresh", "0.2"),
-    "minivllm.server.calls": ("minivllm.server.openai.calls", "0.2"),
-    "minivllm.server.tools": ("minivllm.server.openai.tools", "0.2"),
-    "minivllm.worker": ("minivllm.core.worker.process", "0.2"),
+    "minivllm.config_files": ("minivllm.config.files", "0.3"),
+    "minivllm.core.kernels": ("minivllm.kernels", "0.3"),
+    "minivllm.core.layers": ("minivllm.layers", "0.3"),
+    "minivllm.core.request": ("minivllm.core.interfaces.params", "0.3"),
+    "minivllm.core.runner": ("minivllm.core.worker.runner", "0.3"),
+    "minivllm.core.sampling": ("minivllm.core.worker.sampling", "0.3"),
+    "minivllm.fresh": ("minivllm.processes.fresh", "0.3"),
+    "minivllm.server.calls": ("minivllm.server.openai.calls", "0.3"),
+    "minivllm.server.tools": ("minivllm.server.openai.tools", "0.3"),
+    "minivllm.worker": ("minivllm.core.worker.process", "0.3"),
 }
 
 used: dict[str, str] = {}  # old paths that this process has imported -> the warning about each

@@ -147,7 +147,7 @@ def tags_and_native(wheel):
         (about,) = (name for name in file.namelist() if name.endswith(".dist-info/WHEEL"))
         text = file.read(about).decode()
         native = {name.rpartition("/")[2] for name in file.namelist() if name.startswith("minivllm/native/")}
-    assert f"Tag: {wheel.name[len('minivllm-0.1.0-') : -len('.whl')]}\n" in text
+    assert f"Tag: {wheel.stem.split('-', 2)[2]}\n" in text
     return (
         wheel.name.split("-", 2)[2],
         f"Root-Is-Purelib: {'true' if 'any' in wheel.name else 'false'}\n" in text,
