@@ -1,8 +1,9 @@
-"""The files that a host of repositories and pre-commit read agree with .ci/run and pyproject.toml."""
+"""The files of the host and of pre-commit agree with .ci/run; a release has all files and no other."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,15 @@ def test_an_issue_form_has_what_its_host_wants(path):
     assert fields and all(part["type"] in ("input", "textarea") and part["attributes"]["label"] for part in fields)
     names = [part["id"] for part in fields]
     assert len(set(names)) == len(names)
+
+
+def test_a_release_lacks_no_file_of_the_package_and_has_no_other():
+    faults_of = runpy.run_path(str(ROOT / ".ci" / "release_contents.py"))["faults_of"]
+    package = {f"minivllm/{name}" for name in ("py.typed", "pocket/model/model.safetensors", "x/native/kernels.cpp")}
+    built = "minivllm/x/native/_cpu.so"
+    assert faults_of(package | {"LICENSE"}, {"the license": "LICENSE"}, package) == []
+    assert faults_of(package | {built}, {}, package, re.escape(built)) == []
+    assert faults_of(package, {"the license": "LICENSE"}, package) == ["lacks the license (LICENSE)"]
+    assert faults_of(package | {built}, {}, package) == [f"has {built}, which is not in git"]
+    for name in package:
+        assert f"lacks {name}" in faults_of(package - {name}, {}, package)
