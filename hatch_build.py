@@ -1,7 +1,7 @@
 """Compiles the native part of minivllm, a shared library for CPUs, when a wheel is built or the package is installed.
 
     pip install .            into the wheel               MINIVLLM_NATIVE=0   without the native part
-    pip install -e .         into minivllm/native/        MINIVLLM_NATIVE=1   an error where it cannot be compiled
+    pip install -e .         into minivllm/device/native  MINIVLLM_NATIVE=1   an error where it cannot be compiled
     python hatch_build.py    the same, for who changes the C++ sources
 
 The library is called by ctypes and knows nothing of Python, so one wheel serves all versions of it
@@ -29,7 +29,7 @@ try:
 except ImportError:  # python hatch_build.py needs no hatchling
     BuildHookInterface = object
 
-NATIVE = Path(__file__).resolve().parent / "minivllm" / "native"
+NATIVE = Path(__file__).resolve().parent / "minivllm" / "device" / "native"
 LIBRARY, REASON = "_cpu.so", "_why_not.txt"
 SWITCH = "MINIVLLM_NATIVE"
 PLATFORM = "linux_x86_64"
@@ -143,7 +143,7 @@ class NativeHook(BuildHookInterface):
             return
         self.temporary = tempfile.TemporaryDirectory(prefix="minivllm-native-")
         made = self.build(Path(self.temporary.name))
-        build_data["force_include"][str(made)] = f"minivllm/native/{made.name}"
+        build_data["force_include"][str(made)] = f"minivllm/device/native/{made.name}"
         if made.name == LIBRARY:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform_tag()}"

@@ -30,7 +30,7 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from minivllm import LLM, SamplingParams
-    from minivllm.loading.hf_config import find_model
+    from minivllm.device.loading.hf_config import find_model
 
     llm = LLM(model=args.model, dtype="float32", enable_prefix_caching=False, skip_tokenizer_init=True)
     hf = AutoModelForCausalLM.from_pretrained(find_model(args.model), dtype=torch.float32).eval()

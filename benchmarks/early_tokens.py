@@ -12,9 +12,9 @@ import argparse
 import time
 
 from minivllm import LLM
-from minivllm.simulate.cases import run_really
-from minivllm.simulate.figures import figures
-from minivllm.traces.read import read_trace
+from minivllm.lab.simulate.cases import run_really
+from minivllm.lab.simulate.figures import figures
+from minivllm.lab.traces.read import read_trace
 
 SHOWN = ("mean_ttft_ms", "p50_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
 

@@ -17,12 +17,12 @@ from plan_step import VOCAB, engine
 
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.energy.account import EnergyAccount
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.bridge import EngineHooks
-from minivllm.hooks.manager import HookManager
 from minivllm.plugins.hooks.options import LiveOptions, StepLogOptions
 from minivllm.plugins.hooks.step_log import StepLog
+from minivllm.runtime.energy.account import EnergyAccount
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.bridge import EngineHooks
+from minivllm.runtime.hooks.manager import HookManager
 
 
 class Quiet(Hooks):

@@ -117,7 +117,7 @@ def status(key: str) -> float:
 def load(folder: str) -> dict[str, float]:
     """Seconds to the loaded weights and to the engine, and the memory of both sides."""
     from minivllm import LLM
-    from minivllm.core.worker import build
+    from minivllm.device.worker import build
 
     found: dict[str, float] = {}
     plain, gpu = build.load_weights, torch.cuda.is_available()

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import StoredWeight
-from minivllm.kernels import packed_experts
-from minivllm.kernels.experts import ExpertProducts
-from minivllm.kernels.grouped import GroupedProduct, dots_tile
+from minivllm.device.kernels import packed_experts
+from minivllm.device.kernels.experts import ExpertProducts
+from minivllm.device.kernels.grouped import GroupedProduct, dots_tile
 
 COLD = 160 << 20  # bytes of copies
 SHAPES = {"o": (4096, 4096), "gate_up": (28672, 4096)}

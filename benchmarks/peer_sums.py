@@ -5,7 +5,7 @@
 Microseconds are medians of captured chains of twenty, of one kernel each: the sum with residual and norm by words, by
 flags and by split flags; the sum alone; NCCL's all-reduce, and with the kernel of residual and norm behind it.  Gathers
 of logits are tried with each of ``--tiles``, elements that a program moves at a time: what is best by rows belongs in
-``layers.peers.TILES``.
+``device.layers.peers.TILES``.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minivllm.kernels.norm import add_rms_norm
-from minivllm.layers.peers import PLACE, WORD_ROWS, PeerMemory, region_of, tile_of
+from minivllm.device.kernels.norm import add_rms_norm
+from minivllm.device.layers.peers import PLACE, WORD_ROWS, PeerMemory, region_of, tile_of
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 CHAIN = 20  # calls in a capture

@@ -36,8 +36,8 @@ from minivllm.plugins.executor.options import SimOptions
 from minivllm.plugins.executor.sim import Sim
 from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.strategy.parallel import Parallel
+from minivllm.registration.spec import PluginQuery as Asked
 from minivllm.registry import Catalog
-from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 
 VOCAB, BLOCK = 50_000, 16

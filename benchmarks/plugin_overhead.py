@@ -21,8 +21,8 @@ from minivllm.config.resolve import make_part
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams as Params
 from minivllm.core.timing import SeamTimes
+from minivllm.registration.spec import PluginQuery as Asked
 from minivllm.registry import Catalog, build_part
-from minivllm.spec import PluginQuery as Asked
 
 BATCH = 50
 

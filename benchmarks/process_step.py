@@ -39,7 +39,7 @@ import numpy as np
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.plan import LENGTH, StepPlan, StepResult
-from minivllm.core.worker import runner
+from minivllm.device.worker import runner
 from minivllm.plugins.executor import multiprocess, process, process_worker
 
 DEVICE_US, LAUNCH_US = "PROCESS_STEP_DEVICE_US", "PROCESS_STEP_LAUNCH_US"  # the worker inherits them
@@ -169,8 +169,8 @@ def pieces_us(rows: int, ranks: int) -> dict[str, float]:
     """Microseconds of what a step costs with ranks beside ``local``, piece by piece: the median of the fastest quarter
     of the turns, both ends in this process, so that nobody sleeps and no other process is waited for."""
     from minivllm.plugins.executor.steps import Plans, Results
-    from minivllm.processes.channel import Channel, shared_file
-    from minivllm.processes.status import BEGUN, DONE, StatusPage
+    from minivllm.runtime.processes.channel import Channel, shared_file
+    from minivllm.runtime.processes.status import BEGUN, DONE, StatusPage
 
     page, ends = StatusPage(shared_file(StatusPage.room(ranks)), ranks, multiprocess.OPERATIONS), []
     for _ in range(ranks):

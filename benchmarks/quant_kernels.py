@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.kernels import quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled
+from minivllm.device.kernels import quant, quant_fixed, quant_numbers, quant_slim, quant_tiles, quant_words, scaled
 
 SHAPES = {
     "o": (4096, 4096), "qkv": (6144, 4096), "down": (4096, 14336), "gate_up": (28672, 4096), "head": (128256, 4096),

@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import quant_kernels
 import torch
 
-from minivllm.kernels import quant, quant_slim, quant_slim_four, quant_vector, scaled
-from minivllm.kernels.activation import gate_mul
-from minivllm.kernels.norm import add_rms_norm
-from minivllm.kernels.products import ADDED, GATED, PLAIN, Product
+from minivllm.device.kernels import quant, quant_slim, quant_slim_four, quant_vector, scaled
+from minivllm.device.kernels.activation import gate_mul
+from minivllm.device.kernels.norm import add_rms_norm
+from minivllm.device.kernels.products import ADDED, GATED, PLAIN, Product
 
 HIDDEN, EPS = 4096, 1e-5
 # outputs, inputs, mode

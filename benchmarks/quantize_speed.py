@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from packed_load import status, write
 
-from minivllm.quantize import gptq, run
-from minivllm.quantize.options import QuantizeOptions
+from minivllm.lab.quantize import gptq, run
+from minivllm.lab.quantize.options import QuantizeOptions
 
 GPU = torch.cuda.is_available()
 

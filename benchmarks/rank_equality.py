@@ -32,8 +32,8 @@ from transformers import AutoConfig
 
 from minivllm import LLM, SamplingParams
 from minivllm.errors import MinivllmError
+from minivllm.registration.spec import ANY
 from minivllm.registry import Catalog
-from minivllm.spec import ANY
 from minivllm.testing.quantizer_written import WRITTEN
 from minivllm.testing.tiny import quiet, read_tensors, save, small_config, tiny_model, write_tensors
 

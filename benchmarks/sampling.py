@@ -15,8 +15,8 @@ import torch
 
 from minivllm import SamplingParams
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.worker import sampling
-from minivllm.core.worker.state import ProcessorState
+from minivllm.device.worker import sampling
+from minivllm.device.worker.state import ProcessorState
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler
 

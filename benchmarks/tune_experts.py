@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import triton
 
-from minivllm.kernels import experts as kernels
-from minivllm.kernels.router import assign
+from minivllm.device.kernels import experts as kernels
+from minivllm.device.kernels.router import assign
 
 SHARED = 224 * 1024  # bytes of shared memory that a program may take
 

@@ -28,12 +28,12 @@ from minivllm import LLM
 from minivllm.config import load_config
 from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.parts import CacheOptions, EngineParts
+from minivllm.lab.simulate import calibrate as measuring
+from minivllm.lab.simulate import cases, figures
+from minivllm.lab.traces.read import read_trace
 from minivllm.plugins.executor.clocks import RealClock
 from minivllm.plugins.executor.costs import CostTable, read_costs
 from minivllm.registry import build_part
-from minivllm.simulate import calibrate as measuring
-from minivllm.simulate import cases, figures
-from minivllm.traces.read import read_trace
 
 MUST = {  # relative errors
     "output_throughput": 0.05,

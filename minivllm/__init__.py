@@ -24,7 +24,7 @@ from minivllm.errors import (
 
 if TYPE_CHECKING:
     from minivllm.config import EngineConfig
-    from minivllm.text.outputs import RequestOutput
+    from minivllm.runtime.text.outputs import RequestOutput
 
     from .core.interfaces.params import SamplingParams
     from .core.interfaces.structured import StructuredOutputsParams
@@ -39,7 +39,7 @@ _LAZY = {
     "AsyncLLM": "minivllm.frontend.async_llm",
     "EngineConfig": "minivllm.config",
     "LLM": "minivllm.frontend.llm",
-    "RequestOutput": "minivllm.text.outputs",
+    "RequestOutput": "minivllm.runtime.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
     "Tap": "minivllm.core.interfaces.taps",
@@ -73,7 +73,7 @@ def __getattr__(name: str) -> Any:
 
     if name in ("LLM", "AsyncLLM"):
         # oneDNN reads its environment when it is first used, so this must come before
-        from minivllm.hardware import prepare_environment
+        from minivllm.device.hardware import prepare_environment
 
         prepare_environment()
     value = getattr(importlib.import_module(_LAZY[name]), name)

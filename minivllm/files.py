@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from minivllm.errors import ConfigError, MinivllmError, brief, shown
-from minivllm.plain import lone_escape, whole
+from minivllm.validation import lone_escape, whole
 
 MIB = 1 << 20
 SMALL = 4 * MIB  # configurations, keys, schemas, templates: what somebody wrote

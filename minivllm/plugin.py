@@ -80,9 +80,14 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Grown, Guide, Moves, Pick, Search
     from minivllm.core.interfaces.structured import StructuredOutputsParams
     from minivllm.core.interfaces.taps import Tap
-    from minivllm.core.worker.process import build as build_worker
-    from minivllm.core.worker.runner import Runner
-    from minivllm.core.worker.sampling import gumbel, noise, noise_bits
+    from minivllm.core.wiring import wiring_from_json, wiring_to_json
+    from minivllm.device.layers import fields
+    from minivllm.device.layers.experts import route
+    from minivllm.device.layers.linear import no_adapter, part_rows
+    from minivllm.device.layers.module import Module, Tensors, check_shape
+    from minivllm.device.worker.process import build as build_worker
+    from minivllm.device.worker.runner import Runner
+    from minivllm.device.worker.sampling import gumbel, noise, noise_bits
     from minivllm.errors import (
         ConfigError,
         MinivllmError,
@@ -92,7 +97,20 @@ if TYPE_CHECKING:
         RequestError,
         ResourceError,
     )
-    from minivllm.hooks import (
+    from minivllm.registration.fresh import command as worker_command
+    from minivllm.registration.spec import (
+        ANY,
+        AtLeast,
+        AtMost,
+        MultipleOf,
+        Needs,
+        Param,
+        PluginQuery,
+        Range,
+        Reason,
+        Spec,
+    )
+    from minivllm.runtime.hooks import (
         BlocksView,
         EngineView,
         FinishedStep,
@@ -104,18 +122,11 @@ if TYPE_CHECKING:
         RequestView,
         hookimpl,
     )
-    from minivllm.layers import fields
-    from minivllm.layers.experts import route
-    from minivllm.layers.linear import no_adapter, part_rows
-    from minivllm.layers.module import Module, Tensors, check_shape
-    from minivllm.processes.channel import Channel, ChannelClosed
-    from minivllm.processes.fresh import command as worker_command
-    from minivllm.spec import ANY, AtLeast, AtMost, MultipleOf, Needs, Param, PluginQuery, Range, Reason, Spec
-    from minivllm.wiring import wiring_from_json, wiring_to_json
+    from minivllm.runtime.processes.channel import Channel, ChannelClosed
 
 _HOMES: dict[str, str] = {  # module -> names that it defines
     # every plug-in
-    "minivllm.spec": "ANY AtLeast AtMost MultipleOf Needs Param PluginQuery Range Reason Spec",
+    "minivllm.registration.spec": "ANY AtLeast AtMost MultipleOf Needs Param PluginQuery Range Reason Spec",
     "minivllm.errors": "ConfigError MinivllmError ModelError OptionError PluginError RequestError ResourceError",
     # requests
     "minivllm.core.interfaces.params": "SamplingParams",
@@ -134,37 +145,37 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepPlan StepResult",
     "minivllm.core.interfaces.codec": "CodecError decode_late decode_plan decode_result encode_late "
     "encode_plan encode_result",
-    "minivllm.core.worker.runner": "Runner",
-    "minivllm.wiring": "wiring_from_json wiring_to_json",
-    "minivllm.processes.channel": "Channel ChannelClosed",
+    "minivllm.device.worker.runner": "Runner",
+    "minivllm.core.wiring": "wiring_from_json wiring_to_json",
+    "minivllm.runtime.processes.channel": "Channel ChannelClosed",
     # grammar
     "minivllm.core.interfaces.grammar": "Compiled Grammar GrammarContext GrammarSource",
     # hooks
-    "minivllm.hooks": "BlocksView EngineView FinishedStep HookContracts Hooks PlannedStep PreemptionView RequestEnd "
-    "RequestView hookimpl",
+    "minivllm.runtime.hooks": "BlocksView EngineView FinishedStep HookContracts Hooks PlannedStep PreemptionView "
+    "RequestEnd RequestView hookimpl",
     # kvformat
     "minivllm.core.interfaces.kvformat": "KVFormat KVLayout TensorSpec",
     # model
     "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
     "StepTaps StepTensors decoder_rules",
     "minivllm.core.interfaces.decoder": "MLP DecoderSpec ExpertNames Experts LayerSpec Norm Rope Router WeightNames",
-    "minivllm.layers": "fields",
-    "minivllm.layers.module": "Module Tensors check_shape",
-    "minivllm.layers.experts": "route",
+    "minivllm.device.layers": "fields",
+    "minivllm.device.layers.module": "Module Tensors check_shape",
+    "minivllm.device.layers.experts": "route",
     # quantizer
     "minivllm.core.interfaces.quantizer": "ModuleInfo PartSource Quantizer Shard StoredWeight WeightScheme",
-    "minivllm.layers.linear": "no_adapter part_rows",
+    "minivllm.device.layers.linear": "no_adapter part_rows",
     # processor and sampler
     "minivllm.core.interfaces.sampling": "Column Draw Processor Row Rows Sampler SamplingContext",
-    "minivllm.core.worker.sampling": "gumbel noise noise_bits",
+    "minivllm.device.worker.sampling": "gumbel noise noise_bits",
     # scheduler
     "minivllm.core.interfaces.scheduler": "Load QueueView SchedulerContext SchedulerPolicy StepShape",
     # strategy
     "minivllm.core.interfaces.strategy": "Branch BranchEnd DecodingStrategy Grown Guide Moves Pick Search",
 }
 _RENAMED = {  # name here -> module and name there, where that says too little by itself
-    "build_worker": ("minivllm.core.worker.process", "build"),
-    "worker_command": ("minivllm.processes.fresh", "command"),
+    "build_worker": ("minivllm.device.worker.process", "build"),
+    "worker_command": ("minivllm.registration.fresh", "command"),
 }
 _FOUND = {name: (module, name) for module, names in _HOMES.items() for name in names.split()} | _RENAMED
 

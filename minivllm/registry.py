@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import MinivllmError, OptionError, PluginError, note_part, shown, suggest, told
-from minivllm.spec import (
+from minivllm.registration.spec import (
     ANY,
     BY_NAME,
     CONTRACT,
@@ -38,14 +38,14 @@ from minivllm.spec import (
 )
 from minivllm.validation import begins, faults, source_of, sourced
 
-from .processes.fresh import import_target
 from .registration import discovery, given
 from .registration.candidate import Candidate
 from .registration.discovery import ENV, LOCAL, STRICT, BrokenEntry, Entry
+from .registration.fresh import import_target
 from .registration.importing import guarded_import
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.executor import Part
+    from minivllm.registration.spec import Part
 
 __all__ = [
     "ANY",

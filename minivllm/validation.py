@@ -3,16 +3,29 @@
 pydantic says "Input should be a valid integer, unable to parse ...".  A fault here says which option has which value
 and what it takes, ``max_num_seqs='many': want a whole number from 1``.  What it takes is read from the JSON Schema of
 the model, so a field says the same whichever of its constraints was broken.  Works for the models of plug-ins too.
+
+Values from outside (configurations, parameters, JSON) are checked before anything reads them: text is Unicode, numbers
+and nesting are within bounds.  A Python string may hold half of a surrogate pair, which JSON and YAML can spell and
+which stands for a byte that is no UTF-8 in arguments and variables; it cannot be encoded.  A whole number of more than
+4,300 digits cannot be printed (``sys.set_int_max_str_digits``).  Recursion over a value ends at a thousand levels.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import brief, shown, suggest
 
+DEEPEST = 128  # levels of a value: a schema for structured output has a hundred
+DIGITS, BITS = 40, 133  # of a whole number: no option has more
+# escapes of JSON of which the other half is not beside them; a backslash that is itself escaped is none
+_ESCAPED = re.compile(r"\\\\")
+_LONE = re.compile(
+    r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
+)
 # the faults that a JSON Schema of the field explains; of others pydantic's or the validator's own text is told
 _EXPLAINED = (
     "_type", "_parsing", "_from_float", "_size", "literal_error", "enum", "greater_than", "greater_than_equal",
@@ -25,6 +38,61 @@ _KINDS = {
 }  # fmt: skip
 _MOST = 64  # faults that are told: of a thousand unknown names each would cost a search for a near one
 _LISTED = 8  # as many names are told if none is near
+
+
+def is_text(text: str) -> bool:
+    """Whether a string can be encoded: no lone surrogates."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def lone_escape(text: str) -> bool:
+    """Whether a JSON text has half of a surrogate pair in it, spelled as an escape or as it is."""
+    if "\\u" in text and _LONE.search(_ESCAPED.sub("", text)):
+        return True
+    return not is_text(text)
+
+
+def whole(text: str) -> int:
+    """The whole number of a JSON or TOML text; ValueError for one that nothing here counts with."""
+    if len(text) > DIGITS + 1:
+        raise ValueError(f"the number {text[:20]}... has {len(text.lstrip('-'))} digits; want at most {DIGITS}")
+    return int(text)
+
+
+def flaw(value: Any) -> str:
+    """What is wrong with a value, as a sentence without a subject and with the place inside; '' if nothing is."""
+    todo: list[tuple[Any, str, int]] = [(value, "", 0)]
+    while todo:
+        value, at, depth = todo.pop()
+        if depth > DEEPEST:
+            return f"tables or lists are nested deeper than {DEEPEST} levels"
+        if isinstance(value, str):
+            if not is_text(value):
+                return f"{at}holds half of a surrogate pair (or a byte that is no UTF-8): want Unicode text"
+        elif isinstance(value, int):
+            if value.bit_length() > BITS:
+                return f"{at}is a whole number of {value.bit_length()} bits: want at most {BITS}"
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                if isinstance(key, str) and not is_text(key):
+                    return f"{at}the key {brief(key)!r} is no Unicode text"
+                todo.append((inner, f"{brief(str(key), 40) if isinstance(key, str) else 'a key'}: ", depth + 1))
+        elif isinstance(value, (list, tuple)):
+            todo += [(inner, at, depth + 1) for inner in value]
+    return ""
+
+
+def merge(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``raw`` with ``overrides`` laid over it, tables key by key."""
+    made = dict(raw)
+    for key, value in overrides.items():
+        inner = made.get(key)
+        tables = isinstance(value, Mapping) and isinstance(inner, Mapping)
+        made[key] = merge(inner, value) if tables else value  # type: ignore[arg-type]
+    return made
 
 
 @dataclass(frozen=True)

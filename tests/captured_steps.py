@@ -19,11 +19,11 @@ from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import StepPlan
 from minivllm.core.interfaces.sampling import Processor, Row
-from minivllm.core.worker import captured, sampling, step
-from minivllm.core.worker.graphs import TappedKey
-from minivllm.core.worker.state import DeviceState
-from minivllm.kernels.peaks import best_of_tiles
-from minivllm.kernels.step import commit
+from minivllm.device.kernels.peaks import best_of_tiles
+from minivllm.device.kernels.step import commit
+from minivllm.device.worker import captured, sampling, step
+from minivllm.device.worker.graphs import TappedKey
+from minivllm.device.worker.state import DeviceState
 from minivllm.plugins.processor.spec import LOGIT_BIAS
 from minivllm.testing.tiny import tiny_dir
 

@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError
-from minivllm.loading.hf_config import open_checkpoint
 from minivllm.plugins.model import spec as specs
 from minivllm.testing.harness import Harness
 from minivllm.testing.model_config import jumps, logits

@@ -1,4 +1,4 @@
-"""What tests have seats do: see ``minivllm.processes.confined``."""
+"""What tests have seats do: see ``minivllm.runtime.processes.confined``."""
 
 import json
 import os

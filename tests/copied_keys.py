@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.testing.attention_world import make_meta
 
 # heads, KV heads, dim_qk, dim_v, window, block

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from triton.runtime.interpreter import InterpretedFunction
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnMeta
-from minivllm.core.worker import graphs, runner
+from minivllm.device.worker import graphs, runner
 from minivllm.plugins.attention.spec import SDPA
 
 aten = torch.ops.aten

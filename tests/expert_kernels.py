@@ -11,11 +11,11 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, SOFTMAX, Router
 from minivllm.core.interfaces.quantizer import StoredWeight
+from minivllm.device.kernels.experts import ExpertProducts, ResidualNorm
+from minivllm.device.kernels.packed_experts import PackedExperts, takes
+from minivllm.device.kernels.router import assign, most_blocks, route
+from minivllm.device.layers.experts import route as reference_route
 from minivllm.errors import ModelError
-from minivllm.kernels.experts import ExpertProducts, ResidualNorm
-from minivllm.kernels.packed_experts import PackedExperts, takes
-from minivllm.kernels.router import assign, most_blocks, route
-from minivllm.layers.experts import route as reference_route
 from minivllm.plugins.quantizer.int4 import pack
 
 NEAR = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.kernels.grouped import GroupedProduct
+from minivllm.device.kernels.grouped import GroupedProduct
 
 NEAR = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 # dtype, outputs, inputs, inputs of a group, whether there are zero points

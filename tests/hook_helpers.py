@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import random
 
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.bridge import EngineHooks
-from minivllm.hooks.manager import NAMES, HookManager
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.bridge import EngineHooks
+from minivllm.runtime.hooks.manager import NAMES, HookManager
 from minivllm.testing.sim import VOCAB, request, sim_engine
 
 

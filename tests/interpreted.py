@@ -19,14 +19,14 @@ from minivllm.core.interfaces.decoder import ACTIVATIONS
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_IDS
 from minivllm.core.interfaces.sampling import Draw, Rows, SamplingContext
-from minivllm.core.worker import graphs, sampling
-from minivllm.core.worker.state import ProcessorState
+from minivllm.device.kernels import activation, logprobs, mask, norm, products, step
+from minivllm.device.kernels.peaks import best_of_tiles
+from minivllm.device.layers.activation import gate_mul
+from minivllm.device.layers.fused import Normed
+from minivllm.device.layers.norm import rms_norm
+from minivllm.device.worker import graphs, sampling
+from minivllm.device.worker.state import ProcessorState
 from minivllm.errors import ModelError
-from minivllm.kernels import activation, logprobs, mask, norm, products, step
-from minivllm.kernels.peaks import best_of_tiles
-from minivllm.layers.activation import gate_mul
-from minivllm.layers.fused import Normed
-from minivllm.layers.norm import rms_norm
 from minivllm.plugins.processor import triton_penalties
 from minivllm.plugins.processor.penalties import Penalties
 from minivllm.plugins.sampler.default import DefaultSampler

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.plugins.attention import triton_prefill
 from minivllm.plugins.attention.triton_backend import Triton
 from minivllm.plugins.kvformat.plain import Fp32

@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from minivllm.layers import peers
-from minivllm.layers.peers import PeerMemory, RegionLayout
+from minivllm.device.layers import peers
+from minivllm.device.layers.peers import PeerMemory, RegionLayout
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
 peers.BLOCKS, peers.MOVERS, peers.PLACE, peers.TILES, peers.DRAWN = 2, 3, 512, ((1, 64), (3, 128)), 4

@@ -10,8 +10,8 @@ import quant_kernels
 import rounded_rows
 import torch
 
-from minivllm.kernels import quant, quant_slim_four, quant_vector, scaled
-from minivllm.kernels.products import GATED, PLAIN
+from minivllm.device.kernels import quant, quant_slim_four, quant_vector, scaled
+from minivllm.device.kernels.products import GATED, PLAIN
 
 
 @pytest.mark.parametrize("shape", quant_kernels.SHAPES)

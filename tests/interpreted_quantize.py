@@ -7,10 +7,10 @@ import grouped_kernels
 import pytest
 import torch
 
-from minivllm.quantize import gptq
-from minivllm.quantize.columns import ColumnKernel
-from minivllm.quantize.grid import Grid
-from minivllm.quantize.options import QuantizeOptions
+from minivllm.lab.quantize import gptq
+from minivllm.lab.quantize.columns import ColumnKernel
+from minivllm.lab.quantize.grid import Grid
+from minivllm.lab.quantize.options import QuantizeOptions
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import os
 import signal
 
 from minivllm.errors import MinivllmError
-from minivllm.processes.confined import allow, limit_memory
+from minivllm.runtime.processes.confined import allow, limit_memory
 
 SECONDS, MEGABYTES = 5.0, 256  # CPU time, memory beyond what the test has already
 

@@ -44,12 +44,12 @@ def compile_one(target, functions):
 
 def small_tree(folder):
     """A copy of what a build reads, where the sources are a few lines: they compile in no time."""
-    native = folder / "minivllm" / "native"
+    native = folder / "minivllm" / "device" / "native"
     native.mkdir(parents=True)
     for name in (HOOK, "pyproject.toml", "README.md", "LICENSE", ".gitignore", "minivllm/__init__.py"):
         shutil.copy(ROOT / name, folder / name)
     for name in ("__init__.py", "library.py"):
-        shutil.copy(ROOT / "minivllm" / "native" / name, native / name)
+        shutil.copy(ROOT / "minivllm" / "device" / "native" / name, native / name)
     (native / "sizes.h").write_text("int lanes_avx2(), lanes_avx512();\n")
     (native / "kernels.cpp").write_text(
         '#include "sizes.h"\n#define NAME2(isa) lanes_##isa\n#define NAME(isa) NAME2(isa)\n'

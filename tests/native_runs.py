@@ -13,12 +13,12 @@ import torch
 import transformers
 
 from minivllm import LLM, SamplingParams
-from minivllm.core.worker.runner import Runner
-from minivllm.core.worker.running import Running
-from minivllm.layers.native_steps import NativeSteps
-from minivllm.native import library, program
+from minivllm.device.layers.native_steps import NativeSteps
+from minivllm.device.native import library, program
+from minivllm.device.worker.runner import Runner
+from minivllm.device.worker.running import Running
 from minivllm.plugins.model import spec as families
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 from minivllm.testing.tiny import quiet, save, small_config, tiny_model
 
 needs_library = pytest.mark.skipif(library.load() is None, reason=f"the native part: {library.why_not()}")

@@ -43,7 +43,7 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
 
 
 # What a package may import of minivllm, beside what ``import minivllm`` offers.
-PUBLIC = ("minivllm.plugin", "minivllm.testing", "minivllm.layers", "minivllm.kernels")
+PUBLIC = ("minivllm.plugin", "minivllm.testing", "minivllm.device.layers", "minivllm.device.kernels")
 
 
 def public_imports(folder: Path) -> list[str]:

@@ -66,7 +66,7 @@ def write_package(tmp_path, monkeypatch):
 
 
 SPEC = """
-from minivllm.spec import *
+from minivllm.registration.spec import *
 S = Spec("{impl}", {api}, "for a test", priority={priority}, limits=ANY, features=frozenset({features}))
 """
 

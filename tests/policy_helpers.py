@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from minivllm.registration.spec import PluginQuery as Asked
 from minivllm.registry import Catalog
-from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import Clock, request, sim_engine
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minivllm.kernels.products import ADDED, GATED
-from minivllm.kernels.quant import FEW, Quantized, few_tile
-from minivllm.kernels.quant_fixed import fixed
-from minivllm.kernels.quant_slim import SlimProduct
-from minivllm.kernels.quant_slim_four import SlimFourProduct
-from minivllm.kernels.quant_tiles import tile_of, tiles
-from minivllm.kernels.quant_vector import VectorProduct
-from minivllm.kernels.quant_words import takes
+from minivllm.device.kernels.products import ADDED, GATED
+from minivllm.device.kernels.quant import FEW, Quantized, few_tile
+from minivllm.device.kernels.quant_fixed import fixed
+from minivllm.device.kernels.quant_slim import SlimProduct
+from minivllm.device.kernels.quant_slim_four import SlimFourProduct
+from minivllm.device.kernels.quant_tiles import tile_of, tiles
+from minivllm.device.kernels.quant_vector import VectorProduct
+from minivllm.device.kernels.quant_words import takes
 from minivllm.plugins.quantizer.spec import NF4_TABLE
 
 # of the product, beside sums of absolute values: bfloat16 rounds each weight of a group and what comes out

@@ -14,9 +14,9 @@ from cpu_captures import CpuRecorder, Recording, cpu_captures
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from minivllm.core.worker import build, graphs
-from minivllm.layers import peers
-from minivllm.layers.communicator import ProcessGroup
+from minivllm.device.layers import peers
+from minivllm.device.layers.communicator import ProcessGroup
+from minivllm.device.worker import build, graphs
 from minivllm.plugins.executor import multiprocess_worker
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is

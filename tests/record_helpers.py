@@ -10,9 +10,9 @@ import torch
 from minivllm import SamplingParams
 from minivllm.config import load_config
 from minivllm.config.resolve import resolve
-from minivllm.record import bill, machine, sources
-from minivllm.record.diff import compare, report
-from minivllm.record.nodes import fingerprint
+from minivllm.frontend.record import bill, machine, sources
+from minivllm.frontend.record.diff import compare, report
+from minivllm.frontend.record.nodes import fingerprint
 from minivllm.registry import Catalog
 from minivllm.testing.tiny import tiny_dir
 

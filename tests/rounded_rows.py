@@ -10,13 +10,13 @@ import torch
 
 from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, WeightScheme
-from minivllm.kernels.activation import gate_mul, gate_mul_rounded
-from minivllm.kernels.norm import add_rms_norm, add_rms_norm_rounded
-from minivllm.kernels.quant_joined import JoinedProduct
-from minivllm.kernels.scaled import ScaledProduct, rows
-from minivllm.layers.fused import GatedLinear, LinearNorm, NormedLinear
-from minivllm.layers.linear import Linear
-from minivllm.layers.norm import RMSNorm
+from minivllm.device.kernels.activation import gate_mul, gate_mul_rounded
+from minivllm.device.kernels.norm import add_rms_norm, add_rms_norm_rounded
+from minivllm.device.kernels.quant_joined import JoinedProduct
+from minivllm.device.kernels.scaled import ScaledProduct, rows
+from minivllm.device.layers.fused import GatedLinear, LinearNorm, NormedLinear
+from minivllm.device.layers.linear import Linear
+from minivllm.device.layers.norm import RMSNorm
 
 HIDDEN, INNER, EPS = 64, 96, 1e-5
 SIZES = {"o": (HIDDEN, HIDDEN), "up": (2 * INNER, HIDDEN), "down": (HIDDEN, INNER), "qkv": (80, HIDDEN)}

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from minivllm.text.detokenize import ALPHABET
-from minivllm.text.tokenizer import Tokenizer
+from minivllm.runtime.text.detokenize import ALPHABET
+from minivllm.runtime.text.tokenizer import Tokenizer
 
 BYTE_SPELLING = {b: c for c, b in ALPHABET.items()}
 WORDS = [

@@ -12,8 +12,8 @@ import numpy as np
 from minivllm.core.engine import blocks, engine, waiting
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
 from minivllm.errors import RequestError
+from minivllm.registration.spec import PluginQuery as Asked
 from minivllm.registry import Catalog
-from minivllm.spec import PluginQuery as Asked
 from minivllm.testing.session import builtins
 from minivllm.testing.sim import VOCAB, Clock, answer, at_rest, outputs, request, sim_engine
 

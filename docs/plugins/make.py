@@ -17,8 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from minivllm.scaffold import about  # noqa: E402
-from minivllm.spec import ASKED, KINDS, OPTION_OF, Kind  # noqa: E402
+from minivllm.registration.spec import ASKED, KINDS, OPTION_OF, Kind  # noqa: E402
+from minivllm.testing.scaffold import about  # noqa: E402
 
 HERE = Path(__file__).parent
 TESTING = ROOT / "minivllm" / "testing"
@@ -43,18 +43,21 @@ VIEWS = (
 )  # fmt: skip
 # seam -> (what its classes or functions are for, their file, their names; none: all public ones) that its contract uses
 MORE: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
-    "executor": [("Plans and results", "core/interfaces/plan.py", PLANS)],
-    "hooks": [("What hooks are given", "hooks/views.py", VIEWS)],
+    "executor": [
+        ("A chosen plug-in", "registration/spec.py", ("Part",)),
+        ("Plans and results", "core/interfaces/plan.py", PLANS),
+    ],
+    "hooks": [("What hooks are given", "runtime/hooks/views.py", VIEWS)],
     "kvformat": [("The layer whose keys and values are stored", "core/interfaces/attention.py", ("AttnSpec",))],
     "model": [
         ("A decoder as a table", "core/interfaces/decoder.py", ()),
-        ("`fields`: what config.json says, read for the table", "layers/fields.py", ()),
+        ("`fields`: what config.json says, read for the table", "device/layers/fields.py", ()),
     ],
     "quantizer": [
-        ("Helpers of a scheme", "layers/linear.py", ("part_rows", "no_adapter")),
-        ("Checks of a scheme", "layers/module.py", ("check_shape",)),
+        ("Helpers of a scheme", "device/layers/linear.py", ("part_rows", "no_adapter")),
+        ("Checks of a scheme", "device/layers/module.py", ("check_shape",)),
     ],
-    "sampler": [("Noise", "core/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
+    "sampler": [("Noise", "device/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
 }
 
 

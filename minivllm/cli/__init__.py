@@ -35,7 +35,7 @@ from minivllm.cli import (
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
-from minivllm.plain import is_text
+from minivllm.validation import is_text
 
 UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # of standard output
 MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some

@@ -25,10 +25,10 @@ from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
-    from minivllm.bench.ablate import Ablation
-    from minivllm.bench.trials import Cell
-    from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+    from minivllm.lab.bench.ablate import Ablation
+    from minivllm.lab.bench.trials import Cell
+    from minivllm.lab.bench.workload import BenchAsk
 
 BASELINE, AGAIN = "baseline", "nothing (again)"
 
@@ -50,8 +50,8 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
 
 def ablate(args: argparse.Namespace) -> int:
     """The baseline is measured at the beginning and at the end: their difference is what noise and drift come to."""
-    from minivllm.bench import ablate as parts
-    from minivllm.bench import limits, repeats, trials
+    from minivllm.lab.bench import ablate as parts
+    from minivllm.lab.bench import limits, repeats, trials
 
     checked(args)
     names = [name for text in args.part for name in text.split(",")]
@@ -113,8 +113,8 @@ def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:
 
 
 def _generate(part: Ablation) -> Any:
-    from minivllm.bench import ablate as parts
-    from minivllm.bench import offline
+    from minivllm.lab.bench import ablate as parts
+    from minivllm.lab.bench import offline
 
     return parts.recompute if part.recompute else offline.generate
 
@@ -123,7 +123,7 @@ def measure(
     args: argparse.Namespace, cells: Sequence[Cell], asks: Callable[[int], Sequence[BenchAsk]]
 ) -> list[list[dict[str, Any]]]:
     """The counted runs of each cell."""
-    from minivllm.bench import trials
+    from minivllm.lab.bench import trials
 
     def run(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
         watch = watch_of(llm.config, llm.engine.wiring.device)
@@ -144,9 +144,9 @@ def measure(
 
 def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
     """The table.  Worth: the baseline's figure over that without the part; of times the inverse."""
-    from minivllm.bench.repeats import with_bounds
-    from minivllm.bench.trials import ratio_text
-    from minivllm.hooks.figures import text
+    from minivllm.lab.bench.repeats import with_bounds
+    from minivllm.lab.bench.trials import ratio_text
+    from minivllm.runtime.hooks.figures import text
 
     out = [
         f"{title}: {whole['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",

@@ -15,7 +15,7 @@ from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 
 if TYPE_CHECKING:
-    from minivllm.bench.limits import EngineLimits
+    from minivllm.lab.bench.limits import EngineLimits
 
 
 def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def _count(text: str) -> int:
 
 def profile(args: argparse.Namespace) -> int:
     """Run ``bench profile`` and return its exit code: prefill and decode apart, because their costs differ."""
-    from minivllm.bench.limits import of_engine
+    from minivllm.lab.bench.limits import of_engine
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
     loaded = load(args)
@@ -66,7 +66,7 @@ def profile_sizes(args: argparse.Namespace, limits: EngineLimits) -> tuple[int, 
     Sizes that no flag gives shrink to the engine, which has to hold all requests at once.  ConfigError if those given
     do not fit.
     """
-    from minivllm.bench.limits import fitted
+    from minivllm.lab.bench.limits import fitted
 
     batch = args.batch_size or next(n for n in range(min(8, limits.rows), 0, -1) if n == 1 or limits.room(n) > 16)
     if batch > limits.rows:
@@ -97,7 +97,7 @@ def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
 
 def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> dict[str, Any]:
     """Return ``{"prefill": {"steps", "ms": {seam: ms a step}}, "decode": ..., "host_ms": ..., ...}``."""
-    from minivllm.bench.limits import of_engine
+    from minivllm.lab.bench.limits import of_engine
 
     w = llm.engine.wiring
     answer = answer_of(batch, length, steps, of_engine(llm))

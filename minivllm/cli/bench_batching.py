@@ -23,16 +23,16 @@ from minivllm.cli.common import load
 from minivllm.errors import ConfigError, MinivllmError
 
 if TYPE_CHECKING:
-    from minivllm.bench.batching import BatchingWay
-    from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+    from minivllm.lab.bench.batching import BatchingWay
+    from minivllm.lab.bench.workload import BenchAsk
 
 
 def batching(args: argparse.Namespace) -> int:
     import asyncio
 
-    from minivllm.bench import batching as lab
-    from minivllm.bench import limits, repeats
+    from minivllm.lab.bench import batching as lab
+    from minivllm.lab.bench import limits, repeats
 
     check(args)
     most = limits.planned(load(checked(args)))
@@ -83,8 +83,8 @@ async def measure(
     """(what was measured, a row for each policy and rate, machine states): all policies with the same seeds, a run each
     in turns, in an order that rotates.  One engine a policy: intervals do not hold how engines of a kind differ."""
     from minivllm import AsyncLLM
-    from minivllm.bench.direct import DirectEngine
-    from minivllm.bench.loads import Bench, OfferedLoad, row_of
+    from minivllm.lab.bench.direct import DirectEngine
+    from minivllm.lab.bench.loads import Bench, OfferedLoad, row_of
 
     rows, title = [], ""
     async with contextlib.AsyncExitStack() as stack:
@@ -115,8 +115,8 @@ async def measure(
 
 
 def lines(title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], args: argparse.Namespace) -> list[str]:
-    from minivllm.bench.repeats import with_bounds
-    from minivllm.bench.trials import ratio_text
+    from minivllm.lab.bench.repeats import with_bounds
+    from minivllm.lab.bench.trials import ratio_text
 
     out = [
         f"{title}: {whole['num_prompts']} requests, {args.repeats} runs each by one engine a policy, paired by seed; "

@@ -22,9 +22,9 @@ from minivllm.cli.common import load, open_llm
 from minivllm.errors import ResourceError
 
 if TYPE_CHECKING:
-    from minivllm.bench.floors import MachinePeaks, OperationClock, RepeatedRound
-    from minivllm.bench.kernels import Operation
-    from minivllm.bench.limits import EngineLimits
+    from minivllm.lab.bench.floors import MachinePeaks, OperationClock, RepeatedRound
+    from minivllm.lab.bench.kernels import Operation
+    from minivllm.lab.bench.limits import EngineLimits
 
 FAILED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what torch and kernels raise
 
@@ -32,10 +32,10 @@ FAILED = (RuntimeError, ValueError, TypeError, NotImplementedError)  # what torc
 def kernels(args: argparse.Namespace) -> int:
     import torch
 
-    from minivllm.bench import offline, repeats
-    from minivllm.bench.floors import OperationClock, machine_peaks
-    from minivllm.bench.kernels import KernelBench
-    from minivllm.bench.limits import of_engine
+    from minivllm.lab.bench import offline, repeats
+    from minivllm.lab.bench.floors import OperationClock, machine_peaks
+    from minivllm.lab.bench.kernels import KernelBench
+    from minivllm.lab.bench.limits import of_engine
 
     loaded = load(checked(args))
     rows: list[dict[str, Any]] = []
@@ -149,7 +149,7 @@ def once(found: Sequence[Measured]) -> dict[str, Any]:
 
 
 def lines(title: str, rows: Sequence[dict[str, Any]], peaks: MachinePeaks) -> list[str]:
-    from minivllm.bench.repeats import with_bounds
+    from minivllm.lab.bench.repeats import with_bounds
 
     roofs = f"{peaks.bytes_per_s / 1e9:.1f} GB/s of memory, {peaks.flops_per_s / 1e9:.0f} Gflop/s of a product"
     out = [

@@ -14,9 +14,9 @@ from minivllm.cli.common import load, open_llm
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from minivllm.bench.limits import EngineLimits
-    from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+    from minivllm.lab.bench.limits import EngineLimits
+    from minivllm.lab.bench.workload import BenchAsk
 
 COMPONENTS = {  # of ``bench memory``
     "weight_bytes": "weights",
@@ -202,7 +202,7 @@ def asks_of(args: argparse.Namespace, limits: EngineLimits | None) -> Callable[[
     ``limits`` are of the engine that answers, None for a server whose limits are unknown.  Sizes that no flag gives
     shrink to them.  ConfigError for flags that contradict each other or exceed the limits.
     """
-    from minivllm.bench import workload
+    from minivllm.lab.bench import workload
 
     if args.vocab is not None and limits is not None and args.vocab > limits.vocab:
         raise ConfigError(f"--vocab {args.vocab}: the model has {limits.vocab} tokens; want at most as many")
@@ -233,7 +233,7 @@ def asks_of(args: argparse.Namespace, limits: EngineLimits | None) -> Callable[[
 
 def _of_file(args: argparse.Namespace, limits: EngineLimits | None, vocab: int) -> Callable[[int], Sequence[BenchAsk]]:
     """Return the requests of ``--dataset``, a file of prompts or a trace, for any seed."""
-    from minivllm.bench import workload
+    from minivllm.lab.bench import workload
 
     trace = workload.names_trace(args.dataset)
     random_only = ("input_len", "range_ratio", "prefix_len", "num_prefixes")
@@ -261,7 +261,7 @@ def _of_file(args: argparse.Namespace, limits: EngineLimits | None, vocab: int) 
 
 def shrink(args: argparse.Namespace, given: Mapping[str, Any], limits: EngineLimits) -> None:
     """Scale the lengths in ``args`` that are not ``given`` until the longest request fits; report it on stderr."""
-    from minivllm.bench.limits import fitted
+    from minivllm.lab.bench.limits import fitted
 
     names = ("input_len", "output_len", "prefix_len")
 
@@ -317,7 +317,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def tell(found: dict[str, Any], args: argparse.Namespace, text: str) -> int:
-    from minivllm.bench import repeats
+    from minivllm.lab.bench import repeats
 
     if args.output_json:
         repeats.write(args.output_json, found)
@@ -343,18 +343,18 @@ def planned_bill(loaded: Loaded, args: argparse.Namespace) -> Any:
 
 def bill_planned(loaded: Loaded) -> dict[str, Any]:
     """The bill of materials of a configuration before an engine is built."""
-    from minivllm.hardware import prepare_environment
+    from minivllm.device.hardware import prepare_environment
 
     prepare_environment()
     from minivllm.config.resolve import resolve
-    from minivllm.record import bill
+    from minivllm.frontend.record import bill
     from minivllm.registry import Catalog
 
     return bill.make(resolve(loaded.engine, Catalog.discover(), loaded.origins), loaded)
 
 
 def energy_line(found: dict[str, Any], states: Sequence[dict[str, Any]]) -> str:
-    from minivllm.bench.repeats import with_bounds
+    from minivllm.lab.bench.repeats import with_bounds
 
     if found.get("joules_per_output_token") is None:
         return f"energy: unknown: {states[-1].get('energy_unknown', 'no counter') if states else 'nothing was run'}"
@@ -377,7 +377,7 @@ def machine_line(states: Sequence[dict[str, Any]]) -> str:
 
 def watch_of(config: Any, device: str, pid: int | None = None) -> Callable[[], Any]:
     """Makes a ``state.MachineWatch`` of the devices that an engine of this configuration uses."""
-    from minivllm.bench import state
+    from minivllm.lab.bench import state
 
     return functools.partial(state.MachineWatch, device, pid, config.tensor_parallel_size)
 
@@ -393,9 +393,9 @@ def head(llm_or_loaded: Any, what: str) -> str:
 
 
 def latency(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats
-    from minivllm.bench.limits import of_engine
-    from minivllm.bench.workload import Generated
+    from minivllm.lab.bench import offline, repeats
+    from minivllm.lab.bench.limits import of_engine
+    from minivllm.lab.bench.workload import Generated
 
     loaded = load(checked(args))
     rows: list[dict[str, Any]] = []
@@ -431,7 +431,7 @@ def latency(args: argparse.Namespace) -> int:
 
 def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
     """Fill in the sizes of ``bench latency`` that no flag gives.  ConfigError if those given do not fit."""
-    from minivllm.bench.limits import fitted
+    from minivllm.lab.bench.limits import fitted
 
     if args.vocab is not None and args.vocab > limits.vocab:
         raise ConfigError(f"--vocab {args.vocab}: the model has {limits.vocab} tokens; want at most as many")
@@ -457,9 +457,9 @@ def _fit_latency(args: argparse.Namespace, limits: EngineLimits) -> None:
 
 
 def throughput(args: argparse.Namespace) -> int:
-    from minivllm.bench import offline, repeats
-    from minivllm.bench.limits import of_engine
-    from minivllm.hooks import figures
+    from minivllm.lab.bench import offline, repeats
+    from minivllm.lab.bench.limits import of_engine
+    from minivllm.runtime.hooks import figures
 
     with open_llm(load(checked(args)), args) as llm:
         asks = asks_of(args, of_engine(llm))
@@ -490,7 +490,7 @@ def throughput(args: argparse.Namespace) -> int:
 
 
 def memory(args: argparse.Namespace) -> int:
-    from minivllm.bench import limits, offline, repeats
+    from minivllm.lab.bench import limits, offline, repeats
 
     loaded = load(checked(args))
     asks = asks_of(args, limits.planned(loaded))
@@ -507,8 +507,8 @@ def memory(args: argparse.Namespace) -> int:
 
 
 def startup(args: argparse.Namespace) -> int:
-    from minivllm.bench import repeats, state
-    from minivllm.bench import startup as starts
+    from minivllm.lab.bench import repeats, state
+    from minivllm.lab.bench import startup as starts
 
     loaded = load(checked(args))
     runs, states = [], []

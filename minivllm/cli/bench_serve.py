@@ -25,8 +25,8 @@ from minivllm.cli.common import load
 from minivllm.errors import ConfigError, MinivllmError, shown
 
 if TYPE_CHECKING:
-    from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+    from minivllm.lab.bench.workload import BenchAsk
 
 LATE = 20.0  # milliseconds after which a request was sent late
 FEWEST = 24  # requests of a run from which a knee can be told
@@ -35,7 +35,7 @@ FEWEST = 24  # requests of a run from which a knee can be told
 def serve(args: argparse.Namespace) -> int:
     import asyncio
 
-    from minivllm.bench import limits
+    from minivllm.lab.bench import limits
 
     check_serve(checked(args))
     loaded = None if args.url else load(args)
@@ -83,9 +83,9 @@ async def serve_async(
     args: argparse.Namespace, asks: Callable[[int], Sequence[BenchAsk]], loaded: Loaded | None
 ) -> int:
     """Measure the server at ``--url``, or start an engine of ``loaded`` and measure it; return the exit code."""
-    from minivllm.bench import state
-    from minivllm.bench.client import TIMEOUT, HttpServer
-    from minivllm.bench.direct import DirectEngine, started
+    from minivllm.lab.bench import state
+    from minivllm.lab.bench.client import TIMEOUT, HttpServer
+    from minivllm.lab.bench.direct import DirectEngine, started
 
     extra, timeout = {"temperature": args.temperature}, args.timeout or TIMEOUT
     if loaded is None:
@@ -110,7 +110,7 @@ async def serve_async(
 
 
 def _device(loaded: Loaded) -> str:
-    from minivllm.hardware import find_device
+    from minivllm.device.hardware import find_device
 
     return find_device(loaded.engine.device).kind
 
@@ -118,8 +118,8 @@ def _device(loaded: Loaded) -> str:
 async def measure_serve(
     args: argparse.Namespace, asks: Any, asked: Any, watch: Any, title: str, bill: Any, reset: Any
 ) -> int:
-    from minivllm.bench.loads import Bench, OfferedLoad
-    from minivllm.bench.repeats import result
+    from minivllm.lab.bench.loads import Bench, OfferedLoad
+    from minivllm.lab.bench.repeats import result
 
     bench = Bench(asked, asks, watch, dict(args.goodput), args.burstiness, args.seed, reset)
     most = max(args.max_concurrency, default=None)
@@ -149,8 +149,8 @@ async def measure_serve(
 def serve_lines(
     title: str, rows: Sequence[dict[str, Any]], whole: dict[str, Any], args: argparse.Namespace
 ) -> list[str]:
-    from minivllm.bench.repeats import with_bounds
-    from minivllm.bench.serving import knee_text
+    from minivllm.lab.bench.repeats import with_bounds
+    from minivllm.lab.bench.serving import knee_text
 
     good = " goodput/s" if args.goodput else ""
     lines = [

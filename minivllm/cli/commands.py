@@ -16,7 +16,7 @@ from minivllm import files
 from minivllm.cli import record as recording
 from minivllm.cli.common import SAMPLING, load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, shown, suggest
-from minivllm.plain import is_text
+from minivllm.validation import is_text
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -171,7 +171,7 @@ def workload(loaded: Loaded, record: Any, path: str) -> tuple[Loaded, list[tuple
         SamplingParams.make(**loaded.sampling)  # refuses before the model is loaded
         return replace(loaded, run=run), [(asks, None, None)]
     if record is not None:
-        from minivllm.record.replay import batches
+        from minivllm.frontend.record.replay import batches
 
         return loaded, [
             (asks, params, [[Tap(point, read=True) for point in own] for own in points])

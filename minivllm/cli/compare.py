@@ -30,10 +30,10 @@ from minivllm.cli.common import at_commas, load, open_llm
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown, told
 
 if TYPE_CHECKING:
-    from minivllm.bench.quality import TextScores
-    from minivllm.bench.store import Store
-    from minivllm.bench.workload import BenchAsk
     from minivllm.config import Loaded
+    from minivllm.lab.bench.quality import TextScores
+    from minivllm.lab.bench.store import Store
+    from minivllm.lab.bench.workload import BenchAsk
 
 
 CASES = 20  # of each task and seed
@@ -81,9 +81,9 @@ class Contender:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from minivllm.bench import comparing, limits, lm_tasks, quality, trials
-    from minivllm.bench.store import Store
-    from minivllm.record import diff
+    from minivllm.frontend.record import diff
+    from minivllm.lab.bench import comparing, limits, lm_tasks, quality, trials
+    from minivllm.lab.bench.store import Store
 
     check(checked(args))
     quality.check_tasks(args.task)
@@ -161,14 +161,14 @@ class Work:
 
     @functools.cached_property
     def lm_identity(self) -> dict[str, Any]:
-        from minivllm.bench import lm_tasks
+        from minivllm.lab.bench import lm_tasks
 
         return lm_tasks.identity(self.lm_eval)
 
     def identity(self, one: Contender) -> tuple[dict[str, Any], str]:
         """The bill of materials of a configuration, and its digest with what is asked of it."""
-        from minivllm.bench.store import digest
         from minivllm.cli.bench_runs import bill_planned
+        from minivllm.lab.bench.store import digest
 
         args = self.args
         asked = [[ask.prompt, ask.max_tokens] for ask in self.asks(0)]
@@ -197,7 +197,7 @@ class Work:
         return runs and (self.first.key in there["quality"] or not self.text)
 
     def reference(self) -> TextScores | None:
-        from minivllm.bench.quality import TextScores
+        from minivllm.lab.bench.quality import TextScores
 
         path = self.store.scores(self.first.key)
         self.scores = self.scores or (TextScores.load(path) if path is not None else None)
@@ -217,7 +217,7 @@ class Work:
 
     def warm(self, one: Contender, llm: Any) -> None:
         """Quality first, once, then runs that are not counted."""
-        from minivllm.bench import trials
+        from minivllm.lab.bench import trials
 
         if not self.scored(one):
             self._quality(one, llm)
@@ -227,7 +227,7 @@ class Work:
 
     def once(self, one: Contender, llm: Any, seed: int) -> None:
         """The run of a seed, unless it is there."""
-        from minivllm.bench import lm_tasks, quality, trials
+        from minivllm.lab.bench import lm_tasks, quality, trials
 
         args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
         if str(seed) in self.store.of(one.key)["runs"]:
@@ -248,7 +248,7 @@ class Work:
         progress(f"{brief(one.name)}, seed {seed}: {run['figures']['output_throughput']:.1f} tokens/s")
 
     def _quality(self, one: Contender, llm: Any) -> None:
-        from minivllm.bench import quality
+        from minivllm.lab.bench import quality
 
         if not self.text:
             return

@@ -45,7 +45,7 @@ def compare(args: argparse.Namespace) -> int:
     told, within = [], True
     for loaded in _configurations(args):
         from minivllm import LLM
-        from minivllm.compare_hf.compare import compare as compare_one
+        from minivllm.lab.compare_hf.compare import compare as compare_one
 
         with LLM(config=loaded) as llm:
             found = compare_one(llm, prompts, args.max_tokens, args.bound)

@@ -57,8 +57,8 @@ def show(args: argparse.Namespace) -> int:
 def installed(allow_targets: list[str]) -> Any:
     """A function from a leaf to the entry of the plug-in that it names: None if it names none, or ``auto``; a text that
     says why if it cannot be had."""
+    from minivllm.registration.spec import KINDS, OPTION_OF
     from minivllm.registry import Catalog
-    from minivllm.spec import KINDS, OPTION_OF
 
     catalog = Catalog.discover().allow(allow_targets)
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from minivllm import __version__
+from minivllm.device.hardware import Device, find_device, free_ram
 from minivllm.errors import MinivllmError, ResourceError
-from minivllm.hardware import Device, find_device, free_ram
-from minivllm.processes.channel import shared_file
-from minivllm.processes.child import Child, ChildEnded
+from minivllm.runtime.processes.channel import shared_file
+from minivllm.runtime.processes.child import Child, ChildEnded
 
 PROBE = "minivllm.plugins.executor.probe:main"
 ECHO, MEET = 1, 2  # kinds of the probe's messages

@@ -17,14 +17,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from minivllm import declared, moved
+from minivllm import moved
+from minivllm.core import declared
 from minivllm.errors import PluginError, suggest
-from minivllm.processes.fresh import command
 from minivllm.registration import importing
 from minivllm.registration.discovery import Entry, version_hint
+from minivllm.registration.fresh import command
 from minivllm.registration.importing import how_it_ended
+from minivllm.registration.spec import ANY, KINDS, Kind, PluginQuery, Spec
 from minivllm.registry import Candidate, Registry, import_target
-from minivllm.spec import ANY, KINDS, Kind, PluginQuery, Spec
 
 HEAVY = ("torch", "transformers", "triton", "flash_attn", "bitsandbytes", "numpy", "pydantic")
 TIMEOUT = 60.0

@@ -41,7 +41,7 @@ def with_verb(argv: Sequence[str]) -> list[str]:
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
     """Add ``plugins`` and ``explain``.  ``command`` is that of ``minivllm.cli``."""
-    from minivllm.spec import KINDS
+    from minivllm.registration.spec import KINDS
 
     text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."
     group = command("plugins", "cli.plugins:listing", text)
@@ -81,8 +81,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 def listing(args: argparse.Namespace) -> int:
     """What is installed.  Imports the specs of the built-ins and, only if asked to, those of others; what is broken is
     a line, not an end."""
+    from minivllm.registration.spec import check_seam
     from minivllm.registry import Catalog
-    from minivllm.spec import check_seam
 
     kind = check_seam(args.seam)
     catalog = Catalog.discover()
@@ -127,7 +127,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
     """The entries that a user means, of any seam.  PluginError if there is none, or several packages offer it bare."""
-    from minivllm.spec import check_seam
+    from minivllm.registration.spec import check_seam
 
     kind = check_seam(seam)
     seams = [r for k, r in catalog.items() if kind in (None, k) and any(name in (e.name, e.label) for e in r.entries)]
@@ -142,8 +142,8 @@ def named(catalog: Catalog, name: str, seam: str | None = None) -> list[Entry]:
 
 def show(args: argparse.Namespace) -> int:
     """The spec as it is; imports it, and the model of its options."""
+    from minivllm.registration.spec import ANY, describe, version
     from minivllm.registry import Catalog
-    from minivllm.spec import ANY, describe, version
 
     catalog = Catalog.discover()
     for i, entry in enumerate(named(catalog, args.name, args.seam)):
@@ -207,9 +207,9 @@ def check(args: argparse.Namespace) -> int:
 
 def explain(args: argparse.Namespace) -> int:
     """What would be wired, and why.  Where a choice fails, the choices before it and the reasons are shown."""
+    from minivllm.device.hardware import prepare_environment
     from minivllm.frontend.explaining import explain_loaded
-    from minivllm.hardware import prepare_environment
-    from minivllm.spec import check_seam
+    from minivllm.registration.spec import check_seam
 
     prepare_environment()
     weights = check_seam(args.seam) == "quantizer"

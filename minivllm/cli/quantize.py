@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from minivllm.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES, QuantizeOptions
+from minivllm.lab.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES, QuantizeOptions
 
 
 def add_commands(command: Any) -> None:
@@ -46,7 +46,7 @@ def quantize(args: argparse.Namespace) -> int:
     )
     from tqdm import tqdm
 
-    from minivllm.quantize.run import Quantizing
+    from minivllm.lab.quantize.run import Quantizing
 
     device = _device(args.device)
     work = Quantizing(args.model, args.out, options, args.calibration, device)

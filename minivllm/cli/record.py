@@ -41,8 +41,8 @@ def add_commands(command: Any) -> None:
 
 
 def diff(args: argparse.Namespace) -> int:
-    from minivllm.record import bill
-    from minivllm.record.diff import compare, report
+    from minivllm.frontend.record import bill
+    from minivllm.frontend.record.diff import compare, report
 
     a, b = bill.read(args.a), bill.read(args.b)
     found = compare(a, b)
@@ -68,7 +68,7 @@ def _title(path: str, record: Mapping[str, Any]) -> str:
 
 def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
     """Where the record of this run goes; ConfigError, before the work, if it cannot go there."""
-    from minivllm.record.bill import check_writable
+    from minivllm.frontend.record.bill import check_writable
 
     runs = hasattr(args, "file")  # the [run] table is about `minivllm run`
     path = getattr(args, "record", None) or (loaded.run.record if runs else None)
@@ -82,18 +82,18 @@ def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
 
 def read_record(path: str) -> dict[str, Any] | None:
     """The record in a file that is to be run, None if it is an experiment file."""
-    from minivllm.record import bill
+    from minivllm.frontend.record import bill
 
     return bill.read(path) if path.lower().endswith(".json") and bill.is_record(path) else None
 
 
 def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Namespace) -> None:
     """Before a model is loaded: would this be the recorded run?  ConfigError says what is not."""
-    from minivllm.hardware import prepare_environment
+    from minivllm.device.hardware import prepare_environment
 
     prepare_environment()
     from minivllm.config.resolve import resolve
-    from minivllm.record import bill, replay
+    from minivllm.frontend.record import bill, replay
     from minivllm.registry import Catalog
 
     resolved = resolve(loaded.engine, Catalog.discover(), loaded.origins)
@@ -103,6 +103,6 @@ def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Nam
 
 def tell_tokens(record: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
     """After a run that was started again: are the tokens those of the record?"""
-    from minivllm.record.diff import compare
+    from minivllm.frontend.record.diff import compare
 
     print(f"minivllm: compared with {path}: {compare(record, now).tokens_text}", file=sys.stderr)

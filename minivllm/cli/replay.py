@@ -14,7 +14,7 @@ from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded, PluginChoice
-    from minivllm.traces.trace import Trace
+    from minivllm.lab.traces.trace import Trace
 
 
 def add_commands(command: Any) -> None:
@@ -45,10 +45,10 @@ def add_commands(command: Any) -> None:
 
 
 def replay(args: argparse.Namespace) -> int:
-    from minivllm.bench import repeats
-    from minivllm.hooks.figures import text
-    from minivllm.replay import compare
-    from minivllm.traces.read import about, read_trace
+    from minivllm.lab.bench import repeats
+    from minivllm.lab.replay import compare
+    from minivllm.lab.traces.read import about, read_trace
+    from minivllm.runtime.hooks.figures import text
 
     if not 0 <= args.step_ms <= 3.6e6:
         raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")

@@ -24,8 +24,8 @@ def add_commands(command: Any) -> None:
 
 
 def report(args: argparse.Namespace) -> int:
-    from minivllm.bench import plot, repeats
-    from minivllm.bench import report as reports
+    from minivllm.lab.bench import plot, repeats
+    from minivllm.lab.bench import report as reports
 
     ending = Path(args.output).suffix.lower().removeprefix(".")
     if ending not in (*PAGES, *plot.FORMATS):
@@ -46,7 +46,7 @@ def report(args: argparse.Namespace) -> int:
 
 def drawn(charts: list[Any], path: str) -> int:
     """By matplotlib.  ConfigError where it is not there, or where nothing is to be drawn."""
-    from minivllm.bench import plot
+    from minivllm.lab.bench import plot
 
     plot.require()
     if not charts:

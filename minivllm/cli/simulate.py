@@ -67,9 +67,9 @@ def calibrate(args: argparse.Namespace) -> int:
     loaded = load(args)
     _refuse_sim(loaded)
     from minivllm import LLM
-    from minivllm.record.machine import machine, versions
-    from minivllm.simulate import calibrate as measuring
-    from minivllm.simulate import uncertainty
+    from minivllm.frontend.record.machine import machine, versions
+    from minivllm.lab.simulate import calibrate as measuring
+    from minivllm.lab.simulate import uncertainty
 
     with LLM(config=loaded) as llm:
         about = {
@@ -116,11 +116,11 @@ def fit_table(fit: Any) -> str:
 
 def simulate(args: argparse.Namespace) -> int:
     """Run ``minivllm simulate`` and return its exit code."""
-    from minivllm.bench import repeats
-    from minivllm.hooks.figures import text
+    from minivllm.lab.bench import repeats
+    from minivllm.lab.simulate import cases, figures, uncertainty
+    from minivllm.lab.traces.read import about, read_trace
     from minivllm.plugins.executor.costs import read_costs
-    from minivllm.simulate import cases, figures, uncertainty
-    from minivllm.traces.read import about, read_trace
+    from minivllm.runtime.hooks.figures import text
 
     _check(args)
     goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
@@ -190,7 +190,7 @@ def _check(args: argparse.Namespace) -> None:
 def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tuple[str, str]]]:
     """Each configuration with each of the parts that flags name, configuration by configuration; of each the options
     that a flag gave evictor and scheduler, as they are shown."""
-    from minivllm.replay.compare import options_text
+    from minivllm.lab.replay.compare import options_text
 
     found: dict[str, list[Any]] = {}
     said: set[str] = set()
@@ -210,8 +210,8 @@ def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tupl
 def _really(case: Any, trace: Any, goals: Any, count: int) -> dict[str, Any]:
     """Return medians of ``count`` runs of the real engine, with 95 % intervals, each run by an engine of its own."""
     from minivllm import LLM
-    from minivllm.bench import repeats
-    from minivllm.simulate import cases, figures
+    from minivllm.lab.bench import repeats
+    from minivllm.lab.simulate import cases, figures
 
     runs = []
     for turn in range(count):

@@ -20,7 +20,7 @@ def add_commands(command: Any) -> None:
 
 
 def stats(args: argparse.Namespace) -> int:
-    from minivllm import usage
+    from minivllm.runtime import usage
 
     if args.verb == "delete":
         print(f"deleted: {usage.path()}" if usage.delete() else "nothing was kept")

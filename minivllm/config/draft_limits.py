@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.device.loading.hf_config import context_said, longest_context
 from minivllm.errors import ConfigError
-from minivllm.loading.hf_config import context_said, longest_context
 
 
 @dataclass(frozen=True)

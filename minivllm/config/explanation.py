@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minivllm.errors import PluginError
+from minivllm.registration.spec import check_seam
 from minivllm.registry import Catalog, Selection
-from minivllm.spec import check_seam
 
 
 @dataclass(frozen=True)

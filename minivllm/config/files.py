@@ -17,7 +17,7 @@ from typing import Any
 from minivllm import files
 from minivllm.config.lines import Place, toml_lines
 from minivllm.errors import ConfigError, brief, shown
-from minivllm.plain import DEEPEST, flaw
+from minivllm.validation import DEEPEST, flaw
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -123,7 +123,7 @@ def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
 
 def _record(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Return the configuration in the record of a run, or None if the file is no record."""
-    from minivllm.record import bill, replay
+    from minivllm.frontend.record import bill, replay
 
     return replay.as_config(bill.read(path)) if bill.is_record(path) else None
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from minivllm.config.other_names import neutral_note, option_hint
 from minivllm.errors import ConfigError, brief, shown, suggest
-from minivllm.plain import DEEPEST, flaw
-from minivllm.validation import begins
+from minivllm.validation import DEEPEST, begins, flaw
 
 Path = Sequence[str]
 

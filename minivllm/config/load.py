@@ -16,10 +16,10 @@ from minivllm.config.other_names import environment_notes
 from minivllm.config.requires import check_requirements
 from minivllm.config.server import ServerConfig
 from minivllm.config.values import ALIASES, SHAPE, TABLES, EngineConfig, RequiresConfig, RunConfig
+from minivllm.device.loading.generation import NONE
+from minivllm.device.loading.hf_config import IN_PACKAGE
 from minivllm.errors import ConfigError, RequestError, brief, shown
-from minivllm.loading.generation import NONE
-from minivllm.loading.hf_config import IN_PACKAGE
-from minivllm.text.template import is_name, is_template
+from minivllm.runtime.text.template import is_name, is_template
 from minivllm.validation import FieldFault, begins, source_of, sourced
 
 ENV_PREFIX = "MINIVLLM__"

@@ -11,8 +11,8 @@ def read_by_hook(path: str, enabled: Any, allow_targets: Any) -> Mapping[str, An
     does."""
     if not enabled:
         return None
-    from minivllm.hooks.manager import ask_config
     from minivllm.registry import Catalog
+    from minivllm.runtime.hooks.manager import ask_config
 
     from .resolve import choose_hooks
     from .values import EngineConfig

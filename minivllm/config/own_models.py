@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import DraftWiring, Part
+from minivllm.device.loading.hf_config import Checkpoint
 from minivllm.errors import PluginError, shown
-from minivllm.loading.hf_config import Checkpoint
 from minivllm.registry import build_part
 
 from .draft_limits import DraftLimits

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
+from minivllm.device.loading.generation import generation_file
+from minivllm.device.loading.hf_config import Checkpoint, find_model, open_checkpoint
+from minivllm.device.loading.hub import DESCRIPTION, MODEL, PICKLED_MODEL, HubOptions, tokenizer_files
 from minivllm.errors import ModelError
-from minivllm.loading.generation import generation_file
-from minivllm.loading.hf_config import Checkpoint, find_model, open_checkpoint
-from minivllm.loading.hub import DESCRIPTION, MODEL, PICKLED_MODEL, HubOptions, tokenizer_files
-from minivllm.text.tokenizer import OTHER_FILES, configured_eos, token_ids
+from minivllm.runtime.text.tokenizer import OTHER_FILES, configured_eos, token_ids
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
@@ -36,7 +36,7 @@ class ModelPlaces:
         name = self.config.model
         if not hooks:
             return name
-        from minivllm.hooks.manager import ask_model
+        from minivllm.runtime.hooks.manager import ask_model
 
         found = ask_model(hooks, name)
         if found is None:

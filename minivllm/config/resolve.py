@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.core.interfaces.executor import (
     CacheWiring,
     ParallelWiring,
@@ -22,17 +22,17 @@ from minivllm.core.interfaces.executor import (
     SpeculationWiring,
     Wiring,
 )
+from minivllm.device.hardware import Device, choose_dtype, find_device
+from minivllm.device.loading.generation import read_generation
+from minivllm.device.loading.hf_config import Checkpoint, context_said, longest_context
+from minivllm.device.loading.overrides import in_words, refuse_unread
+from minivllm.device.loading.plain_config import two_ropes
+from minivllm.device.loading.tensor_names import check_names, names_in
+from minivllm.device.loading.text_model import holds_text_model
+from minivllm.device.native import library
 from minivllm.errors import ConfigError, ModelError, PluginError, raised_at, shown
-from minivllm.hardware import Device, choose_dtype, find_device
-from minivllm.loading.generation import read_generation
-from minivllm.loading.hf_config import Checkpoint, context_said, longest_context
-from minivllm.loading.overrides import in_words, refuse_unread
-from minivllm.loading.plain_config import two_ropes
-from minivllm.loading.tensor_names import check_names, names_in
-from minivllm.loading.text_model import holds_text_model
-from minivllm.native import library
+from minivllm.registration.spec import OPTION_OF, Needs
 from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selection, build_part
-from minivllm.spec import OPTION_OF, Needs
 from minivllm.validation import begins, source_of
 
 from . import tensor_parallel

@@ -13,7 +13,6 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm import declared
 from minivllm.config.server import ServerConfig
 from minivllm.config.values import (
     ALIASES,
@@ -25,9 +24,10 @@ from minivllm.config.values import (
     RequiresConfig,
     RunConfig,
 )
+from minivllm.core import declared
 from minivllm.errors import PluginError
+from minivllm.registration.spec import KINDS, OPTION_OF
 from minivllm.registry import Catalog, Entry, Registry
-from minivllm.spec import KINDS, OPTION_OF
 
 DRAFT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]

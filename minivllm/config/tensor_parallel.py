@@ -11,7 +11,7 @@ from minivllm.validation import begins, source_of
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnSpec
     from minivllm.core.interfaces.executor import Part
-    from minivllm.hardware import Device
+    from minivllm.device.hardware import Device
 
 
 def fits(size: int, spec: AttnSpec) -> bool:

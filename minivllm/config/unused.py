@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
-from minivllm.spec import ANY, OPTION_OF, allows
+from minivllm.registration.spec import ANY, OPTION_OF, allows
 from minivllm.validation import begins, source_of
 
 _GPTQ = "want the same model as GPTQ with checkpoint_format=gptq (GPTQModel writes it with format=gptq)"
@@ -20,7 +20,7 @@ INSTEAD = {
 }
 
 if TYPE_CHECKING:
-    from minivllm.loading.hf_config import Checkpoint
+    from minivllm.device.loading.hf_config import Checkpoint
     from minivllm.registry import Candidate, Registry
 
     from .values import EngineConfig, PluginChoice

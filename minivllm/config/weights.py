@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.outline import outline
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.outline import outline
 from minivllm.registry import build_part
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
     from .requests import StreamOutput
 

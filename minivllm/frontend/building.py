@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
     from minivllm.core.interfaces.executor import Capacity, Part, Wiring
-    from minivllm.structured.service import Grammars, NoGrammars
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.structured.service import Grammars, NoGrammars
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 log = logging.getLogger("minivllm")
@@ -39,12 +39,12 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
-    from minivllm.core.functions.host_rows import HostDraw
-    from minivllm.core.worker.build import make_processors
-    from minivllm.hooks.bridge import EngineHooks
-    from minivllm.hooks.figures import PluginFigures
-    from minivllm.hooks.manager import HookManager
+    from minivllm.device.functions.host_rows import HostDraw
+    from minivllm.device.worker.build import make_processors
     from minivllm.registry import Catalog, build_part
+    from minivllm.runtime.hooks.bridge import EngineHooks
+    from minivllm.runtime.hooks.figures import PluginFigures
+    from minivllm.runtime.hooks.manager import HookManager
 
     from .energy import counter_of
 
@@ -97,7 +97,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
 def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:
     """Return the tokenizer, None if none is wanted, and the end-of-sequence ids.  ModelError, ConfigError."""
     from minivllm.config.places import end_ids
-    from minivllm.text.tokenizer import load_tokenizer
+    from minivllm.runtime.text.tokenizer import load_tokenizer
 
     eos = end_ids(resolved.config, Path(resolved.wiring.model_dir))
     if resolved.tokenizer_dir is None:
@@ -121,7 +121,7 @@ def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]
 
 def listen(engine: Engine, resolved: Resolved) -> None:
     """What counts joules, and use if the machine's owner has switched that on, begins to listen."""
-    from minivllm import usage
+    from minivllm.runtime import usage
 
     if engine.energy is not None:
         engine.energy.attach(engine, resolved.windows)
@@ -161,8 +161,8 @@ def make_grammars(
 ) -> Grammars | NoGrammars:
     """Who compiles for structured output, or says why nobody does."""
     from minivllm.config.resolve import NO_GRAMMAR
-    from minivllm.structured.service import Grammars, NoGrammars, default_threads
-    from minivllm.text.vocabulary import token_bytes
+    from minivllm.runtime.structured.service import Grammars, NoGrammars, default_threads
+    from minivllm.runtime.text.vocabulary import token_bytes
 
     eos = eos_within(eos_ids, width)
     if part is None:

@@ -24,7 +24,7 @@ def named(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _named(value: Any) -> Any:
     if isinstance(value, type):
-        from minivllm.record.live import source_of_class
+        from minivllm.frontend.record.live import source_of_class
         from minivllm.registration.given import give
 
         return give(value, source_of_class)

@@ -8,7 +8,7 @@ from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Executor
-    from minivllm.energy.account import EnergyAccount
+    from minivllm.runtime.energy.account import EnergyAccount
 
 
 def counter_of(asked: str, executor: Executor, name: str) -> EnergyAccount | None:
@@ -16,8 +16,8 @@ def counter_of(asked: str, executor: Executor, name: str) -> EnergyAccount | Non
     there is no counter: figures are measured or not there."""
     if asked == "off":
         return None
-    from minivllm.energy.account import EnergyAccount
-    from minivllm.energy.counters import open_counter
+    from minivllm.runtime.energy.account import EnergyAccount
+    from minivllm.runtime.energy.counters import open_counter
 
     try:
         return EnergyAccount(open_counter(asked, lambda: executor.call("devices")))

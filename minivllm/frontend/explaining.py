@@ -20,7 +20,7 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
     A configuration that nothing suits gives an explanation with an ``error``; one that is wrong raises, as ``LLM`` does
     (ConfigError, ModelError, or PluginError for a name that is unknown or a plug-in whose spec is broken).
     """
-    from minivllm.hardware import prepare_environment
+    from minivllm.device.hardware import prepare_environment
 
     from .front_door import load
 
@@ -40,7 +40,7 @@ def explain_loaded(loaded: Loaded, catalog: Catalog | None = None, weights: bool
     found = imported(resolved.explanation)
     if weights and found.error is None:
         from minivllm.config.weights import weights_explained
-        from minivllm.hardware import find_device
+        from minivllm.device.hardware import find_device
 
         told = weights_explained(resolved.wiring, find_device(loaded.engine.device).sm)
         found = replace(found, notes=(*found.notes, *((f"quantizer.{what}", sentence) for what, sentence in told)))

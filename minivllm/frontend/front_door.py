@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.device.hardware import prepare_environment
 from minivllm.errors import ConfigError, RequestError
-from minivllm.hardware import prepare_environment
 
 from .classes import named
 
 if TYPE_CHECKING:
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded:
@@ -55,7 +55,7 @@ class FrontDoor:
         named = options if model is None else {**options, "model": model}
         self._loaded = load(config, named, stacklevel=4)  # a warning names the line that made the front door
         prepare_environment()  # before torch is imported
-        from minivllm.record.recorder import RunRecorder
+        from minivllm.frontend.record.recorder import RunRecorder
 
         from .building import build_engine
 

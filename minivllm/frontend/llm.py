@@ -19,8 +19,8 @@ from .loop import LOOK, settles
 
 if TYPE_CHECKING:
     from minivllm.registry import Selection
-    from minivllm.text.outputs import RequestOutput
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.outputs import RequestOutput
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
     from .requests import StreamOutput
 

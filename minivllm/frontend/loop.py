@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from minivllm.energy.account import LOOK
 from minivllm.errors import EngineDeadError, told
+from minivllm.runtime.energy.account import LOOK
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine

@@ -13,7 +13,7 @@ from minivllm.core.interfaces.taps import Tap
 from minivllm.errors import RequestError, brief, shown, suggest
 
 if TYPE_CHECKING:
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
 MOST_NEGATIVE = 32768  # characters: what a server has time to encode between two turns

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.finish import Finish, FinishReason
 from minivllm.errors import RequestError, shown, told
-from minivllm.plain import flaw
-from minivllm.text.outputs import RequestMetrics, RequestOutput, StopProbe
+from minivllm.runtime.text.outputs import RequestMetrics, RequestOutput, StopProbe
+from minivllm.validation import flaw
 
 from .prompts import read_prompt, with_salt, with_token_ids
 from .tap_values import values_of
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from minivllm.core.engine.request import Seq
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.taps import Tap
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 @dataclass

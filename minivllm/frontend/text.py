@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from minivllm.text.outputs import RequestMetrics, SequenceText, TextDelta
+from minivllm.runtime.text.outputs import RequestMetrics, SequenceText, TextDelta
 
 if TYPE_CHECKING:
     from minivllm.core.engine.scores import TokenLogprobs
     from minivllm.core.interfaces.finish import Finish
     from minivllm.core.interfaces.params import SamplingParams
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 class RequestText:

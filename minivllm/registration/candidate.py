@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from minivllm.spec import Reason, Spec
+from minivllm.registration.spec import Reason, Spec
 
 from .discovery import Entry
 

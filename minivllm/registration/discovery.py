@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minivllm.errors import PluginError, shown, suggest
-from minivllm.spec import KINDS, RESERVED
+from minivllm.registration.spec import KINDS, RESERVED
 
 BUILTIN = "minivllm"  # the distribution that the plug-ins of this package belong to
 LOCAL = "local"  # and the one of targets that a user named directly

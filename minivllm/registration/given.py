@@ -14,7 +14,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Given:
     """``name``: "module:Class", which two runs of one program share; ``source``: what was known of it when it was given
-    (``record.sources.Source``)."""
+    (``frontend.record.sources.Source``)."""
 
     cls: type
     name: str

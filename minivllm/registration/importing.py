@@ -19,7 +19,7 @@ import warnings
 from typing import Any
 
 from minivllm.errors import PluginError, shown, told
-from minivllm.processes.fresh import command, import_target
+from minivllm.registration.fresh import command, import_target
 
 from .deadline import deadline, seconds
 from .discovery import BUILTIN

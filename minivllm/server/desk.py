@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.processes.confined import Confined, Exceeded
+from minivllm.runtime.processes.confined import Confined, Exceeded
 
 from .errors import ApiError
 from .turns import Turns
 
 if TYPE_CHECKING:
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 QUICK, BULK = range(2), range(2, 4)  # seats
 BACK = 5  # how far bulk seats stand back (nice)

@@ -1,4 +1,4 @@
-"""The other side of the desk: what a seat does with a job, in processes that ``minivllm.processes.confined`` keeps."""
+"""Do the jobs of the desk, in processes that ``minivllm.runtime.processes.confined`` keeps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import numpy as np
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
-from minivllm.processes.confined import Work, allow, prepare
-from minivllm.text.tokenizer import Tokenizer
+from minivllm.runtime.processes.confined import Work, allow, prepare
+from minivllm.runtime.text.tokenizer import Tokenizer
 
 from .errors import ApiError
 from .http import bounds

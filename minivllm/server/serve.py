@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.errors import ConfigError, EngineDeadError
-from minivllm.plain import is_text
-from minivllm.processes.memory import HeapTrimmer
-from minivllm.text.template import is_name, read_template
+from minivllm.runtime.processes.memory import HeapTrimmer
+from minivllm.runtime.text.template import is_name, read_template
+from minivllm.validation import is_text
 
 from . import logs, middleware, throughput
 from .app import Application

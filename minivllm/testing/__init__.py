@@ -68,7 +68,7 @@ def __getattr__(name: str) -> Any:
         import pytest
     except ImportError as exc:
         raise ImportError(WANTED) from exc
-    from minivllm.hardware import prepare_environment
+    from minivllm.device.hardware import prepare_environment
 
     prepare_environment()
     module = f"{__name__}.{_MODULES[name]}"

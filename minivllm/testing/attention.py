@@ -16,9 +16,9 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer
 from minivllm.core.interfaces.kvformat import DTYPE_BYTES, KVFormat
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
+from minivllm.registration.spec import allows
 from minivllm.registry import Catalog, build_part
-from minivllm.spec import allows
 
 from . import attention_graph
 from .attention_approximate import AttentionApproximate

@@ -12,7 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.spec import ANY, PluginQuery
+from minivllm.registration.spec import ANY, PluginQuery
 
 from .attention_world import Rows, Setting, World, WorldSeq
 

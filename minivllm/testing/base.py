@@ -24,13 +24,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from minivllm import declared
-from minivllm.core import checks
+from minivllm.core import checks, declared
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.params import is_own
 from minivllm.errors import PluginError, shown, told
+from minivllm.registration.spec import KINDS, Kind, PluginQuery, Spec, version
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part, check_base, import_target
-from minivllm.spec import KINDS, Kind, PluginQuery, Spec, version
 
 from .claims import claimed
 

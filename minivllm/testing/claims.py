@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from minivllm.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, PluginQuery, Range, Spec, allows
+from minivllm.registration.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, PluginQuery, Range, Spec, allows
 
 USUAL = {  # a value to take where a limit is ANY
     "architecture": "LlamaForCausalLM", "block": 16, "checkpoint": "none", "device": "cpu", "dim_qk": 64, "dim_v": 64,

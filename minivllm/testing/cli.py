@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, PluginError
-from minivllm.spec import KINDS, version
+from minivllm.registration.spec import KINDS, version
 
 from . import WANTED
 from .verdict import advice, exit_status, summary, verdict

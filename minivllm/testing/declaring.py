@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.core.interfaces.params import NAMES, SamplingParams, is_own
 from minivllm.errors import RequestError
-from minivllm.parameters import Param
+from minivllm.registration.parameters import Param
 
 from .base import since
 from .sampling_data import Noted

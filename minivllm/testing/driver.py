@@ -20,7 +20,7 @@ import torch
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import STOP_IDS, Delta, Join, StepPlan, StepResult, with_drafts
-from minivllm.core.worker.build import make_processors
+from minivllm.device.worker.build import make_processors
 
 from .tiny import tiny_dir
 

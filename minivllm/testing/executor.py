@@ -17,12 +17,12 @@ from minivllm.config import EngineConfig
 from minivllm.config.resolve import Resolved, resolve
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
-from minivllm.core.worker.build import attention_context
+from minivllm.core.wiring import wiring_from_json, wiring_to_json
+from minivllm.device.worker.build import attention_context
 from minivllm.errors import ModelError, ResourceError
 from minivllm.frontend.llm import LLM
+from minivllm.registration.spec import ANY
 from minivllm.registry import Catalog, build_part
-from minivllm.spec import ANY
-from minivllm.wiring import wiring_from_json, wiring_to_json
 
 from .base import Seen, since
 from .driver import (

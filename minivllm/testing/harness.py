@@ -13,10 +13,10 @@ import torch
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.layers.parts import ModelParts
-from minivllm.layers.rotary import prepare_qk
-from minivllm.loading import shapes
-from minivllm.loading.weights import build_model, load_weights
+from minivllm.device.layers.parts import ModelParts
+from minivllm.device.layers.rotary import prepare_qk
+from minivllm.device.loading import shapes
+from minivllm.device.loading.weights import build_model, load_weights
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
@@ -125,8 +125,8 @@ class Harness:
 
 
 class Seat:
-    """One process of a tensor-parallel group that threads play (``layers.communicator.Communicator``).  All of them get
-    what only rank 0 needs."""
+    """One process of a tensor-parallel group that threads play (``device.layers.communicator.Communicator``).  All of
+    them get what only rank 0 needs."""
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self.sent, self.barrier = rank, len(sent), sent, barrier

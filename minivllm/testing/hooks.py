@@ -14,9 +14,9 @@ import pytest
 
 from minivllm.core.engine.engine import Engine
 from minivllm.errors import PluginError
-from minivllm.hooks import Hooks
-from minivllm.hooks.bridge import EngineHooks
-from minivllm.hooks.manager import NAMES, HookManager
+from minivllm.runtime.hooks import Hooks
+from minivllm.runtime.hooks.bridge import EngineHooks
+from minivllm.runtime.hooks.manager import NAMES, HookManager
 
 from .base import Seen, since
 from .kept import Lasting

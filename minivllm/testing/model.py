@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minivllm.core.interfaces.model import ModelArch, takes_logits_indices
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.spec import ANY
+from minivllm.registration.spec import ANY
 
 from .base import Seen, since
 from .harness import Harness, play, seats

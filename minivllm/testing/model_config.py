@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.loading.overrides import BY_ENGINE, UNREAD
+from minivllm.device.loading.overrides import BY_ENGINE, UNREAD
 
 IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder here need read, and why
 UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # of those, not ones to vary

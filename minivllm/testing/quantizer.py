@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, Shard, WeightScheme
+from minivllm.device.layers.linear import Linear
+from minivllm.device.loading.weights import find_targets
 from minivllm.errors import MinivllmError, ModelError, PluginError
-from minivllm.layers.linear import Linear
-from minivllm.loading.weights import find_targets
+from minivllm.registration.spec import allows
 from minivllm.registry import import_target
-from minivllm.spec import allows
 
 from . import quantizer_data as data
 from . import quantizer_written as written

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.spec import ANY, Spec, allows
+from minivllm.registration.spec import ANY, Spec, allows
 
 GROUP = 32
 BLOCK = 128  # of float8

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows
-from minivllm.core.worker.state import ProcessorState
+from minivllm.device.worker.state import ProcessorState
 from minivllm.errors import shown
 
 from .waiting import waits

@@ -15,8 +15,8 @@ import pytest
 
 from minivllm.errors import PluginError
 from minivllm.registration.discovery import BUILTIN
+from minivllm.registration.spec import KINDS, Spec
 from minivllm.registry import Catalog, import_target
-from minivllm.spec import KINDS, Spec
 
 from . import SUITES
 from .base import PROFILE, SEED, SHRINK, find

@@ -13,8 +13,8 @@ import pytest
 
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import MinivllmError
+from minivllm.registration.spec import ANY, PluginQuery, Reason
 from minivllm.registry import check_base, import_target
-from minivllm.spec import ANY, PluginQuery, Reason
 
 from .base import Conformance, since
 from .claims import allows, outside, partly, served
@@ -23,7 +23,7 @@ HEAVY = ("torch", "transformers", "triton", "flash_attn", "bitsandbytes", "numpy
 IMPORT_MS = 50.0
 IMPORT = """
 import json, sys, time
-import minivllm.spec
+import minivllm.registration.spec
 for path in {paths!r}: sys.path.append(path)
 start = time.perf_counter()
 import {module}

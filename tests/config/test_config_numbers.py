@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import minivllm
 from minivllm import LLM
-from minivllm.core.worker import build
+from minivllm.device.loading import numbers
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Whole
+from minivllm.device.worker import build
 from minivllm.errors import ModelError, ResourceError
-from minivllm.loading import numbers
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.numbers import LIMITS, ROPE, ROPE_LIMITS, Whole
 from minivllm.testing.tiny import tiny_dir
 
 DRAFT = Path(minivllm.__file__).parent / "pocket" / "draft"

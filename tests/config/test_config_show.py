@@ -169,7 +169,7 @@ def test_any_options_survive_being_written_and_read(options):
 OPTIONS = """
 from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
-from minivllm.spec import *
+from minivllm.registration.spec import *
 class Inner(BaseModel):
     model_config = ConfigDict(extra="forbid")
     depth: int = Field(1, ge=1, description="how deep")

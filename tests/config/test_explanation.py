@@ -92,7 +92,7 @@ def test_what_a_plugin_prints_when_it_is_imported_is_no_part_of_the_answer(packa
 SIZES = """
 from dataclasses import replace
 from minivllm.plugins.attention.spec import SDPA
-from minivllm.spec import MultipleOf
+from minivllm.registration.spec import MultipleOf
 limits = {**SDPA.limits, "block": MultipleOf(48)}
 OWN = replace(SDPA, limits=limits, prefer={"block": 64})
 NONE = replace(SDPA, limits=limits, prefer={})

@@ -14,14 +14,14 @@ import pytest
 from minivllm import files
 from minivllm.cli.commands import read_prompts
 from minivllm.config import load_config
+from minivllm.device.loading.hf_config import find_model, open_checkpoint
+from minivllm.device.loading.tensor_files import checkpoint_headers
 from minivllm.errors import ConfigError, MinivllmError, ModelError
-from minivllm.loading.hf_config import find_model, open_checkpoint
-from minivllm.loading.tensor_files import checkpoint_headers
-from minivllm.record import bill
+from minivllm.frontend.record import bill
+from minivllm.lab.traces.read import read_trace
+from minivllm.runtime.text.tokenizer import load_tokenizer
 from minivllm.server.http.auth import read_keys
 from minivllm.testing.cli import _known as known_failures
-from minivllm.text.tokenizer import load_tokenizer
-from minivllm.traces.read import read_trace
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 TIB = 1 << 40

@@ -9,9 +9,9 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.device.loading.generation import read_generation
 from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.explaining import explain
-from minivllm.loading.generation import read_generation
 from minivllm.testing.tiny import tiny_dir
 
 SIZES = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 64, "graph": "off"}

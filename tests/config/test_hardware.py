@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from minivllm import hardware as platform
-from minivllm.errors import ConfigError, ResourceError
-from minivllm.hardware import (
+from minivllm.device import hardware as platform
+from minivllm.device.hardware import (
     AGAIN,
     Device,
     Matmul,
@@ -27,6 +26,7 @@ from minivllm.hardware import (
     require_safe,
     settled,
 )
+from minivllm.errors import ConfigError, ResourceError
 
 ROOT = Path(__file__).parents[2]
 CPU, GPU = Device("cpu", "c", 0, 1, ""), Device("cuda", "g", 90, 1, "")
@@ -75,7 +75,7 @@ def test_how_long_threads_loop_is_the_users_where_the_user_says_so(mine):
 def test_openmp_reads_how_long_its_threads_loop():
     code = (
         "import os; os.environ['OMP_DISPLAY_ENV'] = 'VERBOSE'\n"
-        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
+        "from minivllm.device.hardware import prepare_environment; prepare_environment()\n"
         "import torch"
     )
     done = in_python(code)
@@ -86,7 +86,7 @@ def test_openmp_reads_how_long_its_threads_loop():
 
 def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepared():
     code = (
-        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
+        "from minivllm.device.hardware import prepare_environment; prepare_environment()\n"
         "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); print(float((x @ x).sum()))"
     )
     done = in_python(code)
@@ -96,8 +96,8 @@ def test_bfloat16_multiplies_in_a_plain_process_after_the_environment_is_prepare
 def test_memory_does_not_grow_with_the_numbers_of_rows_that_products_have_had():
     """300 sizes more of a dtype: 180 MiB if nobody bounds what is kept of them, else up to 24."""
     code = (
-        "from minivllm.hardware import prepare_environment; prepare_environment()\n"
-        "import os, torch; from minivllm.layers.matmul import matmul, pack\n"
+        "from minivllm.device.hardware import prepare_environment; prepare_environment()\n"
+        "import os, torch; from minivllm.device.layers.matmul import matmul, pack\n"
         "torch.set_num_threads(1)\n"
         "def size(): return int(open('/proc/self/statm').read().split()[1]) * os.sysconf('SC_PAGE_SIZE') >> 20\n"
         "for dtype in (torch.float32, torch.bfloat16):\n"
@@ -182,7 +182,7 @@ def test_the_probe_works_beside_threads_and_after_multi_threaded_products():
         "torch.set_num_threads(2); a = torch.randn(512, 512); a @ a\n"
         "stop = threading.Event(); t = threading.Thread(target=lambda: [a @ a for _ in iter(stop.is_set, True)])\n"
         "t.start()\n"
-        "from minivllm.hardware import cpu_matmul, prepare_environment\n"
+        "from minivllm.device.hardware import cpu_matmul, prepare_environment\n"
         "prepare_environment(); found = cpu_matmul(); stop.set(); t.join(); (a @ a).sum()\n"
         "print(found.safe('float32'))"
     )

@@ -10,11 +10,11 @@ from config_cases import model_of
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.explaining import explain
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.plain import merge
 from minivllm.testing.tiny import tiny_dir
+from minivllm.validation import merge
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0}

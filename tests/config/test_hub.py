@@ -17,10 +17,10 @@ from minivllm import LLM, files
 from minivllm.cli import main
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.resolve import resolve
+from minivllm.device.loading.hf_config import find_model
+from minivllm.device.loading.hub import DESCRIPTION, MODEL, HubOptions
 from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.explaining import explain
-from minivllm.loading.hf_config import find_model
-from minivllm.loading.hub import DESCRIPTION, MODEL, HubOptions
 from minivllm.registry import Catalog
 
 POCKET, DRAFT = find_model("pocket"), find_model("pocket-draft")

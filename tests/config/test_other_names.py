@@ -12,7 +12,7 @@ from minivllm.config.other_names import ENVIRONMENT, NEUTRAL, OPTIONS
 from minivllm.config.values import ALIASES, EngineConfig
 from minivllm.core.interfaces.params import NAMES
 from minivllm.errors import ConfigError, RequestError
-from minivllm.parameters import OTHER_NAMES
+from minivllm.registration.parameters import OTHER_NAMES
 
 
 @pytest.mark.parametrize("key", sorted(OPTIONS))

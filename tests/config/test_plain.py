@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from minivllm import plain
+from minivllm import validation as plain
 from minivllm.cli import main
 from minivllm.cli.commands import heard
 from minivllm.config import EngineConfig, load_config

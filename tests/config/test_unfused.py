@@ -12,11 +12,11 @@ from minivllm.config.values import EngineConfig
 from minivllm.core.interfaces.attention import AttentionContext
 from minivllm.core.interfaces.decoder import MLP, Norm
 from minivllm.core.interfaces.executor import StepWiring
-from minivllm.core.worker import build
+from minivllm.device.layers import activation
+from minivllm.device.layers.parts import ModelParts
+from minivllm.device.layers.rotary import prepare_qk
+from minivllm.device.worker import build
 from minivllm.errors import ConfigError
-from minivllm.layers import activation
-from minivllm.layers.parts import ModelParts
-from minivllm.layers.rotary import prepare_qk
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.quantizer.none import Unquantized

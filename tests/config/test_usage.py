@@ -10,8 +10,9 @@ import sys
 
 import pytest
 
-from minivllm import LLM, SamplingParams, usage
+from minivllm import LLM, SamplingParams
 from minivllm.cli import main
+from minivllm.runtime import usage
 
 SIM = {"device": "cpu", "num_kvcache_blocks": 64, "max_num_seqs": 4, "executor": "sim"}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)

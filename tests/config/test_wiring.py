@@ -17,11 +17,11 @@ from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.scheduler import SchedulerContext
+from minivllm.core.wiring import wiring_from_json, wiring_to_json
+from minivllm.device.hardware import Device
+from minivllm.device.loading.hf_config import find_model, open_checkpoint
 from minivllm.errors import ConfigError, ModelError, PluginError
-from minivllm.hardware import Device
-from minivllm.loading.hf_config import find_model, open_checkpoint
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import wiring_from_json, wiring_to_json
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,

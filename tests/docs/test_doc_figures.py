@@ -14,9 +14,9 @@ from minivllm import errors
 from minivllm.cli import main, make_parser
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
+from minivllm.lab.traces.synthetic import Synthetic
+from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS
-from minivllm.traces.synthetic import Synthetic
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -24,17 +24,17 @@ import torch
 from doc_runner import Page, both, forget
 from doc_runner import blocks as doc_blocks
 
-from minivllm import declared
 from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.config.resolve import resolve
 from minivllm.config.server import ServerConfig
+from minivllm.core import declared
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.hooks.contract import FIGURES, WRAPPERS, HookContracts
-from minivllm.hooks.manager import NAMES
 from minivllm.plugins.executor.options import MultiprocessOptions, RayOptions, SimOptions
+from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS
+from minivllm.runtime.hooks.contract import FIGURES, WRAPPERS, HookContracts
+from minivllm.runtime.hooks.manager import NAMES
 from minivllm.testing.cli import main as conformance
 
 ROOT = Path(__file__).resolve().parents[2]

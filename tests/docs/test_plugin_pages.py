@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from minivllm.spec import KINDS
+from minivllm.registration.spec import KINDS
 
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "plugins"
 

@@ -15,9 +15,9 @@ from minivllm import __version__
 from minivllm.cli import main
 from minivllm.errors import ConfigError, PluginError
 from minivllm.plugins.specs import BUILTINS
+from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
-from minivllm.scaffold import check_name, files, write
-from minivllm.spec import KINDS
+from minivllm.testing.scaffold import check_name, files, write
 
 QUICK = {"strategy", "hooks"}  # whose kit takes a few seconds
 ALL = [seam if seam in QUICK else pytest.param(seam, marks=pytest.mark.slow) for seam in KINDS]

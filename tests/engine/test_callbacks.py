@@ -26,11 +26,11 @@ from callback_helpers import (
 from minivllm import LLM, EngineDeadError, RequestError
 from minivllm.core.interfaces.sampling import Row
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.bridge import EngineHooks
-from minivllm.hooks.manager import HookManager
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.bridge import EngineHooks
+from minivllm.runtime.hooks.manager import HookManager
 from minivllm.testing.faulty import TARGETS as FAULTY
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine
 

@@ -11,9 +11,9 @@ from energy_helpers import Powercap
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
-from minivllm.energy.account import EVERY, SETTLE, EnergyAccount
-from minivllm.energy.counters import Polled, Sum, open_counter
 from minivllm.errors import ConfigError
+from minivllm.runtime.energy.account import EVERY, SETTLE, EnergyAccount
+from minivllm.runtime.energy.counters import Polled, Sum, open_counter
 from minivllm.testing.sim import request, run, sim_engine
 
 POCKET = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 256, "max_num_seqs": 8, "max_model_len": 512}

@@ -15,8 +15,8 @@ from minivllm.core.interfaces.executor import CacheWiring, Part, Wiring
 from minivllm.plugins.executor import multiprocess
 from minivllm.plugins.executor.fingerprint import NONE, PIECE, differences, fingerprint
 from minivllm.plugins.executor.multiprocess import FINGERPRINT, Multiprocess
-from minivllm.processes.channel import Message
-from minivllm.processes.child import Child
+from minivllm.runtime.processes.channel import Message
+from minivllm.runtime.processes.child import Child
 
 PARTS = """
 from dataclasses import replace

@@ -122,7 +122,7 @@ def test_masks_are_those_of_their_rows_in_captured_steps(options):
 
 
 def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory():
-    from minivllm.kernels.mask import DeviceMasks
+    from minivllm.device.kernels.mask import DeviceMasks
 
     for _ in range(3):
         busy = [torch.randn(2048, 2048, device="cuda") for _ in range(4)]
@@ -139,7 +139,7 @@ def test_masks_are_not_run_over_by_what_the_device_still_does_with_their_memory(
 
 
 def test_a_capture_that_fails_leaves_its_thread_on_its_stream_and_the_next_one_works():
-    from minivllm.core.worker.capture import GraphRecorder
+    from minivllm.device.worker.capture import GraphRecorder
 
     recorder, x, calls = GraphRecorder(), torch.zeros(8, device="cuda"), []
     first, _ = recorder.capture(lambda: x.add_(1))
@@ -213,7 +213,7 @@ def test_taps_in_captured_steps_are_those_of_transformers(name, options, tmp_pat
                 assert x.shape == want[point].shape and np.abs(x - want[point]).max() < 2e-3, point
         graphs = llm.engine.executor.runner.graphs
         if graphs is not None:
-            from minivllm.core.worker.graphs import TappedKey
+            from minivllm.device.worker.graphs import TappedKey
 
             assert not graphs.notes and any(isinstance(k, TappedKey) and k.read and k.steered for k in graphs.forwards)
         assert tokens(llm, items) == plain

@@ -15,8 +15,9 @@ pytest.importorskip("triton")  # the kernels of a step are imported with the cap
 
 from minivllm import LLM
 from minivllm.core.interfaces.attention import GraphKey
-from minivllm.core.worker import build, graphs
-from minivllm.core.worker.graphs import (
+from minivllm.device.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
+from minivllm.device.worker import build, graphs
+from minivllm.device.worker.graphs import (
     CAPTURE_FLOPS,
     CAPTURES,
     SIGHTS,
@@ -26,7 +27,6 @@ from minivllm.core.worker.graphs import (
     Graphs,
     TappedKey,
 )
-from minivllm.layers.captured_sizes import coarse_sizes, first_mixed, row_sizes, token_size
 from minivllm.testing.tiny import tiny_dir
 
 

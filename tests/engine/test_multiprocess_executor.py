@@ -22,9 +22,9 @@ from minivllm.plugins.executor.multiprocess import LOST, OPERATIONS, PARTED, Mul
 from minivllm.plugins.executor.options import MultiprocessOptions
 from minivllm.plugins.executor.process import FAILED
 from minivllm.plugins.executor.process_worker import _failure
-from minivllm.processes.channel import Message, shared_file
-from minivllm.processes.child import ChildEnded
-from minivllm.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
+from minivllm.runtime.processes.channel import Message, shared_file
+from minivllm.runtime.processes.child import ChildEnded
+from minivllm.runtime.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
 from minivllm.testing import ExecutorConformance
 from minivllm.testing.tiny import tiny_dir
 

@@ -10,13 +10,13 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.sampling import Processor, Row
-from minivllm.core.worker.own_model import OwnModel
+from minivllm.core.wiring import wiring_from_json, wiring_to_json
+from minivllm.device.worker.own_model import OwnModel
 from minivllm.errors import ConfigError, PluginError
 from minivllm.plugins.executor.local import Local
+from minivllm.registration.spec import ANY, Spec
 from minivllm.registry import Catalog
-from minivllm.spec import ANY, Spec
 from minivllm.testing.tiny import tiny_dir
-from minivllm.wiring import wiring_from_json, wiring_to_json
 
 OPTIONS = "minivllm.plugins.drafter.options:ModelOptions"
 

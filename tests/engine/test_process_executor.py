@@ -21,8 +21,8 @@ from minivllm.core.interfaces.plan import LateInputs, StepResult
 from minivllm.errors import MinivllmError
 from minivllm.plugins.executor import process
 from minivllm.plugins.executor.process import LATE, MASKS, Process
-from minivllm.processes.channel import Message
-from minivllm.processes.child import ChildEnded
+from minivllm.runtime.processes.channel import Message
+from minivllm.runtime.processes.child import ChildEnded
 
 SMALL = {
     "model": "pocket", "device": "cpu", "dtype": "float32", "max_num_seqs": 4, "max_num_batched_tokens": 64,

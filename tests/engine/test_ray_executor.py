@@ -28,7 +28,7 @@ from minivllm.plugins.executor.ray_executor import Ray, RayCluster
 from minivllm.plugins.executor.ray_launcher import check_address, lacks, of_session, refused, said_of_end, wants
 from minivllm.plugins.executor.ray_rank import CHANNEL
 from minivllm.plugins.executor.ray_worker import interface_of
-from minivllm.processes.gate import Guest
+from minivllm.runtime.processes.gate import Guest
 
 HAVE = importlib.util.find_spec("ray") is not None
 needs_ray = pytest.mark.skipif(not HAVE, reason='Ray is not installed: pip install "minivllm[ray]"')
@@ -43,7 +43,7 @@ def ray(size=2, **more):
 
 
 def test_without_ray_it_is_refused_with_the_command_that_installs_it(folder, monkeypatch):  # noqa: F811
-    monkeypatch.setattr("minivllm.spec._installed", lambda module: module != "ray")
+    monkeypatch.setattr("minivllm.registration.spec._installed", lambda module: module != "ray")
     with pytest.raises(PluginError, match=r'needs ray, which is not installed.*pip install "minivllm\[ray\]"'):
         LLM(**options(folder, **ray()))
 

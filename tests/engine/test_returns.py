@@ -16,8 +16,8 @@ from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.grammar import GrammarSource
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.core.interfaces.sampling import Column, Row
-from minivllm.structured.helpers import Helpers
-from minivllm.structured.service import Grammars
+from minivllm.runtime.structured.helpers import Helpers
+from minivllm.runtime.structured.service import Grammars
 from minivllm.testing.faulty import TARGETS as FAULTY
 from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, request, run, sim_engine
 from minivllm.testing.tiny import tiny_dir

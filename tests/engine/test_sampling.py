@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
-from minivllm.core.worker.sampling import (
+from minivllm.device.worker.sampling import (
     apply_mask,
     bad_rows,
     gumbel,
@@ -74,7 +74,7 @@ def test_noise_is_the_written_function_of_unsigned_words(seeds, position, sample
 
 def test_noise_and_gumbel_stay_finite_at_every_end_of_the_bits(monkeypatch):
     words = torch.tensor([0, 1, 2**31 - 1, 2**31 - 2, 2**30, 2**24 + 1, -1, -(2**31)], dtype=torch.int32)
-    monkeypatch.setattr("minivllm.core.worker.sampling.noise_bits", lambda *_: words.clone()[None])
+    monkeypatch.setattr("minivllm.device.worker.sampling.noise_bits", lambda *_: words.clone()[None])
     u = noise(*key(1), 0)
     assert ((u > 0) & (u < 1)).all() and u.min() == 2.0**-32 and u.max() == 1 - 2.0**-24
     g = gumbel(*key(1), len(words)).double()

@@ -15,7 +15,7 @@ from minivllm.core.interfaces.sampling import Column, Row
 from minivllm.plugins.drafter.ngram import NGram
 from minivllm.plugins.drafter.options import NGramOptions
 from minivllm.plugins.processor.logit_bias import LogitBias
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 from minivllm.testing import chisquare
 from minivllm.testing.drafter import DrafterConformance
 from minivllm.testing.sim import answer, at_rest, outputs, request, run, sim_engine

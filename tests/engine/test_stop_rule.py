@@ -13,7 +13,7 @@ from minivllm.core.engine.stops import StopRule
 from minivllm.core.interfaces.finish import FINISH_REASONS, Finish, eos_within, finish_of
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import EOS, LENGTH, STOP_IDS
-from minivllm.core.worker.sampling import stop_flags, suppress_stops
+from minivllm.device.worker.sampling import stop_flags, suppress_stops
 
 VOCAB = 12
 

@@ -12,7 +12,7 @@ import transformers
 from greedy import hf_greedy, prompts, tokens
 
 from minivllm import LLM, AsyncLLM, RequestError, SamplingParams, Tap
-from minivllm.layers.decoder import Decoder
+from minivllm.device.layers.decoder import Decoder
 from minivllm.testing.sim import at_rest
 from minivllm.testing.tiny import save, small_config, tiny_model
 
@@ -375,7 +375,7 @@ def test_a_model_that_overrides_its_call_has_no_points_until_it_says_so(models, 
         def __call__(self, step):
             return super().__call__(replace(step, logits_indices=None))
 
-    monkeypatch.setattr("minivllm.layers.parts.Decoder", Own)
+    monkeypatch.setattr("minivllm.device.layers.parts.Decoder", Own)
     folder, _ = models("Llama")
     with LLM(folder, **SMALL) as llm:
         assert llm.tap_points() == {}

@@ -8,7 +8,7 @@ import torch
 from greedy import GREEDY, prompts
 
 from minivllm import LLM, SamplingParams, Tap
-from minivllm.core.worker import drafting
+from minivllm.device.worker import drafting
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)

@@ -16,11 +16,11 @@ import torch
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.engine.scores import TokenLogprobs
-from minivllm.core.worker.sampling import best_of, logprobs_of
+from minivllm.device.worker.sampling import best_of, logprobs_of
+from minivllm.runtime.text.outputs import Logprob, SequenceText
 from minivllm.server.link.scored import ScoredToken
 from minivllm.server.openai import logprobs as shapes
 from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
-from minivllm.text.outputs import Logprob, SequenceText
 
 INF = math.inf
 KINDS = ("rounded", "bfloat16", "equal", "pairs", "gaps", "few", "none", "zeros", "infinite")

@@ -13,9 +13,9 @@ from plugin_helpers import install
 from minivllm import LLM, PluginError, ResourceError, SamplingParams
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
-from minivllm.processes.fresh import command
+from minivllm.core.wiring import wiring_from_json, wiring_to_json
+from minivllm.registration.fresh import command
 from minivllm.registry import Catalog, build_part
-from minivllm.wiring import wiring_from_json, wiring_to_json
 
 POCKET = Path(__file__).parents[2] / "minivllm" / "pocket" / "model"
 pytestmark = pytest.mark.skipif(not POCKET.is_dir(), reason="the model is not in this tree")
@@ -48,7 +48,7 @@ import json, os, sys, time
 
 def serve(text, prompt, report):
     from minivllm.registration import discovery
-    from minivllm.core.worker import process as worker
+    from minivllm.device.worker import process as worker
     runner = worker.build(text)
     named = [m for m in sys.modules if m.startswith(("minivllm.plugins.", "worker_", "acme"))]
     found = {"pid": os.getpid(), "imported": sorted(named), "asked": discovery._asked is not None,
@@ -144,7 +144,7 @@ def test_a_worker_of_another_version_is_refused():
 
 def test_what_a_worker_cannot_import_names_package_and_entry_point(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    spec = "from minivllm.spec import *\nS = Spec('worker_gone:Arc', (1, 0), 'x', limits=ANY)\n"
+    spec = "from minivllm.registration.spec import *\nS = Spec('worker_gone:Arc', (1, 0), 'x', limits=ANY)\n"
     install(tmp_path, "acme", {"minivllm.evictor": {"arc": "worker_gone_spec:S"}}, version="1.4", worker_gone_spec=spec)
     part = resolve(EngineConfig(**SMALL, evictor="arc"), Catalog.discover()).parts["evictor"]
     with pytest.raises(PluginError) as info:

@@ -12,8 +12,8 @@ from chat_templates import CHATML, GEMMA3, HERMES_TOOLS, QWEN3, QWEN25, RAG, TEM
 from literal_models import byte_level
 
 from minivllm.errors import ConfigError, ModelError, RequestError
-from minivllm.text.template import ChatTemplate
-from minivllm.text.tokenizer import Tokenizer, load_tokenizer
+from minivllm.runtime.text.template import ChatTemplate
+from minivllm.runtime.text.tokenizer import Tokenizer, load_tokenizer
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 TOOL = {

@@ -11,8 +11,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import AutoTokenizer
 
-from minivllm.text.class_tokens import CLASS_TOKENS
-from minivllm.text.tokenizer import load_tokenizer
+from minivllm.runtime.text.class_tokens import CLASS_TOKENS
+from minivllm.runtime.text.tokenizer import load_tokenizer
 
 NAMES = ("unk_token", "bos_token", "eos_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REBUILT = ("LlamaTokenizer", "CodeLlamaTokenizer")  # transformers makes their decoder anew, which these files lack

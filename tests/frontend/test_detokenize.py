@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_helpers import TOKENIZERS, ids_of
 
-from minivllm.text.detokenize import CONTEXT, IncrementalDetokenizer, StopStrings
-from minivllm.text.tokenizer import Tokenizer
+from minivllm.runtime.text.detokenize import CONTEXT, IncrementalDetokenizer, StopStrings
+from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -16,9 +16,9 @@ from tokenizers import AddedToken
 
 from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.errors import RequestError
+from minivllm.runtime.text.literal import FIRST, LAST, Spellings
+from minivllm.runtime.text.tokenizer import Tokenizer, load_tokenizer
 from minivllm.server.openai.tokens import Tokens
-from minivllm.text.literal import FIRST, LAST, Spellings
-from minivllm.text.tokenizer import Tokenizer, load_tokenizer
 
 FAITHFUL = ("chatml", "llama 3", "qwen", "phi", "fullwidth", "llama 2", "cases")
 

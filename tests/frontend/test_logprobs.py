@@ -11,7 +11,7 @@ import torch
 from minivllm import LLM, RequestError, SamplingParams
 from minivllm.core.engine import publisher
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
-from minivllm.core.worker import scoring
+from minivllm.device.worker import scoring
 from minivllm.errors import ConfigError
 from minivllm.frontend.requests import Tracked
 from minivllm.plugins.sampler.default import DefaultSampler

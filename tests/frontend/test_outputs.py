@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Backend
 from minivllm.core.engine.scores import Scores
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
-from minivllm.text.outputs import (
+from minivllm.runtime.text.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -23,7 +23,7 @@ from minivllm.text.outputs import (
     SequenceText,
     TokenLogprobs,
 )
-from minivllm.text.tokenizer import Tokenizer
+from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 def make_tokenizer():

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("tokenizers")
 
 from minivllm.errors import RequestError
-from minivllm.text.template import MOST_SOURCE, ChatTemplate
+from minivllm.runtime.text.template import MOST_SOURCE, ChatTemplate
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "tools": None, "documents": None}
 LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}BODY{% endfor %}{% endfor %}"
@@ -106,7 +106,7 @@ DEEP = {
 RUN = """
 import json, re, resource, sys, time
 from minivllm.errors import RequestError
-from minivllm.text import template, template_limits
+from minivllm.runtime.text import template, template_limits
 resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 template_limits.SECONDS = 1.0
 template_limits.time_limit.__wrapped__.__defaults__ = (1.0,)
@@ -171,7 +171,7 @@ def test_a_template_that_is_too_deep_or_too_long_is_refused(name):
 
 
 def test_the_time_of_one_template_is_not_that_of_the_next():
-    from minivllm.text.template_limits import TemplateLimitError, time_limit
+    from minivllm.runtime.text.template_limits import TemplateLimitError, time_limit
 
     with pytest.raises(TemplateLimitError, match=r"more time .*0\.05 s"), time_limit(0.05):
         ChatTemplate(ENDLESS["nested loops"])._template.render(CHAT)

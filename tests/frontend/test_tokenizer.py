@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 
 from minivllm.errors import ModelError, RequestError
-from minivllm.text.tokenizer import load_tokenizer
+from minivllm.runtime.text.tokenizer import load_tokenizer
 
 LINES = [
     "the quick brown fox jumps over the lazy dog",
@@ -294,9 +294,9 @@ def test_a_vocabulary_without_tokenizer_json_goes_through_transformers(tmp_path)
 def test_loading_needs_neither_torch_nor_transformers(tmp_path):
     write(tmp_path, byte_level(), CHATML)
     code = (
-        "import sys; from minivllm.text.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
+        "import sys; from minivllm.runtime.text.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
         "t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
-        "import minivllm.text.detokenize, minivllm.text.outputs;"
+        "import minivllm.runtime.text.detokenize, minivllm.runtime.text.outputs;"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)

@@ -19,8 +19,8 @@ LONGEST = 2_000_000  # cycles of the device's clock, about a millisecond
 @contextlib.contextmanager
 def planted(share: float, seed: int, device: str) -> Iterator[None]:
     """``share`` of the calls inside are delayed."""
-    from minivllm.core.worker.runner import Runner
-    from minivllm.core.worker.running import Running
+    from minivllm.device.worker.runner import Runner
+    from minivllm.device.worker.running import Running
 
     if not share:
         yield

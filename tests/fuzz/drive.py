@@ -140,7 +140,7 @@ class Run:
         graphs = getattr(getattr(engine.executor, "runner", None), "graphs", None)
         if graphs is None:
             return
-        from minivllm.core.worker.graphs import TappedKey  # needs triton
+        from minivllm.device.worker.graphs import TappedKey  # needs triton
 
         forward, sample = graphs.forward, graphs.sample
 

@@ -32,7 +32,7 @@ from fuzz.ledger import Ledger
 from fuzz.pool import Pool, Result
 from fuzz.ranks import shared
 from fuzz.shrink import Shrinker
-from minivllm.hardware import find_device
+from minivllm.device.hardware import find_device
 
 STARTED = time.monotonic()
 HERE = Path(__file__).resolve().parent

@@ -92,7 +92,7 @@ class Ties:
     def _noise(self, at: int, sample: int, vocab: int) -> np.ndarray:
         import torch
 
-        from minivllm.core.worker.sampling import gumbel
+        from minivllm.device.worker.sampling import gumbel
 
         one = [torch.tensor([v]) for v in (self.params["seed"], len(self.prompt) + at, sample)]
         return gumbel(*one, vocab)[0].double().numpy()

@@ -196,7 +196,7 @@ CHECKS = """
 from dataclasses import replace
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.registry import Catalog
-from minivllm.spec import Reason
+from minivllm.registration.spec import Reason
 
 FOUND = Catalog.discover()["attention"]
 SPEC = FOUND.spec(FOUND.find("sdpa"))

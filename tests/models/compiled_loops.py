@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from minivllm.core.interfaces.quantizer import StoredWeight
-from minivllm.kernels import grouped, packed_experts, quant, quant_tiles
+from minivllm.device.kernels import grouped, packed_experts, quant, quant_tiles
 
 MADE: list[Any] = []
 

@@ -15,15 +15,15 @@ import transformers
 
 from minivllm import LLM
 from minivllm.cli import main
-from minivllm.compare_hf import reference
-from minivllm.compare_hf.compare import compare
-from minivllm.compare_hf.errors import DtypeComparison, EngineRun
-from minivllm.compare_hf.points import DERIVED, place
-from minivllm.compare_hf.reference import Reference
 from minivllm.core.interfaces.decoder import Router
+from minivllm.device.layers.decoder import DecoderBlock
+from minivllm.device.layers.experts import RouterLinear
 from minivllm.errors import ModelError
-from minivllm.layers.decoder import DecoderBlock
-from minivllm.layers.experts import RouterLinear
+from minivllm.lab.compare_hf import reference
+from minivllm.lab.compare_hf.compare import compare
+from minivllm.lab.compare_hf.errors import DtypeComparison, EngineRun
+from minivllm.lab.compare_hf.points import DERIVED, place
+from minivllm.lab.compare_hf.reference import Reference
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.model import spec as families
@@ -33,7 +33,7 @@ from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.qwen3 import Qwen3
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 from minivllm.testing.tiny import quiet, save, small_config, tiny_model
 
 IDS = [(7 * i * i + 3 * i + 5) % 61 for i in range(20)]

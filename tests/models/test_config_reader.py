@@ -11,8 +11,8 @@ import pytest
 from config_cases import FAMILIES, PLAIN, judge, make_file, model_of
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from minivllm.device.loading.plain_config import FIELDS, plain_config
 from minivllm.errors import ModelError
-from minivllm.loading.plain_config import FIELDS, plain_config
 from minivllm.testing.model_config import names
 from minivllm.testing.tiny import quiet
 

@@ -16,11 +16,11 @@ from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, MLP, SIGMOID, DecoderSpec, Experts, Router
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.device.layers.experts import Mixture, clamped_gate, route
+from minivllm.device.layers.fused import Normed
+from minivllm.device.layers.linear import Dense
+from minivllm.device.loading.weights import find_targets, of_one_form
 from minivllm.errors import ModelError, PluginError, RequestError
-from minivllm.layers.experts import Mixture, clamped_gate, route
-from minivllm.layers.fused import Normed
-from minivllm.layers.linear import Dense
-from minivllm.loading.weights import find_targets, of_one_form
 from minivllm.plugins.model.gpt_oss import GptOss
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.mixtral import Mixtral
@@ -208,7 +208,7 @@ def test_nothing_is_computed_for_experts_that_no_token_goes_to():
 
 
 def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeypatch):
-    """What ``minivllm.kernels.experts`` is called with, by a stand-in for it."""
+    """What ``minivllm.device.kernels.experts`` is called with, by a stand-in for it."""
     made = []
 
     class Kernel:
@@ -233,9 +233,9 @@ def test_the_kernels_are_given_the_weights_as_they_lie_and_are_made_once(monkeyp
     stand_in = types.SimpleNamespace(
         ExpertProducts=Kernel, ResidualNorm=namedtuple("ResidualNorm", "residual norm eps whole")
     )
-    monkeypatch.setitem(sys.modules, "minivllm.kernels.experts", stand_in)
-    monkeypatch.setattr("minivllm.kernels.experts", stand_in, raising=False)
-    monkeypatch.setitem(sys.modules, "minivllm.kernels.router", types.SimpleNamespace(route=routes))
+    monkeypatch.setitem(sys.modules, "minivllm.device.kernels.experts", stand_in)
+    monkeypatch.setattr("minivllm.device.kernels.experts", stand_in, raising=False)
+    monkeypatch.setitem(sys.modules, "minivllm.device.kernels.router", types.SimpleNamespace(route=routes))
     block = one_layer(KINDS["clamped"]).model.blocks[0]
     block.experts.fast, x = True, torch.ones(5, 32)
     assert torch.equal(block.experts(Normed(x)), 2 * x) and torch.equal(block.experts(Normed(x)), 2 * x)

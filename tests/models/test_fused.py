@@ -1,4 +1,4 @@
-"""What goes from one product of a pair to the next (``layers.fused``), whichever kernels they have."""
+"""What goes from one product of a pair to the next (``device.layers.fused``), whichever kernels they have."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from minivllm.core.interfaces.decoder import Norm
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
-from minivllm.layers import fused
-from minivllm.layers.activation import gate_mul
-from minivllm.layers.fused import GatedLinear, GatedRow, LinearNorm, Normed
-from minivllm.layers.linear import Dense, Linear
-from minivllm.layers.norm import RMSNorm
+from minivllm.device.layers import fused
+from minivllm.device.layers.activation import gate_mul
+from minivllm.device.layers.fused import GatedLinear, GatedRow, LinearNorm, Normed
+from minivllm.device.layers.linear import Dense, Linear
+from minivllm.device.layers.norm import RMSNorm
 from minivllm.plugins.quantizer.eight import LlmInt8Weight
 
 HIDDEN, INNER = 16, 24
@@ -89,7 +89,7 @@ def test_rows_are_divided_by_their_norm_before_a_weight_for_which_it_matters_whi
 
 
 def test_experts_of_packed_weights_are_taken_where_a_tile_lies_in_one_group_or_has_whole_ones():
-    takes = pytest.importorskip("minivllm.kernels.packed_experts").takes
+    takes = pytest.importorskip("minivllm.device.kernels.packed_experts").takes
     for inputs, group, bits, taken in GROUPS:
         weight = torch.zeros(8, inputs * bits // 8, dtype=torch.uint8 if bits == 4 else torch.int8)
         stored = StoredWeight(weight, torch.ones(8, inputs // group), None, group)

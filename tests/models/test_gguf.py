@@ -13,9 +13,9 @@ from packed_checkpoints import LLM_SIZES, PROMPT, forms, held, info, loaded
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.device.loading.gguf_file import _read, read_gguf
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError, ResourceError
-from minivllm.gguf_file import _read, read_gguf
-from minivllm.loading.hf_config import open_checkpoint
 from minivllm.plugins.model.gemma import Gemma2, Gemma3
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
@@ -23,9 +23,9 @@ from minivllm.plugins.model.qwen3 import Qwen3
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows
 from minivllm.plugins.quantizer.gguf import Gguf
 from minivllm.plugins.quantizer.int4 import Int4Rows
+from minivllm.runtime.text.tokenizer import load_tokenizer
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import small_config, tiny_config, tiny_model
-from minivllm.text.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

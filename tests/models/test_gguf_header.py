@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from limited import limited
 
+from minivllm.device.loading.gguf_file import LISTED, MOST_KEYS, MOST_STRINGS, MOST_TENSORS, read_gguf
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError
-from minivllm.gguf_file import LISTED, MOST_KEYS, MOST_STRINGS, MOST_TENSORS, read_gguf
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.text.tokenizer import load_tokenizer
+from minivllm.runtime.text.tokenizer import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

@@ -18,9 +18,9 @@ import pytest
 from limited import limited
 
 from minivllm.errors import ModelError
-from minivllm.text.detokenize import IncrementalDetokenizer
-from minivllm.text.gguf_splits import NAMES
-from minivllm.text.tokenizer import load_tokenizer
+from minivllm.runtime.text.detokenize import IncrementalDetokenizer
+from minivllm.runtime.text.gguf_splits import NAMES
+from minivllm.runtime.text.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")
 

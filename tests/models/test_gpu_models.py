@@ -15,7 +15,7 @@ from greedy import hf_greedy, prompts
 from test_transformers_fallback import OTHERS, greedy, make
 
 from minivllm import LLM, SamplingParams, Tap
-from minivllm.layers.experts import route
+from minivllm.device.layers.experts import route
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.testing.tiny import save, small_config, tiny_dir, tiny_model
 
@@ -162,7 +162,7 @@ def test_torchs_operations_in_the_place_of_one_kind_of_kernels_give_nearly_the_s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_a_norm_before_the_addition_has_the_bits_that_two_kernels_have(dtype):
-    from minivllm.kernels.norm import add_rms_norm  # Triton is not everywhere that these tests are read
+    from minivllm.device.kernels.norm import add_rms_norm  # Triton is not everywhere that these tests are read
 
     draw = lambda *size: torch.randn(*size, device="cuda")  # noqa: E731
     for tokens, dim in ((3, 64), (40, 2304), (5, 5376)):

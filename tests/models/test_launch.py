@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnSpec, GraphKey
-from minivllm.kernels import launch
+from minivllm.device.kernels import launch
 from minivllm.plugins.attention import triton_backend, triton_decode, triton_prefill, triton_write
 from minivllm.testing.attention_world import make_meta
 

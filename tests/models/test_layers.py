@@ -11,13 +11,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from minivllm.core.interfaces.attention import AttentionContext, AttnSpec, QKPre
 from minivllm.core.interfaces.decoder import ACTIVATIONS, Norm, Rope
 from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.device.layers import fields, invariant
+from minivllm.device.layers.activation import APPLY, gate_mul
+from minivllm.device.layers.linear import Dense, Linear
+from minivllm.device.layers.norm import RMSNorm
+from minivllm.device.layers.parts import ModelParts
+from minivllm.device.layers.rotary import inverse_frequencies, prepare_qk, rotary_tables
 from minivllm.errors import ModelError, PluginError
-from minivllm.layers import fields, invariant
-from minivllm.layers.activation import APPLY, gate_mul
-from minivllm.layers.linear import Dense, Linear
-from minivllm.layers.norm import RMSNorm
-from minivllm.layers.parts import ModelParts
-from minivllm.layers.rotary import inverse_frequencies, prepare_qk, rotary_tables
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.quantizer.none import Unquantized

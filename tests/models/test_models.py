@@ -13,9 +13,9 @@ from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.decoder import HEAD, MLP, DecoderSpec, Experts, LayerSpec, Norm, Rope, Router
 from minivllm.core.interfaces.model import ModelArch, decoder_rules, takes_logits_indices
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.device.layers.decoder import Decoder
+from minivllm.device.loading.weights import as_halves
 from minivllm.errors import ModelError
-from minivllm.layers.decoder import Decoder
-from minivllm.loading.weights import as_halves
 from minivllm.plugins.specs import BUILTINS
 from minivllm.testing import ModelConformance
 from minivllm.testing.harness import Harness

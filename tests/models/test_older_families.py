@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from minivllm import LLM, SamplingParams
+from minivllm.device.layers import fields
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError
-from minivllm.layers import fields
-from minivllm.loading.hf_config import open_checkpoint
 from minivllm.plugins.model.falcon import _bfloat16
 from minivllm.testing import ModelConformance
 from minivllm.testing.model_config import logits

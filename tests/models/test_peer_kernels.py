@@ -17,7 +17,7 @@ HERE = Path(__file__).parents[1]
 
 def regions(folder: Path, size: int) -> None:
     """A file of zeros for each rank."""
-    from minivllm.layers.peers import RegionLayout
+    from minivllm.device.layers.peers import RegionLayout
 
     for rank in range(size):
         with open(folder / str(rank), "wb") as file:
@@ -43,7 +43,7 @@ def test_ranks_get_the_sums_norms_logits_and_tokens_of_all(size, tmp_path):
 
 
 def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():
-    from minivllm.layers.peers import RegionLayout
+    from minivllm.device.layers.peers import RegionLayout
 
     for size in range(2, 9):
         layout = RegionLayout(size)
@@ -53,7 +53,7 @@ def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():
 
 
 def test_the_tile_of_a_gather_goes_by_rows_alone_and_fits_its_place(monkeypatch):
-    from minivllm.layers import peers
+    from minivllm.device.layers import peers
 
     assert len(peers.TILES) <= 2, "a tile between is compiled nowhere before a draw is captured"
     assert all(peers.PLACE % 16 == 0 and tile & (tile - 1) == 0 for _, tile in peers.TILES)
@@ -62,7 +62,7 @@ def test_the_tile_of_a_gather_goes_by_rows_alone_and_fits_its_place(monkeypatch)
 
 
 def test_the_way_of_a_sum_goes_by_rows_and_bytes_alone_and_few_rows_go_by_words():
-    from minivllm.layers.peers import PeerMemory
+    from minivllm.device.layers.peers import PeerMemory
 
     for size in (2, 4, 8):
         memory = PeerMemory(0, torch.zeros(size, dtype=torch.int64))

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from minivllm.device.loading import shapes, weights
 from minivllm.errors import ModelError
-from minivllm.loading import shapes, weights
 from minivllm.plugins.model.llama import Llama
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import read_tensors, tiny_dir

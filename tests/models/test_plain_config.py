@@ -10,10 +10,10 @@ import sys
 import pytest
 from transformers import AutoConfig
 
+from minivllm.device.loading import plain_config
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.plain_config import FIELDS, PlainConfig
 from minivllm.errors import ModelError
-from minivllm.loading import plain_config
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.plain_config import FIELDS, PlainConfig
 from minivllm.testing.tiny import ARCHS, CONFIGS, SMALL, VARIANTS, small_config
 
 SINGLES = {"the plain config": {}, **{k: v for axis in VARIANTS.values() for k, v in axis.items()}}

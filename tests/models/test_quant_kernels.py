@@ -22,7 +22,7 @@ import quant_kernels as checks
 import rounded_rows
 
 from minivllm import LLM, SamplingParams
-from minivllm.kernels import quant, quant_tiles, quant_vector, scaled
+from minivllm.device.kernels import quant, quant_tiles, quant_vector, scaled
 from minivllm.testing.tiny import tiny_dir
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -272,7 +272,7 @@ import torch
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minivllm.kernels import quant, quant_words
+from minivllm.device.kernels import quant, quant_words
 
 for form, dtype, zeros in ((8, "i8", 0), (8, "fp8e4nv", 0), (4, "u8", 0), (4, "u8", 2)):
     few, dots = quant.few_tile(form, 32, 1), quant.dots_tile(form, 32, 16, 4096)

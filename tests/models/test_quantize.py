@@ -14,22 +14,22 @@ from safetensors.torch import load_file
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ConfigError, ModelError, ResourceError
-from minivllm.loading.hf_config import open_checkpoint
+from minivllm.lab.quantize import run as run_module
+from minivllm.lab.quantize import work as work_module
+from minivllm.lab.quantize.awq import find_scales
+from minivllm.lab.quantize.folding import Fold, find_fold, find_uses, fold_in
+from minivllm.lab.quantize.gptq import solve
+from minivllm.lab.quantize.grid import Grid
+from minivllm.lab.quantize.layers import LayerModel, LayerWeights, watch
+from minivllm.lab.quantize.layouts import PackedFormat
+from minivllm.lab.quantize.options import QuantizeOptions
+from minivllm.lab.quantize.run import Quantizing, quantize
 from minivllm.plugins.quantizer.compressed import CompressedTensors
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.pocket import tasks
 from minivllm.pocket.evaluate import Minivllm, default_cases, evaluate
-from minivllm.quantize import run as run_module
-from minivllm.quantize import work as work_module
-from minivllm.quantize.awq import find_scales
-from minivllm.quantize.folding import Fold, find_fold, find_uses, fold_in
-from minivllm.quantize.gptq import solve
-from minivllm.quantize.grid import Grid
-from minivllm.quantize.layers import LayerModel, LayerWeights, watch
-from minivllm.quantize.layouts import PackedFormat
-from minivllm.quantize.options import QuantizeOptions
-from minivllm.quantize.run import Quantizing, quantize
 from minivllm.testing.harness import Harness
 from minivllm.testing.tiny import ARCHS, save, tiny_config, tiny_dir, tiny_model
 

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from minivllm import LLM, SamplingParams
+from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ResourceError
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.quantize import work
-from minivllm.quantize.layers import LayerModel
-from minivllm.quantize.layouts import PackedFormat
-from minivllm.quantize.options import QuantizeOptions
-from minivllm.quantize.run import quantize
+from minivllm.lab.quantize import work
+from minivllm.lab.quantize.layers import LayerModel
+from minivllm.lab.quantize.layouts import PackedFormat
+from minivllm.lab.quantize.options import QuantizeOptions
+from minivllm.lab.quantize.run import quantize
 from minivllm.testing.tiny import tiny_dir
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

@@ -9,7 +9,7 @@ import torch
 
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.decoder import Router
-from minivllm.layers.experts import route
+from minivllm.device.layers.experts import route
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.model.spec import QWEN3_MOE
 from minivllm.testing.tiny import tiny_dir

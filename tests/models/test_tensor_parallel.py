@@ -13,8 +13,8 @@ from transformers import AutoConfig, Olmo2Config
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.device.layers.embedding import VocabRange
 from minivllm.errors import ModelError
-from minivllm.layers.embedding import VocabRange
 from minivllm.plugins.quantizer.gptq import Gptq
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.registry import Catalog, build_part

@@ -16,10 +16,10 @@ from minivllm import LLM, SamplingParams
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import resolve
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.shapes import blueprint
+from minivllm.device.loading.weights import weight_bytes
 from minivllm.errors import ConfigError, ModelError, PluginError, RequestError
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.shapes import blueprint
-from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.model.fallback.arch import TransformersArch
 from minivllm.plugins.model.fallback.layers import Replaced
 from minivllm.plugins.model.fallback.plan import make_plan

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.model import Rule
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.errors import ModelError
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.weights import find_targets, load_weights, weight_bytes
 from minivllm.plugins.quantizer.int8 import Int8
 from minivllm.plugins.quantizer.options import Int8Options
 from minivllm.testing.harness import Harness

@@ -85,7 +85,9 @@ def test_what_cannot_be_compiled_leaves_the_reason_in_place_of_an_older_library(
 
 @on_x86_linux
 def test_the_reason_has_the_compilers_first_error(tree, tmp_path):
-    (tree / "minivllm" / "native" / "kernels.cpp").write_text("int f() { return 1; }\nint g() { return nothing; }\n")
+    (tree / "minivllm" / "device" / "native" / "kernels.cpp").write_text(
+        "int f() { return 1; }\nint g() { return nothing; }\n"
+    )
     said = build_hook(tree).build(tmp_path, {"CXX": compiler()}).read_text()
     assert "failed with status 1: kernels.cpp:2:" in said and "nothing" in said
 
@@ -106,7 +108,7 @@ def test_an_unknown_value_of_the_switch_is_refused(tree, tmp_path):
 
 @on_x86_linux
 def test_run_directly_it_compiles_in_place_and_only_what_is_old(tree):
-    native = tree / "minivllm" / "native"
+    native = tree / "minivllm" / "device" / "native"
 
     def run(**environ):
         command = [sys.executable, HOOK]
@@ -146,7 +148,7 @@ def tags_and_native(wheel):
     with zipfile.ZipFile(wheel) as file:
         (about,) = (name for name in file.namelist() if name.endswith(".dist-info/WHEEL"))
         text = file.read(about).decode()
-        native = {name.rpartition("/")[2] for name in file.namelist() if name.startswith("minivllm/native/")}
+        native = {name.rpartition("/")[2] for name in file.namelist() if name.startswith("minivllm/device/native/")}
     assert f"Tag: {wheel.stem.split('-', 2)[2]}\n" in text
     return (
         wheel.name.split("-", 2)[2],
@@ -161,11 +163,11 @@ def test_a_wheel_with_the_library_is_one_for_all_pythons_of_a_platform(tree):
     tag, said, native = tags_and_native(hatchling(tree, "build_wheel"))
     assert tag == "py3-none-linux_x86_64.whl" and said
     assert native == {"__init__.py", "library.py", "kernels.cpp", "program.cpp", "sizes.h", LIBRARY}
-    assert not left_in(tree / "minivllm" / "native")  # the sources are as they were
+    assert not left_in(tree / "minivllm" / "device" / "native")  # the sources are as they were
 
 
 def test_a_wheel_without_a_compiler_is_one_for_all_machines_and_says_why(tree):
-    (tree / "minivllm" / "native" / LIBRARY).write_bytes(b"of an editable install")
+    (tree / "minivllm" / "device" / "native" / LIBRARY).write_bytes(b"of an editable install")
     tag, said, native = tags_and_native(hatchling(tree, "build_wheel", CXX="/bin/false"))
     assert tag == "py3-none-any.whl" and said
     assert REASON in native and LIBRARY not in native
@@ -181,7 +183,7 @@ def test_a_build_that_wants_the_library_fails_without_a_compiler(tree):
 def test_an_editable_install_has_the_library_beside_its_sources(tree):
     pytest.importorskip("editables", reason='pip install "minivllm[test]"')
     compiler()
-    native = tree / "minivllm" / "native"
+    native = tree / "minivllm" / "device" / "native"
     made = hatchling(tree, "build_editable")
     assert left_in(native) == {LIBRARY} and "native" not in str(zipfile.ZipFile(made).namelist())
     hatchling(tree, "build_editable", CXX="/bin/false")
@@ -189,17 +191,17 @@ def test_an_editable_install_has_the_library_beside_its_sources(tree):
 
 
 def test_an_sdist_has_all_sources_and_nothing_that_was_built(tree):
-    native = tree / "minivllm" / "native"
-    for path in (ROOT / "minivllm" / "native").iterdir():
+    native = tree / "minivllm" / "device" / "native"
+    for path in (ROOT / "minivllm" / "device" / "native").iterdir():
         if path.suffix in (".cpp", ".h"):
             (native / path.name).write_bytes(path.read_bytes())
     (native / LIBRARY).write_bytes(b"built")
     (native / REASON).write_text("built")
     with tarfile.open(hatchling(tree, "build_sdist")) as file:
         names = {name.partition("/")[2] for name in file.getnames()}
-    assert {HOOK, "pyproject.toml", ".gitignore", "minivllm/native/library.py"} <= names
-    assert {f"minivllm/native/{name}" for name in sources_of(native)} <= names
-    assert not names & {f"minivllm/native/{LIBRARY}", f"minivllm/native/{REASON}"}
+    assert {HOOK, "pyproject.toml", ".gitignore", "minivllm/device/native/library.py"} <= names
+    assert {f"minivllm/device/native/{name}" for name in sources_of(native)} <= names
+    assert not names & {f"minivllm/device/native/{LIBRARY}", f"minivllm/device/native/{REASON}"}
 
 
 def sources_of(native: Path):

@@ -12,12 +12,12 @@ from native_runs import ask, checkpoint, each_isa, engine, needs_library, prompt
 
 from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
 from minivllm.core.interfaces.sampling import Column, Draw, Row, SamplingContext
-from minivllm.core.worker import sampling, step
-from minivllm.core.worker.state import DeviceState, ProcessorState
+from minivllm.device.native.program import Program, address
+from minivllm.device.worker import sampling, step
+from minivllm.device.worker.state import DeviceState, ProcessorState
 from minivllm.errors import PluginError
-from minivllm.native.program import Program, address
 from minivllm.plugins.sampler.default import DRAWN, GREEDY, DefaultSampler
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 pytestmark = needs_library
 __all__ = ["each_isa"]

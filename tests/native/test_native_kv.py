@@ -8,7 +8,7 @@ import torch
 from native_runs import each_isa, needs_library
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.native.program import Program, address
+from minivllm.device.native.program import Program, address
 from minivllm.plugins.kvformat.scaled import Int8KV
 
 pytestmark = needs_library

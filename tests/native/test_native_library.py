@@ -12,15 +12,15 @@ import pytest
 from native_helpers import ROOT, build_hook, compile_one
 
 from minivllm import ConfigError, explain
-from minivllm.hardware import Device
-from minivllm.native import library
-from minivllm.record import machine, sources
+from minivllm.device.hardware import Device
+from minivllm.device.native import library
+from minivllm.frontend.record import machine, sources
 
 CPU = {"model": "pocket", "device": "cpu", "dtype": "float32"}
 TELL = """
 import json, sys
 from pathlib import Path
-from minivllm.native import library
+from minivllm.device.native import library
 library.FOLDER = Path(sys.argv[1])
 print(json.dumps([library.load() is not None, library.isa(), library.why_not(), library.told()]))
 """

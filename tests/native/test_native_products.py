@@ -9,8 +9,8 @@ import torch
 from native_runs import each_isa, needs_library
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
-from minivllm.layers.lowering import readable
-from minivllm.native import program
+from minivllm.device.layers.lowering import readable
+from minivllm.device.native import program
 from minivllm.plugins.quantizer.int4 import Int4Weight, dequantize
 from minivllm.plugins.quantizer.int8 import Int8Weight
 

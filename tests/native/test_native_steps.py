@@ -22,14 +22,14 @@ from minivllm.core.interfaces.decoder import (
     WeightNames,
 )
 from minivllm.core.interfaces.model import ModelArch
-from minivllm.layers.decoder import Decoder
+from minivllm.device.layers.decoder import Decoder
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.kvformat.plain import Fp32
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
 from minivllm.plugins.quantizer.spec import INT8
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 pytestmark = needs_library
 __all__ = ["each_isa"]
@@ -419,7 +419,7 @@ def test_what_was_chosen_runs_and_why_nothing_is_captured_is_said(options, said,
 
 @pytest.mark.parametrize("room", [0, 1 << 30])
 def test_weights_are_copied_to_bfloat16_where_there_is_room_and_the_tokens_are_the_same(room, monkeypatch):
-    monkeypatch.setattr("minivllm.core.worker.runner.free_ram", lambda: 4 * room)
+    monkeypatch.setattr("minivllm.device.worker.runner.free_ram", lambda: 4 * room)
     with engine("pocket", dtype="float32") as llm, engine("pocket", dtype="float32", graph="off") as plain:
         copied = llm.engine.executor.runner.native.copied
         weights = llm.engine.capacity.weight_bytes - copied

@@ -15,8 +15,8 @@ import pytest
 import torch
 from native_runs import ask, checkpoint, engine, needs_library, prompt, watched
 
-from minivllm.layers.native_steps import NativeSteps
-from minivllm.native.program import Program, address
+from minivllm.device.layers.native_steps import NativeSteps
+from minivllm.device.native.program import Program, address
 
 pytestmark = needs_library
 torch.set_num_threads(1)  # of torch: on tiny tensors threads only wait for each other
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def threads(monkeypatch):
     """Says how many threads the programs have that are made from now on."""
-    return lambda n: monkeypatch.setattr("minivllm.layers.native_steps.torch.get_num_threads", lambda: n)
+    return lambda n: monkeypatch.setattr("minivllm.device.layers.native_steps.torch.get_num_threads", lambda: n)
 
 
 def states(monkeypatch, path, pause=lambda: None, **options):
@@ -139,7 +139,7 @@ def test_threads_that_the_system_does_not_give_are_done_without():
     """In a process whose memory for their stacks ends soon."""
     done = python("""
         import resource
-        from minivllm.native.program import Program, address
+        from minivllm.device.native.program import Program, address
         x, out = torch.ones(64, 5), torch.zeros(64, 5)
         box, before = np.array([64, 0] + [0] * 128), len(os.listdir("/proc/self/task"))
         size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -159,7 +159,7 @@ def test_threads_that_the_system_does_not_give_are_done_without():
 def test_a_process_that_forks_ends_and_so_do_both_its_engines(folder):
     """The child has no threads but its own: it neither waits for others when it ends, nor ends those of its parent."""
     done = python(f"""
-        from minivllm.layers import native_steps
+        from minivllm.device.layers import native_steps
         from minivllm import LLM, SamplingParams
 
         def ask(llm):
@@ -187,7 +187,7 @@ def test_a_process_that_forks_ends_and_so_do_both_its_engines(folder):
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_process_that_closes_nothing_ends(folder, asleep):
     done = python(f"""
-        from minivllm.layers import native_steps
+        from minivllm.device.layers import native_steps
         from minivllm import LLM, SamplingParams
 
         def ask(llm):

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from minivllm.plugins.attention.spec import DIMS, FLASH_ATTN, FLASH_ATTN2, FLASHINFER, plainly
+from minivllm.registration.spec import KINDS, Needs, PluginQuery, describe
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS, Needs, PluginQuery, describe
 from minivllm.testing import AttentionConformance
 from minivllm.testing.attention_world import World
 

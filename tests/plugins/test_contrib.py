@@ -43,7 +43,7 @@ def test_a_private_import_is_found(tmp_path):
             "from minivllm.registry import Catalog",
             "def f():\n    from minivllm.plugins.evictor.lru import Lru",
             "from minivllm import llm",
-            "from minivllm.spec import Spec",
+            "from minivllm.registration.spec import Spec",
             "from minivllm.core.interfaces.evictor import Evictor",
         )
     ):

@@ -12,27 +12,28 @@ import pytest
 import torch
 from plugin_helpers import install
 
-from minivllm import LLM, RequestError, SamplingParams, declared
+from minivllm import LLM, RequestError, SamplingParams
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.schema import config_schema
 from minivllm.config.server import ServerConfig
+from minivllm.core import declared
 from minivllm.core.interfaces.params import NAMES, is_own
 from minivllm.errors import ConfigError, PluginError
-from minivllm.parameters import Param
-from minivllm.record.tally import plain_params
+from minivllm.frontend.record.tally import plain_params
+from minivllm.registration.parameters import Param
+from minivllm.registration.spec import ASKED, KINDS, Spec
 from minivllm.registry import Catalog
 from minivllm.server.openai.fields import check
 from minivllm.server.openai.params import make_params
 from minivllm.server.openai.protocol.common import read
 from minivllm.server.openai.protocol.completion import CompletionBody
-from minivllm.spec import ASKED, KINDS, Spec
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)
 
 SPEC = """
-from minivllm.spec import ANY, Param, Spec
+from minivllm.registration.spec import ANY, Param, Spec
 AWAY = Spec(
     "away_impl:Away", (1, 2), "pushes one token away", limits={"device": ANY}, features=frozenset({"graph_safe"}),
     params=(

@@ -190,7 +190,7 @@ def test_the_metadata_is_asked_again_after_an_installation(path):
 
 
 def test_what_a_failed_package_requires_is_part_of_the_error(path):
-    spec = "from minivllm.spec import LimitOfNextYear\n"
+    spec = "from minivllm.registration.spec import LimitOfNextYear\n"
     requires = "Requires-Dist: numpy\nRequires-Dist: minivllm[test]>=7,<8\n"
     install(path, "acme", {"minivllm.evictor": {"arc": "acme_new_spec:S"}}, metadata=requires, acme_new_spec=spec)
     with pytest.raises(PluginError) as info:

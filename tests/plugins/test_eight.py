@@ -10,7 +10,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.eight import Fp8, Fp8Both, Fp8Weight, Fp8WeightOnly, Int8Both, quantized_rows
 from minivllm.plugins.quantizer.spec import FP8, FP8_WEIGHT
-from minivllm.spec import KINDS, PluginQuery
+from minivllm.registration.spec import KINDS, PluginQuery
 
 BOTH = [(Int8Both, 127), (Fp8Both, 448)]
 

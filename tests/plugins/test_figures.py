@@ -12,13 +12,13 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.core import checks
 from minivllm.frontend.async_llm import AsyncLLM
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.figures import PluginFigures
+from minivllm.frontend.record.diff import compare
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.scheduler.fcfs import Fcfs
-from minivllm.record.diff import compare
+from minivllm.registration.spec import Spec
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.figures import PluginFigures
 from minivllm.server.metrics import Metrics
-from minivllm.spec import Spec
 
 OPTIONS = {"model": "pocket", "device": "cpu", "max_model_len": 64, "num_kvcache_blocks": 40}
 SHORT = SamplingParams(max_tokens=4, temperature=0)

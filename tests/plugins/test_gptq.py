@@ -23,9 +23,9 @@ from packed_checkpoints import (
 
 from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Shard
+from minivllm.device.layers.linear import joined_by
+from minivllm.device.native import library
 from minivllm.errors import ModelError
-from minivllm.layers.linear import joined_by
-from minivllm.native import library
 from minivllm.plugins.model.phi3 import Phi3
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer.forms import GroupedBytes, PlainRows

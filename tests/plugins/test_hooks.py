@@ -20,11 +20,11 @@ from minivllm import LLM, AsyncLLM, SamplingParams
 from minivllm.config import PROCESSORS
 from minivllm.core.engine.request import Request
 from minivllm.errors import ConfigError, PluginError
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.bridge import view_of
 from minivllm.plugins.hooks.options import StepLogOptions
 from minivllm.plugins.hooks.step_log import StepLog
 from minivllm.plugins.scheduler.fcfs import Fcfs
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.bridge import view_of
 from minivllm.testing.sim import answer, outputs, request, run, sim_engine
 
 package = pytest.fixture(write_package)
@@ -172,7 +172,7 @@ def test_hooks_run_on_the_thread_of_the_engine(package):
 
 THREADS = """
 import threading
-from minivllm.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks import Hooks, hookimpl
 SEEN = {}
 class Threads(Hooks):
     @hookimpl

@@ -15,10 +15,10 @@ from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.resolve import resolve
 from minivllm.errors import ConfigError, PluginError
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.hooks.manager import NAMES, HookManager
 from minivllm.plugins.hooks.options import LiveOptions, StepLogOptions
 from minivllm.plugins.hooks.step_log import COLUMNS, StepLog
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks.manager import NAMES, HookManager
 from minivllm.testing.sim import run
 
 package = pytest.fixture(write_package)
@@ -39,8 +39,8 @@ POCKET = {"model": "pocket", "max_num_seqs": 4, "max_num_batched_tokens": 256, "
 # ---------------------------------------------------------------- registration
 
 PACKAGE = """
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.spec import Spec
+from minivllm.runtime.hooks import Hooks, hookimpl
+from minivllm.registration.spec import Spec
 SPEC = Spec("acme_hooks:Mine", {api}, "for a test")
 class Mine({base}):
     @hookimpl({mark})
@@ -82,7 +82,7 @@ def test_versions_blocks_and_base_classes_are_those_of_any_seam(package):
         chosen(package, api=(2, 0))
     with pytest.raises(PluginError, match="is blocked by MINIVLLM_PLUGINS"):
         chosen(package, environ={"MINIVLLM_PLUGINS": ""})
-    with pytest.raises(PluginError, match=r"is not a subclass of minivllm.hooks.Hooks"):
+    with pytest.raises(PluginError, match=r"is not a subclass of minivllm.runtime.hooks.Hooks"):
         HookManager.make(chosen(package, base="object").hooks)
 
 
@@ -129,7 +129,7 @@ def test_a_first_result_hook_that_fails_is_an_error(package, body, message):
 
 READER = """
 import json
-from minivllm.hooks import Hooks, hookimpl
+from minivllm.runtime.hooks import Hooks, hookimpl
 class Json(Hooks):
     @hookimpl
     def minivllm_read_config(self, path):
@@ -204,7 +204,7 @@ def test_the_live_view_shows_queue_batch_cache_and_rate():
 def test_the_command_line_runs_hooks_and_shows_their_failures(tmp_path, package, capsys, monkeypatch):
     package(
         "acme_fails",
-        "from minivllm.hooks import *\nclass F(Hooks):\n    @hookimpl\n"
+        "from minivllm.runtime.hooks import *\nclass F(Hooks):\n    @hookimpl\n"
         "    def minivllm_step_finished(self):\n        raise OSError('no disk')\n",
     )
     monkeypatch.chdir(tmp_path)

@@ -13,8 +13,8 @@ from plugin_helpers import install, spec_text
 from minivllm.errors import PluginError
 from minivllm.registration import importing
 from minivllm.registration.importing import ends_process, guarded_import
+from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
-from minivllm.spec import PluginQuery
 
 ENDS = {
     "os._exit(0)": "ended the process with exit code 0",

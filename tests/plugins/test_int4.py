@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from minivllm import LLM
 from minivllm.core.interfaces.quantizer import ModuleInfo, Shard
+from minivllm.device.layers.linear import Dense
+from minivllm.device.loading.weights import weight_bytes
 from minivllm.errors import ModelError, OptionError, PluginError
-from minivllm.layers.linear import Dense
-from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer import fast, int4, tiled
 from minivllm.plugins.quantizer.int4 import Int4, Int4Weight
@@ -369,7 +369,7 @@ def test_groups_that_no_tile_divides_are_not_given_to_the_kernels(monkeypatch):
     for group, taken in ((32, True), (64, True), (48, False), (96, False), (192, False)):
         assert (fast.kernels_of(weight, torch.ones(8, 192 // group), None, group) is not None) == taken
     with pytest.raises(ValueError, match="groups of 48 inputs with 4 bits: want 32, 64 or 128"):
-        import_module("minivllm.kernels.quant").Quantized(weight, torch.ones(8, 4), None, 48)
+        import_module("minivllm.device.kernels.quant").Quantized(weight, torch.ones(8, 4), None, 48)
 
 
 @pytest.mark.slow

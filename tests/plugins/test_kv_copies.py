@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV
 from minivllm.testing.attention_world import make_meta
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, AttnLayer, AttnSpec, GraphKey
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp32
 from minivllm.plugins.kvformat.scaled import Fp8KV, Int8KV

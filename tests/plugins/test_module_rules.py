@@ -11,9 +11,9 @@ import torch
 from minivllm import LLM
 from minivllm.cli import main
 from minivllm.core.interfaces.quantizer import ModuleInfo, Shard
+from minivllm.device.layers.linear import Dense, Linear
+from minivllm.device.loading.weights import weight_bytes
 from minivllm.errors import ConfigError, OptionError, PluginError, error_from
-from minivllm.layers.linear import Dense, Linear
-from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.model.gpt2 import GPT2
 from minivllm.plugins.model.qwen3_moe import Qwen3Moe
 from minivllm.plugins.quantizer.eight import Fp8, Fp8Both, Fp8Weight, Int8Both, Int8W8A8, LlmInt8, LlmInt8Weight

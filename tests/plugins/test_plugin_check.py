@@ -9,8 +9,8 @@ from plugin_helpers import install, spec_text
 
 from minivllm.cli import main
 from minivllm.cli.plugin_check import check_one, spec_faults
+from minivllm.registration.spec import KINDS, AtLeast, Spec
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS, AtLeast, Spec
 
 IMPL = """
 from minivllm.core.interfaces.evictor import Evictor

@@ -17,8 +17,8 @@ import minivllm.plugin
 from minivllm import __version__, moved
 from minivllm.cli import main
 from minivllm.cli.plugin_check import check_one
+from minivllm.registration.spec import KINDS
 from minivllm.registry import Catalog
-from minivllm.spec import KINDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # A name leaves only with a new major version of its seam's contract; docs/compatibility.md says so.
@@ -156,10 +156,10 @@ def test_every_way_to_write_the_import_works():
     code = (
         "import minivllm.core.sampling; import minivllm.core.layers.linear as a\n"
         "from minivllm.core import sampling as b; from minivllm.core.layers import linear as c\n"
-        "import minivllm.layers.linear as d\n"
+        "import minivllm.device.layers.linear as d\n"
         "assert a is c is d and b is minivllm.core.sampling and minivllm.core.layers.linear is d; print(b.__name__)"
     )
-    assert python(code).splitlines()[0] == "minivllm.core.worker.sampling"
+    assert python(code).splitlines()[0] == "minivllm.device.worker.sampling"
 
 
 def test_no_old_path_hides_a_module_and_every_new_one_is_there():
@@ -200,7 +200,8 @@ def test_minivllm_itself_uses_no_old_path():
         *(ROOT / "examples").rglob("*.py"),
     ]:
         if path.name != "moved.py":
-            used = [w for w in old.findall(path.read_text()) if w]
+            text = re.sub(r"(getLogger\(\"|``|\.)minivllm\.hooks\b", "", path.read_text())  # a logger, a group
+            used = [w for w in old.findall(text) if w]
             assert not used, f"{path}: {used}"
 
 
@@ -217,7 +218,7 @@ def outdated(tmp_path, monkeypatch):
     modules = {
         "old_path": "from minivllm.core.sampling import gumbel" + base,
         "gone_path": "from minivllm.core.nowhere import gumbel" + base,
-        "gone_name": "from minivllm.core.worker.sampling import gone" + base,
+        "gone_name": "from minivllm.device.worker.sampling import gone" + base,
         "other": "import acme_kernels_that_are_not_here" + base,
     }
     specs = {f"spec_{name}": spec_text(impl=f"impl_{name}:E") for name in modules}
@@ -229,9 +230,9 @@ def outdated(tmp_path, monkeypatch):
 def test_plugins_check_lists_the_old_paths_of_a_package_that_still_works(outdated, capsys, monkeypatch):
     report = check_one(outdated["old_path"])
     assert report.word == "ok" and len(report.outdated) == 1
-    assert report.outdated[0].startswith("minivllm.core.sampling is minivllm.core.worker.sampling now")
+    assert report.outdated[0].startswith("minivllm.core.sampling is minivllm.device.worker.sampling now")
     assert main(["plugins", "check", "acme/old_path"]) == 0
-    assert "minivllm.core.sampling is minivllm.core.worker.sampling now" in capsys.readouterr().out
+    assert "minivllm.core.sampling is minivllm.device.worker.sampling now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["gone_path", "gone_name"])

@@ -16,11 +16,11 @@ from minivllm.errors import RequestError
 from minivllm.frontend.prompts import with_token_ids
 from minivllm.plugins.processor.logit_bias import MAX_ENTRIES, LogitBias
 from minivllm.plugins.processor.penalties import Penalties
+from minivllm.runtime.text.tokenizer import load_tokenizer
 from minivllm.server.link.client import params_to_json
 from minivllm.testing.processor import ProcessorConformance, standard_reference
 from minivllm.testing.sampling_rows import SampledSeq, Stage
 from minivllm.testing.session import run
-from minivllm.text.tokenizer import load_tokenizer
 
 VOCAB = 30
 CTX = SamplingContext(VOCAB, 24, ())

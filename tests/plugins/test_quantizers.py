@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from minivllm.core.interfaces.quantizer import ModuleInfo
+from minivllm.device.loading.weights import weight_bytes
 from minivllm.errors import PluginError
-from minivllm.loading.weights import weight_bytes
 from minivllm.plugins.quantizer.int4 import Int4
 from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
 from minivllm.plugins.quantizer.none import Unquantized

@@ -12,9 +12,10 @@ from plugin_helpers import discover, point, spec_text, write_package
 import minivllm
 from minivllm.config.files import tomllib
 from minivllm.errors import PluginError
-from minivllm.parameters import Param
 from minivllm.plugins.specs import BUILTINS
 from minivllm.registration import discovery
+from minivllm.registration.parameters import Param
+from minivllm.registration.spec import ANY, TRAIT_FORMS, Spec, check_seam
 from minivllm.registry import (
     KINDS,
     RESERVED,
@@ -22,7 +23,6 @@ from minivllm.registry import (
     PluginQuery,
     import_target,
 )
-from minivllm.spec import ANY, TRAIT_FORMS, Spec, check_seam
 
 package = pytest.fixture(write_package)
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 
 from minivllm import LLM, RequestError, SamplingParams
 from minivllm.core.interfaces.sampling import SamplingContext
-from minivllm.core.worker.sampling import gumbel
+from minivllm.device.worker.sampling import gumbel
 from minivllm.plugins.sampler.mirostat import MirostatSampler
 from minivllm.plugins.sampler.typical import TypicalSampler
 from minivllm.testing.sampler import SamplerConformance

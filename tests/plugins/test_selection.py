@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from plugin_helpers import discover, install, point, spec_text, write_package
 
 from minivllm.errors import PluginError
+from minivllm.registration.spec import allows
 from minivllm.registry import (
     ANY,
     KINDS,
@@ -28,7 +29,6 @@ from minivllm.registry import (
     Registry,
     Spec,
 )
-from minivllm.spec import allows
 
 # ---------------------------------------------------------------- limits
 
@@ -183,7 +183,7 @@ def test_a_broken_plugin_in_a_list_of_preferences_is_an_error_and_a_blocked_one_
 
 
 CHECKED = """
-from minivllm.spec import *
+from minivllm.registration.spec import *
 def check(request): return 1 / 0
 S = Spec("acme:Flash", (1, 0), "x", limits=ANY, features=frozenset({"f"}), check=check)
 """
@@ -230,7 +230,7 @@ def test_a_needed_version_is_told_though_the_metadata_of_another_package_is_brok
 def test_a_needed_version_is_told_without_reading_the_metadata_of_every_package(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "packages_distributions", lambda: pytest.fail("it takes seconds"))
     assert Needs("numpy", "1").missing() is None and Needs("numpy.linalg", dist="numpy").installed_version()
-    assert Needs("minivllm.spec", dist="no-such").installed_version() is None
+    assert Needs("minivllm.registration.spec", dist="no-such").installed_version() is None
 
 
 def test_a_needed_version_is_that_of_the_package_that_brings_a_module_of_another_name():
@@ -306,7 +306,7 @@ def test_a_class_that_leaves_out_a_method_is_refused_when_it_is_loaded(package):
 
 OPTIONS = """
 from pydantic import BaseModel, ConfigDict, Field
-from minivllm.spec import *
+from minivllm.registration.spec import *
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     num_splits: int = Field(1, le=64, description="parts")

@@ -23,7 +23,7 @@ HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "acme=1"}
 
 
 def test_without_the_package_the_choice_is_refused_and_the_command_that_helps_is_named(monkeypatch):
-    monkeypatch.setattr("minivllm.spec._installed", lambda module: not module.startswith("opentelemetry"))
+    monkeypatch.setattr("minivllm.registration.spec._installed", lambda module: not module.startswith("opentelemetry"))
     config = load_config(keywords={**OPTIONS, "hooks": ["opentelemetry"]}, environ={}).engine
     with pytest.raises(PluginError, match=r"needs opentelemetry.sdk.*minivllm\[otel\]"):
         resolve(config, Catalog.discover())

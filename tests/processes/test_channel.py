@@ -15,9 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.processes import channel as module
-from minivllm.processes.channel import HEAD, Channel, ChannelClosed, ChannelStuck, Incoming, Outgoing, shared_file
-from minivllm.processes.rhythm import Rhythm
+from minivllm.runtime.processes import channel as module
+from minivllm.runtime.processes.channel import (
+    HEAD,
+    Channel,
+    ChannelClosed,
+    ChannelStuck,
+    Incoming,
+    Outgoing,
+    shared_file,
+)
+from minivllm.runtime.processes.rhythm import Rhythm
 
 
 @pytest.fixture(params=[True, False], ids=["", "a bell each"])
@@ -145,7 +153,7 @@ def test_a_reader_that_makes_no_room_is_waited_for_only_so_long(ends):
 
 ANSWERS = """
 import os, random, socket, sys, time
-from minivllm.processes import channel as module
+from minivllm.runtime.processes import channel as module
 
 module.NAPS = (5.0, 5.0)
 module.ORDERED = module.ORDERED and sys.argv[1] == "True"

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minivllm.processes import gate as module
-from minivllm.processes import wire
-from minivllm.processes.channel import ChannelClosed, ChannelStuck
-from minivllm.processes.gate import MOST, NONCE, Gate, Refused, admit, greet
-from minivllm.processes.wire import GONE, HEAD, Wire, cut_by, watch_peer
+from minivllm.runtime.processes import gate as module
+from minivllm.runtime.processes import wire
+from minivllm.runtime.processes.channel import ChannelClosed, ChannelStuck
+from minivllm.runtime.processes.gate import MOST, NONCE, Gate, Refused, admit, greet
+from minivllm.runtime.processes.wire import GONE, HEAD, Wire, cut_by, watch_peer
 
 SECRET = b"s" * 32
 

@@ -9,10 +9,10 @@ import pytest
 from cli_helpers import said
 
 from minivllm import LLM
-from minivllm.bench import ablate, offline, trials
-from minivllm.bench.statistics import Paired
-from minivllm.bench.workload import Generated
 from minivllm.errors import ResourceError
+from minivllm.lab.bench import ablate, offline, trials
+from minivllm.lab.bench.statistics import Paired
+from minivllm.lab.bench.workload import Generated
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "4", "--input-len", "6", "--output-len", "4", "--repeats", "2", "--warmups", "0"]

@@ -7,8 +7,8 @@ import json
 import pytest
 
 import minivllm
-from minivllm.bench import batching
 from minivllm.cli import bench_runs, main
+from minivllm.lab.bench import batching
 
 SETS = [
     word

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from minivllm import LLM
-from minivllm.bench.floors import MachinePeaks, OperationClock, machine_peaks
-from minivllm.bench.kernels import KernelBench, LoadOperations
-from minivllm.bench.textbook import copies
 from minivllm.cli import main
-from minivllm.layers.fused import Normed
+from minivllm.device.layers.fused import Normed
+from minivllm.lab.bench.floors import MachinePeaks, OperationClock, machine_peaks
+from minivllm.lab.bench.kernels import KernelBench, LoadOperations
+from minivllm.lab.bench.textbook import copies
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "num_kvcache_blocks": 64, "max_model_len": 128}
 

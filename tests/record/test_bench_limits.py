@@ -7,9 +7,9 @@ import json
 import pytest
 from cli_helpers import said
 
-from minivllm.bench import workload
-from minivllm.bench.limits import EngineLimits, fitted
 from minivllm.errors import ConfigError
+from minivllm.lab.bench import workload
+from minivllm.lab.bench.limits import EngineLimits, fitted
 from minivllm.testing.tiny import tiny_dir
 
 SMALL = ["dtype=float32", "device=cpu", "skip_tokenizer_init=true", "num_kvcache_blocks=40"]
@@ -94,7 +94,7 @@ def test_the_room_of_a_request_counts_whole_blocks_of_the_cache():
 
 @pytest.mark.parametrize("source", ["sample:azure", "sample:burstgpt", "sample:mooncake", "sample:bailian"])
 def test_a_trace_is_a_dataset_whose_lengths_and_equal_beginnings_are_those_of_the_trace(source):
-    from minivllm.traces.read import read_trace
+    from minivllm.lab.traces.read import read_trace
 
     trace = read_trace(source)
     assert workload.names_trace(source)

@@ -11,12 +11,12 @@ import time
 
 import pytest
 
-from minivllm.bench import direct, serving, state, workload
-from minivllm.bench.answers import TimedAnswer, figures
-from minivllm.bench.client import HttpServer
-from minivllm.bench.loads import Bench, OfferedLoad
-from minivllm.bench.workload import BenchAsk, Generated
 from minivllm.errors import ConfigError, ResourceError
+from minivllm.lab.bench import direct, serving, state, workload
+from minivllm.lab.bench.answers import TimedAnswer, figures
+from minivllm.lab.bench.client import HttpServer
+from minivllm.lab.bench.loads import Bench, OfferedLoad
+from minivllm.lab.bench.workload import BenchAsk, Generated
 
 # ---------------------------------------------------------------- loads
 

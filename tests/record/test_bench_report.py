@@ -8,9 +8,9 @@ import xml.etree.ElementTree as xml
 
 import pytest
 
-from minivllm.bench import charts, repeats, report
-from minivllm.bench.charts import Bar, DrawnLine
 from minivllm.cli import main
+from minivllm.lab.bench import charts, repeats, report
+from minivllm.lab.bench.charts import Bar, DrawnLine
 
 ROW = {
     "intervals": {"output_throughput": [90.0, 110.0]},
@@ -134,7 +134,7 @@ def test_matplotlib_draws_whiskers_over_the_points_and_within_the_axes(log):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    from minivllm.bench import plot
+    from minivllm.lab.bench import plot
 
     line = DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)), upward=((-30.0, 50.0), (4.0, 6.0)))
     for chart in (charts.BarChart("t", WIDE), charts.LineChart("t", [line], "x", "y", log=log)):
@@ -198,7 +198,7 @@ def test_png_and_svg_have_the_charts_of_a_report(tmp_path, capsys):
 def test_a_figure_without_matplotlib_or_without_charts_is_refused_and_so_is_another_ending(
     tmp_path, capsys, monkeypatch
 ):
-    from minivllm.bench import plot
+    from minivllm.lab.bench import plot
 
     path, plain = str(tmp_path / "a.json"), str(tmp_path / "t.json")
     repeats.write(path, RESULTS["ablate"])

@@ -13,13 +13,13 @@ import time
 import pytest
 from cli_helpers import said
 
-from minivllm.bench import state, statistics, workload
-from minivllm.bench.answers import TimedAnswer, figures
-from minivllm.bench.repeats import dumps, merged
-from minivllm.bench.workload import BenchAsk, Generated
 from minivllm.cli.bench_runs import watch_of
 from minivllm.config import EngineConfig
 from minivllm.errors import ConfigError
+from minivllm.lab.bench import state, statistics, workload
+from minivllm.lab.bench.answers import TimedAnswer, figures
+from minivllm.lab.bench.repeats import dumps, merged
+from minivllm.lab.bench.workload import BenchAsk, Generated
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=64", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "4", "--input-len", "8", "--output-len", "4"]

@@ -15,17 +15,17 @@ import pytest
 from cli_helpers import said
 
 from minivllm import LLM, SamplingParams
-from minivllm.bench import quality, report, trials
-from minivllm.bench.comparing import ComparedRuns
-from minivllm.bench.pareto import Front
-from minivllm.bench.quality import TextScores
-from minivllm.bench.repeats import dumps
-from minivllm.bench.statistics import paired, shifted
-from minivllm.bench.store import Store, digest
 from minivllm.cli import compare as cli_compare
 from minivllm.cli.compare import contenders
 from minivllm.cli.record import record_path
 from minivllm.errors import ConfigError
+from minivllm.lab.bench import quality, report, trials
+from minivllm.lab.bench.comparing import ComparedRuns
+from minivllm.lab.bench.pareto import Front
+from minivllm.lab.bench.quality import TextScores
+from minivllm.lab.bench.repeats import dumps
+from minivllm.lab.bench.statistics import paired, shifted
+from minivllm.lab.bench.store import Store, digest
 
 SMALL = ["--set", "max_num_seqs=4", "--set", "max_num_batched_tokens=128", "--set", "num_kvcache_blocks=64"]
 LITTLE = ["--num-prompts", "3", "--input-len", "6", "--output-len", "3", "--warmups", "0", "--quality-tokens", "24"]

@@ -14,13 +14,13 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.errors import PluginError
-from minivllm.hooks import Hooks, hookimpl
+from minivllm.frontend.record.diff import compare
+from minivllm.frontend.record.live import source_of_class
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.plugins.scheduler.fcfs import Fcfs
-from minivllm.record.diff import compare
-from minivllm.record.live import source_of_class
 from minivllm.registration import given
+from minivllm.runtime.hooks import Hooks, hookimpl
 
 SIZES = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 4, "max_model_len": 256}
 HEAD = "import functools, logging\nimport numpy as np\nfrom minivllm.plugins.evictor.lru import Lru\n"

@@ -10,11 +10,11 @@ from hub_helpers import COMMIT, OTHER, put_into_cache
 from huggingface_hub import constants
 from record_helpers import bills, changed, lines, one_thread
 
+from minivllm.device.loading.hf_config import find_model
 from minivllm.errors import ConfigError
-from minivllm.loading.hf_config import find_model
-from minivllm.record import replay
-from minivllm.record.diff import NOTHING, compare
-from minivllm.record.nodes import fingerprint
+from minivllm.frontend.record import replay
+from minivllm.frontend.record.diff import NOTHING, compare
+from minivllm.frontend.record.nodes import fingerprint
 from minivllm.testing.tiny import tiny_dir
 
 single = pytest.fixture(autouse=True)(one_thread)

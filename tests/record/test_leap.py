@@ -10,11 +10,11 @@ import pytest
 from test_simulate import SIZES
 
 from minivllm.config import load_config
+from minivllm.lab.replay.serve import Counting
+from minivllm.lab.simulate import cases
+from minivllm.lab.simulate.device import Simulated
+from minivllm.lab.traces.read import read_trace
 from minivllm.plugins.executor.costs import BrokenLine, CostTable, PromptCosts
-from minivllm.replay.serve import Counting
-from minivllm.simulate import cases
-from minivllm.simulate.device import Simulated
-from minivllm.traces.read import read_trace
 
 SCHEDULERS = ("fcfs", "fcfs", "static", "fair", "prefix-aware", "shortest-job", "adaptive", "prefill-first", "deadline")
 EVICTORS = ("lru", "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware")

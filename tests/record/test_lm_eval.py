@@ -11,9 +11,9 @@ from random import Random
 import pytest
 
 from minivllm import LLM
-from minivllm.bench import lm_tasks
 from minivllm.cli import main
 from minivllm.errors import ConfigError
+from minivllm.lab.bench import lm_tasks
 from minivllm.pocket.tasks import plain_story
 
 TOML = 'model = "pocket"\nmax_num_seqs = 8\nmax_num_batched_tokens = 128\nnum_kvcache_blocks = 128\n'
@@ -111,7 +111,7 @@ def test_scores_and_answers_are_those_of_lm_eval_s_own_model_over_transformers(h
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     import minivllm.pocket
-    from minivllm.bench.lm_model import MinivllmLM
+    from minivllm.lab.bench.lm_model import MinivllmLM
 
     weights = str(Path(minivllm.pocket.__file__).parent / "model")
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
@@ -155,7 +155,7 @@ def test_a_seed_draws_the_same_documents_for_all_configurations_and_scores_are_i
 
 @pytest.mark.slow
 def test_what_a_task_asks_for_and_is_not_known_is_refused(harness):
-    from minivllm.bench.lm_model import MinivllmLM
+    from minivllm.lab.bench.lm_model import MinivllmLM
 
     with LLM("pocket", device="cpu", max_model_len=128, max_num_seqs=2) as llm:
         own = MinivllmLM(llm)

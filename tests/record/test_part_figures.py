@@ -11,8 +11,8 @@ from cli_helpers import said
 from test_simulate import COSTS
 
 from minivllm import LLM, SamplingParams
-from minivllm.hooks.figures import PluginFigures, flat, text
 from minivllm.plugins.model.qwen3 import Qwen3
+from minivllm.runtime.hooks.figures import PluginFigures, flat, text
 
 OWN = """
 from dataclasses import replace
@@ -40,7 +40,7 @@ from minivllm.plugins.scheduler.fcfs import Fcfs
 from minivllm.plugins.scheduler.spec import FCFS
 from minivllm.plugins.strategy.single import Single
 from minivllm.plugins.strategy.spec import SINGLE
-from minivllm.spec import ANY
+from minivllm.registration.spec import ANY
 
 
 def counting(name, base, method, spec):

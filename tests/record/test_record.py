@@ -18,11 +18,11 @@ from record_helpers import EVICTOR, GREEDY, bills, changed, lines, one_thread, r
 
 from minivllm import SamplingParams
 from minivllm.config import PROCESSORS
-from minivllm.hardware import Device
-from minivllm.record import machine, sources
-from minivllm.record.diff import NOTHING, compare
-from minivllm.record.nodes import IDENTITY, fingerprint, nodes
-from minivllm.record.tally import ResultTally
+from minivllm.device.hardware import Device
+from minivllm.frontend.record import machine, sources
+from minivllm.frontend.record.diff import NOTHING, compare
+from minivllm.frontend.record.nodes import IDENTITY, fingerprint, nodes
+from minivllm.frontend.record.tally import ResultTally
 from minivllm.testing.tiny import tiny_dir
 
 write = pytest.fixture(write_package)
@@ -228,7 +228,7 @@ def test_an_unfinished_request_is_told_and_its_time_counts():
 
 
 def test_too_many_requests_are_not_kept(monkeypatch):
-    from minivllm.record import tally
+    from minivllm.frontend.record import tally
 
     monkeypatch.setattr(tally, "MOST_REQUESTS", 2)
     monkeypatch.setattr(tally, "MOST_DIGESTS", 2)

@@ -20,8 +20,8 @@ from minivllm import LLM, AsyncLLM, ConfigError, RequestError, SamplingParams, T
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.resolve import resolve
-from minivllm.record import bill, replay
-from minivllm.record.diff import NOTHING, compare
+from minivllm.frontend.record import bill, replay
+from minivllm.frontend.record.diff import NOTHING, compare
 from minivllm.registry import Catalog
 
 write = pytest.fixture(write_package)
@@ -90,7 +90,7 @@ def test_the_model_in_the_package_is_recorded_as_such_beside_a_folder_of_its_nam
 def test_a_requirement_that_nobody_can_read_does_not_keep_a_run_from_being_recorded(tmp_path, monkeypatch, made, write):
     requires = "Requires-Dist: not ! a requirement\nRequires-Dist: numpy>=1\nRequires-Dist: no-such-package\n"
     install(tmp_path, "acme", {"minivllm.evictor": {"mine": "acme_torn:S"}}, metadata=requires)
-    text = f"from minivllm.spec import Spec\n{EVICTOR}S = Spec('acme_torn:Mine', (1, 0), 'for a test')\n"
+    text = f"from minivllm.registration.spec import Spec\n{EVICTOR}S = Spec('acme_torn:Mine', (1, 0), 'for a test')\n"
     write("acme_torn", text)
     (part,) = (p for p in made(evictor="mine")["parts"] if p["seam"] == "evictor")
     assert part["requires"] == {"numpy": importlib.metadata.version("numpy")}

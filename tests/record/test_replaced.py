@@ -8,9 +8,9 @@ import pytest
 import record_helpers
 import torch
 
+from minivllm.frontend.record import environment_reads, replaced
+from minivllm.frontend.record.diff import compare
 from minivllm.plugins.evictor.lru import Lru
-from minivllm.record import environment_reads, replaced
-from minivllm.record.diff import compare
 
 OWN = """
 import os
@@ -108,12 +108,12 @@ def test_global_settings_of_torch_differ_by_their_names(make, setting):
 
 @pytest.mark.slow
 def test_functions_of_the_engine_and_of_torch_that_were_replaced_are_named(make, monkeypatch):
-    from minivllm.core.worker import step
+    from minivllm.device.worker import step
 
     before = make()
     with monkeypatch.context() as patch:
         patch.setattr(step, "rows_of", more)
-        assert compare(before, make()).verdict == "only minivllm.core.worker.step.rows_of() differs"
+        assert compare(before, make()).verdict == "only minivllm.device.worker.step.rows_of() differs"
     with monkeypatch.context() as patch:
         patch.setattr(torch.nn.functional, "silu", more)
         after = make()
@@ -123,9 +123,9 @@ def test_functions_of_the_engine_and_of_torch_that_were_replaced_are_named(make,
 
 
 def test_no_function_of_the_package_is_taken_for_a_replaced_one():
-    import minivllm.core.worker.runner
+    import minivllm.device.worker.runner
     import minivllm.plugins.attention.sdpa
-    import minivllm.structured.service  # noqa: F401
+    import minivllm.runtime.structured.service  # noqa: F401
 
     names = replaced.engine_modules()
     assert len(names) > 60 and replaced.of_modules(names) == {} and replaced.of_torch() == {}

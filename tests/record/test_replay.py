@@ -15,16 +15,16 @@ import pytest
 from minivllm.cli import main
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.errors import ConfigError, PluginError
+from minivllm.lab.replay.blocks import _info, run_cache, run_optimum
+from minivllm.lab.replay.serve import ServeSizes, serve
+from minivllm.lab.traces.read import read_trace
+from minivllm.lab.traces.synthetic import Synthetic, generate
+from minivllm.lab.traces.trace import build
 from minivllm.plugins.evictor.cost_aware import CostAware
 from minivllm.plugins.evictor.lru import Lru
 from minivllm.plugins.evictor.options import CostAwareOptions, S3FifoOptions
 from minivllm.plugins.evictor.s3fifo import S3Fifo
 from minivllm.plugins.scheduler.fcfs import Fcfs
-from minivllm.replay.blocks import _info, run_cache, run_optimum
-from minivllm.replay.serve import ServeSizes, serve
-from minivllm.traces.read import read_trace
-from minivllm.traces.synthetic import Synthetic, generate
-from minivllm.traces.trace import build
 
 SMALL = "synthetic:requests=60,seed=3,question=30,answer=20,node=40,longest=600,think=5,rate=4"
 

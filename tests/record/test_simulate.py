@@ -16,14 +16,14 @@ from minivllm import LLM, AsyncLLM
 from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.errors import ConfigError, PluginError
+from minivllm.lab.simulate import cases, figures
+from minivllm.lab.simulate.calibrate import Calibrator, calibrate
+from minivllm.lab.simulate.fit import MeasuredStep, errors, fit
+from minivllm.lab.traces.read import read_trace
+from minivllm.lab.traces.trace import build
 from minivllm.plugins.executor.costs import SLOPES, BrokenLine, CostTable, PromptCosts, StepCounts, read_costs
 from minivllm.plugins.executor.sim import Sim
 from minivllm.server.link.client import LocalClient
-from minivllm.simulate import cases, figures
-from minivllm.simulate.calibrate import Calibrator, calibrate
-from minivllm.simulate.fit import MeasuredStep, errors, fit
-from minivllm.traces.read import read_trace
-from minivllm.traces.trace import build
 
 SIZES = {
     "kvcache_block_size": 16,

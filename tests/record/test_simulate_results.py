@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from test_simulate import COSTS
 
-from minivllm.bench import charts, repeats, report
 from minivllm.cli import main
+from minivllm.lab.bench import charts, repeats, report
 from minivllm.plugins.evictor.options import CostAwareOptions
 
 TRACE = "synthetic:like=pocket,requests=40,seed=3,rate=20"
@@ -90,7 +90,7 @@ def test_no_band_runs_once_and_still_says_the_error(simulated, tmp_path, capsys)
 
 
 def test_real_runs_are_repeated_and_their_intervals_are_in_text_json_and_report(tmp_path, capsys, monkeypatch):
-    from minivllm.simulate import cases
+    from minivllm.lab.simulate import cases
 
     runs = iter([1.0, 1.1, 1.2] * 2)
     real = cases.simulate

@@ -11,8 +11,8 @@ from plugin_helpers import write_package
 from record_helpers import EVICTOR, bills, changed, one_thread, tiny_model
 
 from minivllm.cli import main
-from minivllm.record import sources
-from minivllm.record.diff import compare
+from minivllm.frontend.record import sources
+from minivllm.frontend.record.diff import compare
 
 write = pytest.fixture(write_package)
 model = pytest.fixture(scope="module")(tiny_model)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from minivllm.errors import ConfigError
-from minivllm.traces import write
-from minivllm.traces.presets import PRESETS
-from minivllm.traces.read import FOLDER, SAMPLES, read_trace
+from minivllm.lab.traces import write
+from minivllm.lab.traces.presets import PRESETS
+from minivllm.lab.traces.read import FOLDER, SAMPLES, read_trace
 
 BURSTGPT = "Timestamp,Request tokens,Response tokens"
 GENERATED = "synthetic:like=chat,requests=30,seed=4,node=40,longest=2000,rate=9"

@@ -11,12 +11,12 @@ import pytest
 from minivllm import LLM, SamplingParams
 from minivllm.cli import main
 from minivllm.errors import ConfigError
+from minivllm.frontend.record import assigned, recorder, sources, values
+from minivllm.frontend.record.diff import NOTHING, compare
+from minivllm.frontend.record.plain_values import MOST, UnknownValueError, ValueText
+from minivllm.frontend.record.replay import check
 from minivllm.plugins.specs import BUILTINS
-from minivllm.processes.fresh import import_target
-from minivllm.record import assigned, recorder, sources, values
-from minivllm.record.diff import NOTHING, compare
-from minivllm.record.plain_values import MOST, UnknownValueError, ValueText
-from minivllm.record.replay import check
+from minivllm.registration.fresh import import_target
 
 SIZES = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 4, "max_model_len": 256}
 HEAD = "import itertools, json, os, time\nimport numpy as np\nfrom minivllm.plugins.evictor.lru import Lru\n"

@@ -11,13 +11,13 @@ from limited import limited
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from minivllm.cli import main
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.tensor_files import checkpoint_headers, checkpoint_tensors
 from minivllm.errors import ModelError, RequestError
-from minivllm.loading.hf_config import open_checkpoint
-from minivllm.loading.tensor_files import checkpoint_headers, checkpoint_tensors
-from minivllm.text.converted import convert
-from minivllm.text.growth import MOST_GROWTH, MOST_TOKEN
-from minivllm.text.tokenizer import NAMED, configured_eos, load_tokenizer
-from minivllm.traces.read import read_trace
+from minivllm.lab.traces.read import read_trace
+from minivllm.runtime.text.converted import convert
+from minivllm.runtime.text.growth import MOST_GROWTH, MOST_TOKEN
+from minivllm.runtime.text.tokenizer import NAMED, configured_eos, load_tokenizer
 
 
 def folder_of(path, tokenizer=None, **parts):

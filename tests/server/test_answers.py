@@ -14,6 +14,8 @@ from test_engine_loop import Wired
 
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.pocket import checkpoint
+from minivllm.runtime.text.outputs import Logprob
+from minivllm.runtime.text.tokenizer import load_tokenizer
 from minivllm.server.desk_work import make
 from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import LongAnswer
@@ -25,8 +27,6 @@ from minivllm.server.openai.answers import Shaper, Slices, Stretch, TokenScores
 from minivllm.server.openai.logprobs import Speller
 from minivllm.server.turns import MOST_WAITING, Turns
 from minivllm.testing.sim import sim_engine
-from minivllm.text.outputs import Logprob
-from minivllm.text.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from minivllm.errors import ResourceError
-from minivllm.processes.confined import Confined, Exceeded
+from minivllm.runtime.processes.confined import Confined, Exceeded
 from minivllm.server.errors import ApiError
 from minivllm.server.turns import MOST_WAITING, Turns
 

@@ -11,6 +11,7 @@ pytest.importorskip("tokenizers")
 from literal_models import NOBODY, byte_level
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
+from minivllm.runtime.text.tokenizer import Tokenizer
 from minivllm.server import desk, desk_work
 from minivllm.server.desk import Desk
 from minivllm.server.errors import ApiError
@@ -19,7 +20,6 @@ from minivllm.server.openai.params import whole_form
 from minivllm.server.openai.protocol.chat import ChatBody
 from minivllm.server.openai.tokens import LONG, MANY, Tokens
 from minivllm.server.openai.tools import read_tools
-from minivllm.text.tokenizer import Tokenizer
 
 MARKS = ("<|im_start|>", "<|im_end|>")
 PLAIN = "{% for m in messages %}{{'<|im_start|>' + m.role + m.content + '<|im_end|>'}}{% endfor %}"

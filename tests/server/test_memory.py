@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from minivllm.core.interfaces.params import SamplingParams
-from minivllm.processes import memory
-from minivllm.processes.memory import GROWN, LOOK, SETTLE, HeapTrimmer, find_trim, resident_bytes
+from minivllm.runtime.processes import memory
+from minivllm.runtime.processes.memory import GROWN, LOOK, SETTLE, HeapTrimmer, find_trim, resident_bytes
 from minivllm.server.link import state
 from minivllm.server.openai import tokens
 
@@ -199,7 +199,7 @@ def test_steps_on_a_cpu_look_whether_the_heap_is_to_be_trimmed(llm, monkeypatch)
 def test_what_lies_between_live_allocations_is_given_back():
     before, held, after = in_python(
         "import ctypes, os\n"
-        "from minivllm.processes.memory import SETTLE, HeapTrimmer\n"
+        "from minivllm.runtime.processes.memory import SETTLE, HeapTrimmer\n"
         f"rss = lambda: {RSS}\n"
         "libc = ctypes.CDLL(None)\n"
         "libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]\n"
@@ -224,11 +224,11 @@ def test_what_lies_between_live_allocations_is_given_back():
 def test_products_of_many_sizes_leave_no_more_than_is_in_use(dtype):
     """oneDNN's kernels, of which 256 live, among activations of 4 to 2,000 rows."""
     held, after = in_python(
-        "from minivllm.hardware import prepare_environment\n"
+        "from minivllm.device.hardware import prepare_environment\n"
         "prepare_environment()\n"
         "import ctypes, os, random, torch\n"
-        "from minivllm.layers.matmul import matmul, pack\n"
-        "from minivllm.processes.memory import find_trim\n"
+        "from minivllm.device.layers.matmul import matmul, pack\n"
+        "from minivllm.runtime.processes.memory import find_trim\n"
         f"rss, rng = lambda: {RSS}, random.Random(0)\n"
         f"weights = [torch.randn(n, 256, dtype=torch.{dtype}) for n in (256, 512, 1024, 2048)]\n"
         "packed = [pack(weight) for weight in weights]\n"

@@ -170,8 +170,8 @@ def test_what_is_wrong_with_flags_is_one_line_that_says_what_is_wanted(capsys, m
 
 
 def test_a_chat_template_takes_the_place_of_the_models(tmp_path):
-    from minivllm.loading.hf_config import find_model
-    from minivllm.text.tokenizer import load_tokenizer
+    from minivllm.device.loading.hf_config import find_model
+    from minivllm.runtime.text.tokenizer import load_tokenizer
 
     (tmp_path / "t.jinja").write_text(CHATS)
     (tmp_path / "a.toml").write_text('chat_template = "t.jinja"\n')

@@ -10,7 +10,7 @@ pytest.importorskip("fastapi")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minivllm.json_schema.depth import text_depth
+from minivllm.core.json_schema.depth import text_depth
 from minivllm.server import desk_work
 from minivllm.server.errors import ApiError
 from minivllm.server.http import bounds

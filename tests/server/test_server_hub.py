@@ -9,8 +9,8 @@ from http_helpers import GOLDEN, Running
 from hub_helpers import COMMIT, OTHER, put_into_cache
 from huggingface_hub import constants
 
+from minivllm.device.loading.hf_config import find_model
 from minivllm.frontend.front_door import load
-from minivllm.loading.hf_config import find_model
 from minivllm.server.link.process_client import ProcessClient
 
 TINY = {"device": "cpu", "dtype": "float32", "num_kvcache_blocks": 64, "max_num_seqs": 4, "max_model_len": 64}
@@ -62,9 +62,9 @@ def test_spans_name_a_model_by_its_id_and_not_by_its_commit(cache):
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    from minivllm.hooks import EngineView
     from minivllm.plugins.hooks.options import SpansOptions
     from minivllm.plugins.hooks.spans import Spans
+    from minivllm.runtime.hooks import EngineView
     from minivllm.testing.sim import request
 
     exporter, provider = InMemorySpanExporter(), sdk.TracerProvider()

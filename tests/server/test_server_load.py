@@ -197,8 +197,8 @@ def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken
     """A connection takes it or refuses it; what it refuses the stream's own task sends."""
     from minivllm import SamplingParams
     from minivllm.pocket import checkpoint
+    from minivllm.runtime.text.tokenizer import load_tokenizer
     from minivllm.server.link.streams import Stream
-    from minivllm.text.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(str(Path(checkpoint.__file__).parent / "model"))
     text = "Zwölf Boxkämpfer jagen Viktor 🐎 quer über den großen Sylter Deich"

@@ -11,9 +11,9 @@ from chat_templates import CHATML, HERMES_TOOLS, RAG
 from http_helpers import served
 from literal_models import NOBODY, byte_level
 
+from minivllm.runtime.text.tokenizer import Tokenizer
 from minivllm.server.errors import ApiError
 from minivllm.server.openai.tokens import Tokens
-from minivllm.text.tokenizer import Tokenizer
 
 server = served()
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"

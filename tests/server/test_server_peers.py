@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import peers

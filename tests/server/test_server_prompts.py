@@ -9,9 +9,9 @@ pytest.importorskip("fastapi")
 from http_helpers import Running, served
 
 from minivllm.errors import RequestError
+from minivllm.runtime.text.messages import check_messages, cut_at, marked
 from minivllm.server.openai.prompts import around, truncated, truncation
 from minivllm.server.openai.protocol.completion import CompletionBody
-from minivllm.text.messages import check_messages, cut_at, marked
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizer_helpers import TOKENIZERS, ids_of, spell
 
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.runtime.text.outputs import SequenceText
 from minivllm.server.link.scored import ScoredToken
 from minivllm.server.openai.offsets import Placed, Places
-from minivllm.text.outputs import SequenceText
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 COMPLETIONS = "/v1/completions"

@@ -14,7 +14,7 @@ import pytest
 from minivllm import RequestError, StructuredOutputsParams
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
-from minivllm.structured.service import Grammars, NoGrammars
+from minivllm.runtime.structured.service import Grammars, NoGrammars
 
 HERE = Path(__file__).parent
 
@@ -185,9 +185,9 @@ def test_without_a_library_or_a_vocabulary_a_request_is_refused_with_what_to_do(
 
 
 def test_the_bytes_of_tokens_are_those_of_their_text():
-    from minivllm.loading.hf_config import open_checkpoint
-    from minivllm.text.tokenizer import load_tokenizer
-    from minivllm.text.vocabulary import token_bytes
+    from minivllm.device.loading.hf_config import open_checkpoint
+    from minivllm.runtime.text.tokenizer import load_tokenizer
+    from minivllm.runtime.text.vocabulary import token_bytes
 
     tokenizer = load_tokenizer(open_checkpoint("pocket").folder)
     tokens = token_bytes(tokenizer, 3000)
@@ -201,8 +201,8 @@ def test_the_bytes_of_a_sentencepiece_vocabulary():
     from tokenizers import decoders, models
 
     from minivllm.errors import ModelError
-    from minivllm.text.tokenizer import Tokenizer
-    from minivllm.text.vocabulary import token_bytes
+    from minivllm.runtime.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.vocabulary import token_bytes
 
     vocab = {"<unk>": 0, "\u2581the": 1, "<0x0A>": 2, "\u2581\u2581": 3, "</s>": 4}
     backend = Backend(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
@@ -251,7 +251,7 @@ def test_a_call_is_spread_over_the_threads_that_make_it_fastest():
 
 def test_on_few_cores_there_are_no_threads():
     from minivllm.plugins.grammar.threads import Threads
-    from minivllm.structured.service import default_threads
+    from minivllm.runtime.structured.service import default_threads
 
     assert set(
         calls(Threads(default_threads() if len(os.sched_getaffinity(0)) < 4 else 1, broken_pool), lambda n: 1)

@@ -315,7 +315,7 @@ def test_a_matcher_that_fails_ends_its_own_request(llm, monkeypatch):
 
 
 def test_a_record_holds_what_was_asked_for(tmp_path):
-    from minivllm.record.tally import plain_params
+    from minivllm.frontend.record.tally import plain_params
 
     asked = {"json": PERSON, "disable_any_whitespace": True}
     assert plain_params(SamplingParams(structured_outputs=asked)) == {"structured_outputs": asked}

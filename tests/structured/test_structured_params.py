@@ -13,9 +13,9 @@ from structured_helpers import deep
 
 from minivllm import RequestError, SamplingParams, StructuredOutputsParams
 from minivllm.core.interfaces.structured import group_depth
-from minivllm.json_schema.closing import closed
-from minivllm.json_schema.depth import text_depth, value_depth
-from minivllm.json_schema.references import find
+from minivllm.core.json_schema.closing import closed
+from minivllm.core.json_schema.depth import text_depth, value_depth
+from minivllm.core.json_schema.references import find
 from minivllm.plugins.grammar.xgrammar_schema import unheld
 
 TESTS = Path(__file__).parents[1]

@@ -11,9 +11,9 @@ from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
-from minivllm.structured.helpers import Helpers
-from minivllm.structured.service import Grammars
-from minivllm.tenant_cache import TenantCache
+from minivllm.runtime.structured.helpers import Helpers
+from minivllm.runtime.structured.service import Grammars
+from minivllm.runtime.tenant_cache import TenantCache
 
 A, B = ("a", ""), ("b", "")
 sizes = st.integers(0, 12)

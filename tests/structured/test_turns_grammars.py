@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from minivllm import RequestError
+from minivllm.runtime.structured.helpers import Helpers
 from minivllm.server.link.compiling import Compiling
-from minivllm.structured.helpers import Helpers
 
 ACTS = ["push", "push", "pop", "remove"]
 # ---- grammars --------------------------------------------------------------------------------------------------------

@@ -7,10 +7,10 @@ import torch
 
 from minivllm.core.interfaces.attention import AttentionBackend
 from minivllm.core.interfaces.kvformat import KVLayout, TensorSpec
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.attention.spec import SDPA
-from minivllm.spec import ANY, MultipleOf, Spec
+from minivllm.registration.spec import ANY, MultipleOf, Spec
 
 SEAM = "attention"
 FAULTS = {}

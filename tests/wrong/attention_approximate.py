@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.core.interfaces.attention import AttentionBackend
-from minivllm.spec import ANY, MultipleOf, Spec
+from minivllm.registration.spec import ANY, MultipleOf, Spec
 
 SEAM = "attention"
 LONG = "test_long_rows_are_exact_over_the_keys_that_are_selected"

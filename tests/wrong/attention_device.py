@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from minivllm.core.interfaces.attention import AttentionBackend
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 from .attention import LIMITS, RowByRow
 from .attention import spec as any_spec

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 
 from minivllm.core.interfaces.kvformat import KVLayout
-from minivllm.layers.norm import rms_norm
-from minivllm.layers.rotary import gather_rotary, prepare_qk, rotate
-from minivllm.spec import Spec
+from minivllm.device.layers.norm import rms_norm
+from minivllm.device.layers.rotary import gather_rotary, prepare_qk, rotate
+from minivllm.registration.spec import Spec
 
 from .attention import ALL, LIMITS, RowByRow, spec
 

@@ -4,7 +4,7 @@ import torch
 
 from minivllm.plugins.drafter.model import ModelDrafter
 from minivllm.plugins.drafter.ngram import NGram
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "drafter"
 FORM = "test_drafts_are_tokens_at_most_k_for_each_row"

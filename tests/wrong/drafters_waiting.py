@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from minivllm.plugins.drafter.ngram import NGram
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "drafter"
 WAITS = "test_it_does_not_wait_for_the_device"

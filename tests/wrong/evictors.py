@@ -6,7 +6,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import Evictor
 from minivllm.plugins.evictor.lru import Lru
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "evictor"
 ENGINE = "test_the_engine_runs_on_it"

@@ -6,7 +6,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import Evictor
 from minivllm.plugins.evictor.lru import Lru
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "evictor"
 LARGE = "test_a_large_pool_makes_no_call_slow_and_loses_no_key"

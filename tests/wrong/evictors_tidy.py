@@ -8,7 +8,7 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import Evictor
 from minivllm.plugins.evictor.lru import Lru
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "evictor"
 ROUNDS = "test_every_key_is_there_after_any_number_of_rounds"

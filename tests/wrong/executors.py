@@ -13,7 +13,7 @@ import torch
 from minivllm.core.interfaces.executor import Executor
 from minivllm.core.interfaces.plan import OVERSHOOT, StepError
 from minivllm.plugins.executor.local import Local
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "executor"
 ORDER = "test_results_come_in_order_of_submission_each_once"

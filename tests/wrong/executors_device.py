@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from minivllm.core.interfaces.plan import OVERSHOOT, Delta
-from minivllm.core.worker.running import Running
+from minivllm.device.worker.running import Running
 from minivllm.plugins.executor.local import Local
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "executor"
 TOKENS = "test_tokens_are_those_of_transformers"

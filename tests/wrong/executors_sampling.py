@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from minivllm.plugins.executor.local import Local
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 from .executors import Edited
 

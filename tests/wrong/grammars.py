@@ -6,9 +6,9 @@ import json
 from functools import cache
 from pathlib import Path
 
-import minivllm.scaffold
+import minivllm.testing.scaffold
 from minivllm.core.interfaces.grammar import Compiled, Grammar
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "grammar"
 MASK = "test_a_mask_allows_exactly_what_can_go_on"
@@ -43,7 +43,7 @@ def spec(name: str, *more: str) -> Spec:
 @cache
 def template() -> type[Grammar]:
     """The plug-in that ``minivllm plugins new`` writes."""
-    path = Path(minivllm.scaffold.__file__).parent / "templates/grammar/src/my_plugin/plugin.py"
+    path = Path(minivllm.testing.scaffold.__file__).parent / "templates/grammar/src/my_plugin/plugin.py"
     names = {"__name__": "template"}
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), names)
     return names["MyPlugin"]

@@ -10,8 +10,8 @@ import time
 from collections import deque
 from pathlib import Path
 
-from minivllm.hooks import Hooks, hookimpl
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
+from minivllm.runtime.hooks import Hooks, hookimpl
 
 SEAM = "hooks"
 TAKEN = "test_it_has_hooks_and_the_engine_takes_them"

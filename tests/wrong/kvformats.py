@@ -6,7 +6,7 @@ import torch
 
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "kvformat"
 STORED = "test_what_is_stored_comes_back_and_nothing_else_changes"

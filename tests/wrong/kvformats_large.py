@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.plugins.kvformat.plain import Fp32
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "kvformat"
 LARGE = "test_sizes_of_large_models_and_caches"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "kvformat"
 STORED = "test_what_is_stored_comes_back_and_nothing_else_changes"

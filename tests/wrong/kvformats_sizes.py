@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minivllm.errors import ConfigError
 from minivllm.plugins.kvformat.plain import Fp32
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "kvformat"
 STORED = "test_what_is_stored_comes_back_and_nothing_else_changes"

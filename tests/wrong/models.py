@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.decoder import AFTER
 from minivllm.core.interfaces.model import ModelArch, Rule
+from minivllm.device.layers import fields
+from minivllm.device.layers.decoder import Decoder
 from minivllm.errors import ModelError
-from minivllm.layers import fields
-from minivllm.layers.decoder import Decoder
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.qwen2 import Qwen2
 from minivllm.plugins.model.spec import WINDOWS
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "model"
 CLAIMS = "test_every_claimed_architecture_and_model_type_is_served"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minivllm.layers.decoder import DecoderBlock
-from minivllm.layers.fused import Normed
+from minivllm.device.layers.decoder import DecoderBlock
+from minivllm.device.layers.fused import Normed
 from minivllm.plugins.model.cohere import Cohere
 from minivllm.plugins.model.gemma import Gemma2, Gemma3
 from minivllm.plugins.model.glm4 import Glm4
 from minivllm.plugins.model.granite import Granite
 from minivllm.plugins.model.llama import Llama
 from minivllm.plugins.model.phi3 import Phi3
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 from .models import CLAIMS, CONFIGS, changed, layers
 from .models import spec as family_spec

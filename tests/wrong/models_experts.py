@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from minivllm.core.interfaces.decoder import SOFTMAX
-from minivllm.layers.experts import Mixture
+from minivllm.device.layers.experts import Mixture
 from minivllm.plugins.model.gpt_oss import GptOss
 from minivllm.plugins.model.mixtral import Mixtral
 from minivllm.plugins.model.qwen2_moe import Qwen2Moe

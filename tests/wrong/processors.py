@@ -9,7 +9,7 @@ import torch
 from minivllm.core.interfaces.sampling import Column, Processor, Row
 from minivllm.plugins.processor.logit_bias import LogitBias
 from minivllm.plugins.processor.penalties import OUTPUT, REPETITION, Penalties
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 EXACT = "test_logits_are_those_of_the_float64_reference"

@@ -7,12 +7,12 @@ from dataclasses import replace
 import torch
 
 from minivllm.core.interfaces.sampling import Row
-from minivllm.core.worker.sampling import apply_mask
+from minivllm.device.worker.sampling import apply_mask
 from minivllm.plugins.processor.allowed_tokens import AllowedTokens
 from minivllm.plugins.processor.bad_words import BadWords
 from minivllm.plugins.processor.no_repeat_ngram import NoRepeatNgram
 from minivllm.plugins.processor.temperature_schedule import TemperatureSchedule
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 EXACT = "test_logits_are_those_of_the_float64_reference"

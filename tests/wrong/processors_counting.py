@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 STATE = "test_state_is_in_the_columns_alone"

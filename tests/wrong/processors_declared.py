@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row
-from minivllm.parameters import Param
-from minivllm.spec import ANY, Spec
+from minivllm.registration.parameters import Param
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 DECLARES = "test_its_spec_declares_the_parameters_that_are_its_own"

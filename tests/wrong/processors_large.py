@@ -11,7 +11,7 @@ from minivllm.plugins.processor.bad_words import BadWords
 from minivllm.plugins.processor.logit_bias import LogitBias
 from minivllm.plugins.processor.no_repeat_ngram import NoRepeatNgram
 from minivllm.plugins.processor.penalties import Penalties
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 WHOLE = "test_what_is_long_is_served_whole_or_refused"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row
-from minivllm.parameters import Param
-from minivllm.spec import ANY, Spec
+from minivllm.registration.parameters import Param
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 EXACT = "test_logits_are_those_of_the_float64_reference"

@@ -7,7 +7,7 @@ import torch
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row
 from minivllm.errors import RequestError
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 BATCH = "test_a_row_does_not_depend_on_the_rows_beside_it"

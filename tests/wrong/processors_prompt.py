@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from minivllm.plugins.processor.prompt_penalty import PromptPenalty
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "processor"
 EXACT = "test_logits_are_those_of_the_float64_reference"

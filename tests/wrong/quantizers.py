@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from minivllm.core.interfaces.quantizer import Quantizer
-from minivllm.layers.linear import no_adapter, part_rows
-from minivllm.layers.module import check_shape
+from minivllm.device.layers.linear import no_adapter, part_rows
+from minivllm.device.layers.module import check_shape
 from minivllm.plugins.quantizer.int8 import Int8, Int8Weight
 from minivllm.plugins.quantizer.none import refuse_quantized
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "quantizer"
 HELD = "test_each_element_is_held_within_half_a_step"

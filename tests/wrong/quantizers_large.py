@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from minivllm.layers.linear import part_rows
-from minivllm.layers.module import check_shape
+from minivllm.device.layers.linear import part_rows
+from minivllm.device.layers.module import check_shape
 from minivllm.plugins.quantizer.int8 import Int8Weight
 
 from .quantizers import Faulty, Quantizes

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
-from minivllm.layers.linear import no_adapter
+from minivllm.device.layers.linear import no_adapter
 from minivllm.plugins.quantizer.int8 import Int8Weight
 
 from . import quantizers, quantizers_packed

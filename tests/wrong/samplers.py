@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 
 from minivllm.core.interfaces.sampling import Column, Row, Sampler
-from minivllm.core.worker.sampling import noise
+from minivllm.device.worker.sampling import noise
 from minivllm.plugins.sampler.default import FULL, DefaultSampler
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "sampler"
 ODDS = "test_draws_come_with_the_probabilities_of_the_softmax"

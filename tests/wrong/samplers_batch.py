@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from minivllm.core.interfaces.sampling import Column, Row, Sampler
-from minivllm.core.worker.sampling import gumbel
+from minivllm.device.worker.sampling import gumbel
 from minivllm.errors import RequestError
 from minivllm.plugins.sampler.default import DefaultSampler
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "sampler"
 SUPPORT = "test_what_may_be_drawn_does_not_depend_on_the_batch"

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from minivllm.core.worker.sampling import gumbel
+from minivllm.device.worker.sampling import gumbel
 from minivllm.plugins.sampler.default import DefaultSampler
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "sampler"
 MANY = "test_limits_that_keep_many_tokens_keep_all_of_them"

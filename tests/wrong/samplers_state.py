@@ -10,7 +10,7 @@ from minivllm.core.interfaces.sampling import Column
 from minivllm.plugins.sampler.default import DefaultSampler
 from minivllm.plugins.sampler.mirostat import MirostatSampler
 from minivllm.plugins.sampler.typical import TypicalSampler
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 SEAM = "sampler"
 LIMIT = "test_each_limit_is_where_it_should_be"

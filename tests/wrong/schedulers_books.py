@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minivllm.core.interfaces.scheduler import SchedulerPolicy
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "scheduler"
 KEPT = "test_what_has_ended_leaves_nothing_behind"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "scheduler"
 ALONE = "test_a_key_does_not_depend_on_who_comes_with_it_nor_on_bits"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "scheduler"
 LAWFUL = "test_whatever_happens_every_answer_is_lawful_and_every_token_right"

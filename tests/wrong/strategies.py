@@ -7,11 +7,11 @@ from dataclasses import replace
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Moves, Pick, Search
 from minivllm.errors import RequestError
-from minivllm.parameters import Param
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
 from minivllm.plugins.strategy.single import Single
-from minivllm.spec import Spec
+from minivllm.registration.parameters import Param
+from minivllm.registration.spec import Spec
 
 SEAM = "strategy"
 BRANCHES = "test_a_request_of_n_has_n_branches_numbered_from_0"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "strategy"
 RULES = "test_wide_and_long_searches_keep_to_the_rules"

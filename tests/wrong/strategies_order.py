@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from minivllm.plugins.strategy.beam import Beam
 from minivllm.plugins.strategy.parallel import Parallel
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 SEAM = "strategy"
 ORDER = "test_the_answer_has_the_order_of_the_reference"

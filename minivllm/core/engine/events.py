@@ -5,7 +5,7 @@
 
 A listener is called on the thread of the engine's loop, within the turn that it hears of, and what it is given is the
 engine's own: it reads and changes nothing.  One that raises breaks the step, so code of others is called through
-something that catches it (``hooks.bridge``).
+something that catches it (``runtime.hooks.bridge``).
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from minivllm import declared
-from minivllm.core import checks
+from minivllm.core import checks, declared
 from minivllm.core.foreign import call_foreign
 from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams

@@ -152,7 +152,9 @@ class Request:
     taps: tuple[Tap, ...] = ()  # as its client gave them
     tapped: RequestTaps | None = None  # and as the engine has them; None: there are none
     tap_bytes: int = 0  # of the values that its sequences have read
-    energy: Any = None  # its joules (``energy.account.RequestJoules``), where a counter is read
+    energy: Any = (
+        None  # its joules (``runtime.energy.account.RequestJoules``), where a counter is read
+    )
 
     @property
     def expected(self) -> int:

@@ -9,27 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from minivllm.registration.spec import Part
+
 from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
 # Capacity.taps; 2.4: Executor.now
 API = (2, 4)
-
-
-@dataclass(frozen=True)
-class Part:
-    """One chosen implementation: import target, options, and the name users know it by.  JSON all through."""
-
-    name: str  # "minivllm/sdpa"
-    target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
-    options: Mapping[str, Any] = field(default_factory=dict)
-    options_target: str = ""  # the pydantic model of the options
-    features: tuple[str, ...] = ()  # what its spec claims
-    traits: Mapping[str, Any] = field(default_factory=dict)  # and declares
-    source: str = ""  # "acme 1.0, entry point 'acme_spec:FLASH'": whom an error names
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))  # JSON knows no tuples
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.errors import RequestError, shown
-from minivllm.parameters import NUMBERS, Param, is_whole, unknown_parameter
-from minivllm.plain import flaw
+from minivllm.registration.parameters import NUMBERS, Param, is_whole, unknown_parameter
+from minivllm.validation import flaw
 
 from .plan import STOP_IDS
 from .structured import StructuredOutputsParams
@@ -91,7 +91,7 @@ class SamplingParams:
     ``structured_outputs``: what the text must fit, as in ``StructuredOutputsParams`` (an object of it or a mapping).
     ``trace_headers``: W3C trace context (``traceparent``, ``tracestate``) of the caller, for hooks that trace.
     ``extra`` holds the parameters that samplers, processors and strategies have of their own, by name.  Those that a
-    spec declares (``minivllm.parameters.Param``) are keywords and attributes too, are checked as fields are, and are in
+    spec declares (``minivllm.plugin.Param``) are keywords and attributes too, are checked as fields are, and are in
     ``extra`` only where they are not at their default; a keyword counts before the same name in ``extra``.
     """
 

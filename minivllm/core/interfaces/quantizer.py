@@ -152,8 +152,9 @@ class WeightScheme(ABC):
         return None
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
-        """``apply`` in one kernel with what surrounds it, as ``kernels.products.Product``, whose modes these are; asked
-        once all is loaded.  None: there is none.  A subclass does not inherit it, as its product may be another."""
+        """``apply`` in one kernel with what surrounds it, as ``device.kernels.products.Product``, whose modes these
+        are; asked once all is loaded.  None: there is none.  A subclass does not inherit it, as its product may be
+        another."""
         return None
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from minivllm.core.json_schema.closing import closed
+from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, text_depth, value_depth
 from minivllm.errors import RequestError, brief, shown, suggest
-from minivllm.json_schema.closing import closed
-from minivllm.json_schema.depth import MOST_BYTES, MOST_DEPTH, text_depth, value_depth
 
 from .grammar import GrammarSource
 

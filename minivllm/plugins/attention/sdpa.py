@@ -21,8 +21,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttentionContext, AttnLayer, AttnMeta, AttnSpec, QKPre
 from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
+from minivllm.device.layers.rotary import prepare_qk
 from minivllm.errors import PluginError
-from minivllm.layers.rotary import prepare_qk
 
 from .sdpa_invariant import attend
 

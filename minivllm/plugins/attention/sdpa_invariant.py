@@ -26,8 +26,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
 from minivllm.core.interfaces.kvformat import KVFormat
+from minivllm.device.layers.invariant import same_at_every_place
 from minivllm.errors import PluginError
-from minivllm.layers.invariant import same_at_every_place
 
 LINES, KEYS, PAIRS = 16, 64, 16
 MOST_PAIRS = 1024  # attended at once: bounds the memory, without influence on results

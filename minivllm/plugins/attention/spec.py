@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from minivllm.spec import ANY, AtLeast, MultipleOf, Needs, PluginQuery, Range, Reason, Spec, plain
+from minivllm.registration.spec import ANY, AtLeast, MultipleOf, Needs, PluginQuery, Range, Reason, Spec, plain
 
 
 def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:

@@ -9,7 +9,7 @@
 The work is dealt on the device, so a captured step fits whatever lengths its rows have.  Many rows are an entry each.
 Few rows, or very long ones, are cut where that pays: a model of the time chooses the length of a part.  Entries that
 are not needed end at once.  Layers share the entries, so all but the first read them before their queries are there
-(EARLY; ``kernels.launch`` has the rules).
+(EARLY; ``device.kernels.launch`` has the rules).
 
 G query heads share a KV head (padded to ``GP``).  The N tokens of a tile stand on the M side of the matrix unit, so a
 small group wastes little of it.  Bytes: 2 * kv_len * kv_heads * D * 2 a row, which is all that matters: at batch 256 it
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.kernels.launch import keep_room, kernel, multiprocessors, pdl, release, settle, wait
+from minivllm.device.kernels.launch import keep_room, kernel, multiprocessors, pdl, release, settle, wait
 
 from .triton_bytes import numbers, quarters, together
 

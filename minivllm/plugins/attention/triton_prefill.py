@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, AttnSpec
-from minivllm.kernels.launch import capability, kernel
+from minivllm.device.kernels.launch import capability, kernel
 
 from .triton_decode import LOG2E, NEVER, base2, dot, finish, in_float32, page_of, power, scaled_values, scales_of
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta
-from minivllm.kernels.launch import kernel
+from minivllm.device.kernels.launch import kernel
 
 from .triton_decode import scales_of
 from .triton_prefill import KEYS

@@ -6,8 +6,8 @@
 
 The null block is not written here, so that what padded and stopped rows compute, NaN included, lies nowhere.
 
-All arithmetic is float32.  Bytes: 2 * (heads + 2 kv_heads) * D * 2 a token.  Reference: ``layers.rotary.prepare_qk``
-and ``KVFormat.store`` of the plain formats.
+All arithmetic is float32.  Bytes: 2 * (heads + 2 kv_heads) * D * 2 a token.  Reference:
+``device.layers.rotary.prepare_qk`` and ``KVFormat.store`` of the plain formats.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, QKPre
-from minivllm.kernels.eight_bits import divided
-from minivllm.kernels.launch import kernel, pdl, release, settle
+from minivllm.device.kernels.eight_bits import divided
+from minivllm.device.kernels.launch import kernel, pdl, release, settle
 
 from .triton_decode import power, scales_of
 

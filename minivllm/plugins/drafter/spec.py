@@ -1,6 +1,6 @@
 """What the built-in drafters say about themselves."""
 
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.drafter"
 

@@ -1,6 +1,6 @@
 """What the built-in evictors say about themselves."""
 
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 HERE = "minivllm.plugins.evictor"
 

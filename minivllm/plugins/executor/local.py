@@ -15,13 +15,13 @@ import numpy as np
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.errors import RequestError, ResourceError
-from minivllm.processes.memory import HeapTrimmer, resident_bytes
+from minivllm.runtime.processes.memory import HeapTrimmer, resident_bytes
 
 from . import part_figures
 from .crowded import with_others
 
 if TYPE_CHECKING:
-    from minivllm.core.worker.runner import Runner
+    from minivllm.device.worker.runner import Runner
 
 
 class Local(Executor):
@@ -41,7 +41,7 @@ class Local(Executor):
         self._heap: HeapTrimmer | None = None  # set if steps run in this process's heap
 
     def start(self, wiring: Wiring) -> Capacity:
-        from minivllm.core.worker.runner import Runner
+        from minivllm.device.worker.runner import Runner
 
         try:
             return self.adopt(Runner(wiring))
@@ -136,7 +136,7 @@ def _free_failed_start(error: BaseException) -> None:
 
     The frames of its traceback refer to weights and caches, and a notebook keeps the last traceback.
     """
-    from minivllm.core.worker.capture import release_unused
+    from minivllm.device.worker.capture import release_unused
 
     chain: list[BaseException] = []
     one: BaseException | None = error

@@ -6,8 +6,8 @@
     collect()  ◄─ RESULT ── Local.collect
 
 Each rank has a channel of its own (``process``), whose notes are numbered, and a line of a page of shared memory that
-says where it is (``processes.status``).  Nothing waits for ever: where no rank goes on for ``timeout`` seconds, the
-engine ends and says who is missing.  A rank that dies ends it at once, with its last words.  A step that fails must
+says where it is (``runtime.processes.status``).  Nothing waits for ever: where no rank goes on for ``timeout`` seconds,
+the engine ends and says who is missing.  A rank that dies ends it at once, with its last words.  A step that fails must
 have failed on all ranks at the same place, as what a plug-in raises does; else the ranks have parted, and it ends.
 """
 
@@ -23,18 +23,24 @@ from typing import Any
 
 from minivllm.core.interfaces.executor import Capacity, ParallelWiring, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepResult
+from minivllm.core.wiring import wiring_to_json
 from minivllm.errors import EngineDeadError, ResourceError, error_from
-from minivllm.processes.channel import Message, shared_file
-from minivllm.processes.child import LOOK, Child, ChildEnded
-from minivllm.processes.status import BEGUN, CALLS, StatusPage
-from minivllm.wiring import wiring_to_json
+from minivllm.runtime.processes.channel import Message, shared_file
+from minivllm.runtime.processes.child import LOOK, Child, ChildEnded
+from minivllm.runtime.processes.status import BEGUN, CALLS, StatusPage
 
 from .fingerprint import differences
 from .options import MultiprocessOptions
 from .process import CALL, FAILED, NOT_RUNNING, READY, START, Process, cannot_start, capacity_of
 
 WORKER = "minivllm.plugins.executor.multiprocess_worker:main"
-OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")  # of ``layers.communicator``, which has torch
+OPERATIONS = (
+    "",
+    "all_reduce",
+    "gather",
+    "broadcast",
+    "all_gather",
+)  # of the communicator, which imports torch
 GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages beside those of ``process``: JSON
 AGREE = 5.0  # seconds in which all ranks must have said that a step failed
 DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost

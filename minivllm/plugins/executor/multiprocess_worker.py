@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import minivllm
 from minivllm.core.interfaces.executor import Wiring
 from minivllm.core.interfaces.plan import StepResult
-from minivllm.core.worker.process import build
+from minivllm.core.wiring import wiring_from_json
+from minivllm.device.worker.process import build
 from minivllm.errors import MinivllmError, ResourceError, part_fault
-from minivllm.processes.channel import Channel, ChannelClosed
-from minivllm.processes.child import attach
-from minivllm.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
-from minivllm.wiring import wiring_from_json
+from minivllm.runtime.processes.channel import Channel, ChannelClosed
+from minivllm.runtime.processes.child import attach
+from minivllm.runtime.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
 
 from .crowded import with_others
 from .fingerprint import fingerprint
@@ -31,7 +31,7 @@ from .process import FAILED, READY
 from .process_worker import WorkerLoop, _answer, _failure
 
 if TYPE_CHECKING:
-    from minivllm.layers.peers import PeerMemory
+    from minivllm.device.layers.peers import PeerMemory
 
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
 SAYS = 0.2  # seconds between two looks at how far the device is
@@ -110,8 +110,8 @@ class Rank:
     def _make(self, wiring: Wiring) -> Any:
         import torch
 
-        from minivllm.core.worker.build import has_kernels
-        from minivllm.layers.communicator import LostRank, ProcessGroup
+        from minivllm.device.layers.communicator import LostRank, ProcessGroup
+        from minivllm.device.worker.build import has_kernels
 
         from .ranks import RankRunner
 

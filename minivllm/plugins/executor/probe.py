@@ -9,8 +9,8 @@ import time
 from typing import Any
 
 from minivllm.errors import told
-from minivllm.processes.channel import Channel, ChannelClosed
-from minivllm.processes.child import attach
+from minivllm.runtime.processes.channel import Channel, ChannelClosed
+from minivllm.runtime.processes.child import attach
 
 ECHO, MEET, FOUND = 1, 2, 3  # kinds of messages; the last two are JSON
 SHAPES = ((1, 4096), (256, 4096))
@@ -44,7 +44,7 @@ def _meet(rank: int, size: int, device: str, seconds: float, store: int) -> dict
     begun = time.monotonic()
     import torch
 
-    from minivllm.layers.communicator import ProcessGroup
+    from minivllm.device.layers.communicator import ProcessGroup
 
     if device == "cuda":
         torch.cuda.set_device(rank)

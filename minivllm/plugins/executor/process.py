@@ -6,8 +6,8 @@
     collect()       ◄──────── RESULT, encoded  Local.collect
     call(verb)      ─ CALL, JSON ─► ◄─ ANSWER  Local.call
 
-Plans and results go as ``steps`` and ``core.interfaces.codec`` write them, through ``processes.channel``.  A worker
-that dies is noticed at once, and its last words are told (``processes.child``).
+Plans and results go as ``steps`` and ``core.interfaces.codec`` write them, through ``runtime.processes.channel``.  A
+worker that dies is noticed at once, and its last words are told (``runtime.processes.child``).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ import numpy as np
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
+from minivllm.core.wiring import wiring_to_json
 from minivllm.errors import EngineDeadError, ResourceError, error_from
-from minivllm.processes.channel import Message, shared_file
-from minivllm.processes.child import Child, ChildEnded
-from minivllm.processes.rhythm import Rhythm
-from minivllm.wiring import wiring_to_json
+from minivllm.runtime.processes.channel import Message, shared_file
+from minivllm.runtime.processes.child import Child, ChildEnded
+from minivllm.runtime.processes.rhythm import Rhythm
 
 from .steps import PLAIN, RESULT, Plans, Results
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
-from minivllm.core.worker.process import build
+from minivllm.device.worker.process import build
 from minivllm.errors import MinivllmError, ResourceError, part_fault, told
-from minivllm.processes.channel import Channel, ChannelClosed
-from minivllm.processes.child import attach
-from minivllm.processes.rhythm import Rhythm, let_others
+from minivllm.runtime.processes.channel import Channel, ChannelClosed
+from minivllm.runtime.processes.child import attach
+from minivllm.runtime.processes.rhythm import Rhythm, let_others
 
 from .crowded import with_others
 from .local import Local

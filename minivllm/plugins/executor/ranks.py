@@ -32,12 +32,12 @@ from minivllm.core.interfaces.codec import encode_plan
 from minivllm.core.interfaces.drafter import Ask, Drafter
 from minivllm.core.interfaces.executor import Part, Wiring
 from minivllm.core.interfaces.plan import LateInputs, StepPlan
-from minivllm.core.worker.drafting import Drafting
-from minivllm.core.worker.runner import Runner
-from minivllm.core.worker.running import Running
+from minivllm.device.worker.drafting import Drafting
+from minivllm.device.worker.runner import Runner
+from minivllm.device.worker.running import Running
 
 if TYPE_CHECKING:
-    from minivllm.layers.communicator import ProcessGroup
+    from minivllm.device.layers.communicator import ProcessGroup
 
 Told = Callable[[int, str, str], None]  # step, "forward" or "sample", message
 
@@ -232,7 +232,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
 
     SAMPLE is captured on rank 0, where logits come through memory that all GPUs reach: it waits there for the parts of
     the others, whatever they run to send them.  The others have nothing to draw."""
-    from minivllm.core.worker.graphs import Graphs
+    from minivllm.device.worker.graphs import Graphs
 
     class RankGraphs(Graphs):
         measured_from = 1 << 30

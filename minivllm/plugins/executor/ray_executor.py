@@ -6,7 +6,7 @@
     plans, results  ◄══════ shared memory, or TCP ══════════════► as in ``multiprocess``
 
 Ray finds places and starts what is there.  A step goes from here to the ranks as in ``multiprocess``: through shared
-memory where they are on this machine (``processes.channel``), else over TCP (``processes.wire``).
+memory where they are on this machine (``runtime.processes.channel``), else over TCP (``runtime.processes.wire``).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ import numpy as np
 
 from minivllm.core.interfaces.executor import Executor, Wiring
 from minivllm.errors import ResourceError, error_from
-from minivllm.processes.channel import ChannelClosed
-from minivllm.processes.child import Child, ChildEnded
-from minivllm.processes.fresh import import_path
-from minivllm.processes.gate import Gate, Guest
+from minivllm.registration.fresh import import_path
+from minivllm.runtime.processes.channel import ChannelClosed
+from minivllm.runtime.processes.child import Child, ChildEnded
+from minivllm.runtime.processes.gate import Gate, Guest
 
 from .multiprocess import START, Multiprocess
 from .options import RayOptions

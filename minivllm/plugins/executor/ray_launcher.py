@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.errors import MinivllmError, ResourceError, told
-from minivllm.processes.channel import Channel, ChannelClosed
-from minivllm.processes.child import attach, ignore_signals
-from minivllm.processes.wire import GONE
+from minivllm.runtime.processes.channel import Channel, ChannelClosed
+from minivllm.runtime.processes.child import attach, ignore_signals
+from minivllm.runtime.processes.wire import GONE
 
 from .options import ADDRESS
 

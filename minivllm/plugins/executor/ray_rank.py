@@ -12,12 +12,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minivllm.processes.channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
-from minivllm.processes.child import HUNG_UP, ChildEnded, Words
-from minivllm.processes.gate import Guest
-from minivllm.processes.rhythm import Rhythm
-from minivllm.processes.status import LINE, WORD, StatusPage
-from minivllm.processes.wire import Wire, cut_by, watch_peer
+from minivllm.runtime.processes.channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
+from minivllm.runtime.processes.child import HUNG_UP, ChildEnded, Words
+from minivllm.runtime.processes.gate import Guest
+from minivllm.runtime.processes.rhythm import Rhythm
+from minivllm.runtime.processes.status import LINE, WORD, StatusPage
+from minivllm.runtime.processes.wire import Wire, cut_by, watch_peer
 
 if TYPE_CHECKING:
     from .ray_executor import RayCluster

@@ -19,11 +19,11 @@ import time
 import traceback
 from typing import Any
 
-from minivllm.processes.channel import Channel, ChannelClosed, shared_file
-from minivllm.processes.child import follow
-from minivllm.processes.gate import Refused, greet
-from minivllm.processes.status import StatusPage
-from minivllm.processes.wire import Wire, watch_peer
+from minivllm.runtime.processes.channel import Channel, ChannelClosed, shared_file
+from minivllm.runtime.processes.child import follow
+from minivllm.runtime.processes.gate import Refused, greet
+from minivllm.runtime.processes.status import StatusPage
+from minivllm.runtime.processes.wire import Wire, watch_peer
 
 from .multiprocess import MEETING
 from .multiprocess_worker import Rank

@@ -17,11 +17,11 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minivllm.core.interfaces.quantizer import WeightScheme
-from minivllm.core.worker.capture import synchronize
+from minivllm.device.worker.capture import synchronize
 from minivllm.errors import RequestError
 
 if TYPE_CHECKING:
-    from minivllm.core.worker.runner import Runner
+    from minivllm.device.worker.runner import Runner
 
 PREFIX = "seam "
 OTHER = "engine"  # columns, gathers, copies: what no plug-in does

@@ -45,7 +45,7 @@ from minivllm.core.interfaces.plan import (
     no_rows,
 )
 from minivllm.errors import ModelError, ResourceError
-from minivllm.plain import merge
+from minivllm.validation import merge
 
 from .clocks import CLOCKS
 from .costs import PAUSE, StepCounter, read_costs

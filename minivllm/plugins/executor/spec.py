@@ -1,6 +1,6 @@
 """What the built-in executors say about themselves."""
 
-from minivllm.spec import ANY, Needs, Range, Spec
+from minivllm.registration.spec import ANY, Needs, Range, Spec
 
 LOCAL = Spec(
     impl="minivllm.plugins.executor.local:Local",

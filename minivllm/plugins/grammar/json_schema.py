@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, TypeGuard
 
+from minivllm.core.json_schema.references import find
 from minivllm.errors import brief
-from minivllm.json_schema.references import find
 
 from .ecma_regex import WRITABLE, Node, search, whole, within
 from .formats import ANNOTATIONS, FORMATS

@@ -1,6 +1,6 @@
 """What the built-in grammar libraries say about themselves."""
 
-from minivllm.spec import Needs, Spec
+from minivllm.registration.spec import Needs, Spec
 
 HERE = "minivllm.plugins.grammar"
 FORMS = frozenset({"json", "regex", "choice", "grammar"})

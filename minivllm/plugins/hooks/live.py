@@ -13,7 +13,7 @@ from rich.live import Live as Display
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from minivllm.hooks import EngineView, FinishedStep, Hooks, hookimpl
+from minivllm.runtime.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
 SPAN = 2.0  # seconds over which the rate is taken
 SAMPLE = 0.1  # seconds between two notes of it

@@ -27,7 +27,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 import minivllm
 from minivllm import files
 from minivllm.errors import ConfigError
-from minivllm.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
+from minivllm.runtime.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
 
 FLUSH = 3.0  # seconds that the end of the engine waits for spans to be sent
 # parameter of the request -> attribute

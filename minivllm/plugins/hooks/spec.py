@@ -1,6 +1,6 @@
 """What the built-in hooks say about themselves."""
 
-from minivllm.spec import Needs, Spec
+from minivllm.registration.spec import Needs, Spec
 
 LIVE = Spec(
     impl="minivllm.plugins.hooks.live:Live",

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from minivllm import files
 from minivllm.errors import ConfigError
-from minivllm.hooks import EngineView, FinishedStep, Hooks, hookimpl
+from minivllm.runtime.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
 # what is taken from a FinishedStep by its own name
 FIGURES = (

@@ -3,7 +3,7 @@
 ``holds`` is asked for when the user left the format open: the dtypes whose keys and values it stores without loss.
 """
 
-from minivllm.spec import ANY, Spec
+from minivllm.registration.spec import ANY, Spec
 
 BF16 = Spec(
     impl="minivllm.plugins.kvformat.plain:Bf16",

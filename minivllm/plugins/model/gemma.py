@@ -10,7 +10,7 @@ from typing import Any
 
 from minivllm.core.interfaces.decoder import AROUND, HEAD, MLP, DecoderSpec, LayerSpec, Norm, WeightNames
 from minivllm.core.interfaces.model import ModelArch
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 

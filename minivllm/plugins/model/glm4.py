@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import AROUND, DecoderSpec, Rope, WeightNames
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 from .llama import Llama
 

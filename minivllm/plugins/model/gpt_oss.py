@@ -15,7 +15,7 @@ from minivllm.core.interfaces.decoder import (
     WeightNames,
 )
 from minivllm.core.interfaces.model import ModelArch
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 GATE_UP, DOWN = ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"
 STACKED = ExpertNames("stacked", "mlp.router", GATE_UP, DOWN, transposed=True, interleaved=True)

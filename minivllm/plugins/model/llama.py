@@ -9,8 +9,8 @@ from typing import Any
 
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, Rope
 from minivllm.core.interfaces.model import ModelArch
+from minivllm.device.layers import fields
 from minivllm.errors import ModelError
-from minivllm.layers import fields
 
 
 class Llama(ModelArch):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
-from minivllm.layers import fields
 
 from .llama import Llama
 

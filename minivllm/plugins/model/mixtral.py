@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import EXPERT_NAMES, DecoderSpec, ExpertNames, Router, WeightNames
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 from .mistral import Mistral
 

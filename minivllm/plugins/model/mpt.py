@@ -8,8 +8,8 @@ from typing import Any
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
 from minivllm.core.interfaces.model import ModelArch
+from minivllm.device.layers import fields
 from minivllm.errors import ModelError, shown
-from minivllm.layers import fields
 
 NAMES = WeightNames(
     embed="transformer.wte",

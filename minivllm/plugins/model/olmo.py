@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import AFTER, WIDTH, DecoderSpec, WeightNames
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 from .llama import Llama
 

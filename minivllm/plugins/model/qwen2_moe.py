@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import MLP, Experts
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 from .qwen3_moe import SparseLayers
 

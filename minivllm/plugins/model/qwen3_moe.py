@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm.core.interfaces.decoder import HEAD, DecoderSpec, Experts, Router
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 from .qwen2 import Qwen2
 

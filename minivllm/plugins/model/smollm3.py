@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from minivllm.core.interfaces.decoder import Rope
+from minivllm.device.layers import fields
 from minivllm.errors import ModelError
-from minivllm.layers import fields
 
 from .qwen2 import Qwen2
 

@@ -1,6 +1,6 @@
 """What the built-in model architectures say about themselves."""
 
-from minivllm.spec import ANY, Needs, PluginQuery, Reason, Spec
+from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
 WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``layer_types`` of them, which is read
 TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output

@@ -6,7 +6,7 @@ from typing import Any
 
 from minivllm.core.interfaces.decoder import MLP, DecoderSpec, LayerSpec, Norm, WeightNames
 from minivllm.core.interfaces.model import ModelArch
-from minivllm.layers import fields
+from minivllm.device.layers import fields
 
 
 class Starcoder2(ModelArch):

@@ -9,7 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.core.worker.sampling import apply_mask
+from minivllm.device.worker.sampling import apply_mask
 
 from .ids import token_ids
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
-from minivllm.core.worker.sampling import unpack_bits
+from minivllm.device.worker.sampling import unpack_bits
 
 from .spec import PROMPT_PENALTY
 

@@ -1,6 +1,6 @@
 """What the built-in processors say about themselves."""
 
-from minivllm.spec import ANY, Param, Spec
+from minivllm.registration.spec import ANY, Param, Spec
 
 LONGEST = 64  # n-gram
 MOST_PENALTY = 100.0

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Rows
-from minivllm.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, wait
 
 CELLS = 8192  # of a row, at most: longer histories take more rounds
 CHUNK = 2048  # tokens that are looked at together, at most

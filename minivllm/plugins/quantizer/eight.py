@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
-from minivllm.layers.linear import no_adapter
+from minivllm.device.layers.linear import no_adapter
 
 from .fast import joined_scaled, scaled_kernels_of, served_by
 from .int8 import Int8, Int8Weight
@@ -101,7 +101,7 @@ class LlmInt8Weight(Int8Weight):
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         if self.kernels is not None:
-            from minivllm.kernels.scaled import rounded_but_large
+            from minivllm.device.kernels.scaled import rounded_but_large
 
             return super().apply(rounded_but_large(x.contiguous(), self.threshold), out, adapter)
         large = x.abs() >= self.threshold

@@ -1,4 +1,4 @@
-"""Which weights the kernels of quantized weights in ``minivllm.kernels`` multiply by."""
+"""Which weights the kernels of quantized weights in ``minivllm.device.kernels`` multiply by."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.layers.linear import CAPTURED
+from minivllm.device.layers.linear import CAPTURED
 
 FP8 = torch.float8_e4m3fn
 GROUPS = (32, 64, 128)  # inputs of a scale of 4 bits that the kernels' tiles divide
@@ -24,7 +24,7 @@ def kernels_of(
     there is no Triton, or no GPU for it, or where 4 bits come in groups of another size than GROUPS."""
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)) or (weight.dtype == torch.uint8 and group not in GROUPS):
         return None
-    from minivllm.kernels.quant import Quantized
+    from minivllm.device.kernels.quant import Quantized
 
     return Quantized(weight, scale, zero, group, table)
 
@@ -33,7 +33,7 @@ def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> An
     """``GroupedProduct``, likewise."""
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
-    from minivllm.kernels.grouped import GroupedProduct
+    from minivllm.device.kernels.grouped import GroupedProduct
 
     return GroupedProduct(weight, scale, zero)
 
@@ -42,8 +42,8 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
     """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper, and are large."""
     if not _served(weight, (9, 0)):
         return None
-    from minivllm.kernels.launch import roomy
-    from minivllm.kernels.scaled import ScaledProduct
+    from minivllm.device.kernels.launch import roomy
+    from minivllm.device.kernels.scaled import ScaledProduct
 
     return ScaledProduct(weight, scale) if roomy(weight.device) else None
 
@@ -52,7 +52,7 @@ def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
     """``JoinedProduct`` of what ``kernels_of`` gave; None of None."""
     if kernels is None:
         return None
-    from minivllm.kernels.quant_joined import JoinedProduct
+    from minivllm.device.kernels.quant_joined import JoinedProduct
 
     return JoinedProduct(kernels, bias, mode, activation)
 
@@ -61,7 +61,7 @@ def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
     """Likewise, of what ``scaled_kernels_of`` gave."""
     if kernels is None:
         return None
-    from minivllm.kernels.quant_joined import JoinedProduct
+    from minivllm.device.kernels.quant_joined import JoinedProduct
 
     return JoinedProduct(kernels.wide, bias, mode, activation, kernels.weight.dtype, scaled=kernels)
 
@@ -78,7 +78,7 @@ def served_by(
         if device == "cpu" and rounded is None and not table and dtype != FP8:
             return {CAPTURED: "read as they lie by the native part, where it is there", **any_rows}
         return any_rows
-    from minivllm.kernels.quant import told
+    from minivllm.device.kernels.quant import told
 
     return told(dtype, sm, table, rounded)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, StoredWeight
-from minivllm.layers.linear import part_rows
-from minivllm.layers.module import check_shape
+from minivllm.device.layers.linear import part_rows
+from minivllm.device.layers.module import check_shape
 
 from .fast import joined, kernels_of, served_by
 from .online import OnlineQuantizer

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.device.layers.experts import DenseExperts
+from minivllm.device.layers.linear import part_rows
 from minivllm.errors import ModelError
-from minivllm.layers.experts import DenseExperts
-from minivllm.layers.linear import part_rows
 
 from .forms import WITHOUT_KERNELS
 from .tiled import Tiled

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
+from minivllm.device.layers.linear import CAPTURED, Dense, no_adapter
 from minivllm.errors import OptionError
-from minivllm.layers.linear import CAPTURED, Dense, no_adapter
 
 from .none import refuse_quantized
 from .options import OfBits, WeightOnlyOptions

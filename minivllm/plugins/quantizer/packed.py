@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
+from minivllm.device.layers.linear import joined_by, no_adapter, part_rows, stored_by
 from minivllm.errors import ModelError, shown
-from minivllm.layers.linear import joined_by, no_adapter, part_rows, stored_by
 
 from . import forms
 from .forms import HeldRows, Numbers

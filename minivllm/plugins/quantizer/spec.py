@@ -3,7 +3,7 @@
 ``checkpoint`` is the quantization method that the checkpoint names, "none" if it names none.
 """
 
-from minivllm.spec import ANY, AtLeast, Spec
+from minivllm.registration.spec import ANY, AtLeast, Spec
 
 # quantiles of a normal distribution (arXiv:2305.14314, appendix E)
 NF4_TABLE = (

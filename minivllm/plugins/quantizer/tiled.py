@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.device.layers.linear import no_adapter, part_rows
+from minivllm.device.layers.module import check_shape
 from minivllm.errors import ModelError
-from minivllm.layers.linear import no_adapter, part_rows
-from minivllm.layers.module import check_shape
 
 AT_ONCE = {"cpu": 1 << 19}  # elements that are there at full precision at a time: what a CPU's caches hold
 AT_ONCE_ELSEWHERE = 1 << 21  # 8 MiB of float32

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
-from minivllm.core.worker.sampling import gumbel
+from minivllm.device.worker.sampling import gumbel
 
 from .spec import SMALL_K
 

@@ -1,6 +1,6 @@
 """What the built-in samplers say about themselves."""
 
-from minivllm.spec import ANY, Param, Spec
+from minivllm.registration.spec import ANY, Param, Spec
 
 SMALL_K = 1024  # up to here the k best are selected; above, or for top-p alone, the row is sorted (bisected by kernels)
 

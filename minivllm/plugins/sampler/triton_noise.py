@@ -1,4 +1,4 @@
-"""The noise in kernels: ``core.worker.sampling.gumbel``, bit for bit in its hash.
+"""The noise in kernels: ``device.worker.sampling.gumbel``, bit for bit in its hash.
 
 About 30 instructions a lane, two of them logarithms: more than its logit takes to come from memory.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minivllm.core.worker.sampling import FOLD_A, FOLD_B, INIT, MIX_1, MIX_2
+from minivllm.device.worker.sampling import FOLD_A, FOLD_B, INIT, MIX_1, MIX_2
 
 _INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1, MIX_2))
 
 
 @triton.jit
 def row_keys(seed, position, sample):
-    """Two 32-bit words of a row; see ``core.worker.sampling.noise_bits``."""
+    """Two 32-bit words of a row; see ``device.worker.sampling.noise_bits``."""
     a = tl.full((), _INIT, tl.uint32)
     b = tl.full((), 0, tl.uint32)
     for i in tl.static_range(4):

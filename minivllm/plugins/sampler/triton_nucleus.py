@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, wait
 
 from .triton_draw import DONE, OPEN, TILE, DrawWork, load_row, mass_of, pick, scale_of
 from .triton_noise import gumbel_noise, row_keys

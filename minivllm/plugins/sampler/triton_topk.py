@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from minivllm.kernels.launch import kernel, pdl, wait
+from minivllm.device.kernels.launch import kernel, pdl, wait
 
 from .spec import SMALL_K as MOST
 from .triton_draw import DONE, TILE, WAITS, DrawWork, mass_of, scale_of

@@ -1,6 +1,6 @@
 """What the built-in scheduling policies say about themselves."""
 
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 _HERE = "minivllm.plugins.scheduler"
 _FREE = frozenset({"starvation_free"})

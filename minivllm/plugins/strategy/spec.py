@@ -1,6 +1,6 @@
 """What the built-in decoding strategies say about themselves."""
 
-from minivllm.spec import Param, Spec
+from minivllm.registration.spec import Param, Spec
 
 MOST_SCALE = 100.0
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from minivllm.plain import flaw, is_text, lone_escape
 from minivllm.server.errors import ApiError
+from minivllm.validation import flaw, is_text, lone_escape
 
 from . import bounds
 from .cross_site import JSON_WANTED, is_json

@@ -36,7 +36,7 @@ from .taps import NOTHING, PooledTaps, read_values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
 ALIVE = 5.0  # seconds without a sign of life after which an engine is not healthy
@@ -442,7 +442,7 @@ class LocalClient(FrameClient):
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
     """The parameters that are not at their defaults.  RequestError for what has no form outside of a process."""
-    from minivllm.record.tally import plain_params
+    from minivllm.frontend.record.tally import plain_params
 
     found = plain_params(params)
     for name, value in found.items():

@@ -111,7 +111,7 @@ def main(socket_fd: str, life_fd: str) -> None:
 
 
 def _serve(link: SocketLink, running: threading.Event) -> int:
-    from minivllm.hardware import prepare_environment
+    from minivllm.device.hardware import prepare_environment
 
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.errors import EngineDeadError, RequestError, error_from
-from minivllm.processes import fresh
+from minivllm.registration import fresh
 from minivllm.server.logs import event
 
 from .child_log import PrintedLog
@@ -68,7 +68,7 @@ class ProcessClient(FrameClient):
         try:
             self._opened(await self._start())
             if self._folder is not None:
-                from minivllm.text.tokenizer import load_tokenizer
+                from minivllm.runtime.text.tokenizer import load_tokenizer
 
                 template = self._loaded.engine.chat_template
                 self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)

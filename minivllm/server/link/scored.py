@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minivllm.core.engine.scores import TokenLogprobs
-from minivllm.text.outputs import Logprob, entry_of
+from minivllm.runtime.text.outputs import Logprob, entry_of
 
 BYTES = 4  # of each entry of the columns but ``ends``
 Spell = Callable[[int], "str | None"]

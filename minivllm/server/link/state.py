@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import EngineDeadError
-from minivllm.processes.memory import find_trim, rss_bytes
+from minivllm.runtime.processes.memory import find_trim, rss_bytes
 
 if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service

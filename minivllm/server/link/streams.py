@@ -20,7 +20,7 @@ from .scored import Scored
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
     from .client import EngineClient
 

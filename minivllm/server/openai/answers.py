@@ -26,8 +26,8 @@ from .logprobs import Speller
 from .offsets import Places
 
 if TYPE_CHECKING:
+    from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.desk import Desk
-    from minivllm.text.tokenizer import Tokenizer
 
 PIECE = 1 << 16  # bytes that are sent together
 AT_ONCE = 1024  # scores of an answer that the event loop writes itself: a millisecond or two

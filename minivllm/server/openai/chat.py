@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from minivllm.runtime.text import messages as plain
 from minivllm.server.errors import ApiError
-from minivllm.text import messages as plain
 
 from . import fields, logprobs, tools
 from .answers import TokenScores
@@ -35,8 +35,8 @@ from .taps import check_reads, read_taps
 from .usage import asks_energy, stream_options
 
 if TYPE_CHECKING:
+    from minivllm.runtime.tenant_cache import Salt
     from minivllm.server.link.client import TextPiece
-    from minivllm.tenant_cache import Salt
 
 MOST_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from minivllm.text.detokenize import ALPHABET
+from minivllm.runtime.text.detokenize import ALPHABET
 
 if TYPE_CHECKING:
+    from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.link.scored import ScoredToken
-    from minivllm.text.tokenizer import Tokenizer
 
 LEAST = -9999.0  # JSON has no infinity; vLLM's value for it
 Score = tuple[int, float]  # a token and its log-probability

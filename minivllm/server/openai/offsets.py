@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from minivllm.text.detokenize import IncrementalDetokenizer
+from minivllm.runtime.text.detokenize import IncrementalDetokenizer
 
 if TYPE_CHECKING:
+    from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.link.scored import ScoredToken
-    from minivllm.text.tokenizer import Tokenizer
 
 PART = "\ufffd"  # what a part of a character is decoded to
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from minivllm.runtime.text.messages import text_of
 from minivllm.server.errors import ApiError
-from minivllm.text.messages import text_of
 
 SIDES = (None, "left", "right")
 

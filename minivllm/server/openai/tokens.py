@@ -1,7 +1,7 @@
 """Text to token ids for the routes: cached for each salt, bounded, and off the event loop where it takes long.
 
 What a conversation spells like a special token is encoded as the characters it is, unless the request asks otherwise:
-see ``minivllm.text.literal``.
+see ``minivllm.runtime.text.literal``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.runtime.tenant_cache import Salt, TenantCache
 from minivllm.server.desk import Desk, to_json
 from minivllm.server.errors import ApiError
-from minivllm.tenant_cache import Salt, TenantCache
 
 from .prompts import around
 
 if TYPE_CHECKING:
-    from minivllm.text.tokenizer import Tokenizer
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 LONG = 2048  # characters: half a millisecond of tokenizing
 MANY = 1024  # token ids: half a millisecond of making text of them

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from minivllm.core.json_schema.closing import closed, schemas
+from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, value_depth
+from minivllm.core.json_schema.references import pointer
 from minivllm.errors import ConfigError, shown, suggest
-from minivllm.json_schema.closing import closed, schemas
-from minivllm.json_schema.depth import MOST_BYTES, MOST_DEPTH, value_depth
-from minivllm.json_schema.references import pointer
 from minivllm.server.errors import ApiError, printable
 
 from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of

@@ -30,13 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from minivllm.plain import is_text
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
 from minivllm.server.http.auth import ApiKeys
 from minivllm.server.http.body import check_text, parse_object
 from minivllm.server.http.sse import supervise
 from minivllm.server.line import owner_of
+from minivllm.validation import is_text
 
 from .chat import Chat
 from .completions import Completion

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.model import Conversion, Model, ModelArch, Parts, Rule, StepTensors
+from minivllm.device.layers.experts import kernels_serve
 from minivllm.errors import ModelError
-from minivllm.layers.experts import kernels_serve
 
 from .attend import SLOT, Attends, Current
 from .blank import blank_model, class_of, config_of

@@ -13,9 +13,9 @@ from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as hf_logging
 
+from minivllm.device.layers.fields import check_causal
 from minivllm.errors import ModelError, shown
-from minivllm.layers.fields import check_causal
-from minivllm.spec import Spec
+from minivllm.registration.spec import Spec
 
 from .. import spec
 from . import experts

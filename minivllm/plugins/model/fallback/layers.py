@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minivllm.layers.fused import Normed
+from minivllm.device.layers.fused import Normed
 
 
 class Replaced(nn.Module):
@@ -91,7 +91,7 @@ class Routed:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """x [T, H], ids [T, k], weights [T, k] -> [T, H]."""
         if self.products is None:  # made once the weights are loaded
-            from minivllm.kernels.experts import ExpertProducts
+            from minivllm.device.kernels.experts import ExpertProducts
 
             biases = (getattr(self.module, f"{name}_bias", None) for name in ("gate_up_proj", "down_proj"))
             weights = self.module.gate_up_proj, self.module.down_proj

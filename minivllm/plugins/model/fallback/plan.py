@@ -15,9 +15,9 @@ from transformers.pytorch_utils import Conv1D
 
 from minivllm.core.interfaces.decoder import ACTIVATIONS, Norm
 from minivllm.core.interfaces.model import Rule
+from minivllm.device.layers.activation import APPLY
+from minivllm.device.layers.norm import rms_norm
 from minivllm.errors import ModelError
-from minivllm.layers.activation import APPLY
-from minivllm.layers.norm import rms_norm
 
 from .blank import blank_model, check_config, class_of, own_attention
 from .trace import Call, trace_model
@@ -199,7 +199,7 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
 @torch.no_grad()
 def experts_of(module: Any) -> str | None:
     """The activation of a layer's experts, if each is ``down(activation(gate) * up)`` of matrices as
-    ``kernels.experts`` reads them, by what their gate gives for random numbers."""
+    ``device.kernels.experts`` reads them, by what their gate gives for random numbers."""
     params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
     up, down = params.get("gate_up_proj", ()), params.get("down_proj", ())
     if not hasattr(module, "_apply_gate") or len(up) != 3 or len(down) != 3:

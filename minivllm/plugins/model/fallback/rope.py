@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from minivllm.core.interfaces.attention import QKPre
-from minivllm.layers.rotary import prepare_qk
+from minivllm.device.layers.rotary import prepare_qk
 
 APPLY = "apply_rotary_pos_emb"
 

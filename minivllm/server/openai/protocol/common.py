@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
-from minivllm import declared
+from minivllm.core import declared
 from minivllm.errors import RequestError, suggest
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import fields, peers

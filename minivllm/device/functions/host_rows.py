@@ -1,0 +1,106 @@
+"""A row whose logits a request's own Python functions change: they run on the host, and so does the draw.
+
+The device sends the row's logits after its own processors (see ``plan.StepPlan.host``); the functions get them
+one after another, then the sampler of the config draws, on the CPU and with the noise of this position, so that
+functions that change nothing change no token.  What the sampler remembers of the row is here, with the sequence:
+preemption and forks do not touch it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.sampling import Draw, Row, Rows, Sampler
+from minivllm.device.worker.state import ProcessorState
+from minivllm.errors import RequestError, shown, told
+
+if TYPE_CHECKING:
+    from minivllm.core.engine.request import Seq
+
+FIELD = "logits_processors"
+
+
+class HostDraw:
+    """``draw(logits f32 [V], ids so far) -> token`` for one sequence.
+
+    Functions take (output ids, logits) or (prompt ids, output ids, logits), logits a float32 tensor [V] of their own,
+    and return the logits, a tensor or an array.  What they raise goes to the caller; so does what cannot be drawn from.
+    """
+
+    def __init__(self, seq: Seq, functions: Sequence[Callable[..., Any]], sampler: Sampler, row: Row | None) -> None:
+        self.functions = [(f, _takes_prompt(f)) for f in functions]
+        self.seq, self.sampler, self.prompt = seq, sampler, len(seq.request.prompt)
+        self.state = ProcessorState(sampler, 1, torch.device("cpu"))
+        slot = np.zeros(1, np.int64)
+        self.state.join(slot, torch.from_numpy(slot), {} if row is None else {0: row})
+
+    def __call__(self, logits: np.ndarray, ids: Sequence[int]) -> int:
+        x = torch.from_numpy(logits.astype(np.float32))  # a copy: the functions may write to it
+        for function, takes_prompt in self.functions:
+            given = (list(ids[: self.prompt]),) if takes_prompt else ()
+            x = _logits(function(*given, list(ids[self.prompt :]), x), function, len(logits))
+        if not x.amax().isfinite():
+            raise ValueError("they left no token to draw: all logits are -inf, or one is NaN or +inf")
+        try:
+            return call_foreign(self._draw, x, ids)
+        except Exception as e:
+            raise RuntimeError(
+                f"sampler {type(self.sampler).__name__} failed on the host: {told(e, self.sampler)}"
+            ) from e
+
+    def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:
+        """The sampler's token, of logits f32 [V]."""
+        one = lambda value: torch.tensor([value], dtype=torch.int64)  # noqa: E731
+        tokens = torch.tensor([[*ids, 0]], dtype=torch.int32)
+        rows = Rows(
+            one(0),
+            one(len(ids)),
+            one(self.prompt),
+            one(self.seq.seed),
+            one(self.seq.sample),
+            int(self.state.variant[0]),
+            tokens,
+            len(ids),
+        )
+        out = Draw(torch.zeros(1, dtype=torch.int64))
+        with torch.inference_mode():
+            self.sampler.draw(x[None], rows, self.state.columns, out)
+            token = checks.whole(out.tokens[0], 0, len(x) - 1, "it drew token")
+            self.sampler.commit(out.tokens[:, None], torch.ones(1, dtype=torch.int32), rows, self.state.columns)
+        return token
+
+
+def _takes_prompt(function: Callable[..., Any]) -> bool:
+    """Whether it takes three arguments; RequestError if neither three nor two."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin that does not say
+        return False
+    for count in (3, 2):
+        try:
+            signature.bind(*range(count))
+        except TypeError:
+            continue
+        return count == 3
+    want = "f(output ids, logits) or f(prompt ids, output ids, logits)"
+    raise RequestError(f"{FIELD}: {shown(function)} takes {signature}: want {want}", FIELD)
+
+
+def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tensor:
+    """What a function returned, as float32 [V]."""
+    if not isinstance(value, (torch.Tensor, np.ndarray, list)):
+        raise TypeError(f"{shown(function)} returned {type(value).__name__}; want the logits")
+    x = torch.as_tensor(value).detach()
+    if x.dtype == torch.bool or x.is_complex():
+        raise TypeError(f"{shown(function)} returned logits of {x.dtype}; want numbers")
+    x = x.to("cpu", torch.float32)
+    if x.shape != (vocab,):
+        raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; want ({vocab},)")
+    return x

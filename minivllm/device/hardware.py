@@ -1,0 +1,325 @@
+"""What the machine can do: device, memory, and which dtypes a CPU multiplies safely and fast.
+
+On some virtual machines the CPU offers AMX without the CPUID leaf that describes its tiles.  oneDNN then builds AMX
+kernels that die of SIGILL, and the process with them.  Two guards: ``prepare_environment`` caps oneDNN below AMX where
+the operating system does not offer it, and ``cpu_matmul`` multiplies in a child process before anybody multiplies here.
+
+oneDNN compiles a kernel for every number of rows of every weight's shape, and an engine sees nearly all of them in its
+life.  A kernel is 0.3 to 0.5 MiB; oneDNN keeps 1,024 of them and torch's bridge to it 1,024 more, for each thread, so
+that a process grows by half a GiB in its first hour.  ``prepare_environment`` bounds both.
+
+OpenMP's threads wait for the next operation in a loop, by GNU's default for some milliseconds.  Where another process
+wants their cores, the server's HTTP or a second engine, each takes from the other what neither works with, and both
+slow down far more than twofold.  ``prepare_environment`` bounds the loop to less than a tenth of a millisecond: longer
+than from one operation of a layer to the next, shorter than what others notice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ConfigError, ResourceError
+
+CAP = "ONEDNN_MAX_CPU_ISA"
+# kernels that are kept: those of the last fifty sizes of a step.  The bridge's are the same ones once more, and finding
+# one in oneDNN costs no time that could be measured; of 0 it dies.
+KEPT = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256", "LRU_CACHE_CAPACITY": "16"}
+WAITING = {"GOMP_SPINCOUNT": "2000"}  # rounds of the loop; GNU's OpenMP reads it when torch is imported
+WAIT_POLICY = "OMP_WAIT_POLICY"
+PROBED = ("float32", "bfloat16")  # what dtype=auto chooses from
+DTYPES = ("float32", "bfloat16", "float16")
+ROWS = (1, 32)  # a decode step of one sequence, a small prefill
+_REPEATS = (20, 5)  # about 2 ms each: longer than what another process takes away at a time
+FASTER = 1.25  # bfloat16 is taken if it is that many times faster than float32 for both, so that noise does not decide
+DOUBT = (1.0, 2.5)  # a gain between these is measured again, AGAIN times at most
+AGAIN = 3
+_DIM = 1024  # float32 weights of 4 MiB: more than a core's own cache
+_FORK_SECONDS, _PROCESS_SECONDS = 5.0, 60.0  # 0.1 and 2 when all is well; importing torch can be slow on a cold disk
+
+
+@dataclass(frozen=True)
+class Device:
+    """``sm`` is 10 * major + minor of the compute capability, 0 on a CPU; ``memory`` is all there is, in bytes."""
+
+    kind: str  # cpu | cuda
+    name: str
+    sm: int
+    memory: int
+    why: str
+    devices: int = 1  # of this kind
+
+
+def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str | None:
+    """Bound how many kernels are kept and how long idle threads loop, and cap oneDNN's instruction set where the
+    operating system offers AVX512-BF16 but no AMX.  Returns the cap if it was set now.  The variables are read when
+    torch is imported and with the first matrix product, so this comes before both; a value that the user has set
+    stays."""
+    environ = os.environ if environ is None else environ
+    if WAIT_POLICY not in environ:
+        for name, most in WAITING.items():
+            environ.setdefault(name, most)
+    for name, most in KEPT.items():
+        environ.setdefault(name, most)
+    if CAP in environ:
+        return None
+    if cpuinfo is None:
+        try:
+            with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+                cpuinfo = next((line for line in file if line.startswith("flags")), "")
+        except OSError:
+            return None
+    flags = set(cpuinfo.split())
+    if "avx512_bf16" not in flags or "amx_tile" in flags:
+        return None
+    environ[CAP] = "AVX512_CORE_FP16" if "avx512_fp16" in flags else "AVX512_CORE_BF16"
+    return environ[CAP]
+
+
+def find_device(asked: str) -> Device:
+    """The device for "auto", "cpu" or "cuda" (the current one); ResourceError if it is not there."""
+    import torch
+
+    if asked != "cpu" and torch.cuda.is_available():
+        props = torch.cuda.get_device_properties(torch.cuda.current_device())
+        why = "asked for" if asked == "cuda" else "a CUDA device is there"
+        return Device(
+            "cuda", props.name, 10 * props.major + props.minor, props.total_memory, why, torch.cuda.device_count()
+        )
+    if asked == "cuda":
+        raise ResourceError("device='cuda': torch sees no CUDA device; use device='cpu' or 'auto'")
+    why = "asked for" if asked == "cpu" else "torch sees no CUDA device"
+    return Device("cpu", _cpu_name(), 0, _host_memory(), why)
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    import platform
+
+    return platform.processor() or platform.machine()
+
+
+def _host_memory() -> int:
+    """Bytes of memory that this process may use at most: the machine's, or its control group's limit."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
+        return min(total, int(file.read()))  # "max" is no number: no limit
+    return total
+
+
+def free_ram() -> int:
+    """Bytes of memory that the host has left."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
+    except (OSError, StopIteration):
+        return 4 << 30
+
+
+# ---------------------------------------------------------------- which dtypes a CPU multiplies
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """Milliseconds of a matrix product by dtype, one entry per ``ROWS``; a dtype that is missing killed its process."""
+
+    times: Mapping[str, tuple[float, ...]]
+
+    def safe(self, dtype: str) -> bool:
+        return dtype in self.times
+
+    def least(self, other: Matmul) -> Matmul:
+        """The smaller of the times of two measurements, of the dtypes that are in both."""
+        both = [name for name in self.times if name in other.times]
+        return Matmul({name: tuple(map(min, self.times[name], other.times[name])) for name in both})
+
+    def speedup(self, dtype: str) -> tuple[float, ...]:
+        """How many times faster than float32, per ``ROWS``."""
+        return tuple(a / b for a, b in zip(self.times["float32"], self.times[dtype], strict=True))
+
+
+@functools.cache
+def cpu_matmul() -> Matmul:
+    """Multiply in each of ``PROBED``, in a child process (about 0.05 s; the answer is kept)."""
+    return settled(functools.partial(probe, _measure))
+
+
+@functools.cache
+def _other_matmul(dtype: str) -> Matmul:
+    """Likewise of a dtype that only who asks for it gets."""
+    return probe(_measure, names=(dtype,))
+
+
+def settled(measured: Callable[[], Matmul]) -> Matmul:
+    """What was ``measured``, again where other work on the machine may have decided between two dtypes: that only adds
+    time, so the least of several is taken."""
+    found = measured()
+    for _ in range(AGAIN):
+        if not (found.safe("float32") and found.safe("bfloat16")):
+            break
+        if not DOUBT[0] < min(found.speedup("bfloat16")) < DOUBT[1]:
+            break
+        found = found.least(measured())
+    return found
+
+
+def probe(
+    measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux", names: Sequence[str] = PROBED
+) -> Matmul:
+    """``measure`` each dtype in children; when one dies, the next child goes on after the dtype that killed it.
+
+    A forked child is fast and has exactly this process's oneDNN settings.  If it gives no answer in time (a lock that
+    another thread held at the fork), a fresh process is asked instead.
+    """
+    times: dict[str, tuple[float, ...]] = {}
+    left = list(names)
+    while left:
+        text = _in_fork(measure, left) if fork else None
+        if text is None and (text := _in_process(left)) is None:
+            break  # what could not be tried does not count as safe
+        for line in text.splitlines():
+            name, *values = line.split()
+            times[name] = tuple(float(v) for v in values)
+        done = [name for name in left if name in times]
+        left = left[len(done) + 1 :]
+    return Matmul(times)
+
+
+def _measure(name: str) -> tuple[float, ...]:
+    """Best of some products [rows, DIM] x [DIM, DIM] on one thread, in milliseconds."""
+    import torch
+
+    torch.set_num_threads(1)  # a forked child must not wait for threads that only its parent has
+    dtype = getattr(torch, name)
+    weight = torch.ones(_DIM, _DIM, dtype=dtype)
+    results = []
+    for rows, repeats in zip(ROWS, _REPEATS, strict=True):
+        x = torch.ones(rows, _DIM, dtype=dtype)
+        best = float("inf")
+        for _ in range(repeats):
+            start = time.perf_counter()
+            torch.nn.functional.linear(x, weight)
+            best = min(best, time.perf_counter() - start)
+        results.append(1000 * best)
+    return tuple(results)
+
+
+def _in_fork(measure: Callable[[str], tuple[float, ...]], names: list[str]) -> str | None:
+    """What a forked child wrote before it ended, one line a dtype; None if it hung."""
+    import torch  # noqa: F401  (in the parent, or each child would import it)
+
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads; see ``probe``
+        pid = os.fork()
+    if pid == 0:
+        _child(measure, names, write)
+    os.close(write)
+    text, deadline = b"", time.monotonic() + _FORK_SECONDS
+    try:
+        while select.select([read], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            piece = os.read(read, 4096)
+            if not piece:
+                return text.decode()
+            text += piece
+        return None
+    finally:
+        os.close(read)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _child(measure: Callable[[str], tuple[float, ...]], names: list[str], write: int) -> None:
+    try:
+        import faulthandler
+        import resource
+
+        faulthandler.disable()  # its traceback of the expected death would frighten and means nothing
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+        for name in names:
+            os.write(write, _line(name, measure(name)))
+    finally:
+        os._exit(0)  # no exit handlers of the parent
+
+
+def _line(name: str, times: tuple[float, ...]) -> bytes:
+    return f"{name} {' '.join(map(str, times))}\n".encode()
+
+
+def _in_process(names: list[str]) -> str | None:
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
+    command = [sys.executable, "-m", "minivllm.device.hardware", *names]
+    try:
+        return subprocess.run(command, env=env, capture_output=True, timeout=_PROCESS_SECONDS, text=True).stdout
+    except subprocess.TimeoutExpired:
+        return None
+
+
+# ---------------------------------------------------------------- the dtype of a run
+
+
+def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]:
+    """The dtype of a run and the sentence that says why.
+
+    ``asked`` is "auto" or a dtype, ``checkpoint`` the dtype that config.json names ("float32" if none).  ConfigError
+    for a dtype that the engine does not know, ResourceError for one that would kill the process.
+    """
+    if asked not in ("auto", *DTYPES):
+        raise ConfigError(f"dtype={asked!r}: want auto, {', '.join(DTYPES)}")
+    if asked != "auto":
+        if device.kind == "cpu" and asked != "float32":
+            require_safe(asked)
+        return asked, "asked for"
+    if device.kind != "cpu":
+        if checkpoint in ("bfloat16", "float16"):
+            return checkpoint, "the checkpoint's"
+        return "bfloat16", f"half the memory of the checkpoint's {checkpoint}, and what a GPU is fast in"
+    if checkpoint not in ("bfloat16", "float16"):
+        return "float32", "the checkpoint's"
+    return _cpu_dtype(cpu_matmul())
+
+
+def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
+    """ResourceError if a matrix product in this dtype kills a process on this CPU."""
+    if matmul is None:
+        matmul = cpu_matmul() if dtype in PROBED else _other_matmul(dtype)
+    if not matmul.safe(dtype):
+        raise ResourceError(
+            f"dtype={dtype!r}: a matrix product in it kills the process on this CPU (oneDNN takes instructions that "
+            f"the machine does not have); use dtype='float32', or set {CAP}=AVX512_CORE_BF16 before Python starts"
+        )
+
+
+def _cpu_dtype(matmul: Matmul) -> tuple[str, str]:
+    if not (matmul.safe("bfloat16") and matmul.safe("float32")):
+        return "float32", "a matrix product in bfloat16 kills the process on this CPU"
+    gain = matmul.speedup("bfloat16")
+    figures = f"{gain[0]:.1f} times the speed of float32 with {ROWS[0]} row, {gain[1]:.1f} times with {ROWS[1]}"
+    if min(gain) >= FASTER:
+        return "bfloat16", f"this CPU multiplies bfloat16 at {figures}"
+    return "float32", f"this CPU multiplies bfloat16 at only {figures}"
+
+
+if __name__ == "__main__":
+    for _name in sys.argv[1:]:
+        sys.stdout.buffer.write(_line(_name, _measure(_name)))
+        sys.stdout.buffer.flush()

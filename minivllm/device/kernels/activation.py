@@ -1,0 +1,119 @@
+"""activation(gate) * up in one kernel over the joined projection [T, 2 * inner].
+
+grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``device.layers.activation.gate_mul``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
+from .launch import pdl, wait
+
+BLOCK = 2048
+LONGEST = 65536  # elements of a row that ``gate_mul_rounded`` has in registers
+NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # of an activation, in a kernel
+
+
+@triton.jit
+def activate(x, ACT: tl.constexpr):
+    """Of float32 x, by ``NUMBER``."""
+    if ACT == 0:
+        y = x / (1.0 + tl.exp(-x))
+    elif ACT == 1:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACT == 2:  # (1 + tanh(z)) / 2 = 1 / (1 + exp(-2 z))
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+    else:
+        y = tl.maximum(x, 0.0)
+        if ACT == 4:
+            y = y * y
+    return y
+
+
+@triton.jit
+def _gate_mul(
+    x, y, squares, eps, INNER: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    on = at < INNER
+    gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_P)
+        total = tl.sum(tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0), 0)
+        factor = tl.rsqrt(total / DIM + eps)
+        gate *= factor
+        up *= factor
+    tl.store(y + row * INNER + at, (activate(gate, ACT) * up).to(y.dtype.element_ty), mask=on)
+
+
+def gate_mul(
+    x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0, activation: str = "silu"
+) -> Tensor:
+    """x [T, 2 * inner], contiguous: gate, then up -> [T, inner].  With ``squares`` float32 [T, P], x is first divided
+    by sqrt(sum of the token's squares / dim + eps): what a norm before the product would have done."""
+    tokens, inner = x.shape[0], x.shape[1] // 2
+    y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
+    parts = 0 if squares is None else squares.shape[1]
+    if tokens:
+        _gate_mul[(tokens, triton.cdiv(inner, BLOCK))](
+            x,
+            y,
+            x if squares is None else squares,
+            eps,
+            INNER=inner,
+            DIM=dim,
+            PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            ACT=NUMBER[activation],
+            BLOCK=BLOCK,
+            num_warps=8,
+            **pdl(x),
+        )
+    return y
+
+
+@triton.jit
+def _gate_rounded(
+    x, y, scale, INNER: tl.constexpr, P: tl.constexpr, ACT: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, P)
+    on = at < INNER
+    gate = tl.load(x + row * 2 * INNER + at, mask=on, other=0.0).to(tl.float32)
+    up = tl.load(x + row * 2 * INNER + INNER + at, mask=on, other=0.0).to(tl.float32)
+    v = (activate(gate, ACT) * up).to(x.dtype.element_ty).to(tl.float32)  # as ``_gate_mul`` gives it
+    step, inverse = step_of(tl.max(size_of(v), 0), TOP)
+    tl.store(scale + row, step)
+    tl.store(y + row * INNER + at, codes_of(v, step, inverse, TOP, WHOLE).to(y.dtype.element_ty), mask=on)
+
+
+def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:
+    """As ``gate_mul``, of which each row is rounded to an 8-bit dtype: (codes [T, inner], scale f32 [T, 1]), as
+    ``scaled.rows`` of that.  inner up to LONGEST; a program takes a row."""
+    tokens, inner = x.shape[0], x.shape[1] // 2
+    y, scale = empty_rows(tokens, inner, dtype, x.device)
+    if tokens:
+        size = triton.next_power_of_2(inner)
+        _gate_rounded[(tokens,)](
+            x,
+            y,
+            scale,
+            INNER=inner,
+            P=size,
+            ACT=NUMBER[activation],
+            TOP=TOP[dtype],
+            WHOLE=dtype == torch.int8,
+            num_warps=min(32, max(4, size // 512)),
+            **pdl(x),
+        )
+    return y, scale

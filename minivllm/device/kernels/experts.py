@@ -1,0 +1,448 @@
+"""Products of the experts: each token with the k that its router chose, whose results it sums by its weights.
+
+    x [T, H] ──up──► activation(gate) * up [pairs, I] ──down──► weight * that [pairs, H] ──combine──► [T, H]
+
+Up to ``FEW`` tokens are *matvecs* on the CUDA cores, a program for each tile and pair: every weight that is needed is
+read once, unless two tokens share an expert.  More are *grouped GEMMs*: ``router.assign`` sorts the pairs by expert
+into blocks, whose weights come by TMA, with their rows on the long side of the tile (``products``)::
+
+    up     grid (I / BN, blocks)   y^T [BN, BM] = W [e, BN, H] x[tokens of the block]^T
+    down   grid (H / BN, blocks)   likewise, from the blocks' own order to that of the pairs
+    combine grid (T)               k rows, one after another
+
+Bytes: the weights of the experts that are hit, once; sums are float32 in an order that depends on the shapes alone.
+Reference: ``device.layers.experts``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minivllm.errors import ModelError
+
+from .activation import NUMBER, activate
+from .launch import kernel, pdl, wait
+from .router import assign
+
+FEW = 4  # tokens up to which each pair reads its expert by itself
+MOST_PAIRS = 128  # up to which the blocks of a grouped product find their pairs by themselves, without ``assign``
+OAI = 5  # the activation "swiglu_oai", which is one of gate and up together
+# pairs of an expert up to which; BM, BN, BK of 2 bytes, stages and warps of ``up`` and of ``down``
+TILES = (
+    (12, (16, 64, 128, 2, 4), (16, 64, 128, 3, 4)),
+    (32, (32, 128, 128, 3, 8), (32, 64, 128, 3, 4)),
+    (64, (64, 64, 64, 3, 4), (64, 128, 64, 3, 4)),
+    (float("inf"), (128, 128, 64, 4, 8), (128, 128, 64, 3, 4)),
+)
+FIXED = (64, 64, 64, 4, 4)
+
+
+@triton.jit
+def _gated(gate, up, limit, alpha, ACT: tl.constexpr, DTYPE: tl.constexpr):
+    """activation(gate) * up of float32 numbers, each rounded as its product would have been."""
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    if ACT == 5:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
+    return activate(gate, ACT) * up
+
+
+@kernel()
+def _up_few(
+    x, weight, bias, ids, squares, y, eps, limit, alpha, K: tl.constexpr, N: tl.constexpr, H: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_P: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One pair: y [pairs, N]."""
+    wait(PDL)
+    pair = tl.program_id(1)
+    row = pair // K
+    e = tl.load(ids + pair).to(tl.int64)
+    on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    at = weight + (e * 2 * N + on)[:, None] * H + ok[None, :]
+    acc = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    for k in tl.range(0, H, BK, num_stages=STAGES):
+        there = (on < N)[:, None] & (k + ok < H)[None, :]
+        w = tl.load(at + k, mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = tl.load(at + N * H + k, mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        v = tl.load(x + row.to(tl.int64) * H + k + ok, mask=k + ok < H, other=0.0).to(tl.float32)[None, :]
+        acc += w * v
+        up += u * v
+    gate, other = tl.sum(acc, 1), tl.sum(up, 1)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_P)
+        s = tl.load(squares + row * PARTS + part, mask=part < PARTS, other=0.0)
+        factor = tl.rsqrt(tl.sum(s, 0) / H + eps)
+        gate *= factor
+        other *= factor
+    if BIAS:
+        gate += tl.load(bias + e * 2 * N + on, mask=on < N, other=0.0).to(tl.float32)
+        other += tl.load(bias + e * 2 * N + N + on, mask=on < N, other=0.0).to(tl.float32)
+    z = _gated(gate, other, limit, alpha, ACT, y.dtype.element_ty)
+    tl.store(y + pair * N + on, z.to(y.dtype.element_ty), mask=on < N)
+
+
+@kernel()
+def _down_few(
+    h, weight, bias, ids, weights, residual, norm, squares, y, K: tl.constexpr, H: tl.constexpr, N: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token, with all its experts: y [T, H].  ADD: that is added to the residual, of which y is then the product
+    with the norm's weight, and ``squares`` the sum of the tile's squares."""
+    wait(PDL)
+    row = tl.program_id(1)
+    on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    each: tl.constexpr = (N + BK - 1) // BK
+    acc = tl.zeros([BN, BK], tl.float32)
+    offset = tl.zeros([BN], tl.float32)
+    for i in tl.range(0, K * each, num_stages=STAGES):
+        pair, k = row * K + i // each, i % each * BK
+        e = tl.load(ids + pair).to(tl.int64)
+        there = (on < H)[:, None] & (k + ok < N)[None, :]
+        w = tl.load(weight + (e * H + on)[:, None] * N + (k + ok)[None, :], mask=there, other=0.0,
+                    eviction_policy="evict_first").to(tl.float32)  # fmt: skip
+        v = tl.load(h + pair * N + k + ok, mask=k + ok < N, other=0.0).to(tl.float32)
+        acc += w * (v * tl.load(weights + pair))[None, :]
+    if BIAS:
+        for i in tl.static_range(K):
+            e = tl.load(ids + row * K + i).to(tl.int64)
+            b = tl.load(bias + e * H + on, mask=on < H, other=0.0).to(tl.float32)
+            offset += b * tl.load(weights + row * K + i)
+    out = (tl.sum(acc, 1) + offset).to(y.dtype.element_ty)
+    place = row.to(tl.int64) * H + on
+    if ADD:
+        out = (tl.load(residual + place, mask=on < H, other=0.0) + out).to(y.dtype.element_ty)
+        tl.store(residual + place, out, mask=on < H)
+        wide = out.to(tl.float32)
+        tl.store(squares + row * tl.num_programs(0) + tl.program_id(0), tl.sum(tl.where(on < H, wide * wide, 0.0), 0))
+        out = (wide * tl.load(norm + on, mask=on < H, other=0.0).to(tl.float32)).to(y.dtype.element_ty)
+    tl.store(y + place, out, mask=on < H)
+
+
+@triton.jit
+def _block(order, expert, pairs, block, BM: tl.constexpr, FROM: tl.constexpr):
+    """(the expert of a block, or -1; its pairs [BM]).  FROM > 0: there was no ``assign``, both arguments are the ids of
+    at most so many pairs, and a block is that of a pair: every BM-th of an expert takes those up to the next such."""
+    e = tl.load(expert + block)
+    if FROM == 0:
+        pair = tl.load(order + block * BM + tl.arange(0, BM))
+    else:
+        at, place = tl.arange(0, FROM), tl.arange(0, BM)
+        same = (tl.load(order + at, mask=at < pairs, other=-1) == e).to(tl.int32)
+        before = tl.sum(tl.where(at < block, same, 0), 0)
+        rank = tl.cumsum(same, 0) - 1 - before
+        here = (same > 0)[:, None] & (rank[:, None] == place[None, :])
+        pair = tl.sum(tl.where(here, at[:, None], 0), 0)
+        pair = tl.where(place < tl.sum(same, 0) - before, pair, pairs)
+        e = tl.where(before % BM == 0, e, -1)
+    return e, pair
+
+
+@kernel("pairs")
+def _up(
+    x, weight, bias, order, expert, squares, y, pairs, eps, limit, alpha, K: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, FROM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block: y [blocks * BM, N], in the order of the blocks.  ``weight`` is a descriptor over [E * 2 N, H]."""
+    wait(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    e, pair = _block(order, expert, pairs, block, BM, FROM)
+    if e < 0:
+        return
+    om, ok = block * BM + tl.arange(0, BM), tl.arange(0, BK)
+    real, row = pair < pairs, pair // K
+    at = x + row.to(tl.int64)[:, None] * H + ok[None, :]
+    acc = tl.zeros([BN, BM], tl.float32)
+    up = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, H, BK, num_stages=STAGES):
+        a = tl.load(at + k, mask=real[:, None] & (k + ok < H)[None, :], other=0.0).T
+        w = weight.load([e * 2 * N + tile * BN, k])
+        acc = tl.dot(w, a, acc, input_precision="ieee" if IEEE else "tf32")
+        u = weight.load([e * 2 * N + N + tile * BN, k])
+        up = tl.dot(u, a, up, input_precision="ieee" if IEEE else "tf32")
+    on = tile * BN + tl.arange(0, BN)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_P)
+        s = tl.load(squares + row[:, None] * PARTS + part[None, :],
+                    mask=real[:, None] & (part < PARTS)[None, :], other=0.0)  # fmt: skip
+        factor = tl.rsqrt(tl.sum(s, 1) / H + eps)[None, :]
+        acc = acc * factor
+        up = up * factor
+    if BIAS:
+        b = bias + e.to(tl.int64) * 2 * N + on
+        acc += tl.load(b, mask=on < N, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(b + N, mask=on < N, other=0.0).to(tl.float32)[:, None]
+    z = _gated(acc, up, limit, alpha, ACT, y.dtype.element_ty)
+    z = tl.trans(z.to(y.dtype.element_ty))
+    tl.store(y + om.to(tl.int64)[:, None] * N + on[None, :], z, mask=(on < N)[None, :])
+
+
+@kernel("pairs")
+def _down(
+    h, weight, bias, order, expert, weights, y, pairs, H: tl.constexpr, N: tl.constexpr, FROM: tl.constexpr,
+    BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One block: y [pairs, H], times the router's weights.  Descriptors over h [blocks * BM, N] and [E * H, N]."""
+    wait(PDL)
+    tile, block = tl.program_id(0), tl.program_id(1)
+    e, pair = _block(order, expert, pairs, block, BM, FROM)
+    if e < 0:
+        return
+    acc = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(0, N, BK, num_stages=STAGES):
+        a = h.load([block * BM, k]).T
+        w = weight.load([e * H + tile * BN, k])
+        acc = tl.dot(w, a, acc, input_precision="ieee" if IEEE else "tf32")
+    on, real = tile * BN + tl.arange(0, BN), pair < pairs
+    if BIAS:
+        acc += tl.load(bias + e.to(tl.int64) * H + on, mask=on < H, other=0.0).to(tl.float32)[:, None]
+    z = acc * tl.load(weights + pair, mask=real, other=0.0)[None, :]
+    z = tl.trans(z.to(y.dtype.element_ty))
+    tl.store(y + pair.to(tl.int64)[:, None] * H + on[None, :], z, mask=real[:, None] & (on < H)[None, :])
+
+
+@kernel()
+def _combine(
+    y, residual, norm, out, eps, K: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One token: the sum of its k rows.  ADD: that is added to the residual, whose RMSNorm is the result
+    (``norm.add_rms_norm``)."""
+    wait(PDL)
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, P)
+    on = at < H
+    total = tl.zeros((P,), tl.float32)
+    for i in tl.static_range(K):
+        total += tl.load(y + (row * K + i) * H + at, mask=on, other=0.0).to(tl.float32)
+    value = total.to(out.dtype.element_ty)
+    if ADD:
+        value = (tl.load(residual + row * H + at, mask=on, other=0.0) + value).to(out.dtype.element_ty)
+        tl.store(residual + row * H + at, value, mask=on)
+        wide = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / H + eps)
+        value = (wide * inverse * tl.load(norm + at, mask=on, other=0.0).to(tl.float32)).to(out.dtype.element_ty)
+    tl.store(out + row * H + at, value, mask=on)
+
+
+class ResidualNorm(NamedTuple):
+    """What the experts' output is added to, in place, and the RMSNorm that follows."""
+
+    residual: Tensor  # [T, H]
+    norm: Tensor  # [H]
+    eps: float
+    whole: bool  # the norm is computed to its end
+
+
+def few_tiles(inp: int, gated: bool) -> dict[str, int]:
+    """Tile of a matvec over ``inp`` inputs."""
+    if gated:
+        return dict(BN=8, BK=min(256, triton.next_power_of_2(inp)), STAGES=2, num_warps=4)
+    return dict(BN=8, BK=min(1024, triton.next_power_of_2(inp)), STAGES=4, num_warps=8)
+
+
+def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dict[str, int]:
+    """Tile of a grouped product for so many pairs of an expert on average, as ``benchmarks/tune_experts.py`` found them
+    on an H200; ``size``: bytes of an element; ``fixed``: one for all numbers of pairs."""
+    up, down = next(both for most, *both in TILES if pairs_each <= most)
+    tile = FIXED if fixed else up if gated else down
+    return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), tile, strict=True)) | {"BK": tile[2] * 2 // size}
+
+
+def _filled_up(x: Any, missing: int) -> Any:
+    """Return [E, 2 I, ...] = gate | up with rows of zeros behind each of both, [E, 2 (I + missing), ...]."""
+    if x is None:
+        return None
+    after = (0, 0) * (x.dim() - 2)
+    return torch.cat([F.pad(half, (*after, 0, missing)) for half in x.chunk(2, dim=1)], dim=1)
+
+
+class ExpertProducts:
+    """Kernels for the experts of one layer: ``gate_up`` [E, 2 I, H], gate first, and ``down`` [E, H, I], contiguous.
+
+    ``fixed``: a token's bits do not depend on what is beside it.  An inner width I that is no multiple of 16 bytes gets
+    zeros behind it, in copies of the weights.  ModelError for such a hidden width H.
+    """
+
+    few = FEW
+
+    def __init__(
+        self,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: str = "silu",
+        limit: float | None = None,
+        alpha: float = 1.702,
+        fixed: bool = False,
+    ) -> None:
+        size = gate_up.element_size()
+        if down.shape[1] * size % 16:
+            raise ModelError(
+                f"experts of {down.shape[1]} inputs of {size} bytes: want a multiple of 16 bytes, which the kernels "
+                "read at a time; use fuse=false without batch_invariant"
+            )
+        missing = -down.shape[2] % (16 // size)
+        if missing:
+            gate_up, gate_up_bias = (_filled_up(x, missing) for x in (gate_up, gate_up_bias))
+            down = F.pad(down, (0, missing))
+        self.count, self.hidden, self.inner = down.shape
+        self.up, self.down = gate_up.flatten(0, 1), down.flatten(0, 1)
+        self._around(gate_up_bias, down_bias, activation, limit, alpha)
+        self.fixed = fixed
+
+    def _around(
+        self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float
+    ) -> None:
+        """What surrounds the products, however the weights lie."""
+        self.up_bias, self.down_bias = up_bias, down_bias
+        self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
+        self.limit, self.alpha = float("inf") if limit is None else limit, alpha
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        stream: ResidualNorm | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [T, H], ids i32 [T, k] each below E, weights f32 [T, k] -> (y [T, H], None).  ``squares`` f32 [T, P]: x is
+        not yet divided by sqrt(sum of them / H + eps), see ``device.layers.fused.Normed``.  With a ``stream`` the
+        result is what follows its norm, and, if that is not yet divided either, the squares of the stream f32 [T,
+        tiles]."""
+        t, k = ids.shape
+        if not t:
+            return torch.empty_like(x), None
+        x = x.contiguous()
+        parts = 0 if squares is None else squares.shape[1]
+        norm = dict(PARTS=parts, PARTS_P=triton.next_power_of_2(max(parts, 1)))
+        given = x if squares is None else squares
+        if t <= self.few and not self.fixed:
+            # in float16 what is not yet divided may be too large
+            apart = stream is not None and (stream.whole or x.dtype == torch.float16)
+            y, found = self._few(x, ids, weights, given, eps, norm, None if apart else stream)
+            return (self._sum(y, 1, stream), None) if apart else (y, found)
+        bm = self._tile(t * k, True)["BM"]
+        here = t * k <= MOST_PAIRS
+        order, expert = (ids, ids.view(-1)) if here else assign(ids, self.count, bm)
+        y = self._grouped(x, ids, weights, order, expert, given, eps, norm)
+        return self._sum(y, k, stream), None
+
+    def _tile(self, pairs: int, gated: bool) -> dict[str, int]:
+        size = self.up.element_size()
+        return tiles(pairs / self.count, gated, size, self.fixed)
+
+    def _biases(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        return like if self.up_bias is None else self.up_bias, like if self.down_bias is None else self.down_bias
+
+    def _few(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        squares: Tensor,
+        eps: float,
+        norm: dict,
+        stream: ResidualNorm | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        (t, k), h, n = ids.shape, self.hidden, self.inner
+        up_bias, down_bias = self._biases(x)
+        inner, out = x.new_empty(t * k, n), torch.empty_like(x)
+        tile = few_tiles(h, True)
+        at = eps, self.limit, self.alpha
+        sizes = dict(K=k, N=n, H=h, BIAS=self.up_bias is not None)
+        _up_few[(triton.cdiv(n, tile["BN"]), t * k)](
+            x, self.up, up_bias, ids, squares, inner, *at, ACT=self.activation, **norm, **sizes, **tile, **pdl(x)
+        )
+        tile = few_tiles(n, False)
+        sizes["BIAS"], programs = self.down_bias is not None, triton.cdiv(h, tile["BN"])
+        after, found = (out, out, out), None
+        if stream is not None:
+            found = torch.empty((t, programs), dtype=torch.float32, device=x.device)
+            after = stream.residual, stream.norm, found
+        _down_few[(programs, t)](
+            inner, self.down, down_bias, ids, weights, *after, out, ADD=stream is not None, **sizes, **tile, **pdl(x)
+        )
+        return out, found
+
+    def _grouped(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        order: Tensor,
+        expert: Tensor,
+        squares: Tensor,
+        eps: float,
+        norm: dict,
+    ) -> Tensor:
+        (t, k), h, n, blocks = ids.shape, self.hidden, self.inner, len(expert)
+        up_bias, down_bias = self._biases(x)
+        tile, ieee = self._tile(t * k, True), x.dtype == torch.float32
+        inner = x.new_empty(blocks * tile["BM"], n)
+        at = t * k, eps, self.limit, self.alpha
+        of = triton.next_power_of_2(t * k) if order is ids else 0
+        sizes = dict(K=k, N=n, H=h, FROM=of, IEEE=ieee, BIAS=self.up_bias is not None)
+        _up[(triton.cdiv(n, tile["BN"]), blocks)](
+            x,
+            _tiled(self.up, tile),
+            up_bias,
+            order,
+            expert,
+            squares,
+            inner,
+            *at,
+            ACT=self.activation,
+            **norm,
+            **sizes,
+            **tile,
+            **pdl(x),
+        )
+        bm, tile = tile["BM"], self._tile(t * k, False)
+        y = x.new_empty(t * k, h)
+        _down[(triton.cdiv(h, tile["BN"]), blocks)](
+            TensorDescriptor.from_tensor(inner, [bm, tile["BK"]]),
+            _tiled(self.down, tile),
+            down_bias,
+            order,
+            expert,
+            weights,
+            y,
+            t * k,
+            H=h,
+            N=n,
+            FROM=of,
+            IEEE=ieee,
+            BIAS=self.down_bias is not None,
+            **tile,
+            **pdl(x),
+        )
+        return y
+
+    def _sum(self, y: Tensor, k: int, stream: ResidualNorm | None) -> Tensor:
+        """Of k rows each."""
+        h, out = y.shape[1], y.new_empty(len(y) // k, y.shape[1])
+        after = (out, out, out, 0.0) if stream is None else (stream.residual, stream.norm, out, stream.eps)
+        warps = 4 if h <= 2048 else 16
+        wide = triton.next_power_of_2(h)
+        _combine[(len(out),)](y, *after, K=k, H=h, P=wide, ADD=stream is not None, num_warps=warps, **pdl(y))
+        return out
+
+
+def _tiled(weight: Tensor, tile: dict[str, int]) -> Any:
+    return TensorDescriptor.from_tensor(weight, [tile["BN"], tile["BK"]])

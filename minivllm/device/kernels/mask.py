@@ -1,0 +1,89 @@
+"""Masks of late rows on logits [rows, V], in place: tokens whose bit is 0 become -inf.
+
+grid (rows, V / BLOCK);  bytes: V / 8 read and 2 to 4 for each token that is forbidden, a row.  Reference:
+``device.worker.sampling.apply_mask``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import kernel, pdl, wait
+
+BLOCK = 4096
+
+
+@kernel("index", "mask")
+def _apply(x, stride, index, mask, WORDS, V, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    which = tl.load(index + row).to(tl.int64)
+    if which >= 0:
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        on = at < V
+        word = tl.load(mask + which * WORDS + at // 32, mask=on, other=-1)
+        banned = ((word >> (at % 32)) & 1) == 0
+        tl.store(x + row * stride + at, float("-inf"), mask=on & banned)
+
+
+def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
+    """x [rows, V] of any float dtype, its last dimension contiguous; ``index`` i32 [rows] says which row of ``mask``
+    i32 [n, ceil(V / 32)] is its own, -1 = none."""
+    rows, width = x.shape
+    if rows:
+        grid = (rows, triton.cdiv(width, BLOCK))
+        _apply[grid](x, x.stride(0), index, mask, mask.shape[1], width, BLOCK=BLOCK, num_warps=4, **pdl(x))
+
+
+class DeviceMasks:
+    """Those of one step on the device, where captures find them: memory for ``rows`` late rows.
+
+    ``host`` i32 [rows, words] is pinned: masks that were written to its leading rows need no copy on the host.  It may
+    be written again once the step whose masks it holds has been collected.
+
+    Copies run on a stream of their own, so the memory is not theirs before the stream that made it has come to it:
+    until then kernels in flight may still use what was there before, and the fill would run over the first masks.  The
+    stream has a priority of its own because torch hands out streams from a small pool for each priority: captures take
+    theirs from the other one, and a copy on a stream that is being captured would become part of somebody's graph.
+    """
+
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
+        words = -(-vocab // 32)
+        self.rows, self.words = rows, words
+        self._held = torch.full((rows * (1 + words),), -1, dtype=torch.int32, device=device)
+        self.index, self.mask = self._held[:rows], self._held[rows:].view(rows, words)
+        self._host = torch.full((rows * (1 + words),), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._numpy = self._host.numpy()
+        self.host = self._numpy[rows:].reshape(rows, words)
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+        self._copied, self._read = (torch.cuda.Event() if self._stream is not None else None for _ in range(2))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+
+    def put(self, rows, mask) -> None:
+        """``mask`` i32 [n, words] for these rows (numpy), none for the others.  The copy runs beside what the device is
+        at; what is enqueued next waits for it.  What reads it says so by ``read_now``."""
+        n, used = len(rows), self.rows + len(rows) * self.words
+        if self._copied is not None:
+            self._copied.synchronize()  # the host's memory is free again: it has been for long
+        self._numpy[: self.rows] = -1
+        self._numpy[rows] = np.arange(n)
+        if mask.ctypes.data != self.host.ctypes.data:
+            self.host[:n] = mask
+        if self._stream is None:
+            self._held[:used].copy_(self._host[:used])
+            return
+        self._stream.wait_event(self._read)  # events that were never recorded have passed
+        with torch.cuda.stream(self._stream):
+            self._held[:used].copy_(self._host[:used], non_blocking=True)
+            self._copied.record()
+        torch.cuda.current_stream().wait_event(self._copied)
+
+    def read_now(self) -> None:
+        """The last that reads these masks has been enqueued."""
+        if self._stream is not None:
+            self._read.record()

@@ -1,0 +1,128 @@
+"""Residual addition and RMSNorm in one kernel: x and the residual are read once, the sum and the norm written once.
+
+What is added may be normalised first: two norms, with the addition between them, are one kernel too.  LayerNorm
+(``CENTERED``) is the same with the mean subtracted, and perhaps a bias.
+
+grid (T,): a program takes one token;  bytes: 4 * dim * 2 a token.  Reference: ``device.layers.norm.rms_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .eight_bits import TOP, codes_of, empty_rows, size_of, step_of
+from .launch import pdl, wait
+
+
+@triton.jit
+def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, eps, DIM: tl.constexpr,
+              P: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
+              TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """TOP > 0: y has codes of 8 bits and ``scale`` [T] what they are multiplied by (``eight_bits``)."""
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, P)
+    on = at < DIM
+    value = tl.load(x + row * x_stride + at, mask=on, other=0.0)
+    if FIRST:
+        wide = value.to(tl.float32)
+        inverse = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + first_eps)
+        w = tl.load(first + at, mask=on, other=0.0).to(tl.float32)
+        value = (wide * inverse * w).to(x.dtype.element_ty)
+    if ADD:
+        # rounded to the dtype of the stream before it is squared, as the sum that the next layer reads
+        value = (tl.load(residual + row * DIM + at, mask=on, other=0.0) + value).to(x.dtype.element_ty)
+        tl.store(residual + row * DIM + at, value, mask=on)
+    wide = value.to(tl.float32)
+    if CENTERED:
+        wide = tl.where(on, wide - tl.sum(wide, 0) / DIM, 0.0)
+    inverse = tl.rsqrt(tl.sum(wide * wide, 0) / DIM + eps)
+    w = tl.load(weight + at, mask=on, other=0.0).to(tl.float32)
+    normed = wide * inverse * w
+    if BIAS:
+        normed += tl.load(bias + at, mask=on, other=0.0).to(tl.float32)
+    if TOP > 0:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)  # as the norm by itself gives it
+        step, inverse = step_of(tl.max(size_of(tl.where(on, normed, 0.0)), 0), TOP)
+        tl.store(scale + row, step)
+        normed = codes_of(normed, step, inverse, TOP, WHOLE)
+    tl.store(y + row * DIM + at, normed.to(y.dtype.element_ty), mask=on)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    first: Tensor | None = None,
+    first_eps: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """x [T, dim] is added to ``residual`` in place, and the sum normalised: (y, residual).  Without a residual x is it.
+    ``first`` [dim]: the weight of a norm that x goes through before it is added.
+
+    The tokens of x may lie apart (a slice); the residual is contiguous.
+    """
+    return _launch(x, residual, weight, eps, first, first_eps)
+
+
+def add_rms_norm_rounded(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``add_rms_norm``, of which y is rounded to an 8-bit dtype: (codes [T, dim], scale f32 [T, 1], residual), as
+    ``scaled.rows`` of y."""
+    codes, scale = empty_rows(*x.shape, dtype, x.device)
+    _, residual = _launch(x, residual, weight, eps, y=codes, scale=scale)
+    return codes, scale, residual
+
+
+def add_layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    """As ``add_rms_norm``, LayerNorm: ``bias`` [dim] is added to the result if there is one."""
+    return _launch(x, residual, weight, eps, bias=bias, centered=True)
+
+
+def _launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    first: Tensor | None = None,
+    first_eps: float = 0.0,
+    bias: Tensor | None = None,
+    centered: bool = False,
+    y: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    tokens, dim = x.shape
+    y = torch.empty((tokens, dim), dtype=x.dtype, device=x.device) if y is None else y
+    if tokens:
+        _add_norm[(tokens,)](
+            x,
+            x if residual is None else residual,
+            weight if first is None else first,
+            weight,
+            weight if bias is None else bias,
+            y,
+            y if scale is None else scale,
+            x.stride(0),
+            first_eps,
+            eps,
+            DIM=dim,
+            P=triton.next_power_of_2(dim),
+            ADD=residual is not None,
+            FIRST=first is not None,
+            CENTERED=centered,
+            BIAS=bias is not None,
+            TOP=TOP.get(y.dtype, 0.0),
+            WHOLE=y.dtype == torch.int8,
+            num_warps=4 if dim <= 2048 else 16,
+            # the norm that is added would be a multiply-add with the stream, and have other bits than the norm alone,
+            # which a step takes whose taps read it; of 16 bits it is rounded before
+            enable_fp_fusion=x.dtype != torch.float32,
+            **pdl(x),
+        )
+    return y, x if residual is None else residual

@@ -1,0 +1,245 @@
+"""Sums over the GPUs of one host through memory that they all see, with what follows them: residual and norm.
+
+Each rank has a region of the same layout, and every kernel knows the addresses of all regions (``peers``).  Program b
+of one rank waits for the programs b of the others and for nobody else, and counts its meetings (``count[b]``): the
+number of a meeting is the value of its flags, so nothing is ever reset, and a captured kernel finds the present number
+when it is replayed.  The parity of the number says which of two places is written, so that one meeting a sum is
+enough: whoever is at number n + 1 has read all of number n.
+
+    words   a few rows.  A word of 64 bits is 32 bits of data and the number of the meeting, so it says by itself
+            whether it has come; each rank writes its rows into the regions of the others and reads its own:
+
+              rank r:  x ──► {data, n} ──► words[parity][b][r] of each peer;   its own: look until all have come ─► sum
+
+    flags   more rows.  Each rank writes its rows into the regions of the others, and then a flag; it reads its own once
+            all flags are there.  With ``SPLIT`` it gives each rank a share of the columns to sum, and a second meeting
+            gives all of them the sums: fewer bytes between many GPUs, one meeting more.
+
+              rank r:  x ──► rows[parity][b][r], then flag n, of each peer;   all flags n?  ─► rows of all ─► sum
+
+Sums are float32 in the order of the ranks, so that they have the same bits on each rank and in each run.
+
+Bytes that a rank sends, of T rows of B bytes: T * B * 2 (size - 1) by words, T * B * (size - 1) by flags, and
+T * B * 2 (size - 1) / size by split ones.  Reference: a float64 sum,
+``device.layers.norm.rms_norm`` (``tests/models/test_peer_kernels.py``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .launch import kernel, wait
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # how numbers lie in words of 32 bits: one, or a pair
+_BFLOAT16, _FLOAT16 = tl.constexpr(BFLOAT16), tl.constexpr(FLOAT16)
+
+
+@triton.jit
+def _numbers(words, KIND: tl.constexpr):
+    """The numbers of words i32, as float32: those at even places and those at odd ones (of FLOAT32 the same)."""
+    if KIND == _BFLOAT16:
+        even = (words << 16).to(tl.float32, bitcast=True)
+        odd = (words & -65536).to(tl.float32, bitcast=True)
+    elif KIND == _FLOAT16:
+        even = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        even = words.to(tl.float32, bitcast=True)
+        odd = even
+    return even, odd
+
+
+@triton.jit
+def _words(even, odd, KIND: tl.constexpr):
+    """The other way, rounded to the dtype."""
+    if KIND == _BFLOAT16:
+        low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words = low | (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    elif KIND == _FLOAT16:
+        low = even.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        words = low | (odd.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        words = even.to(tl.int32, bitcast=True)
+    return words
+
+
+@triton.jit
+def _add_and_norm(
+    even, odd, residual, weight, bias, y, at, on, eps, DIM: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
+    BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """From the sum of a row to what is stored.  ``at``: the words of the row in ``residual`` and ``y``, those that are
+    ``on``.  ``WIDE``: the norm's weight is float32, two numbers for each word of a half dtype."""
+    place = tl.arange(0, at.shape[0])
+    if BIAS:
+        b_even, b_odd = _numbers(tl.load(bias + place, mask=on, other=0), KIND)
+        even, odd = _numbers(_words(even, odd, KIND), KIND)  # rounded as a product is before its bias is added
+        even += b_even
+        odd += b_odd
+    if ADD:
+        r_even, r_odd = _numbers(tl.load(residual + at, mask=on, other=0), KIND)
+        even, odd = _numbers(_words(even, odd, KIND), KIND)
+        even += r_even
+        odd += r_odd
+    words = _words(even, odd, KIND)
+    if ADD:
+        tl.store(residual + at, words, mask=on)
+    if NORM:
+        even, odd = _numbers(words, KIND)
+        squares = even * even
+        if KIND != 0:
+            squares += odd * odd
+        inverse = tl.rsqrt(tl.sum(tl.where(on, squares, 0.0), 0) / DIM + eps)
+        if WIDE and KIND != 0:
+            w_even = tl.load(weight + 2 * place, mask=on, other=0).to(tl.float32, bitcast=True)
+            w_odd = tl.load(weight + 2 * place + 1, mask=on, other=0).to(tl.float32, bitcast=True)
+        else:
+            w_even, w_odd = _numbers(tl.load(weight + place, mask=on, other=0), KIND)
+        words = _words(even * inverse * w_even, odd * inverse * w_odd, KIND)
+    tl.store(y + at, words, mask=on)
+
+
+@triton.jit
+def _at(peers, r, offset, element: tl.constexpr):
+    """The address of ``offset`` bytes in the region of rank r.  Offsets are multiples of 16 bytes, which the compiler
+    cannot see of an address that comes from memory."""
+    return tl.multiple_of((tl.load(peers + r) + offset).to(tl.pointer_type(element)), 16)
+
+
+@kernel("rank")
+def sum_by_words(
+    x, residual, weight, bias, y, peers, count, progress, stride, rank, eps, DIM: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    SIZE: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """grid (T,), T <= ROWS: a program takes a row of N words of 32 bits, P a power of two.  ``peers`` i64 [SIZE]: the
+    regions; in each, WORDS bytes behind its begin, i64 [2, ROWS, SIZE, MOST].  ``progress`` i32 [2], which the host
+    reads: the number of the sum that the first program began last, and of the one that it ended last."""
+    wait(PDL)
+    row = tl.program_id(0)
+    at = tl.arange(0, P)
+    on = at < N
+    number = tl.load(count + row) + 1
+    mine = tl.load(x + row.to(tl.int64) * stride + at, mask=on, other=0)
+    tagged = (mine.to(tl.int64) & 0xFFFFFFFF) | (number.to(tl.int64) << 32)
+    if row == 0:
+        tl.store(progress, number)
+    place = ((number & 1) * ROWS + row).to(tl.int64) * (SIZE * MOST)
+    for r in tl.static_range(SIZE):
+        if r != rank:
+            there = _at(peers, r, WORDS, tl.int64)
+            tl.store(there + place + rank * MOST + at, tagged, mask=on)
+    here = _at(peers, rank, WORDS, tl.int64)
+    even = tl.zeros([P], tl.float32)
+    odd = tl.zeros([P], tl.float32)
+    for r in tl.static_range(SIZE):
+        got = tagged
+        if r != rank:
+            got = tl.load(here + place + r * MOST + at, mask=on, other=0, volatile=True)
+            while tl.max(tl.where(on & ((got >> 32).to(tl.int32) != number), 1, 0), 0) > 0:
+                got = tl.load(here + place + r * MOST + at, mask=on, other=0, volatile=True)
+        e, o = _numbers(got.to(tl.int32), KIND)
+        even += e
+        odd += o
+    _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, on, eps, DIM, KIND, WIDE, BIAS, ADD,
+                  NORM)  # fmt: skip
+    tl.debug_barrier()  # no thread has still to load the count
+    tl.store(count + row, number)
+    if row == 0:
+        tl.store(progress + 1, number)
+
+
+@triton.jit
+def _meet(peers, rank, block, number, flags, SIZE: tl.constexpr):
+    """Tell all others that this program has come to ``number``, and wait until theirs have.  ``flags``: where in a
+    region i32 [blocks, SIZE] lie.  All that the programs had written before is visible behind it."""
+    tl.debug_barrier()  # the writes of all threads come before the flag of one
+    for r in tl.static_range(SIZE):
+        if r != rank:
+            there = (tl.load(peers + r) + flags).to(tl.pointer_type(tl.int32))
+            tl.atomic_xchg(there + block * SIZE + rank, number, sem="release", scope="sys")
+    here = (tl.load(peers + rank) + flags).to(tl.pointer_type(tl.int32))
+    for r in tl.static_range(SIZE):
+        if r != rank:
+            seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
+            while seen - number < 0:  # a difference: the number may wrap
+                seen = tl.atomic_add(here + block * SIZE + r, 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+
+
+@kernel("rank", "T")
+def sum_by_flags(
+    x, residual, weight, bias, y, peers, count, progress, stride, rank, eps, T, DIM: tl.constexpr, N: tl.constexpr,
+    P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
+    SIZE: tl.constexpr, FLAGS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, EACH: tl.constexpr,
+    BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """grid (G,), G <= BLOCKS: program b takes the rows b, b + G ..., EACH of them a meeting.  In a region, behind its
+    begin: FLAGS bytes i32 [BLOCKS, SIZE], ROWS bytes i32 [2, BLOCKS, SIZE, CHUNK] by sender, SUMS bytes i32 [2, BLOCKS,
+    CHUNK]."""
+    wait(PDL)
+    block, programs = tl.program_id(0), tl.num_programs(0)
+    at = tl.arange(0, P)
+    on = at < N
+    share: tl.constexpr = ((N + SIZE - 1) // SIZE + 3) // 4 * 4
+    number = tl.load(count + block)
+    if block == 0:
+        tl.store(progress, number + 1)
+    for first in tl.range(block, T, programs * EACH):
+        number += 1
+        half = ((number & 1) * BLOCKS + block).to(tl.int64) * (CHUNK * 4)
+        for i in tl.static_range(EACH):
+            row = first + i * programs
+            mask = on & (row < T)
+            mine = tl.load(x + row.to(tl.int64) * stride + at, mask=mask, other=0)
+            for r in tl.static_range(SIZE):
+                if r != rank:
+                    theirs = mask
+                    if SPLIT:
+                        theirs = mask & (at >= r * share) & (at < (r + 1) * share)
+                    there = _at(peers, r, ROWS + half * SIZE + rank * (CHUNK * 4), tl.int32)
+                    tl.store(there + i * N + at, mine, mask=theirs)
+        _meet(peers, rank, block, number, FLAGS, SIZE)
+        if SPLIT:
+            part = tl.arange(0, P // SIZE) + rank * share
+            within = (part < N) & (part < (rank + 1) * share)
+            for i in tl.static_range(EACH):
+                row = first + i * programs
+                mask = within & (row < T)
+                even = tl.zeros([P // SIZE], tl.float32)
+                odd = tl.zeros([P // SIZE], tl.float32)
+                for r in tl.static_range(SIZE):
+                    from_r = _at(peers, rank, ROWS + half * SIZE + r * (CHUNK * 4), tl.int32)
+                    words = tl.load(x + row.to(tl.int64) * stride + part, mask=mask & (r == rank), other=0)
+                    words |= tl.load(from_r + i * N + part, mask=mask & (r != rank), other=0, cache_modifier=".cg")
+                    e, o = _numbers(words, KIND)
+                    even += e
+                    odd += o
+                for r in tl.static_range(SIZE):
+                    there = _at(peers, r, SUMS + half, tl.int32)
+                    tl.store(there + i * N + part, _words(even, odd, KIND), mask=mask)
+            number += 1
+            _meet(peers, rank, block, number, FLAGS, SIZE)
+        for i in tl.static_range(EACH):
+            row = first + i * programs
+            mask = on & (row < T)
+            if SPLIT:
+                here = _at(peers, rank, SUMS + half, tl.int32)
+                even, odd = _numbers(tl.load(here + i * N + at, mask=mask, other=0, cache_modifier=".cg"), KIND)
+            else:
+                even = tl.zeros([P], tl.float32)
+                odd = tl.zeros([P], tl.float32)
+                for r in tl.static_range(SIZE):
+                    from_r = _at(peers, rank, ROWS + half * SIZE + r * (CHUNK * 4), tl.int32)
+                    words = tl.load(x + row.to(tl.int64) * stride + at, mask=mask & (r == rank), other=0)
+                    words |= tl.load(from_r + i * N + at, mask=mask & (r != rank), other=0, cache_modifier=".cg")
+                    e, o = _numbers(words, KIND)
+                    even += e
+                    odd += o
+            _add_and_norm(even, odd, residual, weight, bias, y, row.to(tl.int64) * N + at, mask, eps, DIM, KIND, WIDE,
+                          BIAS, ADD, NORM)  # fmt: skip
+    tl.store(count + block, number)
+    if block == 0:  # where there were several meetings, both
+        tl.store(progress, number)
+        tl.store(progress + 1, number)

@@ -1,0 +1,305 @@
+"""x W^T for up to 256 rows, and what follows it, in one kernel: the gate, or residual addition and norm.
+
+    o, down:       s = residual + x W^T, kept as the residual;  y = s * norm;  squares = sums of s^2 per tile
+    qkv, gate_up:  y = (x W^T) * 1 / sqrt(sum(squares) / dim + eps);  gate_up also: activation(gate) * up
+
+So a norm is no kernel: its weight is applied where the stream is written, its factor, one number a row, where the
+next product ends.  One row is a *matvec* on the CUDA cores (the weight's bytes and nothing else); up to 256 rows are a
+*GEMM* on the tensor cores, whose tiles come by TMA, with the weight's rows on the long side of the tile::
+
+    grid (M / BM, N / BN, SK)     y^T [BN, BM] = W [BN, K / SK] x^T;   SK > 1: the program that arrives last adds up
+
+Bytes: the weight once, x and y a few times.  Sums are float32 in an order that depends on the shapes alone.
+Reference: ``device.layers.fused``, which says what each of the three is in torch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minivllm.errors import ModelError
+
+from .activation import NUMBER, activate
+from .launch import kernel, pdl, roomy, wait
+
+MOST_ROWS = 64  # up to which a product here beats the library's and two kernels beside it (measured on an H200)
+SMALL = 1 << 23  # elements of a weight for which that holds up to ...
+STAGE_BYTES = 208 * 1024  # shared memory for the tiles in flight
+PLAIN, GATED, ADDED = 0, 1, 2
+MANY_ROWS = {PLAIN: 256, GATED: 128, ADDED: 256}  # ... so many rows, by mode
+
+
+@triton.jit
+def _finish(
+    acc, up, om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N: tl.constexpr,
+    DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+):  # fmt: skip
+    """From sums [BM, BN] at rows ``om`` and outputs ``on`` to what is stored; ``up`` belongs to GATED."""
+    ok = (om < M)[:, None] & (on < N)[None, :]
+    if PARTS > 0:
+        op = tl.arange(0, PARTS_P)
+        s = tl.load(in_squares + om[:, None] * PARTS + op[None, :],
+                    mask=(om < M)[:, None] & (op < PARTS)[None, :], other=0.0)  # fmt: skip
+        factor = tl.rsqrt(tl.sum(s, 1) / DIM + eps)[:, None]
+        acc = acc * factor
+        up = up * factor
+    if BIAS:
+        acc += tl.load(bias + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
+        if MODE == 1:
+            up += tl.load(bias + N + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
+    at = om.to(tl.int64)[:, None] * N + on[None, :]
+    if MODE == 1:
+        gate = acc.to(y.dtype.element_ty).to(tl.float32)
+        acc = activate(gate, ACT) * up.to(y.dtype.element_ty).to(tl.float32)
+    if MODE == 2:
+        # rounded as two kernels would: the product, then the sum, whose squares are those of what the stream holds
+        stream = (acc.to(y.dtype.element_ty) + tl.load(residual + at, mask=ok, other=0.0)).to(y.dtype.element_ty)
+        tl.store(residual + at, stream, mask=ok)
+        wide = stream.to(tl.float32)
+        squares = tl.sum(tl.where(ok, wide * wide, 0.0), 1)
+        tl.store(out_squares + om * ((N + on.shape[0] - 1) // on.shape[0]) + tile, squares, mask=om < M)
+        acc = wide * tl.load(norm + on, mask=on < N, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + at, acc.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _matvec(
+    x, weight, y, bias, residual, norm, in_squares, out_squares, eps, N: tl.constexpr, K: tl.constexpr,
+    DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
+    ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row.  STAGES 0: the whole of the weight's rows is in registers before the wait; else a pipelined loop."""
+    on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
+    w_at = weight + on.to(tl.int64)[:, None] * K + ok[None, :]
+    acc = tl.zeros([BN, BK], tl.float32)
+    up = tl.zeros([BN, BK], tl.float32)
+    if STAGES == 0:
+        on_w = (on < N)[:, None] & (ok < K)[None, :]
+        w = tl.load(w_at, mask=on_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        u = w
+        if MODE == 1:
+            u = tl.load(w_at + N * K, mask=on_w, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        wait(PDL)
+        v = tl.load(x + ok, mask=ok < K, other=0.0).to(tl.float32)[None, :]
+        acc = w * v
+        up = u * v
+    else:
+        wait(PDL)
+        for k in tl.range(0, K, BK, num_stages=STAGES):
+            on_w = (on < N)[:, None] & (k + ok < K)[None, :]
+            w = tl.load(w_at + k, mask=on_w, other=0.0, eviction_policy="evict_first")
+            v = tl.load(x + k + ok, mask=k + ok < K, other=0.0).to(tl.float32)[None, :]
+            acc += w.to(tl.float32) * v
+            if MODE == 1:
+                u = tl.load(w_at + N * K + k, mask=on_w, other=0.0, eviction_policy="evict_first")
+                up += u.to(tl.float32) * v
+    _finish(tl.sum(acc, 1)[None, :], tl.sum(up, 1)[None, :], tl.arange(0, 1), on, tl.program_id(0), y, bias, residual,
+            norm, in_squares, out_squares, eps, 1, N, DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
+
+
+@kernel("M")
+def _gemm(
+    x, weight, y, bias, residual, norm, in_squares, out_squares, scratch, arrived, eps, M,
+    N: tl.constexpr, K: tl.constexpr, DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr,
+    MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors they give 0."""
+    row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait(PDL)
+    each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
+    acc = tl.zeros([BN, BM], tl.float32)
+    up = tl.zeros([BN, BM], tl.float32)
+    for k in tl.range(part * each, tl.minimum(part * each + each, K), BK, num_stages=STAGES):
+        a = x.load([row * BM, k]).T
+        acc = tl.dot(weight.load([tile * BN, k]), a, acc, input_precision="ieee" if IEEE else "tf32")
+        if MODE == 1:
+            up = tl.dot(weight.load([tile * BN + N, k]), a, up, input_precision="ieee" if IEEE else "tf32")
+    om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
+    last = True
+    if SK > 1:
+        rows = tl.num_programs(0) * BM
+        wide: tl.constexpr = (N + BN - 1) // BN * BN
+        at = scratch + om[None, :] * wide + on[:, None]
+        step = rows * wide
+        tl.store(at + part * step, acc)
+        if MODE == 1:
+            tl.store(at + (SK + part) * step, up)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        counter = arrived + row * tl.num_programs(1) + tile
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == SK - 1
+        if last:
+            acc = tl.zeros([BN, BM], tl.float32)
+            for i in tl.static_range(SK):
+                acc += tl.load(at + i * step, cache_modifier=".cg")
+            if MODE == 1:
+                up = tl.zeros([BN, BM], tl.float32)
+                for i in tl.static_range(SK):
+                    up += tl.load(at + (SK + i) * step, cache_modifier=".cg")
+            tl.store(counter, 0)
+    if last:
+        _finish(tl.trans(acc), tl.trans(up), om, on, tile, y, bias, residual, norm, in_squares, out_squares, eps, M, N,
+                DIM, PARTS, PARTS_P, MODE, BIAS, ACT)  # fmt: skip
+
+
+def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
+    """Tile of one row: small weights lie in registers before the wait, large ones stream through shared memory."""
+    if k <= 1024 or (k <= 4096 and n * k <= SMALL):
+        bn = max(8192 // triton.next_power_of_2(k), 2) // (2 if gated else 1)
+        return dict(BN=bn, BK=triton.next_power_of_2(k), STAGES=0, num_warps=4 if gated else 8)
+    return dict(BN=4 if gated else 8, BK=1024, STAGES=3, num_warps=8 if k > 8192 else 4)
+
+
+def _cost(rows: int, n: int, bm: int, bn: int) -> int:
+    """Time of the tiles of a product, in elements that a multiprocessor computes one after another; what a tile loads
+    counts a little."""
+    waves = triton.cdiv(triton.cdiv(rows, bm) * triton.cdiv(n, bn), 132)
+    return waves * (bm * bn + 24 * (bm + bn))
+
+
+def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
+    """Tile of 2 to 256 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
+    if rows > 128 and not gated:
+        bm, bn = min(((32, 64), (64, 128), (128, 64)), key=lambda t: _cost(rows, n, *t))
+        return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=min(6, STAGE_BYTES // ((bm + bn) * 256)), num_warps=4)
+    bn, bm = 64, 16
+    while bm < min(rows, 64) and triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 160:
+        bm *= 2
+    if triton.cdiv(rows, bm) * triton.cdiv(n, bn) > 200 and not gated:
+        bn = 128
+    bk = 64 if gated and bm == 64 else 256 if bm == 16 and not gated and k >= 1024 else 128
+    programs = triton.cdiv(rows, bm) * triton.cdiv(n, bn)
+    sk = 1
+    while sk < 4 and programs * sk < 48 and k >= 4 * sk * bk:
+        sk *= 2
+    stage = (bm + bn * (2 if gated else 1)) * bk * 2
+    return dict(BM=bm, BN=bn, BK=bk, SK=sk, STAGES=min(6, STAGE_BYTES // stage), num_warps=4)
+
+
+class Product:
+    """The kernels for one weight [N, K]; ``mode`` PLAIN, GATED (N = gate | up) or ADDED.  Keeps the counters of split
+    sums, which are 0 between launches.
+
+    What stands in its place (``WeightScheme.joined``) may also have ``rounds`` and ``of_rows``, by which it is given
+    many rows in 8 bits, and ``takes_tops`` (``quant_joined.JoinedProduct``)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, mode: int = PLAIN, activation: str = "silu") -> None:
+        self.weight, self.bias, self.mode, self.activation = weight, bias, mode, activation
+        self.n, self.k = weight.shape[0] // (2 if mode == GATED else 1), weight.shape[1]
+        self.arrived = torch.zeros(256, dtype=torch.int32, device=weight.device)
+        self.rows = 1  # the most for which a product here is faster than the library's with norm or gate beside it
+        if roomy(weight.device) and weight.dtype == torch.bfloat16 and self.k % 8 == 0:
+            self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
+        be too large for that."""
+        alike = x.dtype == self.weight.dtype != torch.float16
+        return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
+
+    def __call__(
+        self,
+        x: Tensor,
+        squares: Tensor | None = None,
+        eps: float = 0.0,
+        residual: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [M, K] -> y [M, N], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M, N], which
+        is changed in place.  ``squares`` [M, P]: those of the stream that x is, with its norm's ``eps``."""
+        m, n, k = x.shape[0], self.n, self.k
+        gated, y = self.mode == GATED, torch.empty((m, n), dtype=x.dtype, device=x.device)
+        tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated)
+        tiles, out = triton.cdiv(n, tile["BN"]), y
+        if self.mode == ADDED:
+            out = torch.empty((m, tiles), dtype=torch.float32, device=x.device)
+        parts = squares.shape[1] if squares is not None else 0
+        tensors = (
+            y,
+            y if self.bias is None else self.bias,
+            y if residual is None else residual,
+            y if norm is None else norm,
+            y if squares is None else squares,
+            out,
+        )
+        sizes = dict(
+            N=n,
+            K=k,
+            DIM=k,
+            PARTS=parts,
+            PARTS_P=triton.next_power_of_2(max(parts, 1)),
+            MODE=self.mode,
+            BIAS=self.bias is not None,
+            ACT=NUMBER[self.activation],
+        )
+        if m == 1:
+            _matvec[(tiles,)](x, self.weight, *tensors, eps, **sizes, **tile, **pdl(x))
+        else:
+            rows, sk = triton.cdiv(m, tile["BM"]), tile["SK"]
+            size = sk * rows * tile["BM"] * tiles * tile["BN"] * (2 if gated else 1) if sk > 1 else 0
+            scratch = torch.empty(size, dtype=torch.float32, device=x.device) if size else y
+            _gemm[(rows, tiles, sk)](
+                TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
+                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
+                *tensors,
+                scratch,
+                self.arrived,
+                eps,
+                m,
+                IEEE=x.dtype == torch.float32,
+                **sizes,
+                **tile,
+                **pdl(x),
+            )
+        return y, out if self.mode == ADDED else None
+
+
+class FixedProduct:
+    """x [M, K] -> x W^T [M, N] in which a row's bits do not depend on M: one tile, and no split of the sum, for every M
+    (``batch_invariant``).  On the tensor cores a row's place in its tile does not matter."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        if weight.shape[1] * weight.element_size() % 16:
+            raise ModelError(
+                f"batch_invariant=true: a weight has {weight.shape[1]} inputs of {weight.element_size()} bytes: "
+                "want a multiple of 16 bytes, which its kernel reads at a time"
+            )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        (n, k), m = self.weight.shape, x.shape[0]
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        if m:
+            bn, bk, x = 128 if n >= 8192 else 64, 256 // x.element_size(), x.contiguous()
+            tile = dict(BM=64, BN=bn, BK=bk, SK=1, STAGES=min(5, STAGE_BYTES // ((64 + bn) * 256)), num_warps=4)
+            _gemm[(triton.cdiv(m, tile["BM"]), triton.cdiv(n, tile["BN"]), 1)](
+                TensorDescriptor.from_tensor(x, [tile["BM"], tile["BK"]]),
+                TensorDescriptor.from_tensor(self.weight, [tile["BN"], tile["BK"]]),
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                y,
+                0.0,
+                m,
+                N=n,
+                K=k,
+                DIM=k,
+                PARTS=0,
+                PARTS_P=1,
+                MODE=PLAIN,
+                BIAS=False,
+                ACT=0,
+                IEEE=x.dtype == torch.float32,
+                **tile,
+                **pdl(x),
+            )
+        return y

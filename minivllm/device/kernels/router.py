@@ -1,0 +1,179 @@
+"""Which experts a token goes to, and the order in which their products take the tokens.
+
+    logits [T, E] ──route──► weights, ids [T, k] ──assign──► order [blocks * BM], expert of each block
+
+A *pair* is a token and one of its k experts, numbered token * k + slot.  ``assign`` gives each expert whole blocks of
+``BM`` pairs, in order of the experts; what fills an expert's last block is the number of pairs, and blocks that nobody
+needs have the expert -1.  There are as many as can ever be needed, so that the host need not know::
+
+    ids of 3 tokens, k = 2:  (0 2) (2 3) (2 0),  BM = 2
+    order                    0 5 | 1 2 | 4 6 | 3 6 | . .
+    expert                   0     2     2     3    -1
+
+Reference: ``device.layers.experts``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import kernel, pdl, wait
+
+CHUNK = 2048  # pairs that a program looks at at a time
+SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
+
+
+@kernel("stride")
+def _route(
+    logits, choice_bias, weights, ids, stride, scale, E: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
+    KP: tl.constexpr, SCORE: tl.constexpr, CHOICE: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes one token."""
+    wait(PDL)
+    row, at, slot = tl.program_id(0), tl.arange(0, P), tl.arange(0, KP)
+    on = at < E
+    x = tl.load(logits + row.to(tl.int64) * stride + at, mask=on, other=float("-inf")).to(tl.float32)
+    if SCORE == 0:
+        score = tl.where(on, tl.exp(x - tl.max(x, 0)), 0.0)
+        score = score / tl.sum(score, 0)
+    elif SCORE == 1:
+        score = x
+    else:
+        score = 1.0 / (1.0 + tl.exp(-x))
+    chance = score
+    if CHOICE:
+        chance = score + tl.load(choice_bias + at, mask=on, other=0.0).to(tl.float32)
+    chance = tl.where(on & (chance == chance), chance, float("-inf"))
+    found = tl.zeros((KP,), tl.int32)
+    weight = tl.full((KP,), float("-inf"), tl.float32)
+    free = on
+    for i in tl.static_range(K):
+        most = tl.max(tl.where(free, chance, float("-inf")), 0)
+        best = tl.min(tl.where(free & (chance == most), at, P), 0)
+        best = tl.minimum(best, E - 1)
+        free = free & (at != best)
+        found = tl.where(slot == i, best, found)
+        weight = tl.where(slot == i, tl.sum(tl.where(at == best, score, 0.0), 0), weight)
+    real = slot < K
+    if SCORE == 1:
+        weight = tl.where(real, tl.exp(weight - tl.max(weight, 0)), 0.0)
+        weight = weight / tl.sum(weight, 0)
+    if NORMALIZE:
+        total = tl.sum(tl.where(real, weight, 0.0), 0)
+        weight = weight / (total + 1e-20 if SCORE == 2 else total)
+    weight = weight * scale
+    if ROUND:
+        weight = weight.to(logits.dtype.element_ty).to(tl.float32)
+    tl.store(weights + row * K + slot, weight, mask=real)
+    tl.store(ids + row * K + slot, found, mask=real)
+
+
+def route(
+    logits: Tensor,
+    chosen: int,
+    score: str = "softmax",
+    normalize: bool = False,
+    scale: float = 1.0,
+    choice_bias: Tensor | None = None,
+    rounded: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> (weights f32 [T, k], ``rounded`` to the dtype of the logits; ids i32 [T, k]), best first, of
+    equal ones the lower id.  ``score``, a key of SCORES: "softmax" over all experts; "chosen_softmax" over the chosen;
+    "sigmoid".  ``choice_bias`` [E] counts for the choice alone.  ``normalize``: the weights of a token sum to 1 before
+    they are multiplied by ``scale``."""
+    t, e = logits.shape
+    weights = torch.empty((t, chosen), dtype=torch.float32, device=logits.device)
+    ids = torch.empty((t, chosen), dtype=torch.int32, device=logits.device)
+    if t:
+        _route[(t,)](
+            logits,
+            logits if choice_bias is None else choice_bias,
+            weights,
+            ids,
+            logits.stride(0),
+            scale,
+            E=e,
+            P=triton.next_power_of_2(e),
+            K=chosen,
+            KP=triton.next_power_of_2(chosen),
+            SCORE=SCORES[score],
+            CHOICE=choice_bias is not None,
+            NORMALIZE=normalize,
+            ROUND=rounded,
+            num_warps=1,
+            **pdl(logits),
+        )
+    return weights, ids
+
+
+@kernel("pairs", "blocks")
+def _assign(
+    ids, order, expert, pairs, blocks, E: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
+    ONCE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes one expert: it counts the pairs of all, and so needs to hear of no other program.  ONCE: a chunk
+    has all pairs."""
+    wait(PDL)
+    mine, bins, at = tl.program_id(0), tl.arange(0, P), tl.arange(0, CHUNK)
+    count = tl.zeros((P,), tl.int32)
+    i = tl.load(ids + at, mask=at < pairs, other=-1)
+    if ONCE:
+        count += tl.histogram(i, P, mask=at < pairs)
+    else:
+        for start in range(0, pairs, CHUNK):
+            real = start + at < pairs
+            count += tl.histogram(tl.load(ids + start + at, mask=real, other=0), P, mask=real)
+    needed = (count + BM - 1) // BM
+    first = tl.sum(tl.where(bins < mine, needed, 0), 0)
+    own = tl.sum(tl.where(bins == mine, needed, 0), 0)
+    size = tl.sum(tl.where(bins == mine, count, 0), 0)
+    done = first * BM
+    if ONCE:
+        here = (i == mine).to(tl.int32)
+        tl.store(order + done + tl.cumsum(here, 0) - 1, at, mask=here > 0)
+    else:
+        for start in range(0, pairs, CHUNK):
+            here = (tl.load(ids + start + at, mask=start + at < pairs, other=-1) == mine).to(tl.int32)
+            tl.store(order + done + tl.cumsum(here, 0) - 1, start + at, mask=here > 0)
+            done += tl.sum(here, 0)
+    rest = tl.arange(0, BM)
+    tl.store(order + first * BM + size + rest, tl.zeros((BM,), tl.int32) + pairs, mask=size + rest < own * BM)
+    few = tl.arange(0, 64)
+    for start in range(0, own, 64):
+        tl.store(expert + first + start + few, tl.zeros((64,), tl.int32) + mine, mask=start + few < own)
+    if mine == E - 1:
+        for start in range(first + own, blocks, 64):
+            tl.store(expert + start + few, tl.full((64,), -1, tl.int32), mask=start + few < blocks)
+
+
+def most_blocks(pairs: int, experts: int, bm: int) -> int:
+    """Blocks of ``bm`` pairs that may be needed, however they fall on the experts."""
+    return pairs // bm + min(pairs, experts)
+
+
+def assign(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor]:
+    """ids i32 [T, k], each below ``experts`` -> (order i32 [blocks * bm], expert i32 [blocks]), see above."""
+    pairs = ids.numel()
+    blocks = most_blocks(pairs, experts, bm)
+    order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)
+    expert = torch.empty(blocks, dtype=torch.int32, device=ids.device)
+    chunk = min(CHUNK, max(128, triton.next_power_of_2(pairs)))
+    _assign[(experts,)](
+        ids,
+        order,
+        expert,
+        pairs,
+        blocks,
+        E=experts,
+        P=triton.next_power_of_2(experts),
+        BM=bm,
+        CHUNK=chunk,
+        ONCE=pairs <= chunk,
+        num_warps=4 if chunk <= 512 else 8,
+        **pdl(ids),
+    )
+    return order, expert

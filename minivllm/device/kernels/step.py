@@ -1,0 +1,148 @@
+"""The two ends of a decode step on the device, one kernel each, so that a captured step needs nothing from the host.
+
+    begin:  slot ──► token id, position, KV length, cache slot of each row       grid (rows,)
+    commit: token ──► history, length, stop flags, result of each row            grid (rows,)
+
+Reference: ``device.worker.step.read_rows`` and ``accept``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.core.interfaces.plan import EOS, FAILED, LENGTH, NAN, OVERSHOOT, STOP_ID, STOP_IDS
+
+from .launch import kernel, pdl, wait
+
+_EOS, _STOP, _LENGTH, _NAN = (tl.constexpr(x) for x in (EOS, STOP_ID, LENGTH, NAN))
+_OVERSHOOT, _FAILED = tl.constexpr(OVERSHOOT), tl.constexpr(FAILED)
+
+
+@kernel("slots", "ids", "position", "kv_len", "slot_map", "rows")
+def _begin(
+    slots, tokens, known, stopped, table, ids, position, kv_len, slot_map, tokens_stride, table_stride, rows,
+    BLOCK: tl.constexpr, GROUPS: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    length = tl.load(known + slot)
+    at = tl.maximum(length - 1, 0)
+    tl.store(ids + row, tl.load(tokens + slot * tokens_stride + at).to(tl.int64))
+    tl.store(position + row, at)
+    ended = tl.load(stopped + slot) != 0
+    for g in tl.static_range(GROUPS):
+        block = tl.load(table + (g * SLOTS + slot) * table_stride + at // BLOCK).to(tl.int64)
+        tl.store(kv_len + g * rows + row, length.to(tl.int32))
+        tl.store(slot_map + g * rows + row, tl.where(ended, 0, block * BLOCK + at % BLOCK))
+
+
+def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
+    """``slots`` i64 [R] of the device's columns ``state`` -> ids and position i64 [R], kv_len i32 [G, R], slot_map i64
+    [G, R].  What an ended row computes goes to the null block."""
+    groups, size, _ = state.table.shape
+    _begin[(len(slots),)](
+        slots,
+        state.tokens,
+        state.known,
+        state.stopped.view(torch.uint8),
+        state.table,
+        ids,
+        position,
+        kv_len,
+        slot_map,
+        state.tokens.stride(0),
+        state.table.stride(1),
+        len(slots),
+        BLOCK=state.block,
+        GROUPS=groups,
+        SLOTS=size,
+        num_warps=1,
+        **pdl(ids),
+    )
+
+
+@kernel("slots", "out", "rows")
+def _gather(slots, a, b, c, d, out, rows, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    tl.store(out + row, tl.load(a + slot))
+    tl.store(out + rows + row, tl.load(b + slot))
+    tl.store(out + 2 * rows + row, tl.load(c + slot))
+    tl.store(out + 3 * rows + row, tl.load(d + slot))
+
+
+def gather(slots: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Four columns i64 [S] at ``slots`` i64 [R], each i64 [R]."""
+    out = torch.empty(4, len(slots), dtype=torch.int64, device=slots.device)
+    _gather[(len(slots),)](slots, *columns, out, len(slots), num_warps=1, **pdl(out))
+    return tuple(out)
+
+
+@kernel("slots", "drawn", "out", "rows")
+def _commit(
+    slots, drawn, best, tokens, known, stopped, end, min_end, stop_ids, n_eos, out, tokens_stride, width, rows,
+    TILES: tl.constexpr, P: tl.constexpr, IDS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    row = tl.program_id(0)
+    slot = tl.load(slots + row)
+    position = tl.load(known + slot)
+    raw = tl.load(drawn + row)
+    token = tl.minimum(tl.maximum(raw, 0), width - 1)
+    tl.store(drawn + row, token)  # what reads it next indexes by it
+    ot = tl.arange(0, P)
+    tile = tl.load(best + row * TILES + ot, mask=ot < TILES, other=float("-inf"))
+    peak = tl.max(tl.where(tile != tile, float("inf"), tile), 0)
+    bad = (peak == float("inf")) | (peak == float("-inf"))
+    oi = tl.arange(0, IDS)
+    hit = tl.load(stop_ids + slot * IDS + oi) == token.to(tl.int32)
+    hit &= position >= tl.load(min_end + slot)
+    eos = tl.max((hit & (oi < tl.load(n_eos + slot))).to(tl.int32), 0)
+    stop = tl.max((hit & (oi >= tl.load(n_eos + slot))).to(tl.int32), 0)
+    flags = eos * _EOS + stop * _STOP + (position + 1 >= tl.load(end + slot)).to(tl.int32) * _LENGTH
+    flags = tl.where(raw != token, _FAILED, flags)
+    flags = tl.where(bad, _NAN, flags)
+    ended = tl.load(stopped + slot) != 0
+    accept = (ended == 0) & (bad == 0) & (raw == token)
+    tl.store(tokens + slot * tokens_stride + position, token.to(tl.int32), mask=accept)
+    tl.store(known + slot, position + 1, mask=accept)
+    tl.store(stopped + slot, 1, mask=flags != 0)
+    tl.store(out + row, token.to(tl.int32))
+    tl.store(out + rows + row, accept.to(tl.int32))
+    tl.store(out + 2 * rows + row, tl.where(ended, _OVERSHOOT, flags))
+
+
+def commit(slots: Tensor, drawn: Tensor, best: Tensor, state, out: Tensor, width: int) -> None:
+    """Accept ``drawn`` i64 [R] in the columns; ``out`` i32 [3, R] gets tokens, counts and flags.  A token outside of
+    the vocabulary ends its row with FAILED, and is clamped in ``drawn``, so that who reads it later stays inside.
+
+    ``best``: of ``best_of_tiles``, or a sampler's peaks; rows whose largest logit is not finite end with NAN.
+    ``width`` is V.
+    """
+    best, tiles = best.float().contiguous(), best.shape[1]
+    _commit[(len(slots),)](
+        slots,
+        drawn,
+        best,
+        state.tokens,
+        state.known,
+        state.stopped.view(torch.uint8),
+        state.end,
+        state.min_end,
+        state.stop_ids,
+        state.n_eos,
+        out,
+        state.tokens.stride(0),
+        width,
+        len(slots),
+        TILES=tiles,
+        P=triton.next_power_of_2(tiles),
+        IDS=STOP_IDS,
+        num_warps=1,
+        **pdl(out),
+    )

@@ -1,0 +1,287 @@
+"""The decoder that a ``DecoderSpec`` describes, built of the engine's parts and fused where they can be.
+
+What lies between two products is one object (``device.layers.fused``): it adds to the stream, and gives what the next
+product takes, so that a norm runs where the stream is written, whatever stands on the two sides::
+
+    embed ─ n1 ─► qkv ─ attention ─► out  ┐                  ┌► gate_up ─► down ┐
+      └─ stream ───────────────────────── + ─ after, before ─┤                  + ─ after, before ─► next layer ... norm
+                                                             └── stream ────────┘
+
+A layer of which a request taps a point runs by its parts (``DecoderBlock.tapped``), and the others as they always do.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.attention import QKPre
+from minivllm.core.interfaces.decoder import (
+    ACTIVATIONS,
+    AFTER,
+    AROUND,
+    BEFORE,
+    CHOSEN_SOFTMAX,
+    CLAMPED,
+    HEAD,
+    HEADS,
+    ROPE_KINDS,
+    SIGMOID,
+    SOFTMAX,
+    WIDTH,
+    DecoderSpec,
+    Experts,
+    LayerSpec,
+)
+from minivllm.core.interfaces.model import StepTaps, StepTensors
+from minivllm.errors import ModelError, shown
+
+from .fused import GatedLinear, Joined, LinearNorm, Normed
+from .rotary import order_of_halves
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.decoder import MLP
+
+    from .experts import Mixture
+    from .parts import ModelParts
+
+
+class Decoder:
+    """ids [T] -> hidden [T, H], or [N, H] of the tokens asked for -> logits [N, V]."""
+
+    takes_logits_indices = True
+
+    def __init__(self, spec: DecoderSpec, parts: ModelParts) -> None:
+        self.spec = spec
+        check(spec, parts)
+        self.embed = parts.embedding("embed", spec.vocab, spec.hidden, packable=True)
+        self.embed_norm = _norm(parts, spec, "embed_norm", spec.embed_norm)
+        self.positions = None
+        if spec.positions:
+            self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
+        # rounded as the product of two numbers of that dtype would be
+        self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
+        entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
+        self.norm = parts.norm("norm", spec.hidden, spec.norm)
+        self.first, follows = entries[0], [*entries[1:], self.norm]
+        self.blocks = [DecoderBlock(spec, i, parts, follows[i]) for i in range(len(spec.layers))]
+        for block, following in itertools.pairwise(self.blocks):
+            block.before(following)
+        self.head = parts.lm_head("lm_head", spec.hidden, spec.vocab, self.embed if spec.tied else None)
+
+    def __call__(self, step: StepTensors) -> Tensor:
+        x = self.embed(step.ids)
+        if self.spec.embed_scale != 1.0:
+            x = x * self.scale
+        if self.positions is not None:
+            x = x + self.positions(step.position + self.spec.first_position)
+        if self.embed_norm is not None:
+            x = self.embed_norm(x)[0]
+        taps = step.taps
+        if taps is not None:
+            x = taps("layers.0.input", taps("embedding", x))
+        if self.first is None:
+            h, residual = Normed(x), x
+        else:
+            x, residual = self.first(x)
+            h = Normed(x)
+        if taps is None:
+            for block in self.blocks:
+                h, residual = block(h, residual, step)
+            return h.x
+        for block in self.blocks:
+            run = block.tapped if taps.points & block.points.keys() else block
+            h, residual = run(h, residual, step)
+        return taps("norm", h.x)
+
+    @property
+    def tap_points(self) -> dict[str, int]:
+        """In the order in which a token comes to them."""
+        hidden = self.spec.hidden
+        points = {"embedding": hidden, "layers.0.input": hidden}
+        for block in self.blocks:
+            points |= block.points
+        return {**points, "norm": hidden}
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits, cap = self.head(hidden), self.spec.logit_cap
+        if self.spec.logit_scale != 1.0:
+            logits = logits.mul_(self.spec.logit_scale)
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+
+class DecoderBlock:
+    """One layer: takes what its first product takes, and gives that of the next layer's (``follows``: the norm before
+    it, or None).  The residual stream travels beside it."""
+
+    def __init__(self, spec: DecoderSpec, i: int, parts: ModelParts, follows: Any) -> None:
+        layer = spec.layers[i]
+        name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
+        self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
+        self._attention(spec, layer, i, parts)
+        a = layer.attention
+        out = parts.linear(name + "attn.o", a.heads * a.dim_v, [("", spec.hidden)], bias=layer.out_bias, split="row")
+        hook = None if spec.router_hook is None else partial(spec.router_hook, i)
+        down = self._mlp(spec.hidden, layer.mlp, name + "mlp", parts, hook)
+        self.points = self._points()
+        scale = layer.residual_scale
+        if layer.parallel:
+            self.out, self.both = out, Joined(down, None, follows, scale)
+            self.mlp_norm = _norm(parts, spec, name + "norm2", layer.mlp_norm)
+            return
+        around = layer.norms == AROUND
+        named = ["norm1", "norm2"] if layer.norms == AFTER else ["norm2", "norm4"]
+        after = [_norm(parts, spec, name + n, around or layer.norms == AFTER) for n in named]
+        middle = _norm(parts, spec, name + ("norm3" if around else "norm2"), layer.norms != AFTER)
+        self.o = parts.linear_norm(out, middle, after=after[0], scale=scale)
+        self.down = parts.linear_norm(down, follows, whole=self.last, after=after[1], scale=scale)
+        for one, other in ((self.o, self.up), (self.up, self.down)):
+            if isinstance(one, LinearNorm | GatedLinear):
+                one.follow(other)
+
+    def before(self, following: DecoderBlock) -> None:
+        """``following`` is the next layer.  Of a parallel one two products take what this gives."""
+        if not self.parallel and not following.parallel and isinstance(self.down, LinearNorm):
+            self.down.follow(following.qkv)
+
+    def _points(self) -> dict[str, int]:
+        """What can be tapped in this layer, and behind it, and the widths."""
+        widths = {} if self.shared else dict(zip("qkv", self.sizes, strict=True))  # a process has some heads only
+        widths["attention"] = self.hidden
+        if self.experts is not None:
+            widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
+        widths |= dict.fromkeys(("mlp", "residual"), self.hidden)
+        points = {self.name + point: width for point, width in widths.items()}
+        return points if self.follower is None else {**points, self.follower: self.hidden}
+
+    def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
+        a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
+        linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias)
+        self.sizes, self.shared = [rows for _, rows in linear.info.parts], parts.shard.size > 1
+        self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
+        norms: list[Any] = [None, None]
+        self.wide: list[Any] = []
+        self.clip = layer.qkv_clip
+        if layer.qk_norm == HEADS:
+            self.wide = [
+                parts.heads_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
+                for x, n in (("q", a.heads), ("k", a.kv_heads))
+            ]
+        elif layer.qk_norm == WIDTH:
+            self.wide = [
+                parts.width_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
+                for x, n in (("q", a.heads), ("k", a.kv_heads))
+            ]
+        elif layer.qk_norm == HEAD:
+            norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
+        tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
+        self.pre = QKPre(*tables, *norms, spec.norm.eps)
+        self.order = None
+        if layer.rope is not None and layer.rope.interleaved:
+            back = order_of_halves(a.dim_qk, layer.rope.dim)
+            self.order = back.argsort().to(parts.device), back.to(parts.device)
+
+    def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModelParts, hook: Any) -> Any:
+        """``up`` is what comes before the last product, which is returned; of experts all is in that."""
+        self.experts: Mixture | None = None
+        if isinstance(mlp, Experts):
+            self.experts = parts.experts(name, hidden, mlp, hook)
+            self.up: Any = lambda h: h
+            return self.experts
+        self.up = parts.mlp_up(name, hidden, mlp)
+        return parts.mlp_down(name, hidden, mlp)
+
+    def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        q, k, v = self._projected(h)
+        if self.wide:
+            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+        x = self.attn(q, k, v, step, self.pre)
+        if self.last and step.logits_indices is not None:
+            x, residual = x[step.logits_indices], residual[step.logits_indices]
+            if self.parallel:
+                h = Normed(h.finished()[step.logits_indices])
+        if self.parallel:
+            return self.both.add(self.out(x).add_(self.both.linear(self.up(self._beside(h, residual)))), residual)
+        h, residual = self.o(x, residual)
+        return self.down(self.up(h), residual)
+
+    def _projected(self, h: Normed) -> tuple[Tensor, ...]:
+        """Return q, k and v [T, heads * dim] of this process."""
+        qkv = self.qkv(h)
+        if self.clip is not None:
+            qkv = qkv.clamp_(-self.clip, self.clip)
+        return qkv.split(self.sizes, dim=-1)
+
+    def _beside(self, h: Normed, residual: Tensor) -> Normed:
+        """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""
+        return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
+
+    def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
+        """The same in parts, each of which passes through ``step.taps``."""
+        taps, name = step.taps, self.name
+        assert taps is not None
+        q, k, v = self._projected(h)
+        q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(name + "v", v)
+        if self.wide:
+            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+        x = self.attn(q, k, v, step, self.pre)
+        if self.parallel:
+            down = self.both
+            z = self._beside(h, residual)
+            y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(z, down, taps))
+        else:
+            residual = residual + taps(name + "attention", self.o.branch(x))
+            down = self.down
+            y = taps(name + "mlp", self._branch(self.o.entry(residual), down, taps))
+        residual = taps(name + "residual", residual + y)
+        if self.follower is not None:
+            residual = taps(self.follower, residual)
+        return down.entry(residual), residual
+
+    def _branch(self, h: Normed, down: Any, taps: StepTaps) -> Tensor:
+        """What the MLP, or the experts, add to the residual."""
+        if self.experts is None:
+            return down.branch(self.up(h))
+        return down.scaled(self.experts(self.up(h), lambda point, x: taps(self.name + point, x)))
+
+    def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
+        """q or k [T, heads * dim], tapped as the checkpoint has its rows: without the order of the rotary embedding."""
+        if self.order is None:
+            return taps(self.name + which, x)
+        there, back = self.order
+        heads = x.unflatten(1, (-1, len(there)))
+        return taps(self.name + which, heads[..., there].flatten(1)).unflatten(1, heads.shape[1:])[..., back].flatten(1)
+
+
+def _norm(parts: ModelParts, spec: DecoderSpec, name: str, there: bool) -> Any:
+    return parts.norm(name, spec.hidden, spec.norm) if there else None
+
+
+def check(spec: DecoderSpec, parts: ModelParts) -> None:
+    """ModelError for words that a table may not have, and for what the parts cannot do together."""
+    for i, layer in enumerate(spec.layers):
+        kind = "default" if layer.rope is None else layer.rope.kind
+        experts = layer.mlp if isinstance(layer.mlp, Experts) else None
+        shared = experts and experts.shared
+        for name, word, known in (
+            ("norms", layer.norms, (BEFORE, AFTER, AROUND)),
+            ("qk_norm", layer.qk_norm, (None, HEAD, WIDTH, HEADS)),
+            ("mlp.activation", layer.mlp.activation, (*ACTIVATIONS, CLAMPED) if experts else ACTIVATIONS),
+            ("mlp.shared.activation", shared.activation if shared else ACTIVATIONS[0], ACTIVATIONS),
+            ("mlp.router.score", experts.router.score if experts else SOFTMAX, (SOFTMAX, CHOSEN_SOFTMAX, SIGMOID)),
+            ("rope.kind", kind, ROPE_KINDS),
+        ):
+            if word not in known:
+                raise ModelError(f"layer {i}: {name}={shown(word)}: want one of {', '.join(map(str, known))}")
+        if layer.qk_norm == HEAD and spec.norm.centered:
+            raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
+        if experts and not 1 <= experts.chosen <= experts.count:
+            raise ModelError(f"layer {i}: mlp.chosen={experts.chosen}: want between 1 and mlp.count={experts.count}")
+        if layer.parallel and layer.norms != BEFORE:
+            raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")
+        if layer.mlp_norm and not layer.parallel:
+            raise ModelError(f"layer {i}: mlp_norm is for a parallel block: want parallel=True")

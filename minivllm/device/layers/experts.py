@@ -1,0 +1,320 @@
+"""A mixture of experts: where each token goes, and the products of the experts that are hit.
+
+    x [T, H] ── router ─► logits [T, E] ─ route ─► weights, ids [T, k]
+      │                                              │
+      └──► gate|up of expert ids[t, s] ──► down ──► y [T, k, H] ──► sum over the k places, in their order (+ shared(x))
+
+The sum is in float32 and is rounded once.  On a GPU with Triton ``device.kernels.experts``, or of quantized weights
+``device.kernels.packed_experts``, does the same without the host, which here reads how many tokens each expert has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, Experts, Router
+from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+
+from .fused import Joined, Normed
+from .invariant import FixedRows
+from .linear import Dense, Linear, stored_by
+from .module import fill
+from .norm import RMSNorm
+
+if TYPE_CHECKING:
+    from .parts import ModelParts
+
+CHOICE_BIAS = "e_score_correction_bias"
+Tap = Callable[[str, Tensor], Tensor]
+RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ``DecoderSpec.router_hook`` of one layer
+
+
+def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """logits [T, E] -> weights f32 [T, chosen] and ids i32 [T, chosen], best first, of equal scores the lower id."""
+    scores = logits.float()
+    if router.score == SIGMOID:
+        scores = scores.neg().exp_().add_(1.0).reciprocal_()  # ``torch.sigmoid`` goes by an element's place
+    elif router.score != CHOSEN_SOFTMAX:
+        scores = torch.softmax(scores, dim=-1)
+    choice = scores if choice_bias is None else scores + choice_bias
+    ids = torch.sort(choice, dim=-1, descending=True, stable=True).indices[:, :chosen]
+    weights = scores.gather(1, ids)
+    if router.score == CHOSEN_SOFTMAX:
+        weights = torch.softmax(weights, dim=-1)
+    if router.normalize:
+        total = weights[:, 0]
+        for s in range(1, chosen):  # a sum over an axis would go by its neighbours
+            total = total + weights[:, s]
+        # the weights of a softmax are never all 0
+        weights = weights / (total + 1e-20 if router.score == SIGMOID else total)[:, None]
+    if router.scale != 1.0:
+        weights = weights * router.scale
+    return (weights.to(logits.dtype).float() if router.rounded else weights), ids.int()
+
+
+def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
+    """[T, 2 n] = gate | up -> (up + 1) * gate * sigmoid(alpha * gate) [T, n] of clamped ones (``decoder.CLAMPED``); in
+    float32, of operations that go by the element alone."""
+    gate, up = x.float().chunk(2, dim=-1)
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate = gate / (gate * -alpha).exp_().add_(1.0)
+    return (gate * (up + 1.0)).to(x.dtype)
+
+
+def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
+    """Whether experts run by ``device.kernels.experts``, which read 16 bytes at a time, and whose tiles do not fit the
+    shared memory of compute capability 12; ``inner``: of this process's share."""
+    if not parts.device.startswith("cuda"):
+        return False
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(parts.device)[0] >= 12:
+        return False
+    whole = all(n * parts.dtype.itemsize % 16 == 0 for n in (hidden, inner))
+    return parts.invariant or (parts.fuse and whole)
+
+
+class DenseExperts(Dense):
+    """The unquantized weights of all experts, [experts * rows of one, in]."""
+
+    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
+        super().__init__(info, fuse, weight, invariant)
+        self.each = self.weight.view(info.experts, -1, info.in_features)
+        self._fixed: dict[int, FixedRows] = {}
+        self._rows = 0
+
+    def finish(self) -> None:
+        """There is nothing to pack: what an expert multiplies is few rows."""
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        if not self.invariant or self.weight.device.type != "cpu":
+            return F.linear(x, self.each[e])
+        if e not in self._fixed:
+            self._fixed[e] = FixedRows(self.each[e], self._rows)
+            self._rows = self._fixed[e].rows  # of one shape all do alike
+        return self._fixed[e](x)
+
+
+class ExpertLinear(Linear):
+    """One of the two products of all experts.  Its ``split`` is within each expert; over processes the sum is the
+    caller's."""
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        if param == "bias" and self.info.split == "row" and self.info.shard.rank > 0:
+            tensor = torch.zeros_like(tensor)  # the sum over processes has it once
+        super().load(part, param, tensor)
+
+    def expert(self, x: Tensor, e: int) -> Tensor:
+        """x [T, in] -> [T, rows of an expert]."""
+        y = self.scheme.expert(x, e)
+        return y if self.bias is None else y.add_(self.bias.view(self.info.experts, -1)[e])
+
+
+class RouterLinear(Linear):
+    """Logits [T, E]; with the number of each expert that is added for the choice alone, if there is one."""
+
+    def __init__(self, info: ModuleInfo, scheme: WeightScheme, choice_bias: bool) -> None:
+        super().__init__(info, scheme)
+        self.choice_bias: Tensor | None = None
+        if choice_bias:
+            self.choice_bias = torch.empty(info.out_features, dtype=torch.float32, device=info.device)
+            self.tensors[CHOICE_BIAS] = self.choice_bias
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        want = super().wanted()
+        return want if self.choice_bias is None else {**want, ("", CHOICE_BIAS): tuple(self.choice_bias.shape)}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        if param == CHOICE_BIAS and self.choice_bias is not None:
+            fill(self.choice_bias, tensor)
+        else:
+            super().load(part, param, tensor)
+
+    def finish(self) -> None:
+        super().finish()
+        if self.choice_bias is not None:
+            self.tensors[CHOICE_BIAS] = self.choice_bias
+
+
+class Mixture:
+    """x [T, H] -> [T, H]."""
+
+    def __init__(
+        self, name: str, hidden: int, spec: Experts, parts: ModelParts, hook: RouterHook | None = None
+    ) -> None:
+        self.name, self.spec, self.hook, n = name, spec, hook, spec.count
+        self.router = parts.router(name + ".router", hidden, n, spec.router.bias, spec.router.choice_bias)
+        self.logits = parts.normed_linear(self.router)
+        gate_up, inner = name + ".experts.gate_up", spec.inner
+        self.gate_up = parts.expert_linear(gate_up, hidden, n, [("gate", inner), ("up", inner)], spec.bias, "column")
+        self.down = parts.expert_linear(name + ".experts.down", inner, n, [("", hidden)], spec.bias, "row")
+        self.gate = partial(parts.gate_mul, activation=spec.activation)
+        if spec.activation == CLAMPED:
+            self.gate = partial(clamped_gate, limit=spec.limit, alpha=spec.alpha)
+        self._serves = kernels_serve(parts, hidden, self.down.info.in_features)
+        self.invariant = parts.invariant
+        self._kernel: Any = None
+        self._shared(name, hidden, parts)
+
+    def _shared(self, name: str, hidden: int, parts: ModelParts) -> None:
+        mlp = self.spec.shared
+        self.shared: tuple[Callable[[Normed], Tensor], Linear] | None = None
+        if mlp is not None:
+            up = parts.mlp_up(name + ".shared", hidden, mlp)
+            self.shared = up, parts.mlp_down(name + ".shared", hidden, mlp)
+        self.shared_gate: Callable[[Normed], Tensor] | None = None
+        if self.spec.shared_gate:
+            self.shared_gate = parts.normed_linear(parts.router(name + ".shared_gate", hidden))
+
+    def __call__(self, h: Normed, tap: Tap | None = None) -> Tensor:
+        """``tap`` is given the logits under the name "router", and gives what goes on in their place; and the chosen
+        ids as numbers under "experts"."""
+        if not self.fast:
+            h = Normed(h.finished())
+        weights, ids = self.choose(h, tap)
+        y = self.products(h, ids, weights)
+        if self.down.reduce:
+            self.down.group.all_reduce(y)
+        return y if self.shared is None else y.add_(self._of_shared(h, *self.shared))
+
+    def choose(self, h: Normed, tap: Tap | None = None) -> tuple[Tensor, Tensor]:
+        """(weights f32, ids i32) [T, k]."""
+        logits = self.logits(h)
+        if tap is not None:
+            logits = tap("router", logits)
+        weights, ids = self.route(logits)
+        if self.hook is not None:
+            weights, ids = self._hooked(self.hook(logits, weights, ids), ids)
+        if tap is not None:
+            tap("experts", ids.float())
+        return weights, ids
+
+    def _of_shared(self, h: Normed, up: Callable[[Normed], Tensor], down: Linear) -> Tensor:
+        y = down(up(h))
+        if self.shared_gate is None:
+            return y
+        gate = self.shared_gate(h).float().neg_().exp_().add_(1.0).reciprocal_()
+        return y.mul_(gate.to(y.dtype))
+
+    @cached_property
+    def fast(self) -> bool:
+        """Whether kernels multiply by all experts at once: of plain weights, or of quantized ones that lie in a form
+        that they read, which is asked once these are loaded."""
+        schemes = self.gate_up.scheme, self.down.scheme
+        if not self._serves or all(isinstance(scheme, Dense) for scheme in schemes):
+            return self._serves
+        if self.invariant or find_spec("triton") is None:
+            return False
+        from minivllm.device.kernels.packed_experts import runs, takes
+
+        stored = [stored_by(scheme) for scheme in schemes]
+        return all(one is not None and takes(one) and runs(one.weight) for one in stored)
+
+    @property
+    def joins(self) -> bool:
+        """Whether the kernels add to the stream, too."""
+        return self.fast and self.shared is None and not self.down.reduce
+
+    def onto(self, h: Normed, stream: Any) -> tuple[Tensor, Tensor | None]:
+        """As ``device.kernels.experts.ExpertProducts`` does with a ``stream``, where it ``joins``."""
+        weights, ids = self.choose(h)
+        return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream)
+
+    def route(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        spec, bias = self.spec, self.router.choice_bias
+        if not self.fast:
+            return route(logits, spec.chosen, spec.router, bias)
+        from minivllm.device.kernels.router import route as fast_route
+
+        how = spec.router
+        return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded)
+
+    def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+        """What a hook gives, as weights f32 and ids i32.  A token of which an id is no expert's has no number for a
+        result, with which its request ends and no other."""
+        pair = given if isinstance(given, tuple) and len(given) == 2 else ()
+        told = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
+        if told != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
+            raise ValueError(
+                f"the router hook gave {told or type(given).__name__} for {self.name}: want (weights, ids), "
+                f"each {list(like.shape)} on {like.device}"
+            )
+        weights, ids = pair
+        wrong = (ids < 0) | (ids >= self.spec.count)  # before 64 bits become 32
+        weights = weights.float().masked_fill(wrong, torch.nan).contiguous()
+        return weights, ids.clamp(0, self.spec.count - 1).int().contiguous()
+
+    def kernel(self) -> Any:
+        if self._kernel is None:  # made once the weights are loaded
+            self._kernel = self._make()
+        return self._kernel
+
+    def products(self, h: Normed, ids: Tensor, weights: Tensor) -> Tensor:
+        """[T, H]: the sum over the places s of weights[t, s] times what expert ids[t, s] makes of token t."""
+        if self.fast:
+            return self.kernel()(h.x, ids, weights, h.squares, h.eps)[0]
+        x, (tokens, k) = h.x, ids.shape
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            y = self._all(x, ids)
+        else:
+            y = self._hit(x, ids.flatten().long()).view(tokens, k, x.shape[1])
+        total = y[:, 0].float() * weights[:, :1]
+        for s in range(1, k):
+            total = total + y[:, s].float() * weights[:, s, None]
+        return total.to(x.dtype)
+
+    def _make(self) -> Any:
+        from minivllm.device.kernels import experts as kernels
+
+        spec, linears = self.spec, (self.gate_up, self.down)
+        biases = [None if one.bias is None else one.bias.view(spec.count, -1) for one in linears]
+        if not isinstance(self.down.scheme, Dense):
+            from minivllm.device.kernels.packed_experts import PackedExperts
+
+            stored: Any = [stored_by(one.scheme) for one in linears]
+            return PackedExperts(spec.count, *stored, *biases, spec.activation, spec.limit, spec.alpha)
+        weights = [one.scheme.tensors["weight"].view(spec.count, -1, one.info.in_features) for one in linears]
+        return kernels.ExpertProducts(*weights, *biases, spec.activation, spec.limit, spec.alpha, self.invariant)
+
+    def _one(self, x: Tensor, e: int) -> Tensor:
+        return self.down.expert(self.gate(self.gate_up.expert(x, e)), e)
+
+    def _hit(self, x: Tensor, ids: Tensor) -> Tensor:
+        """ids [T * k] -> [T * k, H], expert by expert of those that some token goes to."""
+        order, k = ids.argsort(stable=True), len(ids) // max(1, len(x))
+        y, start = x.new_empty(len(ids), x.shape[1]), 0
+        for e, n in enumerate(ids.bincount(minlength=self.spec.count).tolist()):
+            if n:
+                places = order[start : start + n]
+                y[places] = self._one(x[places // k], e)
+                start += n
+        return y
+
+    def _all(self, x: Tensor, ids: Tensor) -> Tensor:
+        """[T, k, H] of all experts for all tokens: a step that is captured cannot ask which ones are hit."""
+        y = x.new_zeros(*ids.shape, x.shape[1])
+        for e in range(self.spec.count):
+            y = torch.where((ids == e)[..., None], self._one(x, e)[:, None], y)
+        return y
+
+
+class ExpertsNorm(Joined):
+    """``Joined`` of experts whose kernels add to the stream and compute the norm that follows; ``whole``: all of it."""
+
+    def __init__(self, experts: Mixture, norm: RMSNorm, whole: bool) -> None:
+        super().__init__(experts, None, norm, 1.0)
+        self.norm, self.whole = norm, whole
+
+    def __call__(self, h: Normed, residual: Tensor) -> tuple[Normed, Tensor]:
+        if not self.linear.joins or self.norm.fused is None:
+            return super().__call__(h, residual)
+        from minivllm.device.kernels.experts import ResidualNorm
+
+        y, squares = self.linear.onto(h, ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole))
+        return Normed(y, squares, self.norm.eps), residual

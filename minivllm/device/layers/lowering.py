@@ -1,0 +1,321 @@
+"""A decoder as operations of the native part: what a captured step on a CPU runs (``device.native.program``).
+
+The order is that of ``device.layers.decoder.Decoder``; norms before a product are part of it::
+
+    x        the stream             ┌────────────── o, + ─────────────┐┌── down, + ──┐
+    qkv  ◄── norm1, product ─ x ────┤ ─► attend ─► attn ─┘            ├┤ norm2, gate ─► mid
+    hidden ◄─ norm ─ x  (after PICK: of the tokens that draw)         x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, WIDTH, Experts, LayerSpec
+from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
+
+from .decoder import Decoder, DecoderBlock
+from .embedding import LMHead, TiedLMHead
+from .linear import Linear
+from .norm import LayerNorm, RMSNorm
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from minivllm.core.interfaces.attention import AttnLayer
+    from minivllm.core.interfaces.quantizer import StoredWeight
+
+    from .module import Module
+
+
+SCALES = ("k_scale", "v_scale")  # of keys and values in int8, see plugins/kvformat/scaled.py
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # numbers that need no scale
+NIBBLES = 32  # inputs of a block of int4
+
+
+class NotLowered(Exception):
+    """Why a model has no program, in a line."""
+
+
+class Lowering:
+    """Adds the operations of ``model`` to ``program``; NotLowered if it has what they cannot do.
+
+    ``hidden`` f32 [most_tokens, H] has the normalised states of the tokens that draw once FORWARD has run, and
+    ``logits`` f32 [rows, V] what SAMPLE drew from.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        modules: Mapping[str, Module],
+        layers: Sequence[AttnLayer],
+        program: Program,
+        rows: int,
+        block: int,
+        room: int,
+    ) -> None:
+        if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
+            raise NotLowered(f"the model {type(model).__name__} is not made of a table")
+        self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
+        self.block = block  # tokens of one of the KV cache
+        self._room = room
+        self.copied = 0  # bytes of weights that the program has beside the model's own
+        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # address -> a weight and its copy
+        tokens = program.most_tokens
+        self.hidden = torch.zeros(tokens, self.spec.hidden)
+        self.logits = torch.zeros(rows, self.spec.vocab)
+        specs = [self._checked(i, layer, layers[i]) for i, layer in enumerate(self.spec.layers)]
+        self._memory = {
+            "qkv": torch.zeros(tokens, max(self._qkv(i).info.out_features for i in range(len(specs)))),
+            "attn": torch.zeros(tokens, max(a.heads * a.dim_v for a in specs)),
+            "mid": torch.zeros(tokens, max(layer.mlp.inner for layer in self.spec.layers)),
+        }
+        self._views: dict[tuple[str, int, int], int] = {}
+        self.x = program.register(torch.zeros(tokens, self.spec.hidden))
+        self.branch = program.register(torch.zeros(tokens, self.spec.hidden))
+        self.out = program.register(self.hidden)
+        self._embed()
+        for i, layer in enumerate(self.spec.layers):
+            self._layer(i, layer, layers[i])
+        program.add("norm", in_=self.x, out=self.out, **self._norm("norm"))
+        self._head(program.register(self.logits))
+
+    def _checked(self, i: int, layer: LayerSpec, attention: AttnLayer) -> Any:
+        a, cache = attention.spec, attention.cache
+        if isinstance(layer.mlp, Experts):
+            raise NotLowered(f"layer {i} is a mixture of experts")
+        if a.alibi is not None or layer.qkv_clip is not None or layer.qk_norm == HEADS:
+            raise NotLowered(
+                f"layer {i} has slopes of distance, a clip of q, k and v, or a norm with weights of each head"
+            )
+        if a.v_in_k or set(cache) not in ({"k", "v"}, {"k", "v", *SCALES}):
+            raise NotLowered(f"layer {i} has a KV cache of {', '.join(cache)}")
+        k, v = cache["k"], cache["v"]
+        scaled = SCALES[0] in cache
+        if k.dtype not in ((torch.int8,) if scaled else PLAIN) or k.dtype != v.dtype:
+            raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
+        token = (self.block, a.kv_heads)
+        if scaled and any(
+            x.shape[1:] != token or x.dtype != torch.float32 or not _whole(x) for x in map(cache.get, SCALES)
+        ):
+            raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
+        if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
+            raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
+        return a
+
+    def _view(self, name: str, first: int, width: int) -> int:
+        """The register of columns [first, first + width) of a buffer."""
+        key = (name, first, width)
+        if key not in self._views:
+            self._views[key] = self.program.register(self._memory[name][:, first : first + width])
+        return self._views[key]
+
+    # ---- operands ----------------------------------------------------------------------------------------------------
+
+    def _qkv(self, i: int) -> Any:
+        return self.modules[f"layers.{i}.attn.qkv"]
+
+    def _norm(self, name: str | None) -> dict[str, Any]:
+        """Of an operation, the fields of its norm; none if there is none."""
+        if name is None:
+            return {}
+        norm = self.modules[name]
+        if isinstance(norm, RMSNorm):
+            return {"norm_weight": norm.weight.float(), "eps": norm.eps}
+        if isinstance(norm, LayerNorm):
+            bias = None if norm.bias is None else norm.bias.float()
+            return {"norm_weight": norm.weight.float(), "norm_bias": bias, "eps": norm.eps, "centered": 1}
+        raise NotLowered(f"{name} is a {type(norm).__name__}")
+
+    def _weight(self, module: Any) -> dict[str, Any]:
+        """Of an operation, the fields of its matrix."""
+        if not isinstance(module, (Linear, LMHead, TiedLMHead)) or (isinstance(module, Linear) and module.reduce):
+            raise NotLowered(f"{module.name} is a {type(module).__name__} that it cannot multiply by")
+        stored = module.stored()
+        if stored is None or not readable(stored, module.info.out_features, module.info.in_features):
+            raise NotLowered(f"the weight of {module.name} lies in a form that it does not read")
+        bias, weight = getattr(module, "bias", None), self._narrow(stored.weight)
+        return {
+            "format": FORMATS[weight.dtype],
+            "n": module.info.out_features,
+            "k": module.info.in_features,
+            "group": stored.group or module.info.in_features,
+            "data": weight,
+            "scale": stored.scale,
+            "zero": stored.zero,
+            "bias": None if bias is None else bias.float(),
+        }
+
+    def _narrow(self, weight: Tensor) -> Tensor:
+        """A copy in bfloat16 if that is the same numbers, as those of most checkpoints are: half as much to read.
+
+        Where there is no room for it the weight itself is read."""
+        if weight.dtype != torch.float32:
+            return weight
+        key = weight.data_ptr()
+        if key not in self._narrowed:  # the weight stays: nothing else may come to lie at its address
+            if self.copied + weight.nbytes // 2 > self._room:
+                return weight
+            copy = weight.bfloat16()
+            same = all(torch.equal(a.float(), b) for a, b in zip(copy.split(4096), weight.split(4096), strict=True))
+            self._narrowed[key] = weight, copy if same else weight
+            self.copied += copy.nbytes if same else 0
+        return self._narrowed[key][1]
+
+    # ---- operations --------------------------------------------------------------------------------------------------
+
+    def _embed(self) -> None:
+        if self.model.embed.scheme is not None:
+            raise NotLowered("the embedding is quantized")
+        embed, positions = self._narrow(self.model.embed.weight), self.model.positions
+        learned: dict[str, Any] = {}
+        if positions is not None:
+            table = positions.weight
+            learned = {"positions": table, "positions_format": FORMATS[table.dtype]}
+        self.program.add(
+            "embed",
+            out=self.x,
+            data=embed,
+            format=FORMATS[embed.dtype],
+            k=self.spec.hidden,
+            alpha=self.model.scale,
+            first_position=self.spec.first_position,
+            **learned,
+        )
+        if self.spec.embed_norm:
+            self.program.add("norm", in_=self.x, out=self.x, **self._norm("embed_norm"))
+
+    def _layer(self, i: int, layer: LayerSpec, attention: AttnLayer) -> None:
+        name, last = f"layers.{i}.", i + 1 == len(self.spec.layers)
+        before = layer.norms != AFTER
+        attn = self._attention(i, layer, attention, name + "norm1" if before else None)
+        if last:  # no other token is needed behind the last attention
+            self.program.add("pick", in_=self.x, out=attn)
+        o, down = self.modules[name + "attn.o"], self.modules[name + "mlp.down"]
+        if layer.parallel:
+            mid = self._mlp(name, layer, name + ("norm2" if layer.mlp_norm else "norm1"))
+            self._add(attn, o, None, layer)
+            self._add(mid, down, None, layer)
+            return
+        first, second, middle = None, None, None
+        if layer.norms == AROUND:
+            first, middle, second = name + "norm2", name + "norm3", name + "norm4"
+        elif layer.norms == AFTER:
+            first, second = name + "norm1", name + "norm2"
+        elif layer.norms == BEFORE:
+            middle = name + "norm2"
+        self._add(attn, o, first, layer)
+        self._add(self._mlp(name, layer, middle), down, second, layer)
+
+    def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
+        """The register of what the heads give."""
+        a, block = attention.spec, self.model.blocks[i]
+        widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
+        qkv, attn = self._view("qkv", 0, sum(widths)), self._view("attn", 0, a.heads * a.dim_v)
+        self.program.add("product", in_=self.x, out=qkv, **self._weight(self._qkv(i)), **self._norm(norm))
+        pre, name = block.pre, f"layers.{i}.attn."
+        if layer.qk_norm == WIDTH:
+            for which, first, width in (("q", 0, widths[0]), ("k", widths[0], widths[1])):
+                part = self._view("qkv", first, width)
+                self.program.add("norm", in_=part, out=part, **self._norm(f"{name}{which}_norm"))
+        self.program.add(
+            "attend",
+            in_=qkv,
+            out=attn,
+            heads=a.heads,
+            kv_heads=a.kv_heads,
+            dim_qk=a.dim_qk,
+            dim_v=a.dim_v,
+            rope_dim=0 if pre.cos is None else pre.cos.shape[1],
+            kv_group=attention.group,
+            window=a.window or 0,
+            cos=pre.cos,
+            sin=pre.sin,
+            q_norm=None if pre.q_norm is None else pre.q_norm.float(),
+            k_norm=None if pre.k_norm is None else pre.k_norm.float(),
+            eps=pre.eps,
+            sinks=attention.sinks,
+            cap=a.softcap or 0.0,
+            softmax_scale=a.softmax_scale,
+            keys=attention.cache["k"],
+            values=attention.cache["v"],
+            key_scales=attention.cache.get("k_scale"),
+            value_scales=attention.cache.get("v_scale"),
+            kv_format=FORMATS[attention.cache["k"].dtype],
+        )
+        return attn
+
+    def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
+        """The register of what the last product takes."""
+        mlp, out = layer.mlp, self._view("mid", 0, layer.mlp.inner)
+        up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
+        self.program.add(
+            "product",
+            in_=self.x,
+            out=out,
+            gated=int(mlp.gated),
+            activation=ACTIVATIONS[mlp.activation],
+            **self._weight(up),
+            **self._norm(norm),
+        )
+        return out
+
+    def _add(self, x: int, linear: Any, after: str | None, layer: LayerSpec) -> None:
+        """stream += scale * after(linear(x))."""
+        weight, scale = self._weight(linear), layer.residual_scale
+        if after is None:
+            self.program.add("product", in_=x, out=self.x, adds=1, alpha=scale, **weight)
+            return
+        self.program.add("product", in_=x, out=self.branch, **weight)
+        self.program.add("norm", in_=self.branch, out=self.x, adds=1, alpha=scale, **self._norm(after))
+
+    def _head(self, logits: int) -> None:
+        weight, spec = self._weight(self.model.head), self.spec
+        self.program.add("product", sampling=True, in_=self.out, out=logits, alpha=spec.logit_scale, **weight)
+        if spec.logit_cap is not None:
+            self.program.add("cap", sampling=True, in_=logits, out=logits, cap=spec.logit_cap)
+
+
+def _whole(*tensors: Tensor | None) -> bool:
+    """Whether those that are there lie without gaps in the memory of this machine."""
+    return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
+
+
+def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
+    """Whether a weight lies in one of the forms of ``StoredWeight``, as kernels read it: without looking."""
+    weight, scale, zero, group = stored
+    if not _whole(weight, scale, zero) or any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
+        return False
+    if weight.dtype in PLAIN:
+        return weight.shape == (outputs, inputs) and scale is None and zero is None
+    if weight.dtype == torch.int8:
+        whole = group in (0, inputs)
+        return weight.shape == (outputs, inputs) and whole and zero is None and _count(scale) == outputs
+    group = group or inputs
+    if weight.dtype != torch.uint8 or group % NIBBLES or inputs % group:
+        return False
+    scales = outputs * (inputs // group)
+    return weight.shape == (outputs, inputs // 2) and _count(scale) == scales and _count(zero) in (0, scales)
+
+
+def _count(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.numel()
+
+
+def lower(
+    model: Any,
+    modules: Mapping[str, Module],
+    layers: Sequence[AttnLayer],
+    columns: Mapping[str, Any],
+    threads: int,
+    most_tokens: int,
+    rows: int,
+    room: int,
+) -> Lowering:
+    """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw; copies of
+    weights take up to ``room`` bytes."""
+    return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"], room)

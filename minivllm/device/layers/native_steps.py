@@ -1,0 +1,154 @@
+"""Captured steps of a CPU: FORWARD is one call of the native part, and so is SAMPLE where nothing but a draw is asked.
+
+    plan ─► box ─► forward ─► hidden of the rows that draw ─► sample ─► columns, packed result
+                                          └──────────────► ``step.sample``, where processors run, or the host wants more
+
+A step of more tokens than ``MOST_TOKENS`` runs as separate operations: the library's wide products are faster there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.plan import StepPlan, merged
+from minivllm.device.native import library
+from minivllm.device.native.program import address
+from minivllm.errors import PluginError
+
+from .lowering import NotLowered, lower
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+
+    from .parts import ModelParts
+
+MOST_TOKENS = 64
+
+
+class NativeSteps:
+    """The program of a model.  NotLowered, with the reason, where there can be none.
+
+    ``state`` has the columns of the rows (``device/worker/state.py:DeviceState``), and ``parts`` what the model is made
+    of, with its KV cache; copies of weights take up to ``room`` bytes.
+    """
+
+    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int) -> None:
+        self.state = state
+        self._check(wiring, parts)
+        rows = min(len(state.stopped), MOST_TOKENS)
+        self.plain = int(replaceable(sampler))  # variant bits of rows that are drawn here
+        columns = {
+            "tokens": state.tokens,
+            "longest": state.tokens.shape[1],
+            "table": state.table,
+            "slots": state.table.shape[1],
+            "blocks": state.table.shape[2],
+            "block": state.block,
+            "stop_ids": state.stop_ids,
+            "per_row": state.stop_ids.shape[1],
+            "rope_first": state.rope_first,
+            "temperature": self._temperature(wiring) if self.plain else None,
+        }
+        names = ("stopped", "known", "end", "min_end", "seed", "sample", "n_eos")
+        columns |= {name: getattr(state, name) for name in names}
+        threads = torch.get_num_threads()
+        made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room)
+        self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
+        self.copied = made.copied  # bytes of weights beside the model's own
+        self._decode = wiring.steps.graph == "decode"
+        self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
+        self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
+
+    def _check(self, wiring: Wiring, parts: ModelParts) -> None:
+        """What the program replaces must be what was chosen."""
+        if reason := library.why_not():
+            raise NotLowered(reason)
+        if wiring.batch_invariant:
+            raise NotLowered("batch_invariant=true")
+        if parts.shard.size > 1:
+            raise NotLowered(f"{parts.shard.size} processes share the model, and sum between its operations")
+        backend = parts.backend
+        for seam, plugin in (("attention", backend), ("kvformat", backend.ctx.kv_format)):
+            if not replaceable(plugin):
+                raise NotLowered(f"the {seam} {wiring.parts[seam].name} runs itself")
+        if not parts.described:
+            raise NotLowered(
+                f"the model {wiring.parts['model'].name} is more than its table: it has a build() of its own"
+            )
+
+    def _temperature(self, wiring: Wiring) -> torch.Tensor:
+        """The sampler's column, f32 [S].  PluginError if there is none like that."""
+        column = self.state.processors[-1].columns.get("temperature")
+        if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
+            name = wiring.parts["sampler"].name
+            raise PluginError(
+                f"the sampler {name} says native={self.plain}: want a column `temperature` of one float32 a row"
+            )
+        return column
+
+    def takes(self, plan: StepPlan) -> bool:
+        """Whether FORWARD of a step can run here."""
+        rows = len(plan.slots)
+        if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
+            return False
+        return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor | None:
+        """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""
+        whole = merged(plan) if len(plan.draft) else plan
+        box, r, n = self._box, len(whole.slots), len(plan.samples)
+        box[0], box[1] = r, n
+        box[2 : 2 + r] = whole.slots
+        box[2 + r : 2 + 2 * r] = whole.q_len
+        box[2 + 2 * r : 2 + 3 * r] = whole.computed
+        if n:
+            box[2 + 3 * r : 2 + 3 * r + n] = plan.q_len.cumsum()[plan.samples] - 1
+        self.program.forward(self._at)
+        if not n:
+            return None
+        hidden = self.hidden[:n]
+        return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
+
+    def draws(self, plan: StepPlan) -> bool:
+        """Whether SAMPLE of a step whose FORWARD ran here is nothing but a draw."""
+        if not self.plain or plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
+            return False
+        if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
+            return False
+        slots = plan.slots[plan.samples]
+        *processors, sampler = self.state.processors
+        if any(p.active[slots].any() for p in processors):
+            return False
+        variant = sampler.variant[slots]
+        return bool(((variant & self.plain) == variant).all() and variant.all())
+
+    def sample(self, plan: StepPlan) -> torch.Tensor:
+        """Draws, and writes to the columns: i32 [3, N] tokens, counts and flags."""
+        box, n = self._box, len(plan.samples)
+        box[0], box[1] = n, 1
+        box[2 : 2 + n] = plan.slots[plan.samples]
+        box[2 + n : 2 + 2 * n] = (plan.computed + plan.q_len)[plan.samples]
+        packed = np.empty((3, n), np.int32)
+        self.program.sample(self._at, address(packed))
+        return torch.from_numpy(packed)
+
+    def close(self) -> None:
+        self.program.close()
+
+
+def replaceable(plugin: Any) -> Any:
+    """Of a plug-in what its class says of itself in ``native``, which a class made of it does not inherit: it runs."""
+    return vars(type(plugin)).get("native", 0)
+
+
+def native_steps(
+    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int
+) -> tuple[NativeSteps | None, str]:
+    """(the steps of a model, ""); or (None, why there are none)."""
+    try:
+        return NativeSteps(wiring, state, model, parts, sampler, room), ""
+    except NotLowered as e:
+        return None, str(e)

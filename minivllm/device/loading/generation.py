@@ -1,0 +1,92 @@
+"""Sampling defaults and end-of-sequence ids of generation_config.json, as vLLM takes them (option
+``generation_config``).
+
+Six fields become defaults of requests; ``do_sample`` is not read: a temperature alone makes a request greedy or not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from minivllm import files
+from minivllm.device.loading.gguf_file import is_gguf
+from minivllm.errors import ConfigError, ModelError, RequestError, shown
+
+NAME = "generation_config.json"
+NONE = ("none", "vllm")  # vLLM's word, for its own defaults
+APPLIED = {  # field of the file -> sampling parameter
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens",
+}  # fmt: skip
+ELSEWHERE = {  # fields that are read elsewhere, or change nothing here
+    "eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "use_cache", "cache_implementation",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """``values`` are sampling parameters by name, ``path`` is the file, ``left`` are its fields without effect."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    path: Path | None = None
+    left: tuple[str, ...] = ()
+
+    def in_words(self) -> str:
+        """Return what ``explain`` shows; "" if there is nothing to show."""
+        if not self.values and not self.left:
+            return ""
+        given = ", ".join(f"{name}={value}" for name, value in self.values.items()) or "no defaults"
+        return f"{given} ({self.path}{'; without effect: ' + ', '.join(self.left) if self.left else ''})"
+
+
+def generation_file(option: str, folder: Path) -> Path | None:
+    """Return the file that the option stands for, for a model in ``folder``; None if there is none.  ConfigError for a
+    path without such a file."""
+    if option in NONE or (option == "auto" and is_gguf(folder)):
+        return None
+    if option == "auto":
+        return path if files.is_there(path := folder / NAME) else None
+    path = Path(option).expanduser()
+    path = path / NAME if path.is_dir() else path
+    if not files.is_there(path):
+        raise ConfigError(
+            f"generation_config={shown(option)}: no such file as {path}; want auto (the model's), none, or the path of "
+            f"a {NAME} or its folder"
+        )
+    return path
+
+
+def read_generation(option: str, folder: Path) -> GenerationDefaults:
+    """Return the defaults of a model in ``folder``.  ConfigError as ``generation_file``; ModelError for a file that is
+    no JSON object, or holds a value that no request may have."""
+    from minivllm.core.interfaces.params import SamplingParams
+
+    path = generation_file(option, folder)
+    if path is None:
+        return GenerationDefaults()
+    found = files.read_json(path, files.PART, ModelError)
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: want a JSON object, found a {type(found).__name__}")
+    values: dict[str, Any] = {}
+    for key, name in APPLIED.items():
+        if (value := found.get(key)) is None:
+            continue
+        try:
+            if isinstance(value, float) and not math.isfinite(value):
+                raise RequestError(f"{name}={value}: want a finite number", name)
+            SamplingParams.make(**{name: value})
+        except RequestError as exc:
+            said = f"{key}{str(exc).removeprefix(name)}"
+            raise ModelError(f"{path}: {said}; want another value, or generation_config=none") from exc
+        values[name] = value
+    known = {*APPLIED, *ELSEWHERE}
+    left = tuple(
+        f"{name}={shown(value)}"
+        for name, value in found.items()
+        if name not in known and name[:1] != "_" and value is not None and (name, value) != ("do_sample", True)
+    )
+    return GenerationDefaults(values, path, left)

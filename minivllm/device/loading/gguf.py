@@ -1,0 +1,263 @@
+"""A GGUF file as a Hugging Face directory would have it: config.json, and tensors by transformers' names.
+
+llama.cpp keeps a few things in another way, which is undone here: rows of q and k of "llama" lie in pairs that its
+rotary embedding turns, and norms of Gemma have their 1 added.  Tensors in blocks of few bits stay as they are and get a
+parameter of their own name ("q4_k" for "weight"), which ``plugins/quantizer/gguf.py`` reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.device.loading.gguf_file import GgufFile, GgufTensor, read_gguf
+from minivllm.errors import shown
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+LINEAR = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+FOUR_NORMS = {
+    "attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+}  # fmt: skip
+# architecture -> what config.json calls it, its class, and the names of what a layer has beside linear modules
+KNOWN: Mapping[str, tuple[str, str, Mapping[str, str]]] = {
+    "llama": ("llama", "LlamaForCausalLM", NORMS),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM", NORMS),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM", {**NORMS, **HEAD_NORMS}),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM", FOUR_NORMS),
+    "gemma3": ("gemma3_text", "Gemma3ForCausalLM", {**FOUR_NORMS, **HEAD_NORMS}),
+}
+OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+ROPE_FACTORS = "rope_freqs.weight"
+WIDEST_GEMMA = {"gemma2": 46, "gemma3": 62}  # layers of the models of 27B, which scale q by the width of their heads
+# of the rotary embedding of Llama 3.1 and later, of which a file has only what comes of it
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SOFT_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}  # of Gemma 2, where a file has none
+# of rotary embeddings: what keys have to say, if they are there, since other values change the result
+FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
+    "rope.scale_linear": (0.0, 1.0), "rope.scaling.attn_factor": (1.0,), "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (-1.0, 1.0), "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,), "rope.freq_base_swa": (10000.0,),
+}  # fmt: skip
+_IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def config_of(path: Path) -> dict[str, Any]:
+    """What config.json would say.  ModelError for what is not read here."""
+    file = read_gguf(path)
+    if file.architecture not in KNOWN:
+        raise file.refuse(f"architecture {shown(file.architecture)}: want one of {', '.join(KNOWN)}")
+    parts = file.values.get("split.count", 0)
+    if type(parts) is not int or parts not in (0, 1):
+        raise file.refuse(f"is one of {shown(parts)} parts; want them merged (llama-gguf-split --merge)")
+    model_type, name, _ = KNOWN[file.architecture]
+    heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise file.refuse("lacks a matrix token_embd.weight; download it again")
+    head_dim = _count(file, "attention.key_length", width // heads)
+    _check_fixed(file, head_dim)
+    raw: dict[str, Any] = {
+        "model_type": model_type,
+        "architectures": [name],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": width,
+        "intermediate_size": _count(file, "feed_forward_length"),
+        "num_hidden_layers": _count(file, "block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _count(file, "attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _count(file, "context_length"),
+        "rms_norm_eps": _digits(_number(file, "attention.layer_norm_rms_epsilon")),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "dtype": _dtype(file),
+        **_special(file),
+        **_attention(file, heads, width, head_dim),
+        **_rope(file),
+    }
+    placed = {name: found for name, found in file.tensors.items() if name != ROPE_FACTORS}
+    packed = sorted({found.kind for name, found in placed.items() if is_packed(tensor_name(file, name)[0], found)})
+    if packed:
+        raw["quantization_config"] = {"quant_method": "gguf", "types": packed}
+    return raw
+
+
+def _number(file: GgufFile, key: str, default: Any = None) -> Any:
+    value = file.of_model(key, default)
+    if value is None:
+        raise file.refuse(f"lacks {file.architecture}.{key}; want a whole GGUF file of a model")
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a number; layers that differ are not read")
+    return value
+
+
+def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+    """Return a whole number of at least 1; ModelError for another value."""
+    value = _number(file, key, default)
+    if not isinstance(value, int) or value < 1:
+        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a whole number of at least 1")
+    return value
+
+
+def _check_fixed(file: GgufFile, head_dim: int) -> None:
+    """ModelError for values that are not read, and would change the result."""
+    of_heads = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
+    for key, allowed in {**of_heads, **FIXED_ROPE}.items():
+        value = _number(file, key, allowed[-1])
+        if not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
+            raise file.refuse(
+                f"{file.architecture}.{key}={value:g}: want {allowed[-1]:g}; another value is not implemented"
+            )
+
+
+def _digits(value: float) -> float:
+    """A float32 as it was written in a text: 1e-06, not 9.999999974752427e-07."""
+    return float(f"{value:.7g}")
+
+
+def _dtype(file: GgufFile) -> str:
+    kinds = {t.kind for t in file.tensors.values() if len(t.shape) > 1}
+    return {"F32": "float32", "F16": "float16"}.get(next(iter(kinds)) if len(kinds) == 1 else "", "bfloat16")
+
+
+def _special(file: GgufFile) -> dict[str, Any]:
+    bos, ends = file.values.get("tokenizer.ggml.bos_token_id"), list(file.ends)
+    return {
+        "bos_token_id": bos if type(bos) is int else None,
+        "eos_token_id": None if not ends else ends[0] if len(ends) == 1 else ends,
+    }
+
+
+def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[str, Any]:
+    if file.architecture == "llama":
+        biased = {part: f"blk.0.{part}.bias" in file.tensors for part in LINEAR}
+        return {
+            "attention_bias": any(biased[part] for part in LINEAR if part.startswith("attn")),
+            "mlp_bias": any(biased[part] for part in LINEAR if part.startswith("ffn")),
+        }
+    if not file.architecture.startswith("gemma"):
+        return {}
+    found: dict[str, Any] = {}
+    for name, default in SOFT_CAPS.items():
+        found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
+    if file.of_model("attention.sliding_window") is not None:
+        found["sliding_window"] = _count(file, "attention.sliding_window")
+    widest = _count(file, "block_count") == WIDEST_GEMMA[file.architecture]
+    found["query_pre_attn_scalar"] = width // heads if widest else head_dim
+    return found
+
+
+def _rope(file: GgufFile) -> dict[str, Any]:
+    """Return ``rope_theta`` and ``rope_scaling``, which transformers reads as ``rope_parameters``."""
+    theta, scaling = _digits(_number(file, "rope.freq_base", 10000.0)), None
+    factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
+    kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
+    if not isinstance(kind, str):
+        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
+    if kind == "linear" and factor is not None:
+        scaling = {"rope_type": "linear", "factor": _digits(factor)}
+    elif kind == "yarn" and factor is not None:
+        original = _count(file, "rope.scaling.original_context_length", _count(file, "context_length"))
+        scaling = {"rope_type": "yarn", "factor": _digits(factor), "original_max_position_embeddings": original}
+    elif kind != "none":
+        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
+    if ROPE_FACTORS in file.tensors:
+        scaling = _llama3(file, theta)
+    if file.architecture == "gemma3":
+        far = {"rope_type": "default", "rope_theta": theta} | (scaling or {})
+        near = {"rope_type": "default", "rope_theta": 10000.0}
+        return {"rope_parameters": {"full_attention": far, "sliding_attention": near}}
+    return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
+
+
+def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
+    """Return the rotary embedding whose frequencies have these factors; ModelError for factors other than Llama 3's."""
+    found = file.tensors[ROPE_FACTORS]
+    if found.kind not in FLOATS:
+        raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: want {', '.join(FLOATS)}")
+    factors = _number_tensor(found).double().flatten()
+    angles = theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    turns = LLAMA3["original_max_position_embeddings"] * angles / (2 * math.pi)
+    low, high, factor = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"], float(f"{float(factors.max()):.5g}")
+    smooth = ((turns - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(factors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        raise file.refuse(f"tensor {ROPE_FACTORS} is none of Llama 3's, and other factors of frequencies are not read")
+    return {"rope_type": "llama3", "factor": factor, **LLAMA3}
+
+
+def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
+    """(transformers' name of the module, "weight" or "bias")."""
+    module, _, param = name.rpartition(".")
+    if module in OUTSIDE and param in ("weight", "bias"):
+        return OUTSIDE[module], param
+    found = _IN_LAYER.fullmatch(name)
+    inside = {**LINEAR, **KNOWN[file.architecture][2]}
+    if found is None or found[2] not in inside:
+        raise file.refuse(f"tensor {shown(name)} has no place in {file.architecture}; want a dense text model")
+    return f"model.layers.{found[1]}.{inside[found[2]]}", found[3]
+
+
+def is_packed(module: str, found: GgufTensor) -> bool:
+    """Whether the tensor of a module stays in its bytes: all but embeddings, which are looked up."""
+    return found.kind not in FLOATS and len(found.shape) == 2 and module != OUTSIDE["token_embd"]
+
+
+def gguf_tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, Callable[[], Tensor]]]:
+    """(name, shape, dtype as safetensors calls it, what reads it) of each tensor."""
+    file = read_gguf(path)
+    config_of(path)
+    for name, found in file.tensors.items():
+        if name == ROPE_FACTORS:
+            continue
+        module, param = tensor_name(file, name)
+        if is_packed(module, found):
+            yield f"{module}.{found.kind.lower()}", tuple(found.data.shape), "U8", _reader(file, name, _raw)
+        else:
+            dtype = found.kind if found.kind in FLOATS else "F32"
+            yield f"{module}.{param}", found.shape, dtype, _reader(file, name, _number_tensor)
+
+
+def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> Callable[[], Tensor]:
+    def call() -> Tensor:
+        try:
+            tensor = read(file.tensors[name])
+        except NotImplementedError:
+            kind = file.tensors[name].kind
+            raise file.refuse(
+                f"tensor {shown(name)}: the package gguf does not unpack {kind}; want another file"
+            ) from None
+        if file.architecture == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
+            heads = _count(file, "attention.head_count")
+            heads = heads if found[1] == "q" else _count(file, "attention.head_count_kv", heads)
+            pairs = tensor.unflatten(0, (heads, -1, 2)).transpose(1, 2)
+            return pairs.flatten(0, 2).contiguous()
+        return tensor - 1 if file.architecture.startswith("gemma") and name.endswith("norm.weight") else tensor
+
+    return call
+
+
+def _raw(found: GgufTensor) -> Tensor:
+    return torch.from_numpy(found.data.copy())
+
+
+def _number_tensor(found: GgufTensor) -> Tensor:
+    if found.kind == "BF16":
+        return torch.from_numpy(found.data.copy()).view(torch.bfloat16).view(found.shape)
+    if found.kind in FLOATS:
+        return torch.from_numpy(found.data.copy()).view(found.shape)
+    import gguf
+
+    kind = gguf.GGMLQuantizationType[found.kind]
+    return torch.from_numpy(gguf.dequantize(found.data, kind)).view(found.shape)

@@ -1,0 +1,136 @@
+"""What the weights of a model would take, and what would multiply by them, told without loading any.
+
+The model is built on torch's ``meta`` device with the quantizer that was chosen, as it would be on the real one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.core.interfaces.quantizer import Quantizer, WeightScheme
+from minivllm.device.layers.embedding import Embedding, TiedLMHead
+from minivllm.device.layers.experts import DenseExperts
+from minivllm.device.layers.linear import CAPTURED, Dense, stored_by
+from minivllm.device.layers.module import Module
+from minivllm.device.layers.parts import Found
+
+from .shapes import Blueprint, blueprint, names_of
+from .weights import find_targets, of_one_form
+
+LAYER = re.compile(r"layers\.\d+\.")
+
+
+class _Outline(Blueprint):
+    """Building blocks of a quantizer's schemes that have shapes and no memory."""
+
+    def __init__(self, dtype: str, quantizer: Quantizer, max_len: int) -> None:
+        backend = SimpleNamespace(ctx=SimpleNamespace(max_len=max_len))
+        super().__init__(SimpleNamespace(dtype=getattr(torch, dtype), backend=backend))  # type: ignore[arg-type]
+        self.quantizer = quantizer
+
+
+@dataclass
+class Component:
+    """The modules of one name in all layers."""
+
+    count: int = 0
+    held: int = 0  # bytes
+    plain: int = 0  # that they would take unquantized
+    forms: Counter[str] = field(default_factory=Counter)  # in which they lie; of unquantized ones the dtype
+    quantized: bool = False
+    served: dict[str, Mapping[str, str]] = field(default_factory=dict)  # of each form, where there are several
+
+
+def outline(
+    arch: ModelArch, cfg: Any, quantizer: Quantizer, dtype: str, max_len: int, device: str, sm: int
+) -> list[tuple[str, str]]:
+    """(what, sentence) of each component of the model, of the total, and of the rows that each kernel serves on the
+    device, whose compute capability ``sm`` is.  PluginError and ModelError as when the model is loaded."""
+    parts = _Outline(dtype, quantizer, max_len)
+    plan = blueprint(arch, cfg, parts)
+    if plan is not None:
+        parts.found = Found(None, names_of(arch, cfg, plan, find_targets(of_one_form(arch.weights(cfg), ()), plan)))
+    with torch.inference_mode():
+        arch.build(cfg, parts)
+    quantizer.finish()
+    found = components(parts.modules, dtype, device, sm)
+    if not all(map(_read_natively, parts.modules.values())):
+        for one in found.values():
+            one.served = {form: _without(CAPTURED, served) for form, served in one.served.items()}
+    return list(_sentences(found))
+
+
+def _read_natively(module: Module) -> bool:
+    """Whether captured steps of a CPU, which read all weights of a model or none, read this one (``lowering``)."""
+    scheme = getattr(module, "scheme", None)
+    return scheme is None or (not isinstance(module, Embedding) and stored_by(scheme) is not None)
+
+
+def _without(key: str, served: Mapping[str, str]) -> Mapping[str, str]:
+    return {rows: how for rows, how in served.items() if rows != key}
+
+
+def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
+    """By what follows "layers.0." in the names of modules, in their order; all norms are one."""
+    found: dict[str, Component] = {}
+    each = getattr(torch, dtype).itemsize
+    for name, module in modules.items():
+        scheme = getattr(module, "scheme", None)
+        quantized = isinstance(scheme, WeightScheme) and not isinstance(scheme, (Dense, DenseExperts))
+        kind = "norms" if "norm" in LAYER.sub("", name) else LAYER.sub("", name)
+        held = sum(t.nbytes for t in module.tensors.values())
+        if not held and not isinstance(module, TiedLMHead):
+            continue  # it has no weight
+        one = found.setdefault(kind, Component())
+        one.count += 1
+        one.held += held
+        if quantized:
+            info = module.info  # type: ignore[attr-defined]
+            bias = info.out_features * info.bias
+            one.plain += (info.out_features * info.in_features + bias) * each
+            rule = getattr(scheme, "rule", "")  # of a quantizer that gives modules different things
+            one.quantized, form = True, _form(module.tensors) + (f", as {rule}" if rule else "")
+            one.served[form] = scheme.served(device, sm)
+            one.forms[f"{form}, beside the embedding's own" if isinstance(module, TiedLMHead) else form] += 1
+        else:
+            one.plain += held
+            shared = isinstance(module, TiedLMHead)
+            one.forms["the embedding's weight" if shared else f"unquantized, {_form(module.tensors)}"] += 1
+    return found
+
+
+def _form(tensors: Mapping[str, Tensor]) -> str:
+    """The dtypes of its tensors, each once: "uint8 and float32"."""
+    return " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors.values())) or "nothing"
+
+
+def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
+    for name, one in found.items():
+        many = f"{one.count} modules, " if one.count > 1 else ""
+        of = f" of {_mib(one.plain)}" if one.quantized else ""
+        forms = [f"{form} ({n})" if len(one.forms) > 1 else form for form, n in one.forms.items()]
+        yield name, f"{many}{_mib(one.held)}{of}: {'; '.join(forms)}"
+    held, plain = (sum(getattr(one, key) for one in found.values()) for key in ("held", "plain"))
+    yield "weights", f"{_mib(held)} of {_mib(plain)}"
+    told: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for name, one in found.items():
+        for form, served in one.served.items():
+            if served:
+                said = f"{name} of {form}" if len(one.served) > 1 else name
+                told.setdefault(tuple(served.items()), []).append(said)
+    for served, names in told.items():
+        for rows, sentence in served:
+            yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(told) > 1 else sentence
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,176 @@
+"""Change what config.json holds before anything is read from it: the option ``hf_overrides``.
+
+A key that the engine would not read is refused, as is a value that has no effect beside the file's own keys.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+from minivllm.device.layers.fields import ROPES
+from minivllm.errors import ConfigError, shown, suggest
+from minivllm.validation import merge
+
+from .plain_config import FIELDS, ROPE, PlainConfig
+from .text_model import MARK, NESTED, nested_parts
+
+BY_ENGINE = {  # keys of any config.json, and the reader of each
+    "architectures": "chooses the plug-in", "model_type": "chooses the plug-in", "dtype": "read by the engine",
+    "torch_dtype": "read by the engine", "quantization_config": "read by the quantizer",
+    "compression_config": "read by the quantizer", "max_position_embeddings": "the engine's limit of a sequence",
+    "eos_token_id": "read by the engine",
+}  # fmt: skip
+UNREAD = {  # keys that nothing reads, and why
+    "transformers_version": "a note", "name_or_path": "a note", "_name_or_path": "a note",
+    "bos_token_id": "the tokenizer has its own", "pad_token_id": "there is no padding",
+    "sep_token_id": "of training", "initializer_range": "of training", "gradient_checkpointing": "of training",
+    "attention_dropout": "of training", "hidden_dropout": "of training", "resid_pdrop": "of training",
+    "embd_pdrop": "of training", "attn_pdrop": "of training", "residual_dropout": "of training",
+    "use_cache": "there is always a cache", "return_dict": "form of the output", "output_attentions": "not given out",
+    "output_hidden_states": "not given out", "problem_type": "of classifiers", "id2label": "of classifiers",
+    "label2id": "of classifiers", "is_encoder_decoder": "only decoders are served",
+    "chunk_size_feed_forward": "it saves memory only",
+}  # fmt: skip
+OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}  # of a class with ``rope_parameters``
+CHECKED = {"is_causal", "per_layer_config", "use_bidirectional_attention", "use_mrope"}  # by ``device.layers.fields``
+
+
+def lay_over(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return config.json with overrides in it.  ConfigError for a text model's table that the file does not have."""
+    wrong = [key for key in overrides or {} if key in NESTED and not isinstance(raw.get(key), Mapping)]
+    if wrong:
+        raise ConfigError(f"hf_overrides: {shown(wrong[0])}: config.json has no such table; want its keys at the top")
+    return merge(raw, overrides or {})
+
+
+def in_words(overrides: Mapping[str, Any]) -> str:
+    """Return the overrides as ``key.key=value``, for a message."""
+    return ", ".join(f"{'.'.join(path)}={json.dumps(value)}" for path, value in _leaves(overrides, ()))
+
+
+def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def refuse_unread(
+    overrides: Mapping[str, Any], raw: Mapping[str, Any], cfg: Any, ignores: Sequence[str], who: str
+) -> None:
+    """Refuse overrides that change nothing: ConfigError with the key and what to do.
+
+    ``raw`` is config.json with the overrides in it, ``cfg`` the configuration that was read from it, ``ignores`` the
+    fields that the architecture does not read, ``who`` its name."""
+    parts = nested_parts(raw) if hasattr(cfg, MARK) else []
+    _refuse_in(overrides, parts[-1][0] if parts else "", "", cfg, ignores, who)
+
+
+def _refuse_in(table: Mapping[str, Any], text: str, at: str, cfg: Any, ignores: Sequence[str], who: str) -> None:
+    """Refuse keys of the table ``at``, where the text model's configuration is in the table ``text``."""
+    for key, value in table.items():
+        if key in BY_ENGINE or (at != text and key == "tie_word_embeddings"):
+            continue
+        if at == text:
+            _refuse(key, value, cfg, ignores, who, at)
+        elif text.startswith(f"{at}{key}.") and isinstance(value, Mapping):
+            _refuse_in(value, text, f"{at}{key}.", cfg, ignores, who)
+        elif key in known_keys(cfg):
+            raise ConfigError(
+                f"hf_overrides: {shown(at + key)}: the text model has it in {text[:-1]}; want {text}{key}"
+            )
+        else:
+            raise ConfigError(
+                f"hf_overrides: {shown(at + key)}: only the text model is served; want keys of {text[:-1]}"
+            )
+
+
+def known_keys(cfg: Any) -> set[str]:
+    """Return the keys of config.json that the class of a configuration reads, in any spelling."""
+    if isinstance(cfg, PlainConfig):
+        return {*FIELDS[cfg.model_type], *ROPE}
+    kind, known = type(cfg), set[str]()
+    for cls in kind.__mro__:
+        if cls.__module__ == "transformers.configuration_utils" or not hasattr(cls, "model_type"):
+            break
+        known |= set(_own_texts(cls))
+    if dataclasses.is_dataclass(kind):
+        known |= {field.name for field in dataclasses.fields(kind)}
+    known |= set(getattr(kind, "attribute_map", {}))
+    return known | (OLDER if hasattr(cfg, "rope_parameters") else set())
+
+
+def _own_texts(cls: type) -> Iterator[str]:
+    """Give the texts and names in the methods of a class: keys that no field has, such as
+    ``kwargs.get("sliding_window_pattern")``."""
+    written = [value for name, value in vars(cls).items() if name[:2] != "__" or name == "__post_init__"]
+    todo = [found.__code__ for found in map(inspect.unwrap, written) if hasattr(found, "__code__")]
+    while todo:
+        code = todo.pop()
+        yield from (text for text in (*code.co_consts, *code.co_names) if isinstance(text, str))
+        todo += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+
+
+def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at: str) -> None:
+    """Refuse one key of a table of config.json."""
+    said = f"hf_overrides: {shown(at + key)}"
+    if key in UNREAD:
+        raise ConfigError(f"{said} changes nothing: {UNREAD[key]}; leave it out")
+    known = known_keys(cfg)
+    if key not in known | CHECKED:
+        near = suggest(key, sorted(known - UNREAD.keys()))
+        raise ConfigError(f"{said}: {who} reads no such key.{near or ' Leave it out.'}")
+    derived = set() if isinstance(cfg, PlainConfig) else set(_own_texts(type(cfg)))
+    if key in ignores and key not in derived | OLDER | FIELDS.get(getattr(cfg, "model_type", ""), {}).keys():
+        raise ConfigError(f"{said} changes nothing: {who} does not read it; leave it out")
+    if key in ("rope_scaling", "rope_parameters", "rope_theta"):
+        tables = list(_tables(getattr(cfg, "rope_parameters", None) or {}))
+        given = {key: value} if key == "rope_theta" else dict(_flat(value or {}))
+        wrong = [name for name, of in given.items() if of is not None and not any(t.get(name) == of for t in tables)]
+        if wrong:
+            want = f"{wrong[0]}={shown(given[wrong[0]])}"
+            have = f"{wrong[0]}={shown(tables[0].get(wrong[0]) if tables else None)}"
+            raise ConfigError(
+                f"{said} has no effect: config.json has another spelling of the rotary embedding, which comes first: "
+                f"asked is {want}, and the model gets {have}; want the change in that of rope_scaling and "
+                "rope_parameters which the file has, or the other one set to null"
+            )
+        _refuse_idle(said, given, {str(t.get("rope_type") or "default") for t in tables})
+    elif isinstance(value, (bool, int, float, str)) and hasattr(cfg, key) and getattr(cfg, key) != value:
+        raise ConfigError(
+            f"{said}={shown(value)} has no effect: with the other keys of config.json it becomes "
+            f"{shown(getattr(cfg, key))}; change those too, or leave it out"
+        )
+
+
+def _refuse_idle(said: str, given: Mapping[str, Any], kinds: set[str]) -> None:
+    """Refuse numbers of a rotary embedding that none of its types reads."""
+    read = {name for kind in kinds - {"default"} for names in ROPES.get(kind, ()) for name in names}
+    every = {name for needs, takes in ROPES.values() for name in (*needs, *takes)}
+    idle = [name for name, value in given.items() if value is not None and name in every - read]
+    if idle:
+        raise ConfigError(
+            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; want rope_type beside it, "
+            "or leave it out"
+        )
+
+
+def _tables(found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Give the tables of a rotary embedding: one, or one for each type of layer."""
+    inner = [table for table in found.values() if isinstance(table, Mapping)]
+    yield from inner or [found]
+
+
+def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Give the numbers of a rotary embedding in any nesting; the type by its new name."""
+    for name, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        elif name != "type" or "rope_type" not in table:
+            yield ("rope_type" if name == "type" else name), value

@@ -1,0 +1,246 @@
+"""The shapes that a configuration asks for, compared with those of the checkpoint before memory is taken for either.
+
+A model is built once on torch's ``meta`` device, where tensors have shapes and no memory.  What it would hold is
+compared with the headers of the safetensors files, and with the memory that is free.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import Rope
+from minivllm.core.interfaces.model import ModelArch, Rule
+from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
+from minivllm.device.layers.embedding import Embedding
+from minivllm.device.layers.fields import expert_key
+from minivllm.device.layers.norm import LayerNorm, RMSNorm
+from minivllm.device.layers.parts import Found, ModelParts
+from minivllm.errors import ModelError, ResourceError, shown
+
+from .conversion import by_rules, conversion_of, text_names
+from .tensor_files import Header, checkpoint_headers
+from .weights import (
+    PLAIN,
+    Target,
+    find_targets,
+    of_one_form,
+    own_names,
+    roots_of,
+    rule_pattern,
+    whole_name,
+)
+
+KEYS = (
+    ("vocab_size",), ("hidden_size",), ("intermediate_size",), ("num_attention_heads", "head_dim"),
+    ("num_key_value_heads", "head_dim"), ("head_dim",), ("num_attention_heads",), ("num_key_value_heads",),
+)  # fmt: skip
+LEAST_BYTES = 1 / 8  # of a quantized weight: no format takes less than a bit
+
+
+class _Plain:
+    """Leaves every weight as the checkpoint has it."""
+
+    def scheme(self, info: ModuleInfo) -> None:
+        return None
+
+
+class Blueprint(ModelParts):
+    """Building blocks that have shapes and no memory."""
+
+    def __init__(self, parts: ModelParts) -> None:
+        super().__init__("meta", parts.dtype, _Plain(), parts.backend)  # type: ignore[arg-type]
+        self.tables = 0  # bytes of the rotary embedding's
+
+    def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
+        key = (rope, twice)
+        if key not in self._tables:
+            rows = (self.backend.ctx.max_len + 1) * (2 if twice else 1)
+            table = torch.empty(rows, rope.dim, device="meta")
+            self.tables += 2 * table.numel() * table.element_size()
+            self._tables[key] = table, table
+        return self._tables[key]
+
+    def bytes(self, quantized: bool) -> int:
+        """At least what the weights and tables take."""
+        total = self.tables
+        for module in self.modules.values():
+            matrix = quantized and not isinstance(module, (LayerNorm, RMSNorm))
+            total += sum(
+                int(t.numel() * (LEAST_BYTES if matrix else t.element_size())) for t in module.tensors.values()
+            )
+        return total
+
+
+def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
+    """The whole model without memory.  None if the architecture computes with values while it is built: then each
+    tensor is checked when it is loaded, and not before.  ModelError on a config value that is not implemented."""
+    made = Blueprint(parts)
+    try:
+        arch.build(cfg, made)
+    except ModelError:
+        raise
+    except Exception:  # meta tensors have no values; what else is wrong the real build says
+        return None
+    return made
+
+
+def check(
+    folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str, quantized: bool, free: int
+) -> Found:
+    """ModelError naming the key of config.json that the checkpoint's tensors contradict, ResourceError for weights that
+    take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
+    much.  Returns what the checkpoint has for each module by its parts; no sources where nobody can say: of random
+    weights, and of an architecture that computes with values while it is built."""
+    headers: Mapping[str, Header] = (
+        {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
+    )
+    every, plan = arch.weights(cfg), blueprint(arch, cfg, parts)
+    conversion, names = conversion_of(arch, cfg, headers)
+    rules = of_one_form(every, text_names(headers, names))
+    packed = any(rule.param not in ("", *PLAIN) for rule in rules)  # of the plan's weights none is
+    targets = {} if plan is None else find_targets(of_one_form(every, ()) if packed else rules, plan)
+    roots = roots_of(targets)
+    headers = {whole_name(name, targets, roots): header for name, header in by_rules(headers, conversion).items()}
+    _check_layers(folder, cfg, rules, headers)
+    _check_experts(folder, cfg, rules, headers)
+    if plan is not None:
+        _check_shapes(folder, cfg, targets, headers)
+        devices = 1 if parts.device == "cpu" else parts.shard.size  # processes of one machine share its memory
+        _check_memory(folder, plan, plan.bytes(quantized) // devices, free)
+    if plan is None:
+        return Found()
+    read = load_format != "dummy"
+    return Found(sources_of(arch, cfg, plan, targets, headers) if read else None, names_of(arch, cfg, plan, targets))
+
+
+def names_of(
+    arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target]
+) -> Mapping[str, Mapping[str, str]]:
+    """module -> part -> what a checkpoint calls its weight, or that of all experts."""
+    found: dict[str, dict[str, str]] = {}
+    for name, target in targets.items():
+        if target.param == "weight":
+            numbers = range(target.experts) if target.experts else (0,)
+            parts = {
+                part.replace("{e}", str(e)): name.removesuffix(".weight") for part in target.parts for e in numbers
+            }
+            found.setdefault(target.module.name, {}).update(parts)
+    for head, own in own_names(arch, cfg, plan).items():
+        found.setdefault(head.name, {})[head.part] = own
+    return found
+
+
+def sources_of(
+    arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target], headers: Mapping[str, Header]
+) -> Mapping[str, Mapping[str, PartSource]]:
+    """module -> part -> what the headers have for it; a head that is tied has the tensors of its own, if there are
+    any."""
+    stems = {
+        name.removesuffix(".weight"): [(target.module.name, part) for part in target.parts]
+        for name, target in targets.items()
+        if target.param == "weight" and not target.experts
+    }
+    for head, own in own_names(arch, cfg, plan).items():
+        stems[own] = [(head.name, head.part)]
+    found: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+    for name, header in headers.items():
+        stem = name
+        while stem and stem not in stems:
+            stem = stem.rpartition(".")[0]
+        if stem and stem != name:
+            found.setdefault(stem, {})[name[len(stem) + 1 :]] = (header.shape, header.dtype)
+    made: dict[str, dict[str, PartSource]] = {}
+    for stem, tensors in found.items():
+        for module, part in stems[stem]:
+            made.setdefault(module, {})[part] = PartSource(stem, tensors)
+    return made
+
+
+def _check_shapes(folder: str, cfg: Any, targets: Mapping[str, Target], headers: Mapping[str, Header]) -> None:
+    # a checkpoint that is quantized already packs its matrices as it likes
+    packed = bool(getattr(cfg, "quantization_config", None))
+    for name, target in targets.items():
+        if packed and not isinstance(target.module, (Embedding, LayerNorm, RMSNorm)):
+            continue
+        header = headers.get(name)  # one that is missing may be another's, and is the loader's to name
+        if header is not None and target.shape is not None and header.shape != target.shape:
+            raise ModelError(_contradiction(folder, cfg, name, target.shape, header.shape))
+
+
+def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], has: tuple[int, ...]) -> str:
+    wrong = [want for want, have in zip(wanted, has, strict=False) if want != have]
+    said = " or ".join(dict.fromkeys(text for size in wrong for text in _said(cfg, size)))
+    return (
+        f"{folder}/config.json: {said + ': ' if said else ''}tensor {shown(name)} has shape {list(has)}, "
+        f"want {list(wanted)}; config.json and the weights do not belong together"
+    )
+
+
+def _said(cfg: Any, size: int) -> list[str]:
+    """The keys that give a size, or whose product does, with their values."""
+    found = []
+    for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
+        values = [getattr(cfg, key, None) for key in keys]
+        if all(type(v) is int for v in values) and math.prod(values) == size:
+            found.append(" x ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
+    return found
+
+
+def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
+    """ModelError if config.json says another number of layers than the checkpoint has."""
+    asked = getattr(cfg, "num_hidden_layers", None)
+    # where layers differ each has rules of its own
+    sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
+    patterns = [re.compile(rule_pattern(s).pattern + r"\..+") for s in sorted(sources) if "{i}" in s]
+    spare = [re.compile(rule_pattern(r.source).pattern + r"\..+") for r in rules if not r.module]
+    layers: dict[int, str] = {}
+    for name in headers:
+        match = next(filter(None, (p.fullmatch(name) for p in patterns)), None)
+        if match and len(match["i"]) < 10 and not any(p.fullmatch(name) for p in spare):
+            layers.setdefault(int(match["i"]), name)
+    if not layers or type(asked) is not int:
+        return
+    there = max(layers) + 1
+    if asked > there:
+        what = f"the checkpoint lacks layer {there} and what follows"
+    elif asked < there:
+        what = f"tensor {shown(layers[max(layers)])} has no place in this architecture"
+    else:
+        return
+    raise ModelError(f"{folder}/config.json: num_hidden_layers={asked}: {what}; want {there}, as the checkpoint has")
+
+
+def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
+    """ModelError if config.json says another number of experts than the checkpoint has tensors of."""
+    sources = {re.sub(r"\.\d+\.", ".{i}.", rule.source) for rule in rules if "{e}" in rule.source}
+    if not sources:  # a config that is asked for what it has not becomes one of transformers
+        return
+    key = expert_key(cfg)
+    asked = getattr(cfg, key, None)
+    patterns = [re.compile(rule_pattern(source).pattern + r"\..+") for source in sorted(sources)]
+    met = (pattern.fullmatch(name) for name in headers for pattern in patterns)
+    experts = {int(match["e"]): match[0] for match in met if match and len(match["e"]) < 10}
+    there = 1 + max(experts, default=-1)
+    if there and type(asked) is int and asked != there:
+        raise ModelError(
+            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; want {there} (the last "
+            f"is of {shown(experts[there - 1])})"
+        )
+
+
+def _check_memory(folder: str, plan: Blueprint, need: int, free: int) -> None:
+    if need > free:
+        modules = plan.modules.values()
+        largest = max(modules, key=lambda m: sum(t.numel() for t in m.tensors.values()))
+        shapes = ", ".join(str(list(t.shape)) for t in largest.tensors.values())
+        raise ResourceError(
+            f"no memory for the model's weights: {folder}/config.json makes them {need / 2**30:.1f} GiB (the largest, "
+            f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; want a smaller model"
+        )

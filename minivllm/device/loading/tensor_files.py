@@ -1,0 +1,156 @@
+"""The files of weights of a model directory: their tensors, what their headers say, what is wrong with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from minivllm import files
+from minivllm.device.loading.gguf_file import is_gguf
+from minivllm.errors import ModelError, shown
+
+from .gguf import gguf_tensors
+from .pickled_files import INDEX as PICKLED_INDEX
+from .pickled_files import SUFFIXES, PickledFile, pickled_files, pickled_names
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor before it is read."""
+
+    path: Path
+    shape: tuple[int, ...]
+    name: str
+    dtype: str  # as the format calls it: "F16", "I32"
+
+
+def checkpoint_tensors(folder: Path, pickled: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of every tensor in a Hugging Face directory, memory-mapped, file after file, or in a GGUF
+    file; ``pickled`` as in ``checkpoint_files``."""
+    if is_gguf(folder):
+        yield from ((name, read()) for name, _, _, read in gguf_tensors(folder))
+        return
+    for path, expected in checkpoint_files(folder, pickled):
+        with opened(path, expected) as file:
+            for name in file.keys():  # noqa: SIM118  (a handle, not a dict; in the order of the file)
+                yield name, file.get_tensor(name)
+
+
+def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]:
+    """Return what the files of a Hugging Face directory, or a GGUF file, say of their tensors, by name; ``pickled`` as
+    in ``checkpoint_files``."""
+    if is_gguf(folder):
+        return {name: Header(folder, shape, name, dtype) for name, shape, dtype, _ in gguf_tensors(folder)}
+    found: dict[str, Header] = {}
+    for path, expected in checkpoint_files(folder, pickled):
+        with opened(path, expected) as file:
+            for name in file.keys():  # noqa: SIM118
+                said = file.get_slice(name)
+                found.setdefault(name, Header(path, tuple(said.get_shape()), name, said.get_dtype()))
+    return found
+
+
+def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, int, int]]:
+    """Return size, time of change in ns and inode of each file of weights, which tell a file that was written or
+    replaced; a file that is gone has no entry."""
+    paths = [folder] if is_gguf(folder) else [path for path, _ in checkpoint_files(folder, pickled)]
+    found = {}
+    for path in paths:
+        with contextlib.suppress(OSError):
+            said = path.stat()
+            found[path] = said.st_size, said.st_mtime_ns, said.st_ino
+    return found
+
+
+def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
+    """ModelError if a file is not the one of which ``file_stamps`` gave ``before``."""
+    for path, stamp in before.items():
+        try:
+            said = path.stat()
+            now = said.st_size, said.st_mtime_ns, said.st_ino
+        except OSError:
+            now = (-1, -1, -1)
+        if now != stamp:
+            raise ModelError(f"{path}: was changed while it was loaded; start again when it is whole")
+
+
+@contextlib.contextmanager
+def opened(path: Path, expected: Sequence[str] | None = None) -> Iterator[Any]:
+    """Open a file of weights.  ModelError if it is broken, or lacks a tensor that it is expected to have."""
+    from safetensors import SafetensorError, safe_open
+
+    if path.suffix in SUFFIXES:
+        yield _with(PickledFile(path), path, expected)
+        return
+    files.check(path, error=ModelError)  # the library would wait for a FIFO, and call a pointer of Git LFS broken
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            yield _with(file, path, expected)
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"{path}: not a whole safetensors file ({e}); download it again") from None
+
+
+def _with(file: Any, path: Path, expected: Sequence[str] | None) -> Any:
+    """Return the file.  ModelError if it lacks a tensor that it is expected to have."""
+    names = set(file.keys())
+    for name in expected or ():
+        if name not in names:
+            raise ModelError(f"{path}: lacks tensor {shown(name)}, which the index says is there; download it again")
+    return file
+
+
+def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, list[str] | None]]:
+    """Return the files to read, each with the tensor names that the index promises of it (None where there is none).
+
+    ``pickled`` reads those of ``torch.save``, and otherwise safetensors are read.  ModelError for what is missing."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such model directory; want one with config.json and *.safetensors")
+    if pickled:
+        return _pickled(folder)
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if files.is_there(single):
+        return [(single, None)]
+    if files.is_there(index):
+        return _indexed(folder, index, (".safetensors",))
+    shards = sorted(p.name for p in folder.glob("*.safetensors"))
+    hint = f"found {shards[0]} without {index.name}" if shards else "or use load_format='dummy'"
+    if not shards and (names := pickled_names(folder)):
+        hint = f"only weights of torch.save ({names[0]}), which load_format='pt' reads without running what they name"
+    raise ModelError(f"{folder}: no model.safetensors and no {index.name}; {hint}")
+
+
+def _pickled(folder: Path) -> list[tuple[Path, list[str] | None]]:
+    index = folder / PICKLED_INDEX
+    if files.is_there(index):
+        return _indexed(folder, index, SUFFIXES)
+    found = pickled_files(folder)
+    if found is None:
+        there = any(folder.glob("*.safetensors"))
+        hint = "its weights are safetensors, which load_format='auto' reads" if there else "want *.bin, *.pt or *.pth"
+        raise ModelError(f"{folder}: load_format='pt', and there is no file of torch.save; {hint}")
+    return [(path, None) for path in found]
+
+
+def _indexed(folder: Path, index: Path, suffixes: tuple[str, ...]) -> list[tuple[Path, list[str] | None]]:
+    shards_of: dict[str, list[str]] = {}
+    listed = files.read_json(index, files.PART, ModelError)
+    try:
+        for name, shard in listed["weight_map"].items():
+            shards_of.setdefault(shard, []).append(name)
+    except (KeyError, TypeError, AttributeError) as e:
+        raise ModelError(f"{index}: not an index of shards ({type(e).__name__}: {e}); download it again") from None
+    found: list[tuple[Path, list[str] | None]] = []
+    for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffixes):
+            raise ModelError(
+                f"{index}: shard {shown(shard)}: want the name of a {' or '.join(suffixes)} file in the same folder"
+            )
+        if not files.is_there(folder / shard):
+            raise ModelError(f"{folder}: shard {shard} is missing; download it again")
+        found.append((folder / shard, list(names)))
+    return found

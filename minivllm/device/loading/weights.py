@@ -1,0 +1,419 @@
+"""Weights into a model: safetensors files by the rules of its architecture, or random numbers (``dummy``).
+
+Every tensor of the checkpoint is used exactly once or known to be needless, and every parameter is filled; anything
+else is an error that names the tensor.  Files are memory-mapped and read tensor by tensor; pickles are never opened and
+nothing from the model's directory is run.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.model import Model, ModelArch, Rule
+from minivllm.device.layers.embedding import TiedLMHead
+from minivllm.device.layers.module import Module
+from minivllm.device.layers.parts import ModelParts
+from minivllm.device.layers.rotary import order_of_halves
+from minivllm.errors import MinivllmError, ModelError, PluginError, ResourceError, from_file, raised_at, shown
+
+from .conversion import by_rules, conversion_of, text_names
+from .tensor_files import Header, check_unchanged, checkpoint_headers, checkpoint_tensors, file_stamps, opened
+from .tensor_names import BUFFERS, no_place
+
+LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
+DUMMY_STD = 0.02
+Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
+PLAIN = ("weight", "bias")  # parameters that are not quantized
+ROWS_AT_ONCE = 4096  # of two matrices that are compared
+log = logging.getLogger("minivllm")
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a checkpoint tensor goes."""
+
+    module: Module
+    parts: tuple[str, ...]  # one after another in the tensor; with ``experts`` of each of them, as "{e}.up"
+    param: str
+    shape: tuple[int, ...] | None  # full, before tensor-parallel slicing; None = the weight scheme checks it
+    rows: tuple[int, ...] = ()  # of each part, where there are several
+    pairs: tuple[int, int] | None = None  # see ``Rule``
+    transposed: bool = False  # likewise; ``shape`` is that of the checkpoint
+    interleaved: bool = False  # likewise
+    experts: int = 0  # on the first axis; 0: the tensor is of no experts, or of one
+    whole: bool = False  # each part is given all of the tensor: its scheme knows where the rows lie
+    groups: int = 1  # see ``Rule``
+
+    def fill(self, tensor: Tensor) -> None:
+        if self.transposed:
+            tensor = tensor.transpose(-2, -1)
+        if not self.experts:
+            self._fill(tensor, self.parts)
+        if self.experts and (not tensor.dim() or len(tensor) != self.experts):
+            raise ModelError(f"shape {list(tensor.shape)}, want {self.experts} experts first")
+        for e in range(self.experts):
+            self._fill(tensor[e], tuple(part.replace("{e}", str(e)) for part in self.parts))
+
+    def _fill(self, tensor: Tensor, parts: Sequence[str]) -> None:
+        if len(parts) == 1 or self.whole:
+            pieces: Sequence[Tensor] = [tensor] * len(parts)
+        elif self.interleaved:
+            pieces = [tensor[n :: len(parts)] for n in range(len(parts))]
+        elif self.groups > 1:
+            groups = tensor.unflatten(0, (self.groups, -1)).split([n // self.groups for n in self.rows], dim=1)
+            pieces = [piece.flatten(0, 1) for piece in groups]
+        else:
+            pieces = tensor.split(list(self.rows))
+        for part, piece in zip(parts, pieces, strict=True):
+            if self.pairs is not None and part != "v":
+                piece = as_halves(piece, *self.pairs)
+            self.module.load(part, self.param, piece)
+
+
+def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
+    """Rows of heads [heads * dim, ...], whose first ``turned`` are pairs (0, 1), (2, 3) ..., as halves: the even ones,
+    then the odd ones, then the rest."""
+    return x.unflatten(0, (-1, dim))[:, order_of_halves(dim, turned)].flatten(0, 1)
+
+
+def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path = "") -> Model:
+    """The model of the folder ``where`` with its memory taken and not yet filled.  ModelError on a config value that is
+    not implemented, and on sizes that no tensor can have; ResourceError where there is no memory; PluginError for what
+    is no model."""
+    try:
+        model = arch.build(cfg, parts)
+    except torch.OutOfMemoryError as e:
+        raise ResourceError(f"no memory for the model's weights: {str(e).splitlines()[0]}") from e
+    except (RuntimeError, TypeError) as e:
+        if isinstance(e, MinivllmError):
+            raise
+        raise ModelError(
+            f"{where}/config.json: the model cannot be built: {str(e).splitlines()[0]}{raised_at(e)}"
+        ) from e
+    if not callable(model) or not callable(getattr(model, "logits", None)):
+        who = f"model {type(arch).__name__}{from_file(arch)}"
+        raise PluginError(f"{who}: build() gave {shown(model)}; want a Model, which is called and has logits()")
+    return model
+
+
+def load_weights(
+    model_dir: str | Path, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str = "auto", seed: int = 0
+) -> list[str]:
+    """Fill every module that ``parts`` made.
+
+    ``load_format`` "auto" and "safetensors" read the safetensors of ``model_dir``, "pt" its files of ``torch.save``,
+    which are never run; "dummy" draws random weights on the device from
+    ``seed`` and reads no file.  Return sentences for the user: tensors that are left out, a head that is not tied.
+    ModelError if anything is missing, left over or broken."""
+    if load_format not in LOAD_FORMATS:
+        raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
+    read, pickled, rules, notes = load_format != "dummy", load_format == "pt", arch.weights(cfg), []
+    stamps = file_stamps(Path(model_dir), pickled) if read else {}
+    headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
+    conversion, names = conversion_of(arch, cfg, headers)
+    placed = by_rules(headers, conversion)
+    if read:
+        rules, notes = tie(Path(model_dir), arch, cfg, parts, rules, placed)
+        for note in names.notes():
+            notes.append(note)
+            log.info("%s: %s", model_dir, note)
+    rules = of_one_form(rules, text_names(headers, names) if several_forms(rules, load_format) else ())
+    targets = find_targets(rules, parts)
+    if read and arch.conversion(cfg) is None:  # another conversion may make the tensor of several
+        _check_there(placed, targets, str(model_dir))
+    with torch.no_grad():
+        if not read:
+            tensors = dummy_tensors(targets, parts, seed)
+        else:
+            tensors = checkpoint_tensors(Path(model_dir), pickled)
+            tensors = tensors if conversion is None else conversion.tensors(tensors)
+        _fill(tensors, targets, rules, str(model_dir))
+        check_unchanged(stamps)
+        for module in parts.modules.values():
+            module.finish()
+    return [*notes, *getattr(parts.quantizer, "notes", ())]
+
+
+def tie(
+    folder: Path,
+    arch: ModelArch,
+    cfg: Any,
+    parts: ModelParts,
+    rules: Sequence[Rule],
+    headers: Mapping[str, Header],
+) -> tuple[Sequence[Rule], list[str]]:
+    """Return the rules for a model whose head was built to share the embedding's weight (``tie_word_embeddings``), as
+    transformers 5 chooses them by the checkpoint's tensors, and notes where config.json says something else.
+    ``headers`` have the names of the rules.
+
+    Both tensors, and they differ: the head gets a weight of its own.  Only the head's: both share that.  Otherwise both
+    share the embedding's.
+    """
+    heads = own_names(arch, cfg, parts)
+    notes: list[str] = []
+    for head, own in heads.items():
+        untied = _untied(arch, cfg)
+        if head.scheme is not None and set(head.scheme.params()) != {"weight"}:  # it is packed, so it is its own
+            head.untie()
+            rules = untied
+            continue
+        shared = next((rule.source for rule in rules if rule.module == head.tied.name), None)
+        mine, theirs = headers.get(f"{own}.weight"), headers.get(f"{shared}.weight")
+        if mine is None:
+            continue
+        if theirs is None:
+            rules = [replace(r, source=own) if r.module == head.tied.name else r for r in rules if r.source != own]
+            notes.append(f"the embedding is the checkpoint's {own}.weight: it has no {shared}.weight")
+        elif not _same(mine, theirs, parts.dtype):
+            head.untie()
+            rules = untied
+            notes.append(
+                f"{own}.weight is used and differs from {shared}.weight, though config.json says "
+                "tie_word_embeddings=true, as transformers does; set it to false there to silence this"
+            )
+            log.warning("%s: %s", folder, notes[-1])
+    return rules, notes
+
+
+def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, str]:
+    """Heads that were built to share the embedding's weight, and what a checkpoint would call the weight of their
+    own."""
+    heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
+    sources = {rule.module: rule.source for rule in _untied(arch, cfg)} if heads else {}
+    return {head: sources[head.name] for head in heads if head.name in sources}
+
+
+def _untied(arch: ModelArch, cfg: Any) -> Sequence[Rule]:
+    """The rules for a head with a weight of its own."""
+    apart = copy.copy(cfg)
+    apart.tie_word_embeddings = False
+    return arch.weights(apart)
+
+
+def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
+    """Whether two tensors of a checkpoint are equal in the dtype in which they are served."""
+    if mine.shape != theirs.shape:
+        return False
+    with opened(mine.path) as left, opened(theirs.path) as right:
+        a, b = left.get_tensor(mine.name), right.get_tensor(theirs.name)  # mapped, not read
+        pieces = zip(a.split(ROWS_AT_ONCE), b.split(ROWS_AT_ONCE), strict=True)
+        return all(torch.equal(x.to(dtype), y.to(dtype)) for x, y in pieces)
+
+
+def weight_bytes(parts: ModelParts) -> int:
+    """Bytes of all parameters on this process's device, shared ones once."""
+    tensors = {t.data_ptr(): t for m in parts.modules.values() for t in m.tensors.values()}
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
+    """Whether the checkpoint has to be asked which form it has."""
+    return load_format != "dummy" and len({rule.form for rule in rules} - {""}) > 1
+
+
+def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
+    """Those of no form, and of one form: of the first of which there is a tensor, which other forms do not have, among
+    ``names``; else of the first."""
+    forms = list(dict.fromkeys(rule.form for rule in rules if rule.form))
+    if len(forms) < 2:
+        return list(rules)
+    sources = {form: {rule.source for rule in rules if rule.form == form} for form in forms}
+    there = {re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names}
+    there |= {name.rpartition(".")[0] for name in there}
+    for form in forms:
+        others = set().union(*(sources[other] for other in forms if other != form))
+        if any(re.sub(r"\{[ie]\}|(?<=\.)\d+(?=\.)", "*", source) in there for source in sources[form] - others):
+            break
+    else:
+        form = forms[0]
+    return [rule for rule in rules if rule.form in ("", form)]
+
+
+def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
+    """Checkpoint name -> target, for every parameter of every module.  ModelError if no rule or two rules fill one."""
+    targets: dict[str, Target] = {}
+    wanted = {name: module.wanted() for name, module in parts.modules.items()}
+    filled: set[tuple[str, str, str]] = set()
+    for rule in rules:
+        if rule.module is None:
+            continue
+        pattern = rule_pattern(rule.module)
+        for name in [rule.module] if "{i}" not in rule.module else wanted:
+            match = pattern.fullmatch(name)
+            if match and name in wanted:
+                number = match.groupdict().get("i", "")
+                _targets_of(rule, number, parts.modules[name], wanted[name], targets, filled)
+    for name, module in wanted.items():
+        for part, param in module:
+            if (name, part, param) not in filled:
+                packed = ", or load a checkpoint that is quantized as config.json says" * (param not in PLAIN)
+                raise ModelError(
+                    f"no rule of the architecture fills {name}.{param} {shown(part)}: add one to its weights(){packed}"
+                )
+    return targets
+
+
+def _targets_of(
+    rule: Rule,
+    number: str,
+    module: Module,
+    wanted: Wanted,
+    targets: dict[str, Target],
+    filled: set[tuple[str, str, str]],
+) -> None:
+    """What a rule fills of a module, whose layer has this number."""
+    parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
+    first, stacked = rule_pattern(parts_of[0]), "{e}" in parts_of[0] and "{e}" not in rule.source
+    experts: dict[str, int] = {}  # of each parameter
+    for part, param in wanted:
+        match = first.fullmatch(part)
+        if not match or (rule.param and rule.param != param):
+            continue
+        e = match.groupdict().get("e", "")
+        mine = tuple(one.replace("{e}", e) for one in parts_of)
+        for one in mine:
+            if (module.name, one, param) in filled:
+                raise ModelError(
+                    f"the architecture's rules fill {module.name}.{param} {shown(one)} twice: fix its weights()"
+                )
+            filled.add((module.name, one, param))
+        experts[param] = experts.get(param, 0) + 1
+        if stacked and experts[param] > 1:
+            continue
+        source = rule.source.replace("{i}", number).replace("{e}", e)
+        whole = source if rule.param else f"{source}.{param}"
+        shapes = [wanted[one, param] for one in mine]
+        targets[whole] = _target(whole, module, parts_of if stacked else mine, param, shapes, rule)
+    if stacked:
+        for param, count in experts.items():
+            whole = rule.source.replace("{i}", number)
+            whole = whole if rule.param else f"{whole}.{param}"
+            target = targets[whole]
+            shape = None if target.shape is None else (count, *target.shape)
+            targets[whole] = replace(target, shape=shape, experts=count)
+
+
+def _target(
+    whole_name: str,
+    module: Module,
+    parts: tuple[str, ...],
+    param: str,
+    shapes: Sequence[tuple[int, ...] | None],
+    rule: Rule,
+) -> Target:
+    whole = [shape for shape in shapes if shape is not None]
+    scheme = getattr(module, "scheme", None)
+    grouped = rule.groups > 1
+    if getattr(scheme, "cuts_parts", False) and param in scheme.params() and rule.pairs is None and not grouped:
+        return Target(module, parts, param, None, whole=True)
+    cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
+    if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
+        what = "cut" if cut else "transposed" if rule.transposed else "put in order"
+        raise ModelError(
+            f"{whole_name} is quantized, and its rows are to be {what}: "
+            "that is not implemented; want the model in a floating dtype"
+        )
+    rows = tuple(shape[0] for shape in whole if shape)
+    shape = None if not whole else (sum(rows), *whole[0][1:]) if len(parts) > 1 else whole[0]
+    turned = rule.transposed and shape is not None and len(shape) == 2
+    shape = shape[::-1] if shape and turned else shape
+    uneven = sorted({n for n in rows if n % rule.groups})
+    if uneven:
+        raise ModelError(
+            f"{whole_name}: {uneven[0]} rows of a part do not divide into {rule.groups} groups: fix its weights()"
+        )
+    return Target(module, parts, param, shape, rows, rule.pairs, turned, rule.interleaved, groups=rule.groups)
+
+
+def roots_of(targets: Mapping[str, Target]) -> list[str]:
+    """What the names of a model's tensors begin with, as "model." in "model.layers.0.mlp.up_proj.weight"."""
+    return sorted({name.partition(".")[0] + "." for name in targets})
+
+
+def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -> str:
+    """Which target a checkpoint's tensor is.  One that was saved from a model without its head ("layers.0...", as
+    GPT-2's on the hub) lacks the root; transformers reads it all the same."""
+    found = (root + name for root in roots if root + name in targets)
+    return name if name in targets else next(found, name)
+
+
+def rule_pattern(text: str) -> re.Pattern:
+    """A rule's name with ``{i}`` for one number, the same wherever it stands, and ``{e}`` for another."""
+    met: set[str] = set()
+
+    def number(match: re.Match) -> str:
+        name = match[1]
+        again = name in met
+        met.add(name)
+        return f"(?P={name})" if again else rf"(?P<{name}>\d+)"
+
+    return re.compile(re.sub(r"\\\{([ie])\\\}", number, re.escape(text)))
+
+
+def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rules: Sequence[Rule], where: str) -> None:
+    known = [re.compile(rule_pattern(rule.source).pattern + r"\..+") for rule in rules if rule.module is None]
+    done: set[str] = set()
+    roots = roots_of(targets)
+    for name, tensor in tensors:
+        name = whole_name(name, targets, roots)
+        target = targets.get(name)
+        if target is None:
+            if BUFFERS.fullmatch(name) or any(pattern.fullmatch(name) for pattern in known):
+                continue
+            raise no_place(where, name, targets)
+        if name in done:
+            raise ModelError(f"{where}: tensor {shown(name)} is there twice; want each tensor in one shard")
+        if target.shape is not None and tuple(tensor.shape) != target.shape:
+            raise ModelError(
+                f"{where}: tensor {shown(name)} has shape {list(tensor.shape)}, want {list(target.shape)}; "
+                "config.json and the weights do not belong together"
+            )
+        try:
+            target.fill(tensor)
+        except ModelError as e:
+            raise ModelError(f"{where}: tensor {shown(name)}: {e}") from None
+        done.add(name)
+    _refuse_missing([name for name in targets if name not in done], where)
+
+
+def _check_there(names: Iterable[str], targets: Mapping[str, Target], where: str) -> None:
+    """Compare the names of a checkpoint with the targets before any number is read.  ModelError for what it lacks."""
+    roots = roots_of(targets)
+    there = {whole_name(name, targets, roots) for name in names}
+    _refuse_missing([name for name in targets if name not in there], where)
+
+
+def _refuse_missing(missing: Sequence[str], where: str) -> None:
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ModelError(
+            f"{where}: the checkpoint lacks {', '.join(missing[:3])}{more}; download it again or check config.json"
+        )
+
+
+def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> Iterator[tuple[str, Tensor]]:
+    """Normal weights of standard deviation 0.02, norms of one, biases of zero; each depends on (seed, name) alone, so
+    it does not matter how many processes share the model."""
+    generator = torch.Generator(parts.device)
+    for name, target in targets.items():
+        if target.shape is None:
+            raise ModelError(f"load_format='dummy' cannot make {name}: want a quantizer that starts from plain weights")
+        tensor = torch.empty(target.shape, dtype=parts.dtype, device=parts.device)
+        if target.param == "bias":
+            tensor.zero_()
+        elif tensor.dim() == 1:
+            tensor.fill_(1 - getattr(target.module, "offset", 0.0))
+        else:
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))  # a CPU generator takes 32 bits of a seed
+            tensor.normal_(0, DUMMY_STD, generator=generator)
+        yield name, tensor

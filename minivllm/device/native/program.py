@@ -1,0 +1,182 @@
+"""A model as a list of operations that the native part runs, a step in one call (``program.cpp``).
+
+An operation reads and writes *registers*, float32 [tokens, width].  Weights are read where their modules have them; who
+makes a program hands over tensors, which it keeps alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.errors import ResourceError
+
+from .library import ISAS, isa, load
+
+# in the order of the enumerations in program.cpp and kernels.h
+KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap")
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5}
+
+_INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
+
+
+# what the functions of program.cpp take; those that give nothing
+_TAKES: Mapping[str, list[Any]] = {
+    "register": [_ADDRESS, _ADDRESS, _INT, _INT],
+    "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],
+    "forward": [_ADDRESS, _ADDRESS],
+    "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
+    "free": [_ADDRESS],
+    "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
+}
+_DECLARING = threading.Lock()
+
+
+class Op(ctypes.Structure):
+    """``program.cpp:Op``, which says what the fields mean."""
+
+    _fields_ = [
+        *((name, _INT) for name in ("kind", "in_", "out", "format", "n", "k", "group")),
+        *((name, _ADDRESS) for name in ("data", "scale", "zero", "bias")),
+        *((name, _INT) for name in ("adds", "activation", "gated")),
+        *((name, _ADDRESS) for name in ("norm_weight", "norm_bias")),
+        ("centered", _INT),
+        *((name, _REAL) for name in ("eps", "alpha", "cap")),
+        *((name, _INT) for name in ("heads", "kv_heads", "dim_qk", "dim_v", "rope_dim", "kv_group", "window")),
+        *((name, _ADDRESS) for name in ("cos", "sin", "q_norm", "k_norm", "sinks")),
+        ("softmax_scale", _REAL),
+        *((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("kv_format", _INT),
+        ("positions", _ADDRESS),
+        *((name, _INT) for name in ("positions_format", "first_position")),
+    ]
+
+
+class ColumnAddresses(ctypes.Structure):
+    """``program.cpp:Columns``: the columns of ``device/worker/state.py:DeviceState``."""
+
+    _fields_ = [
+        ("tokens", _ADDRESS),
+        ("longest", _INT),
+        ("table", _ADDRESS),
+        *((name, _INT) for name in ("slots", "blocks", "block")),
+        *((name, _ADDRESS) for name in ("stopped", "rope_first", "known", "end", "min_end", "seed", "sample", "n_eos")),
+        ("stop_ids", _ADDRESS),
+        ("per_row", _INT),
+        ("temperature", _ADDRESS),
+    ]
+
+
+@functools.cache
+def _declare(library: ctypes.CDLL) -> None:
+    library.minivllm_op_size.restype = _INT
+    if library.minivllm_op_size() != ctypes.sizeof(Op):
+        raise ResourceError("the native part has another form of operations than this package: reinstall")
+    library.minivllm_program.argtypes = [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
+    library.minivllm_program.restype = _ADDRESS
+    for name, takes in _TAKES.items():
+        function = getattr(library, f"minivllm_{name}")
+        function.argtypes, function.restype = takes, None
+
+
+def declared() -> ctypes.CDLL:
+    """The library, whose functions know what they take.  ResourceError if it cannot be used."""
+    library = load()
+    if library is None:
+        raise ResourceError("the native part is not there; minivllm.device.native.library.why_not() says why")
+    with _DECLARING:  # a thread that came second would call a function that takes an address for an int
+        _declare(library)
+    return library
+
+
+class Program:
+    """``threads`` compute a step of up to ``most_tokens`` tokens.
+
+    ``columns``: name of a field of ``ColumnAddresses`` -> a tensor, whose address goes there, a number, or None.  They
+    and the tensors of operations must stay where they are.  ResourceError if the native part cannot be used.
+    """
+
+    def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
+        self._library, self.most_tokens = declared(), most_tokens
+        self._keep: list[Any] = list(columns.values())
+        self._registers = 0
+        made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
+        self._process = os.getpid()
+        self._made = self._library.minivllm_program(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
+        if not self._made:
+            raise ResourceError("no memory for a program of the native part")
+        self._forward: Callable[..., None] = self._library.minivllm_forward
+        self._sample: Callable[..., None] = self._library.minivllm_sample
+
+    def register(self, memory: Tensor) -> int:
+        """Rows f32 [tokens, width], which may be columns of another register's; its number."""
+        self._keep.append(memory)
+        self._registers += 1
+        stride = memory.stride(0) if len(memory) > 1 else memory.shape[1]
+        self._library.minivllm_register(self._made, memory.data_ptr(), memory.shape[1], stride)
+        return self._registers - 1
+
+    def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
+        """The next operation, of FORWARD or of the head; a tensor among its fields stands for its address."""
+        self._keep += [value for value in fields.values() if isinstance(value, Tensor)]
+        defaults = {"alpha": 1.0, "activation": ACTIVATIONS[None], "group": 1}
+        made = {name: _field(value) for name, value in {**defaults, **fields}.items()}
+        op = Op(kind=KINDS.index(kind), **made)
+        self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
+
+    def forward(self, box: int) -> None:
+        """``box``: the address of i64 numbers, see ``program.cpp:minivllm_forward``."""
+        self._forward(self._made, box)
+
+    def sample(self, box: int, out: int) -> None:
+        """Likewise, and that of the result i32 [3, rows] (``program.cpp:minivllm_sample``)."""
+        self._sample(self._made, box, out)
+
+    def close(self) -> None:
+        """End the threads.  Nothing may run any more."""
+        made, self._made = self._made, None
+        if made and self._process == os.getpid():  # a fork of the process has no threads to wait for
+            self._library.minivllm_free(made)
+
+    def __del__(self) -> None:
+        if getattr(self, "_made", None):
+            self.close()
+
+
+def _field(value: Any) -> Any:
+    """Of an operation or a column: a tensor's address, or the number."""
+    return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+class MatrixAddresses(ctypes.Structure):
+    """``kernels.h:Matrix``."""
+
+    _fields_ = [
+        *((name, _ADDRESS) for name in ("data", "scale", "zero", "bias")),
+        *((name, _INT) for name in ("format", "n", "k", "group")),
+    ]
+
+
+def product(
+    x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, group: int = 1
+) -> Tensor:
+    """x f32 [T, in] times a weight [out, in] of a form of ``kernels.h:Matrix``, in one thread: f32 [T, out]."""
+    library = declared()
+    x, out = x.contiguous(), torch.empty(len(x), len(weight))
+    address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]
+    made = MatrixAddresses(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
+    library.minivllm_product(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
+    return out
+
+
+def address(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

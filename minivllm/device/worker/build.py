@@ -1,0 +1,289 @@
+"""Wiring -> a worker: model, back end, processors and KV cache on one device.  Runs in the process that computes."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.attention import AttentionContext, GraphKey
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.core.interfaces.plan import StepPlan, no_rows
+from minivllm.core.interfaces.sampling import Sampler, SamplingContext
+from minivllm.device.hardware import free_ram
+from minivllm.device.layers.kv_memory import allocate, layouts_of
+from minivllm.device.layers.parts import ModelParts
+from minivllm.device.layers.rotary import prepare_qk
+from minivllm.device.loading import shapes
+from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
+from minivllm.errors import ConfigError, ResourceError
+from minivllm.registry import build_part
+
+from . import step
+from .capture import ALONE, release_unused, synchronize
+from .state import DeviceState
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttentionBackend
+    from minivllm.core.interfaces.executor import Part, Wiring
+    from minivllm.core.interfaces.kvformat import KVFormat
+    from minivllm.core.interfaces.sampling import Processor
+
+CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
+CPU_CACHE_LIMIT = 8 << 30
+
+
+@dataclass
+class Worker:
+    """What a runner runs."""
+
+    device: torch.device
+    model: Any
+    backend: AttentionBackend
+    processors: list[tuple[str, Processor]]
+    groups: list[list[int]]
+    vocab_size: int
+    hidden_size: int
+    weight_bytes: int
+    # [group][layer of it]
+    caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
+    num_blocks: list[int] = field(default_factory=list)
+    block_bytes: list[int] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parts: ModelParts | None = None  # what the model is made of
+    # by "drafter", or the name of the processor
+    own_models: dict[str, SecondModel] = field(default_factory=dict)
+
+
+@dataclass
+class SecondModel:
+    """The model of a drafter or processor, whose layers keep their KV in the blocks of the leading group."""
+
+    model: Any
+    backend: AttentionBackend
+    parts: ModelParts
+
+
+def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
+    """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
+    draw = fused(wiring, "draw")
+    ctx = SamplingContext(vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, draw)
+    made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
+    part = wiring.parts["sampler"]
+    sampler = build_part("sampler", part, ctx)
+    if wiring.logprobs_mode == "processed_logprobs" and type(sampler).drawn_from is Sampler.drawn_from:
+        what = f"logprobs_mode='processed_logprobs': the sampler {part.name} does not say what it draws from"
+        raise ConfigError(f"{what} (drawn_from); want 'raw_logprobs', or another sampler")
+    return [*made, (part.name, sampler)]
+
+
+def has_kernels(wiring: Wiring) -> bool:
+    """Whether Triton's kernels can run there."""
+    return wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+
+
+def fused(wiring: Wiring, which: str = "") -> bool:
+    """Whether the kernels run that join layers, or the operations of a sampler; ``which`` of them, as in
+    ``StepWiring.unfused``."""
+    return wiring.steps.fuse and has_kernels(wiring) and which not in wiring.steps.unfused
+
+
+def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
+    """Load the model and take the memory.  ``ranks``: the communicator of those that share the model, if it is shared.
+    Models beside it are whole on the rank that the wiring gives them to."""
+    device = torch.device(wiring.device)
+    cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
+    fmt = build_part("kvformat", wiring.parts["kvformat"])
+    model, parts, notes = _load(wiring, wiring.model_dir, wiring.parts, cfg, fmt, wiring.cache.groups, ranks)
+    groups = [list(g) for g in wiring.cache.groups]
+    worker = Worker(
+        device,
+        model,
+        parts.backend,
+        make_processors(wiring, cfg.vocab_size),
+        groups,
+        cfg.vocab_size,
+        cfg.hidden_size,
+        weight_bytes(parts),
+        notes=notes,
+        parts=parts,
+    )
+    draft = wiring.speculation.draft_model
+    second = {} if draft is None else {"drafter": draft}
+    for name, chosen in {**second, **wiring.own_models}.items():
+        own = open_checkpoint(chosen.model_dir).hf_config()
+        layers = build_part("model", chosen.parts["model"]).attention(own)
+        made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),))
+        worker.own_models[name] = SecondModel(made, its.backend, its)
+        said = "the draft model" if name == "drafter" else f"the model of {name}"
+        worker.notes += [f"{said}: {note}" for note in notes]
+        worker.weight_bytes += weight_bytes(its)
+    _take_cache(worker, wiring, parts, fmt)
+    return worker
+
+
+def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
+    """What an attention back end of this wiring is told."""
+    rows = min(
+        wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens),
+        max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
+    )
+    return AttentionContext(
+        device=wiring.device,
+        dtype=wiring.dtype,
+        kv_format=fmt,
+        block=wiring.block,
+        max_rows=rows,
+        max_len=wiring.max_model_len,
+        prepare_qk=prepare_qk,
+        batch_invariant=wiring.batch_invariant,
+        fuse=fused(wiring),
+    )
+
+
+def _load(
+    wiring: Wiring,
+    folder: str,
+    chosen: Mapping[str, Part],
+    cfg: Any,
+    fmt: Any,
+    groups: Sequence[Sequence[int]],
+    ranks: Any = None,
+) -> tuple[Any, ModelParts, list[str]]:
+    """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
+    backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
+    quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
+    arch = build_part("model", chosen["model"])
+    parts = ModelParts(
+        wiring.device,
+        wiring.dtype,
+        quantizer,
+        backend,
+        group=ranks,
+        groups=groups or None,
+        fuse=fused(wiring),
+        batch_invariant=wiring.batch_invariant,
+        unfused=wiring.steps.unfused,
+    )
+    parts.arch = arch
+    quantized = chosen["quantizer"].name != "minivllm/none"
+    free = _free_memory(parts.device)
+    parts.found = shapes.check(folder, arch, cfg, parts, wiring.load_format, quantized, free)
+    with torch.inference_mode():
+        model = build_model(arch, cfg, parts, folder)
+        parts.described = type(arch).build is ModelArch.build
+        quantizer.finish()
+        notes = load_weights(folder, arch, cfg, parts, wiring.load_format, wiring.seed)
+    return model, parts, notes
+
+
+def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> None:
+    layouts = layouts_of(worker.backend, parts.layers, fmt, wiring.block)
+    worker.block_bytes = [sum(layouts[i].bytes for i in group) for group in worker.groups]
+    for own in worker.own_models.values():
+        its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)
+        worker.block_bytes[0] += sum(layout.bytes for layout in its)
+        layouts += its
+    windows = [parts.layers[group[0]].spec.window for group in worker.groups]
+    if wiring.cache.num_kvcache_blocks > 0:
+        blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
+    else:
+        blocks = _fit(worker, wiring, _budget(worker, wiring, parts, layouts), windows)
+        blocks = blocks if parts.group is None else parts.group.least(blocks)
+    try:
+        _allocate(worker, parts, layouts, blocks)
+    except (RuntimeError, MemoryError) as e:
+        need = sum(n * b for n, b in zip(blocks, worker.block_bytes, strict=True)) / 2**30
+        raise ResourceError(
+            f"no memory for a KV cache of {need:.1f} GiB: lower num_kvcache_blocks or gpu_memory_utilization"
+        ) from e
+
+
+def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
+    """Of the layers of all models."""
+    second = [layer for own in worker.own_models.values() for layer in own.parts.layers]
+    layers, n_layers = [*parts.layers, *second], len(parts.layers)
+    groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
+    worker.num_blocks = blocks
+    worker.caches = allocate(layers, layouts, groups, blocks, worker.device)
+
+
+def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
+    """Blocks per group for ``budget`` bytes: a window's group never needs more than its rows can see; the others share
+    what is left, and nobody gets more than all rows at full length could fill."""
+    block = wiring.block
+    per_row = -(-wiring.max_model_len // block) + 1
+    most = wiring.max_num_seqs * per_row + 1
+    want = []
+    for g, window in enumerate(windows):
+        seen = per_row if g == 0 or window is None else min(per_row, -(-window // block) + 2)
+        chunk = 0 if g == 0 or window is None else -(-wiring.max_num_batched_tokens // block)
+        want.append(min(most, wiring.max_num_seqs * seen + chunk + 1))
+    whole = sum(n * b for n, b in zip(want, worker.block_bytes, strict=True))
+    share = min(1.0, budget / max(1, whole))
+    blocks = [int(n * share) for n in want]
+    if min(blocks) < 3:
+        raise ResourceError(
+            f"no room for a KV cache: {budget / 2**20:.0f} MiB are left for it, a block takes "
+            f"{sum(worker.block_bytes)} bytes; "
+            "raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_kvcache_blocks"
+        )
+    tokens = (blocks[0] - 1) * block
+    if tokens < wiring.max_model_len:
+        worker.notes.append(f"the KV cache holds {tokens} tokens, less than max_model_len={wiring.max_model_len}")
+    return blocks
+
+
+def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
+    """Bytes for the KV cache."""
+    if worker.device.type == "cpu":
+        return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
+    _allocate(worker, parts, layouts, [1] * len(worker.groups))
+    with ALONE:  # what another engine's capture takes meanwhile would count as this one's
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        _trial_step(worker, wiring)
+        activations = torch.cuda.max_memory_allocated() - before
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info()
+    reserved = (1 - wiring.cache.gpu_memory_utilization) * total
+    return int(free - reserved - 1.2 * activations - (256 << 20))
+
+
+def _trial_step(worker: Worker, wiring: Wiring) -> None:
+    """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
+    t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
+    rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
+    plan = StepPlan(
+        0,
+        np.arange(rows),
+        np.full(rows, t // rows, np.int32),
+        np.zeros(rows, np.int32),
+        no_rows(),
+    )
+    host = step.host_lengths(plan, len(worker.groups))
+    groups = len(worker.groups)
+    state = DeviceState(rows, wiring.max_model_len, groups, wiring.block, worker.device)
+    with torch.inference_mode():
+        table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
+        tensors = step.read_rows(state, table, host)[0]
+        hidden = step.forward(worker.model, worker.backend, tensors, GraphKey())
+        n = min(wiring.max_num_seqs, host.tokens)
+        logits = worker.model.logits(hidden[:n]).float()
+        del hidden
+        torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need
+        synchronize()
+
+
+def _free_memory(device: str) -> int:
+    """Return the bytes that weights may take on the device."""
+    if device == "cpu":
+        return free_ram()
+    release_unused()  # an earlier engine of this process may have been dropped without close()
+    return torch.cuda.mem_get_info()[0]

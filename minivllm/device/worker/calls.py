@@ -1,0 +1,271 @@
+"""Calls of processors and sampler on the logits of a step: each over the rows that bound it.
+
+    logits [N, V] ──rows that bound it──► [n, V] ─ apply ─► back to their rows
+
+A drafter's guesses are drawn by ``BoundCalls``: what a plug-in raises costs them all.  A step that runs as separate
+launches has ``GuardedCalls``: it ends the rows that bound it.  Those of a capture are in ``captured``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.plan import FAILED, StepError
+from minivllm.core.interfaces.sampling import Draw, Processor, Rows
+from minivllm.core.timing import SeamTimes, processor_seams
+from minivllm.errors import told
+
+from . import sampling, step
+from .build import fused
+from .state import DeviceState, ProcessorState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from minivllm.core.interfaces.plan import LateInputs
+
+    from .runner import Runner
+    from .running import Running
+
+
+class ProcessorChain:
+    """The processors of a config in order, the sampler last, and their columns."""
+
+    def __init__(
+        self,
+        made: Sequence[tuple[str, Processor]],
+        state: DeviceState,
+        slots: int,
+        seams: SeamTimes,
+    ) -> None:
+        self.names, self.made = [name for name, _ in made], [processor for _, processor in made]
+        self.sampler: Any = self.made[-1]
+        self.state, self.seams, self.seam_names = state, seams, processor_seams(self.names)
+        state.processors = [ProcessorState(p, slots, state.device) for p in self.made]
+        self.commits = [type(p).commit is not Processor.commit for p in self.made]
+
+
+class SampleCalls(ABC):
+    """What a plug-in raises goes to the caller, and its time is the caller's.  N rows, V tokens of the vocabulary."""
+
+    def __init__(self, chain: ProcessorChain, wants_min: bool) -> None:
+        self.chain, self.state, self.wants_min = chain, chain.state, wants_min
+
+    @abstractmethod
+    def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
+        """(rows i64 [n] that processor ``p`` runs on, None: all; their variant bits); None if no row bound it."""
+
+    @abstractmethod
+    def sampler_variant(self) -> int:
+        """The variant bits of all rows."""
+
+    @abstractmethod
+    def blank(self, logits: Tensor) -> Tensor:
+        """i64 [N] for the sampler to write tokens to."""
+
+    def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
+        """f32 [n, V] of the model of processor ``p``, if it has one, for the rows ``some`` i64 [n], None: all."""
+        return None
+
+    def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
+        return call(*args)
+
+    def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
+        """Plug-in ``p`` raised for ``rows`` i64 [n], None: all."""
+        raise e
+
+    def apply(self, logits: Tensor, rows: Rows) -> None:
+        """The processors, in order, on ``logits`` [N, V] in place; of rows that fail they are made harmless."""
+        for p in range(len(self.chain.made) - 1):
+            if (found := self.bound(p)) is not None:
+                self._apply(p, logits, rows, *found)
+
+    def _apply(self, p: int, logits: Tensor, rows: Rows, some: np.ndarray | None, variant: int) -> None:
+        index = None if some is None else self.state.to(some)
+        part, its = (logits, rows) if index is None else (logits[index], rows.pick(index))
+        its.variant = variant
+        try:
+            its.own_logits = self.own_logits(p, some)
+            self.run(p, self.chain.made[p].apply, part, its, self.state.processors[p].columns)
+        except Exception as e:
+            self.fail(p, e, some)
+            part.zero_()
+        its.own_logits = None  # ``its`` may be what the others get
+        if index is not None:
+            logits[index] = part
+
+    def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor:
+        """The sampler's, f32 [N, V]."""
+        rows.variant = self.sampler_variant()
+        try:
+            found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
+            if found.shape != logits.shape:
+                raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
+            return found
+        except Exception as e:
+            self.fail(-1, e)
+            return logits
+
+    def draw(self, logits: Tensor, rows: Rows) -> Draw:
+        """The sampler's tokens i64 [N], which may be outside of the vocabulary."""
+        rows.variant, out = self.sampler_variant(), Draw(self.blank(logits))
+        try:
+            self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
+            out.check(logits)
+        except Exception as e:
+            self.fail(-1, e)
+            out.tokens = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        return out
+
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows) -> None:
+        """Processors hear of accepted tokens i64 [N, k] (``Processor.commit``); rows that fail at it are stopped."""
+        for p, processor in enumerate(self.chain.made):
+            if not self.chain.commits[p] or (found := self.bound(p)) is None:
+                continue
+            index = None if found[0] is None else self.state.to(found[0])
+            its = rows if index is None else rows.pick(index)
+            its.variant = found[1]
+            told = (tokens, count) if index is None else (tokens[index], count[index])
+            try:
+                self.run(p, processor.commit, *told, its, self.state.processors[p].columns)
+            except Exception as e:
+                self.fail(p, e, found[0])
+                self.state.stopped[its.slots] = True
+
+
+class BoundCalls(SampleCalls):
+    """Over rows of ``slots`` i64 [N], of which the host knows who bound what."""
+
+    def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
+        super().__init__(chain, bool(chain.state.wants_min[slots].any()))
+        self.slots, self.failed = slots, np.zeros(len(slots), bool)
+
+    def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
+        its = self.state.processors[p]
+        on = its.active[self.slots] & ~self.failed
+        if not on.any():
+            return None
+        return None if on.all() else np.flatnonzero(on), int(np.bitwise_or.reduce(its.variant[self.slots[on]]))
+
+    def sampler_variant(self) -> int:
+        return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
+
+    def blank(self, logits: Tensor) -> Tensor:
+        """No token, so that it shows if none is written."""
+        return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
+
+
+class GuardedCalls(BoundCalls):
+    """What a plug-in raises is an error of these rows, in ``errors``; its time is counted."""
+
+    def __init__(self, chain: ProcessorChain, slots: np.ndarray, errors: list[StepError]) -> None:
+        super().__init__(chain, slots)
+        self.errors = errors
+
+    def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
+        return self.chain.seams.run(self.chain.seam_names[p], call, *args)
+
+    def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
+        rows = np.flatnonzero(~self.failed) if rows is None else rows
+        self.failed[rows] = True
+        name, message = self.chain.names[p], told(e, self.chain.made[p])
+        self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
+
+
+class SeparateCalls(GuardedCalls):
+    """Those of a step.  ``poison``: slots whose processors failed between steps, and how."""
+
+    float32, changes = True, True
+
+    def __init__(
+        self,
+        runner: Runner,
+        running: Running,
+        late: LateInputs | None,
+        poison: dict[int, StepError],
+    ) -> None:
+        plan = running.plan
+        super().__init__(runner.chain, plan.slots[plan.samples].astype(np.int64), running.errors)
+        self.runner, self.running, self.plan, self.late = runner, running, plan, late
+        self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
+        self.topk, self.processed = plan.topk, runner.processed
+        self.pairs = self.state.to(plan.guided.T).long() if len(plan.guided) else None
+        for j, slot in enumerate(self.slots.tolist()) if poison else ():
+            if slot in poison:
+                self.errors.append(replace(poison[slot], rows=(j,)))
+                self.failed[j] = True
+        for slot in self.slots[self.failed].tolist():
+            poison.pop(slot, None)
+
+    def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
+        own = self.runner.own_models.get(self.chain.names[p])
+        if own is None:
+            return None
+        at = slice(None) if some is None else some
+        slots, known = (x[at].astype(np.int32) for x in (self.slots, self.position))
+        return self.run(p, own.logits_behind, slots, known)
+
+    def guide(self, logits: Tensor) -> Tensor:
+        if self.pairs is None:
+            return logits
+        logits, invariant = logits.float(), self.runner.wiring.batch_invariant
+        sampling.guide_rows(logits, self.pairs, self.state.to(self.plan.scale), invariant)
+        return logits
+
+    def draw(self, logits: Tensor, rows: Rows) -> Draw:
+        """A guide's token is that of its row."""
+        drawn = super().draw(logits, rows)
+        if self.pairs is not None:
+            row, guide = self.pairs
+            drawn.tokens = drawn.tokens.index_copy(0, guide, drawn.tokens[row])
+        return drawn
+
+    def rows(self) -> Rows:
+        slots, position = self.state.to(np.stack([self.slots, self.position]))
+        return step.rows_of(self.state, slots, position, int(self.position.max()))
+
+    def meet_host(self, logits: Tensor) -> None:
+        plan, to = self.plan, self.state.to
+        if self.late is not None:
+            sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
+        if len(plan.host):
+            self.running.logits = self.runner._host(logits[to(plan.host).long()])
+
+    def peaks(self, logits: Tensor) -> Tensor:
+        """bool [N]: the rows that nothing can be drawn from."""
+        return sampling.bad_rows(logits)
+
+    def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
+        plan, to = self.plan, self.state.to
+        waits = np.concatenate([plan.host, plan.held])
+        draft = plan.draft[plan.samples] if len(plan.draft) else None
+        failed = to(self.failed) if self.failed.any() else None
+        waiting = to(waits).long() if len(waits) else None
+        width = logits.shape[1]
+        tokens, count, flags = step.accept(self.state, rows, drawn.tokens, peaks, width, failed, waiting, draft)
+        before = len(self.errors)
+        if draft is None:
+            self.commit(tokens[:, None], count, rows)
+        else:
+            self._commit_slots(tokens, count, rows, draft)
+        for row in (row for e in self.errors[before:] for row in e.rows):
+            flags[row] = FAILED
+        self.running.packed = self.runner._host(torch.stack([tokens.int(), count, flags]))
+        return tokens
+
+    def _commit_slots(self, tokens: Tensor, count: Tensor, rows: Rows, draft: np.ndarray) -> None:
+        """A slot that stands in several rows has several tokens; what fails is its first row."""
+        heads, tokens, count = step.by_slot(self.state, draft, tokens, count)
+        calls = GuardedCalls(self.chain, self.slots[heads], [])
+        calls.commit(tokens, count, rows.pick(self.state.to(heads)))
+        self.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in calls.errors]
+
+    def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
+        wiring = self.runner.wiring
+        return sampling.logprobs_of(logits, tokens, self.topk, fused(wiring), wiring.batch_invariant)

@@ -1,0 +1,162 @@
+"""Speculation on the device: drafts into the history before FORWARD.  Which of them hold is found out by ``step``.
+
+    row of a slot       newest    draft 1   draft 2        rows of one token, position after position
+    token               x         d0        d1
+    draw                y0        y1        y2             d0 holds if y0 = d0, d1 if besides y1 = d1
+    accepted            y0        y1        y2             each if all drafts before it hold and nothing has ended
+
+Nothing here waits for the device.  A rejected draft stays in history and cache behind the row's length, where nobody
+reads it and the next step writes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
+from minivllm.core.interfaces.plan import StepError, StepPlan, StepResult, group_rows
+from minivllm.errors import told
+from minivllm.registry import build_part
+
+from .step import rows_of
+
+if TYPE_CHECKING:
+    from .runner import Runner, Running
+
+
+class Drafting:
+    """The drafter of a runner, and what it has in flight."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner, wiring = runner, runner.wiring
+        self.part = wiring.parts["drafter"]
+        self.model = runner.own_models.get("drafter")
+        ctx = DrafterContext(runner.worker.vocab_size, wiring.max_model_len, wiring.device, self.model)
+        self.drafter: Drafter = build_part("drafter", self.part, ctx)
+        self.broken = False
+
+    def prepare(self, running: Running) -> None:
+        """Write the drafts of a step to the history.  On a CPU rows of drafts that there are not leave the step."""
+        plan, state = running.plan, self.runner.state
+        if not len(plan.draft):
+            return
+        first, heads = group_rows(plan.draft)
+        wanted = np.bincount(first, minlength=len(first))[heads] - 1
+        k, slots_np, known = int(wanted.max()), plan.slots[heads], plan.computed[heads] + 1
+        packed = state.to(np.stack([slots_np, known]).astype(np.int64))
+        found = None if self.broken else self._ask(running, packed, Ask(None, k, slots_np, known))  # type: ignore[arg-type]
+        if found is None:
+            count = torch.zeros(len(heads), dtype=torch.int64, device=state.device)
+        else:
+            tokens, count = found
+            slots, position = packed
+            at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
+            state.tokens[slots[:, None], at] = tokens.int()
+        running.drafted = self.runner._host(torch.minimum(count, state.to(wanted)).int())
+        if state.device.type == "cpu":
+            keep = _kept(plan, first, heads, running.drafted.numpy())
+            if not keep.all():
+                running.came, (running.plan, running.back) = plan, without(plan, keep)
+
+    def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
+        slots, position = packed
+        runner = self.runner
+        ask = replace(ask, rows=rows_of(runner.state, slots, position, int(ask.known.max())))
+        try:
+            tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
+            return _checked(tokens, count, len(slots), ask.k, runner.worker.vocab_size)
+        except Exception as e:  # whatever a drafter raises costs its drafts
+            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", told(e, self.drafter))
+            self.broken = True
+            return None
+
+
+def _checked(
+    tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a drafter proposed for n rows.  ValueError for shapes and dtypes, and where the values can be looked at
+    without waiting for the device; elsewhere a row's drafts end before the first that is no token."""
+    if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
+        raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}")
+    for name, found in (("drafts", tokens), ("count", count)):
+        if found.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"{name} are {found.dtype}; want int64")
+    there = (tokens >= 0) & (tokens < vocab)
+    usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
+    if tokens.device.type == "cpu":
+        if (count < 0).any() or (count > k).any():
+            raise ValueError(f"count goes from {int(count.min())} to {int(count.max())}; want 0 to {k} drafts a row")
+        if (usable < count).any():
+            raise ValueError(f"a draft is out of range; want tokens 0 to {vocab - 1}")
+    return torch.where(there, tokens, 0), usable
+
+
+def _kept(plan: StepPlan, first: np.ndarray, heads: np.ndarray, drafted: np.ndarray) -> np.ndarray:
+    """bool [R]: rows that are no draft, or one that there is."""
+    there = np.zeros(len(first), np.int64)
+    there[heads] = drafted
+    return plan.draft <= there[first]
+
+
+def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
+    """The plan of the rows that ``keep`` [R] names, those that still have drafts behind the other rows of one token;
+    and for each row that draws its index in ``plan.samples``."""
+    first, _ = group_rows(plan.draft)
+    alone = np.bincount(first[keep], minlength=len(first))[first] == 1
+    rows = np.flatnonzero(keep)
+    rows = rows[np.argsort(2 * (plan.q_len[rows] > 1) + ~alone[rows], kind="stable")]
+    at = np.full(len(keep), -1)
+    at[plan.samples] = np.arange(len(plan.samples))
+    samples = np.flatnonzero(at[rows] >= 0)
+    back = at[rows][samples]
+    new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
+    new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
+    prompt, taps = plan.prompt.copy(), plan.taps.copy()
+    prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
+    return replace(
+        plan,
+        slots=plan.slots[rows],
+        q_len=plan.q_len[rows],
+        computed=plan.computed[rows],
+        draft=plan.draft[rows],
+        samples=samples.astype(np.int32),
+        late=new[plan.late],
+        host=new[plan.host],
+        held=new[plan.held],
+        guided=new[plan.guided],
+        prompt=prompt,
+        taps=taps,
+    ), back
+
+
+def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
+    """The result of a step that rows had left, for the plan as it was made."""
+
+    def full(part: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
+        out[back] = part
+        return out
+
+    lp = result.logprobs
+    if lp is not None:
+        lp = replace(
+            lp,
+            chosen=full(lp.chosen),
+            rank=full(lp.rank),
+            top_ids=full(lp.top_ids),
+            top=full(lp.top),
+        )
+    errors = tuple(replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors)
+    return replace(
+        result,
+        slots=plan.slots[plan.samples],
+        tokens=full(result.tokens),
+        count=full(result.count),
+        flags=full(result.flags),
+        logprobs=lp,
+        errors=errors,
+    )

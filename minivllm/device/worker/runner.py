@@ -1,0 +1,352 @@
+"""StepPlan -> StepResult on one device.
+
+    delta ──► columns          FORWARD  gather ids by slot, layers, hidden states of the rows that draw
+                               SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► host
+
+FORWARD and SAMPLE are apart so that masks may arrive from the host between them.  A processor or sampler that raises
+ends the rows that bound it; a model or attention back end that raises fails the step.  Neither leaves this file as an
+exception.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.foreign import as_exception
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.executor import Capacity
+from minivllm.core.interfaces.model import takes_logits_indices
+from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
+from minivllm.core.interfaces.taps import LOGITS
+from minivllm.core.timing import SeamTimes
+from minivllm.device.hardware import free_ram
+from minivllm.device.layers.native_steps import NativeSteps, native_steps
+from minivllm.errors import RequestError, told, told_of_step, whose
+
+from . import step
+from .build import build_worker, has_kernels
+from .calls import GuardedCalls, ProcessorChain, SeparateCalls
+from .capture import release_unused, synchronize
+from .drafting import Drafting
+from .own_model import OwnModel
+from .running import Running
+from .scoring import score_prompt
+from .state import DeviceState
+from .taps import TapState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.model import StepTensors
+
+
+class Runner:
+    """The model, its KV cache and the columns of one device."""
+
+    captures: Any = None  # a class of captures of its own
+
+    def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
+        self.wiring = wiring
+        self.worker = w = build_worker(wiring, ranks)
+        self.device, self.model, self.backend = w.device, w.model, w.backend
+        self.selects = takes_logits_indices(w.model)
+        slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
+        self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch)
+        self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
+        self.seams = SeamTimes()
+        self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
+        self.names, self.processors, self.sampler = chain.names, chain.made, chain.sampler
+        self.processed = wiring.logprobs_mode == "processed_logprobs"
+        self._poison: dict[int, StepError] = {}  # slots that failed between steps
+        self._trace: Any = None  # a profile that is running
+        # by "drafter", or the name of the processor
+        self.own_models = {name: OwnModel(self, model) for name, model in w.own_models.items()}
+        self.drafting = Drafting(self) if wiring.speculation.num_speculative_tokens else None
+        self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
+        self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
+        self.graphs, self.native = self._graphs(), self._native()
+
+    def _native(self) -> NativeSteps | None:
+        """The steps of a CPU in one call each, if config, plug-ins and model allow them."""
+        if self.device.type != "cpu" or self.wiring.steps.graph == "off":
+            return None
+        with torch.inference_mode():
+            parts = self.worker.parts
+            made, why_not = native_steps(self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4)
+        if made is not None:
+            self.worker.weight_bytes += made.copied
+        else:
+            self.worker.notes.append(f"steps are not captured, they run as separate operations: {why_not}")
+        return made
+
+    def _graphs(self) -> Any:
+        """Captured decode steps, if device, config and plug-ins allow them."""
+        wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
+        traits = self.wiring.parts["attention"].traits
+        graph = traits.get("graph", "none")
+        if not wanted or graph == "none" or traits.get("plan") != "device":
+            return None
+        from .graphs import Graphs
+
+        graphs = (self.captures or Graphs)(self, graph == "mixed" and self.wiring.steps.graph != "decode")
+        try:
+            with torch.inference_mode():
+                graphs.warm()
+        except BaseException as e:
+            # a model or back end that cannot be captured, or no memory left for it
+            said = told(as_exception(e))
+            self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
+            return None
+        return graphs
+
+    def capacity(self) -> Capacity:
+        """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
+        w, depth = self.worker, self.wiring.steps.run_ahead
+        return Capacity(
+            blocks=tuple(w.num_blocks),
+            block_bytes=tuple(w.block_bytes),
+            vocab_size=w.vocab_size,
+            weight_bytes=w.weight_bytes,
+            depth=depth if depth is not None else int(self.device.type == "cuda"),
+            notes=tuple(w.notes),
+            guides=True,
+            own_models=True,
+            taps=self.taps.points,
+        )
+
+    # ---- FORWARD -------------------------------------------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> Running:
+        """Apply the delta and run the layers.  The hidden states of the drawing rows wait in the result."""
+        running = Running(plan, start=time.perf_counter())
+        what = "delta"
+        try:
+            running.begun = self._mark()
+            with torch.inference_mode():
+                self.state.apply(plan.delta, self.worker.caches)
+                for slot in plan.delta.leave.tolist() if self._poison else ():
+                    self._poison.pop(slot, None)
+                self._poison.update(self.taps.apply(plan.delta))
+                for source, to, _ in plan.delta.fork.tolist() if self._poison else ():
+                    if source in self._poison:
+                        self._poison[to] = self._poison[source]
+                self._recommit(plan)
+                self.state.restore(plan.delta.join)
+                self._take_tokens(plan)
+                for model in self.own_models.values():
+                    model.note(plan)
+                if self.drafting is not None:
+                    self.drafting.prepare(running)
+                    plan = running.plan
+                what = "model"
+                if self.native is not None and self.native.takes(plan):
+                    running.hidden = self.seams.run(what, self.native.forward, plan)
+                    running.native = True
+                    return running
+                key = self.graphs.key(plan) if self.graphs is not None else None
+                hidden = self.graphs.forward(key, plan) if key is not None else None
+                if hidden is not None:
+                    running.graph, running.hidden = key, hidden
+                    if len(plan.taps):
+                        rows = np.repeat(np.arange(len(plan.slots)), plan.q_len)
+                        tokens = self.taps.tokens(plan)
+                        self._keep_taps(running, tokens, self.taps.replayed(tokens), hidden, rows)
+                    if len(plan.samples) < len(plan.slots):
+                        running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
+                    return running
+                what = "attention"
+
+                def run(seam: str, call: Callable[..., Any], *args: Any) -> Any:
+                    nonlocal what
+                    what = seam
+                    return self.seams.run(seam, call, *args)
+
+                self._forward(running, plan, run)
+        except BaseException as e:
+            # whatever a model or a back end raises is the step's error, never the loop's end
+            self._fail(running, what, as_exception(e))
+        return running
+
+    def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
+        """As separate launches."""
+        read, found = self.read(plan), dict[str, "Tensor"]()
+        tapped = self.taps.tokens(plan)
+        read.taps = self.taps.eager(plan, tapped, read.meta, found)
+        selects = self.selects and read.taps is None
+        at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
+        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or selects):
+            # one token where nobody draws: kernels are not launched for none
+            indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
+        hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
+        if len(plan.taps):
+            tokens = np.arange(len(read.ids))
+            place = tokens if indices is None else np.searchsorted(at, tokens)
+            self._keep_taps(running, tapped, found, hidden, place)
+        if len(plan.prompt):
+            running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
+        if len(at):
+            running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+
+    def _keep_taps(
+        self,
+        running: Running,
+        tokens: dict[str, np.ndarray],
+        found: dict[str, Tensor],
+        hidden: Tensor,
+        place: np.ndarray,
+    ) -> None:
+        """Start the copy of what rows read; a later step may write where it was ``found``.  ``place`` [T]: where
+        ``hidden`` has a token, of those whose logits are read.  ValueError if the model left a point out."""
+        if LOGITS in tokens:
+            found[LOGITS] = self.model.logits(hidden[self.state.to(place[tokens[LOGITS]])])
+        if lost := [point for point in tokens if point not in found]:
+            raise ValueError(f"the model names the point {lost[0]!r}, and passed nothing through it")
+        running.taps = self._host(self.taps.flat(found))
+
+    def read(self, plan: StepPlan) -> StepTensors:
+        """What a model is called with: one copy to the device, then gathers."""
+        plan = merged(plan) if self.merges else plan
+        host = step.host_lengths(plan, len(self.worker.groups))
+        table = step.pack_rows(plan, len(plan.slots), host.tokens, self.wiring.max_num_seqs)
+        return step.read_rows(self.state, self.state.to(table), host)[0]
+
+    def _recommit(self, plan: StepPlan) -> None:
+        """Sequences that come back after a preemption: their columns start afresh, so the processors hear again of all
+        the tokens that were accepted before."""
+        join = plan.delta.join
+        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self.chain.commits) else ()
+        if not len(back):
+            return
+        slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
+        count = join.known[back] - prompt
+        slots, first = self.state.to(np.stack([slots_np, prompt]))
+        at = prompt[:, None] + np.minimum(np.arange(count.max()), count[:, None] - 1)
+        tokens = self.state.tokens[slots[:, None], self.state.to(at)].long()
+        self._tell(slots_np, slots, first, tokens, self.state.to(count))
+
+    def _take_tokens(self, plan: StepPlan) -> None:
+        """Tokens that the host chose: into the history, and to the processors as any accepted token."""
+        if not len(plan.delta.token):
+            return
+        slots_np = plan.delta.token[:, 0].astype(np.int64)
+        slots, tokens = self.state.to(slots_np), self.state.to(plan.delta.token[:, 1]).long()
+        position = self.state.known[slots]
+        self.state.tokens[slots, position] = tokens.int()
+        self.state.known[slots] = position + 1
+        self._tell(slots_np, slots, position, tokens[:, None], torch.ones_like(tokens))
+
+    def _tell(self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Tell the processors of tokens that were accepted between steps; rows that fail at it end in their next."""
+        rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
+        calls = GuardedCalls(self.chain, slots_np, [])
+        calls.commit(tokens, count, rows)
+        self._poison.update({int(slots_np[r]): e for e in calls.errors for r in e.rows})
+
+    # ---- SAMPLE --------------------------------------------------------------------------------------------------
+
+    def sample(self, running: Running, late: LateInputs | None = None) -> None:
+        """Logits to tokens; commits them to the columns and starts the copy of the result."""
+        running.sampled, running.sampler = True, self.names[-1]
+        try:
+            if running.hidden is not None and not running.errors:
+                with torch.inference_mode():
+                    if running.native and self._draws_natively(running.plan):
+                        seam = self.chain.seam_names[-1]
+                        running.packed = self.seams.run(seam, self.native.sample, running.plan)
+                    elif not self._sample_captured(running, late):
+                        calls = SeparateCalls(self, running, late, self._poison)
+                        found = step.sample(calls, self.state, self.model, running.hidden)
+                        running.logprobs = found and tuple(self._host(t) for t in found)
+            running.event = self._mark()
+        except BaseException as e:
+            self._fail(running, "sampling", as_exception(e))
+        if self.device.type == "cpu":
+            running.device_ms = (time.perf_counter() - running.start) * 1e3
+        running.hidden, running.seams = None, self.seams.take()
+
+    def _draws_natively(self, plan: StepPlan) -> bool:
+        """Whether a draw is all that a step asks for: no failure to report, no sampler that is told of tokens."""
+        return not self._poison and not self.chain.commits[-1] and self.native.draws(plan)
+
+    def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
+        """SAMPLE as one replay; False if the step asks for what cannot be captured."""
+        plan = running.plan
+        asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
+        done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None
+        if done is None:
+            return False
+        running.packed, running.pick = self._host(done[0]), plan.samples
+        if done[1] is not None:
+            running.logprobs = tuple(self._host(t) for t in done[1])
+        return True
+
+    def _mark(self) -> Any:
+        """An event behind everything enqueued so far; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mask_memory(self, rows: int, words: int) -> np.ndarray:
+        """i32 [rows, words] that late masks are written to: what captures read from, or at least pinned."""
+        masks = self.graphs.late_masks() if self.graphs is not None else None
+        if masks is not None and len(masks.host) >= rows:
+            return masks.host[:rows]
+        return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
+
+    # ---- results and faults --------------------------------------------------------------------------------------
+
+    def _host(self, t: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu":
+            return t
+        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
+        return pinned.copy_(t, non_blocking=True)
+
+    def _fail(self, running: Running, what: str, e: Exception) -> None:
+        scope, parts = "device" if what == "delta" else "step", self.wiring.parts
+        who = whose(e) or (parts[what].name if what in ("attention", "model") else what)
+        running.errors = [StepError(scope, who, told_of_step(e, parts))]
+        running.hidden = None
+
+    def profile_start(self) -> None:
+        from .profiling import TorchTrace
+
+        if self._trace is not None:
+            raise RequestError("a profile is running already; call stop_profile first")
+        self._trace = TorchTrace(self.device.type == "cuda")
+
+    def profile_stop(self, path: str) -> None:
+        if self._trace is None:
+            raise RequestError("no profile is running; call start_profile first")
+        self._trace.stop(path)
+        self._trace = None
+
+    def close(self) -> None:
+        """Free weights, caches, captures and columns, and end a profile that is running."""
+        if self._trace is not None:
+            self._trace.close()
+            self._trace = None
+        if self.device.type == "cuda":
+            # a failed device raises here; nothing on it is worth waiting for
+            with contextlib.suppress(RuntimeError):
+                synchronize()  # a step in flight still uses graphs and memory
+        if self.native is not None:
+            self.native.close()
+        if self.worker is not None:
+            # emptied in place, because the layers of the model hold the same mappings
+            for cache in (layer for group in self.worker.caches for layer in group):
+                cache.clear()
+        self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
+        self.native = self.taps = self.chain = self.sampler = self.processors = None
+        self.own_models = {}
+        if self.device.type == "cuda":
+            release_unused()

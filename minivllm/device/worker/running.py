@@ -1,0 +1,102 @@
+"""A step on its way through the device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.attention import GraphKey
+from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan, StepResult, no_rows
+
+from .drafting import spread
+
+NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
+
+
+@dataclass
+class Running:
+    """A step between its submission and its collection."""
+
+    plan: StepPlan
+    hidden: torch.Tensor | None = None  # [N, H]
+    graph: GraphKey | None = None  # the capture that it runs in
+    native: bool = False  # the native part ran its layers
+    start: float = 0.0
+    device_ms: float = 0.0
+    sampled: bool = False
+    sampler: str = ""  # who drew, for errors
+    # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
+    packed: torch.Tensor | None = None
+    logprobs: tuple[torch.Tensor, ...] | None = None
+    prompt: tuple[torch.Tensor, ...] | None = None
+    logits: torch.Tensor | None = None
+    taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
+    errors: list[StepError] = field(default_factory=list)
+    without_drafts: StepError | None = None  # why there are none; the step itself goes on
+    drafted: torch.Tensor | None = None  # i32, drafts of each row that speculates
+    came: StepPlan | None = None  # the plan as it was submitted, if rows have left it
+    back: np.ndarray | None = None  # and for each drawing row its index in ``came.samples``
+    seams: dict[str, float] = field(default_factory=dict)
+    pick: np.ndarray | None = None  # a captured SAMPLE has results for all rows: those that drew
+    event: Any = None
+    begun: Any = None
+
+    def finished(self) -> bool:
+        try:
+            return self.sampled and (self.event is None or self.event.query())
+        except RuntimeError:  # a device fault: ``result`` reports it
+            return True
+
+    def result(self) -> StepResult:
+        """Wait for the device and hand over the arrays."""
+        if self.event is not None:
+            try:
+                self.event.synchronize()
+                self.device_ms = self.begun.elapsed_time(self.event)
+            except RuntimeError as e:  # an asynchronous device fault shows here
+                self.packed = None
+                self.errors = [StepError("device", "device", str(e).splitlines()[0])]
+        plan = self.plan
+        n = len(plan.samples)
+        mine = slice(None) if self.pick is None else self.pick
+        if self.packed is None:
+            packed = np.zeros((3, n), np.int32)
+        else:
+            packed = self.packed.numpy()[:, mine]
+        lp = None
+        if self.logprobs is not None:
+            chosen, rank, ids, top = (t.numpy()[mine] for t in self.logprobs)
+            lp = LogProbs(chosen, rank, ids, top)
+        flags = packed[2].astype(np.uint8)
+        if np.count_nonzero(flags):
+            self._explain_failures(flags)
+        errors = self.errors if self.without_drafts is None else [*self.errors, self.without_drafts]
+        result = StepResult(
+            id=plan.id,
+            slots=plan.slots if n == len(plan.slots) else plan.slots[plan.samples],
+            tokens=packed[0],
+            count=packed[1],
+            flags=flags,
+            logprobs=lp,
+            errors=tuple(errors),
+            device_ms=self.device_ms,
+            logits=None if self.logits is None else self.logits.numpy(),
+            seams=self.seams,
+            prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
+            drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
+            taps=NO_TAPS if self.taps is None else self.taps.numpy(),
+        )
+        return result if self.came is None else spread(result, self.back, self.came)
+
+    def _explain_failures(self, flags: np.ndarray) -> None:
+        """An error for rows [N] that failed without one: the device found no token of the vocabulary."""
+        failed = np.flatnonzero(flags & FAILED)
+        if not len(failed):
+            return
+        named = {row for e in self.errors for row in e.rows}
+        lost = tuple(row for row in failed.tolist() if row not in named)
+        if lost:
+            self.errors.append(StepError("rows", self.sampler, "it drew a token that is not in the vocabulary", lost))

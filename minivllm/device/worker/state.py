@@ -1,0 +1,193 @@
+"""Per-slot columns on the device, and the deltas that change them.  The device owns the truth of a running sequence:
+its token history, its length, whether it has ended; the host only sends what it alone knows (see plan.Delta).
+
+    slot         0      1      2    ...  S-1        S = max_num_seqs, L = max_model_len
+    tokens     [ids..][ids..][ids..]                i32 [S, L + 1]
+    known        17     0      230                  i64 [S] tokens in the history that count
+    stopped      0      1      0                    met its end here; later steps in flight do nothing for it
+    table      [b, b ][     ][b, b..]               i32 [G, S, M] blocks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.sampling import Processor
+
+
+# columns of one number a row, which come with a ``Join``
+NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
+# bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
+PINNED_FROM = 16 << 10
+
+
+def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a host tensor whose copy to the device does not wait for what is enqueued there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
+
+
+def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return staged(array.astype(np.int64), device).to(device, non_blocking=True)
+
+
+class ProcessorState:
+    """The columns of one processor, and on the host which slots bound it and their variant bits."""
+
+    def __init__(self, processor: Processor, slots: int, device: torch.device) -> None:
+        self.specs, self.device = dict(processor.columns()), device
+        self.columns = {
+            name: torch.full((slots, *c.shape), c.fill, dtype=getattr(torch, c.dtype), device=device)
+            for name, c in self.specs.items()
+        }
+        self.active = np.zeros(slots, bool)
+        self.variant = np.zeros(slots, np.int64)
+
+    def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
+        """Sequences took ``slots`` i32 [n], on the device ``at`` i64 [n]; ``rows``: the Row of those that bound."""
+        self.active[slots], self.variant[slots] = False, 0
+        for name, spec in self.specs.items():
+            self.columns[name].index_fill_(0, at, spec.fill)
+        if not rows:
+            return
+        index = np.fromiter(rows, np.int64, len(rows))
+        self.active[slots[index]] = True
+        self.variant[slots[index]] = [row.variant for row in rows.values()]
+        for name, spec in self.specs.items():
+            having = [(i, row.values[name]) for i, row in rows.items() if name in row.values]
+            if not having:
+                continue
+            column = self.columns[name]
+            where = _index(slots[[i for i, _ in having]], self.device)
+            values = torch.as_tensor(np.stack([np.asarray(v) for _, v in having])).to(column.dtype)
+            column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
+
+    def save(self, slot: int) -> list[torch.Tensor]:
+        """Copies of the kept columns of a row."""
+        return [self.columns[name][slot].clone() for name, spec in self.specs.items() if spec.kept]
+
+    def restore(self, slot: int, saved: Sequence[torch.Tensor]) -> None:
+        kept = [self.columns[name] for name, spec in self.specs.items() if spec.kept]
+        for column, values in zip(kept, saved, strict=True):
+            column[slot].copy_(values)
+
+    def fork(self, source: np.ndarray, to: np.ndarray) -> None:
+        self.active[to], self.variant[to] = self.active[source], self.variant[source]
+        a, b = _index(source, self.device), _index(to, self.device)
+        for column in self.columns.values():
+            column[b] = column[a]
+
+
+class DeviceState:
+    """All columns of one device.  Nothing here waits for it: a number stored by ``column[index] = 0`` would be copied
+    from the host behind all that is enqueued, so ``index_fill_`` is used, which takes it along with the launch."""
+
+    def __init__(
+        self,
+        slots: int,
+        max_len: int,
+        groups: int,
+        block: int,
+        device: torch.device,
+        rope_switch: int | None = None,
+    ) -> None:
+
+        def make(*shape: int, dtype: torch.dtype = torch.int64, fill: int = 0) -> torch.Tensor:
+            return torch.full(shape, fill, dtype=dtype, device=device)
+
+        self.device, self.block = device, block
+        self.tokens = make(slots, max_len + 1, dtype=torch.int32)
+        # where a row's positions begin in the tables of the rotary embedding, if there are two of
+        # them: behind the first for one that may become longer than ``rope_switch``
+        self.rope_switch, self.rope_rows = rope_switch, max_len + 1
+        self.rope_first = None if rope_switch is None else make(slots)
+        # one table, so that a join is one copy; each column begins where kernels like it to, at 128 bytes
+        self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
+        self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
+        self.seed, self.sample, self.n_eos = self.numbers[4:]
+        self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
+        self.stopped = make(slots, dtype=torch.bool, fill=True)
+        self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
+        self.wants_min = np.zeros(slots, bool)  # host: rows with min_tokens
+        self.processors: list[ProcessorState] = []
+        # sequence -> the kept columns of each processor when it was preempted last; until it ends
+        self.saved: dict[int, list[list[torch.Tensor]]] = {}
+
+    def to(self, array: np.ndarray) -> torch.Tensor:
+        return staged(array, self.device).to(self.device, non_blocking=True)
+
+    def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
+        """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
+        tensors of the layers of group g."""
+        if delta is NO_CHANGE:
+            return
+        for slot, seq in delta.keep.tolist():
+            self.saved[seq] = [p.save(slot) for p in self.processors]
+        if len(delta.leave):
+            self.stopped.index_fill_(0, self.to(delta.leave).long(), True)
+        if delta.join is not None:
+            self._join(delta.join)
+        if len(delta.fork):
+            self._fork(delta.fork)
+        if len(delta.table):
+            t = self.to(delta.table).long()
+            self.table[t[:, 0], t[:, 1], t[:, 2]] = t[:, 3].int()
+        for group, slot, first, count in delta.trim.tolist():
+            self.table[group, slot, first : first + count] = 0
+        if len(delta.copy):
+            for g in np.unique(delta.copy[:, 0]).tolist():
+                rows = delta.copy[delta.copy[:, 0] == g]
+                source, to = self.to(rows[:, 1]).long(), self.to(rows[:, 2]).long()
+                for layer in caches[g]:
+                    for tensor in layer.values():
+                        tensor[to] = tensor[source]
+        for seq in delta.forget.tolist():
+            self.saved.pop(seq, None)
+
+    def rope_position(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """i64 [T], where the tables of the rotary embedding have ``position`` i64 [T] of the rows in ``slots``."""
+        return position if self.rope_first is None else position + self.rope_first[slots]
+
+    def restore(self, join: Join | None) -> None:
+        """Kept columns of preempted sequences that came back, once their tokens were committed again."""
+        for slot, seq in () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False):
+            for processor, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
+                processor.restore(slot, values)
+
+    def _join(self, j: Join) -> None:
+        at = self.to(j.slot).long()
+        rows = np.repeat(j.slot.astype(np.int64), j.known)
+        columns = np.arange(len(rows)) - np.repeat(np.cumsum(j.known) - j.known, j.known)
+        rows, columns, tokens = self.to(np.stack([rows, columns, j.tokens]))
+        self.tokens[rows, columns] = tokens.int()
+        self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
+        if self.rope_first is not None:
+            # of its last token there is no KV
+            self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
+        self.stop_ids[at] = self.to(j.stop_ids)
+        self.stopped.index_fill_(0, at, False)
+        self.wants_min[j.slot] = j.min_end > j.prompt
+        for state, bound in zip(self.processors, j.bound, strict=True):
+            state.join(j.slot, at, bound)
+
+    def _fork(self, fork: np.ndarray) -> None:
+        source, to = fork[:, 0].astype(np.int64), fork[:, 1].astype(np.int64)
+        a, b = self.to(source), self.to(to)
+        self.numbers[:, b] = self.numbers[:, a]
+        for column in (self.tokens, self.stop_ids):
+            column[b] = column[a]
+        if self.rope_first is not None:
+            self.rope_first[b] = self.rope_first[a]
+        # a parent has drawn nothing; it may just have left (preempted)
+        self.stopped.index_fill_(0, b, False)
+        self.sample[b] = self.to(fork[:, 2]).long()
+        self.wants_min[to] = self.wants_min[source]
+        for state in self.processors:
+            state.fork(source, to)

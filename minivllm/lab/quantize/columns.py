@@ -1,0 +1,159 @@
+"""The columns of a block of GPTQ in one kernel: a program has some rows of the weight in registers, and rounds their
+columns one after another.
+
+    grid (n / BR)    w [BR, C] of columns ``start`` to ``stop``, and the factor U row by row
+
+    fit              with FIT the block is one group, whose scale is found first (``Grid.fitted``)
+    column j         code, e_j = (w_j - q_j) / U_jj, w_k -= e_j U_jk for the k > j of the block
+
+Bytes: the block, its codes and its errors once, C² / 2 of the factor for each program.  What the errors do to columns
+behind the block is a product, and the caller's.  Reference: ``gptq.solve``, whose equations these are; sums are made in
+another order, so that a weight in the middle between two codes may take the other one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minivllm.device.kernels.launch import kernel
+
+from .grid import CUTS, SHORTEST
+
+if TYPE_CHECKING:
+    from .gptq import Weight
+
+MOST = 128  # columns of a block
+ROWS = 8  # of a program
+HALF = {torch.float16: 1, torch.bfloat16: 2}
+
+
+@triton.jit
+def _nearest(x):
+    """To whole numbers, halves to even ones, of -2²² to 2²²: those of which no code is made are cut off before."""
+    return (tl.minimum(tl.maximum(x, -65536.0), 65536.0) + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _stored(s, HALF: tl.constexpr, TINY: tl.constexpr):
+    """A scale as the checkpoint will have it."""
+    s = tl.maximum(tl.where(s > 0, s, 1.0), TINY)
+    if HALF == 1:
+        s = s.to(tl.float16).to(tl.float32)
+    if HALF == 2:
+        s = s.to(tl.bfloat16).to(tl.float32)
+    return s
+
+
+@triton.jit
+def _fitted(w, there, importance, TOP: tl.constexpr, LEAST_ZERO: tl.constexpr, SYMMETRIC: tl.constexpr,
+            HALF: tl.constexpr, TINY: tl.constexpr, TRIES: tl.constexpr, SHORT: tl.constexpr):  # fmt: skip
+    """(scale, zero) [BR] of the width of w [BR, C] with the least error; ``importance`` [C] of each column's."""
+    most = tl.max(tl.where(there, tl.abs(w), 0.0), 1)
+    low = tl.minimum(tl.min(tl.where(there, w, 0.0), 1), 0.0)
+    high = tl.maximum(tl.max(tl.where(there, w, 0.0), 1), 0.0)
+    best = most * 0.0 + float("inf")
+    scale, zero = best, best
+    for cut in range(TRIES):
+        width = 1.0 - cut * (1.0 - SHORT) / TRIES
+        if SYMMETRIC:
+            s = _stored(most * (2.0 * width / TOP), HALF, TINY)
+            z = s * 0.0 + (TOP + 1) // 2
+        else:
+            s = _stored((high * width - low * width) / TOP, HALF, TINY)
+            z = tl.minimum(tl.maximum(_nearest(tl.div_rn(-low * width, s)), LEAST_ZERO), TOP)
+        q = _nearest(tl.div_rn(w, s[:, None])) + z[:, None]
+        q = tl.minimum(tl.maximum(q, 0.0), TOP)
+        off = (q - z[:, None]) * s[:, None] - w
+        lost = tl.sum(tl.where(there, off * off * importance[None, :], 0.0), 1)
+        better = lost < best
+        first = cut == 0  # also of what is no number
+        scale, zero = tl.where(better | first, s, scale), tl.where(better | first, z, zero)
+        best = tl.where(better | first, lost, best)
+    return scale, zero
+
+
+@kernel("start", "stop", "group", "n")
+def _columns(
+    w, factor, importance, places, codes, errors, scales, zeros, start, stop, group, n, K: tl.constexpr,
+    GROUPS: tl.constexpr, FIT: tl.constexpr, TOP: tl.constexpr, LEAST_ZERO: tl.constexpr, SYMMETRIC: tl.constexpr,
+    HALF: tl.constexpr, TINY: tl.constexpr, TRIES: tl.constexpr, SHORT: tl.constexpr, BR: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """FIT: the columns are those of ``group``, whose scale is found and written; else ``places`` i32 [K] has the group
+    of each column, and its scale is read.  HALF: the dtype of scales, 1 float16, 2 bfloat16, 0 float32."""
+    row, oc = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, C)
+    wide = row.to(tl.int64)
+    here, rows = start + oc < stop, row < n
+    there = rows[:, None] & here[None, :]
+    at = wide[:, None] * K + start + oc[None, :]
+    block = tl.load(w + at, mask=there, other=0.0)
+    code, error = tl.zeros([BR, C], tl.float32), tl.zeros([BR, C], tl.float32)
+    s, z = tl.zeros([BR], tl.float32) + 1.0, tl.zeros([BR], tl.float32)
+    if FIT:
+        counts = tl.load(importance + start + oc, mask=here, other=0.0)
+        s, z = _fitted(block, there, counts, TOP, LEAST_ZERO, SYMMETRIC, HALF, TINY, TRIES, SHORT)
+        tl.store(scales + wide * GROUPS + group, s, mask=rows)
+        tl.store(zeros + wide * GROUPS + group, z, mask=rows)
+    for j in range(stop - start):
+        if not FIT:
+            g = tl.load(places + start + j)
+            s = tl.load(scales + wide * GROUPS + g, mask=rows, other=1.0)
+            z = tl.load(zeros + wide * GROUPS + g, mask=rows, other=0.0)
+        line = factor + (start + j).to(tl.int64) * K + start
+        mine = oc == j
+        column = tl.sum(tl.where(mine[None, :], block, 0.0), 1)
+        q = tl.minimum(tl.maximum(_nearest(tl.div_rn(column, s)) + z, 0.0), TOP)
+        e = tl.div_rn(column - (q - z) * s, s * 0.0 + tl.load(line + j))
+        behind = tl.load(line + oc, mask=here & (oc > j), other=0.0)
+        block = block - e[:, None] * behind[None, :]
+        code = tl.where(mine[None, :], q[:, None], code)
+        error = tl.where(mine[None, :], e[:, None], error)
+    tl.store(codes + at, code.to(tl.uint8), mask=there)
+    tl.store(errors + wide[:, None] * C + oc[None, :], error, mask=there)
+
+
+class ColumnKernel:
+    """``gptq.Rounding`` on a GPU; w, scales and zeros are contiguous."""
+
+    def __init__(self, weight: Weight) -> None:
+        self.of = weight._replace(factor=weight.factor.contiguous(), importance=weight.importance.contiguous())
+        (n, k), grid = weight.w.shape, weight.grid
+        self.size, self._places = grid.size(k), weight.group_of.int()
+        self.fit = not weight.fixed and self.size <= MOST
+        self.step = self.size if self.fit else MOST if weight.fixed else math.gcd(self.size, MOST)
+        self.codes = torch.empty(n, k, dtype=torch.uint8, device=weight.w.device)
+        wide = triton.next_power_of_2(self.step)
+        self._errors = weight.w.new_empty(n, wide)
+        self._constants = dict(K=k, GROUPS=weight.scales.shape[1], TOP=grid.top, LEAST_ZERO=grid.least_zero)
+        self._constants |= dict(SYMMETRIC=grid.symmetric, HALF=HALF.get(grid.stored, 0), FIT=self.fit)
+        self._constants |= dict(TINY=torch.finfo(grid.stored).tiny, TRIES=CUTS, SHORT=SHORTEST, BR=ROWS, C=wide)
+
+    def round(self, start: int, stop: int) -> Tensor:
+        of, g, n = self.of, start // self.size, len(self.codes)
+        if not self.fit and not of.fixed and start % self.size == 0:  # a group of several blocks
+            columns = slice(start, start + self.size)
+            s, z = of.grid.fitted(of.w[:, None, columns], of.importance[None, columns])
+            of.scales[:, g], of.zeros[:, g] = s[:, 0], z[:, 0]
+        _columns[(triton.cdiv(n, ROWS),)](
+            of.w,
+            of.factor,
+            of.importance,
+            self._places,
+            self.codes,
+            self._errors,
+            of.scales,
+            of.zeros,
+            start,
+            stop,
+            g,
+            n,
+            num_warps=4,
+            **self._constants,
+        )
+        return self._errors[:, : stop - start]

@@ -1,0 +1,160 @@
+"""What may be asked of one request: a parameter as plain data, with its range and its words.
+
+A sampler, processor or strategy declares the parameters that are its own in its spec::
+
+    Spec(..., params=(Param("top_a", float, 0.0, ge=0, le=1, wanted="a number from 0 (off) to 1", summary="..."),))
+
+and the fields of ``SamplingParams`` that have a plain range are declared in the same way.  Standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from typing import Any
+
+from minivllm.errors import RequestError, shown, suggest
+
+WORDS = {
+    float: "a number", int: "a whole number", bool: "True or False", str: "a text", list: "a list", dict: "a mapping",
+}  # fmt: skip
+NUMBERS = (float, int, bool)
+OTHER_NAMES = {  # request parameters of other engines, and what to use here
+    "guided_json": 'structured_outputs={"json": schema}', "guided_regex": 'structured_outputs={"regex": pattern}',
+    "guided_choice": 'structured_outputs={"choice": [...]}', "guided_grammar": 'structured_outputs={"grammar": text}',
+    "guided_decoding": 'structured_outputs={"json": schema}, or "regex", "choice", "grammar"',
+    "response_format": 'structured_outputs={"json": schema}', "regex": 'structured_outputs={"regex": pattern}',
+    "json_schema": 'structured_outputs={"json": schema}', "ebnf": 'structured_outputs={"grammar": text}',
+    "max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "max_length": "max_tokens",
+    "max_completion_tokens": "max_tokens", "num_return_sequences": "n",
+    "do_sample": "temperature=0 for greedy decoding, a temperature above 0 to sample",
+    "num_beams": "beam_width", "use_beam_search": "beam_width", "eos_token_id": "stop_token_ids",
+    "stop_sequences": "stop", "stop_strings": "stop", "return_logprob": "logprobs", "top_logprobs": "logprobs",
+    "use_cache": "the engine's enable_prefix_caching; the KV cache itself is always used",
+    "repeat_penalty": "repetition_penalty", "random_seed": "seed", "num_predict": "max_tokens", "salt": "cache_salt",
+}  # fmt: skip
+BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"))
+
+
+@dataclass(frozen=True)
+class Param:
+    """A request parameter.
+
+    ``kind`` is one of float, int, bool, str, list and dict; where ``default`` is None, None may be given too and asks
+    for nothing.  ``ge``, ``gt``, ``le`` and ``lt`` bound numbers, ``choices`` are the texts that there are.  ``wanted``
+    is what a refusal says was wanted, ``summary`` one line of what the parameter means.  TypeError for a declaration
+    that contradicts itself.
+    """
+
+    name: str
+    kind: type
+    default: Any = None
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[str, ...] = ()
+    wanted: str = field(default="", compare=False)
+    summary: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
+            raise TypeError(f"Param name={shown(self.name)}: want a name such as 'top_a'")
+        if self.kind not in WORDS:
+            raise TypeError(f"Param {self.name!r} kind={shown(self.kind)}: want one of {_names(WORDS)}")
+        if not isinstance(self.choices, (tuple, list)) or not all(isinstance(c, str) for c in self.choices):
+            raise TypeError(f"Param {self.name!r} choices={shown(self.choices)}: want a tuple of texts, such as ('a',)")
+        if self.choices and self.kind is not str:
+            raise TypeError(f"Param {self.name!r} has choices: want none for a {self.kind.__name__}")
+        if self.bounds and self.kind not in NUMBERS[:2]:
+            raise TypeError(f"Param {self.name!r} has bounds: want none for a {self.kind.__name__}")
+        try:
+            self.check(self.default)
+        except RequestError as exc:
+            raise TypeError(f"Param {self.name!r}: its default is refused: {exc}") from exc
+
+    def __str__(self) -> str:
+        limits = self.bounds or ((self.wants,) if self.choices else ())
+        return ", ".join([self.kind.__name__, f"default {self.default!r}", *limits])
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """The bounds that are set, in words."""
+        found = ((word, getattr(self, name)) for name, word in BOUNDS)
+        return tuple(f"{word} {bound:g}" for word, bound in found if bound is not None)
+
+    @property
+    def wants(self) -> str:
+        if self.wanted:
+            return self.wanted
+        if self.choices:
+            return f"one of {', '.join(map(repr, self.choices))}"
+        return " ".join([WORDS[self.kind], " and ".join(self.bounds)]).strip()
+
+    def check(self, value: Any) -> Any:
+        """The value, a number as Python's own; RequestError if it is of another kind or out of range."""
+        if value is None and self.default is None:
+            return None
+        if self.kind is float:
+            if not _finite(value):
+                # None is wanted too where it may be left open, so there no kind is named
+                also = "" if self.default is None else "a finite number: "
+                raise self._refused(value, f"{also}{self.wants}")
+        elif not _is(value, self.kind):
+            raise self._refused(value, self.wants)
+        if self.kind is float or self.kind is int:
+            if not self._within(value):
+                raise self._refused(value, self.wants)
+            return self.kind(value)
+        if self.choices and value not in self.choices:
+            raise self._refused(value, self.wants)
+        return value
+
+    def _within(self, value: Any) -> bool:
+        return (
+            (self.ge is None or value >= self.ge)
+            and (self.gt is None or value > self.gt)
+            and (self.le is None or value <= self.le)
+            and (self.lt is None or value < self.lt)
+        )
+
+    def _refused(self, value: Any, want: str) -> RequestError:
+        return RequestError(f"{self.name}={shown(value)}: want {want}", self.name)
+
+
+def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
+    """Return the error for a request parameter that nothing declares, with its name in this engine if it has one."""
+    hint = OTHER_NAMES.get(name)
+    near = f" Use {hint}." if hint else suggest(name, sorted(known))
+    return RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
+
+
+def _names(kinds: Any) -> str:
+    return ", ".join(kind.__name__ for kind in kinds)
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is int:
+        return is_whole(value)
+    if kind is dict:
+        return isinstance(value, Mapping)
+    return isinstance(value, (list, tuple) if kind is list else kind)
+
+
+def is_whole(value: Any) -> bool:
+    """A whole number, numpy's too, that is no truth value."""
+    return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+
+
+def _finite(value: Any) -> bool:
+    """A number that is none of the truth values, infinities and NaN; numpy's are numbers too."""
+    if type(value) is float:
+        return math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number beyond all floats
+        return False

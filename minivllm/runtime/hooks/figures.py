@@ -1,0 +1,135 @@
+"""Figures that plug-ins add to ``stats()``, and so to records, ``diff``, ``compare``, replays and metrics."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from minivllm.core import checks
+from minivllm.core.foreign import call_foreign
+from minivllm.errors import told
+
+if TYPE_CHECKING:
+    from minivllm.core.engine.engine import Engine
+    from minivllm.runtime.hooks.manager import HookManager
+
+log = logging.getLogger("minivllm")
+Plugin = TypeVar("Plugin")
+
+
+class PluginFigures:
+    """Collects the figures of the plug-ins of one engine: those of this process, and those where steps run.
+
+        stats["figures"]           {"scheduler": {"tenants": 3, ...}, "evictor": {...}, "evictor:1": {...}}
+        stats["figure_failures"]   {"scheduler": "ValueError: ..."}, of those whose figures could not be had
+
+    Names are those of seams; of seams with several plug-ins ``processor:NAME`` and ``strategy:NAME``.  Further plug-ins
+    of a seam (an evictor for each KV group) have a number.  A processor and the sampler exist twice: that of the worker
+    has the plain name, that which binds parameters on the host ends with " host".  Ranks of a shared model after the
+    first end with " rank N".
+    """
+
+    def __init__(self) -> None:
+        self._sources: dict[str, Callable[[], Any]] = {}
+        self._made: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._worker: Callable[[str], Any] | None = None
+        self._last: list[dict[str, Any]] = []  # of the worker, which ends before its record may be written
+
+    def of(self, seam: str, plugin: Plugin) -> Plugin:
+        """Add a plug-in if it has a method ``figures``, and return it."""
+        number = self._made[seam] = self._made.get(seam, -1) + 1
+        ask = getattr(plugin, "figures", None)
+        if callable(ask):
+            self._sources[f"{seam}:{number}" if number else seam] = ask
+        return plugin
+
+    def each(self, seam: str, plugins: list[tuple[str, Plugin]]) -> list[tuple[str, Plugin]]:
+        """Add several plug-ins of a seam by their names, and return them."""
+        return [(name, self.of(f"{seam}:{name}", plugin)) for name, plugin in plugins]
+
+    def of_host(self, processors: list[tuple[str, Plugin]]) -> list[tuple[str, Plugin]]:
+        """Add the host's processors, the sampler last, and return them."""
+        for i, (name, plugin) in enumerate(processors, 1):
+            self.of("sampler host" if i == len(processors) else f"processor:{name} host", plugin)
+        return processors
+
+    def watch(self, engine: Engine, grammar: Callable[[], Any], hooks: HookManager | None) -> None:
+        """Add the executor, the worker's plug-ins, the grammar and hooks of an engine, and listen to its statistics."""
+        self.of("executor", engine.executor)
+        self.later("grammar", grammar)
+        self.worker(engine.executor.call)
+        for member in hooks.members if hooks is not None else ():
+            self.of(f"hooks:{member.name}", member.plugin)
+        engine.events.stats_asked.subscribe(self.add_to)
+
+    def later(self, seam: str, find: Callable[[], Any]) -> None:
+        """Add a plug-in that is made when it is first needed; ``find`` returns None until then."""
+
+        def ask() -> Any:
+            own = getattr(find(), "figures", None)
+            return own() if callable(own) else {}
+
+        self._sources[seam] = ask
+
+    def worker(self, call: Callable[[str], Any]) -> None:
+        """Add the plug-ins where steps run: ``call("figures")`` answers as ``plugins.executor.part_figures`` says.
+
+        An executor without this verb, or whose plug-ins have no figures, is not asked again.
+        """
+        try:
+            self._last = call("figures") or []
+        except Exception:  # an executor of another package need not know the verb
+            self._last = []
+        self._worker = call if self._last else None
+
+    def add_to(self, stats: dict[str, Any]) -> None:
+        """Add the figures to the statistics of an engine.  Figures that cannot be had are left out, and logged once."""
+        figures: dict[str, Any] = {}
+        failures: dict[str, str] = {}
+        for name, ask in self._sources.items():
+            try:
+                figures[name] = checks.figures(call_foreign(ask))
+            except Exception as e:
+                failures[name] = told(e)
+        for name, entry in self._of_worker():
+            if "failure" in entry:
+                failures[name] = str(entry["failure"])
+            else:
+                figures[name] = entry["figures"]
+        for name in failures.keys() - self._failed:
+            self._failed.add(name)
+            log.warning("%s failed in figures(), which are left out: %s", name, failures[name])
+        stats["figures"], stats["figure_failures"] = {n: found for n, found in figures.items() if found}, failures
+
+    def _of_worker(self) -> list[tuple[str, dict[str, Any]]]:
+        if self._worker is not None:
+            try:
+                self._last = self._worker("figures")
+            except Exception as e:  # the engine has ended: the last figures stand
+                log.debug("the worker's figures cannot be had: %s", told(e))
+        out, ranks = [], dict[str, int]()
+        for entry in self._last:
+            rank = ranks[entry["name"]] = ranks.get(entry["name"], -1) + 1
+            out.append((f"{entry['name']} rank {rank}" if rank else entry["name"], entry))
+        return out
+
+
+FIGURE = "figure "  # before the name of a plug-in's figure in results: "figure evictor.ghosts"
+
+
+def flat(stats: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of ``stats`` as ``{"evictor.ghosts": 3}``."""
+    return {f"{name}.{key}": value for name, own in stats.get("figures", {}).items() for key, value in own.items()}
+
+
+def text(row: Mapping[str, Any]) -> str:
+    """Return the plug-ins' figures of a row of a result in a line, with bands or intervals if it has them."""
+    found = []
+    for key, value in row.items():
+        if key.startswith(FIGURE) and value is not None:
+            bounds = (row.get("band") or row.get("intervals") or {}).get(key)
+            more = f" [{bounds[0]:.6g}, {bounds[1]:.6g}]" if bounds and bounds[0] < bounds[1] else ""
+            found.append(f"{key.removeprefix(FIGURE)} {value:.6g}{more}")
+    return ", ".join(found)

@@ -1,0 +1,74 @@
+"""Tokenizers that only transformers reads (tokenizer.model, vocab.json, tekken.json), converted within limits.
+
+The conversion tries every cut of every piece, so one piece of a megabyte takes hours.  The process imports
+transformers, which this one then need not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from minivllm.errors import ModelError
+from minivllm.registration import fresh
+from minivllm.runtime.processes.confined import BY_THE_CLOCK, MEMORY, allow, limit_memory
+
+SECONDS = 60.0  # of CPU time; a vocabulary of 256,000 pieces takes 8 s
+MEGABYTES = 4096
+
+
+def convert(folder: Path, names: tuple[str, ...], seconds: float = SECONDS) -> dict[str, Any]:
+    """Return {"backend": JSON of a ``tokenizers.Tokenizer``, or None if transformers has only a slow one, "special":
+    the named special tokens}.  ModelError if the files are broken or take too long."""
+    read, write = os.pipe()
+    argv = fresh.command("minivllm.runtime.text.converted:main", str(folder), str(write), str(seconds), ",".join(names))
+    quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
+    null = subprocess.DEVNULL
+    with open(read, "rb") as pipe:
+        try:
+            process = subprocess.Popen(argv, stdin=null, stdout=null, stderr=null, pass_fds=[write], env=quiet)
+        finally:
+            os.close(write)
+        try:
+            said = pipe.read()
+        finally:
+            process.kill()
+            code = process.wait()
+    if said:
+        found = json.loads(said)
+        if "refused" in found:
+            raise ModelError(f"{folder}: transformers cannot load its tokenizer: {found['refused']}")
+        return found
+    if code in (-signal.SIGPROF, -signal.SIGALRM):
+        what = f"takes more than {seconds:g} s of CPU time (or {BY_THE_CLOCK * seconds:g} s by the clock)"
+    else:
+        what = f"takes more than {MEGABYTES} MiB" if code == MEMORY else f"ended the process with status {code}"
+    raise ModelError(f"{folder}: transformers cannot load its tokenizer: it {what}; want a tokenizer.json")
+
+
+def main(folder: str, write: str, seconds: str, names: str) -> None:
+    """Convert a tokenizer and write the answer as JSON to a pipe."""
+    limit_memory(MEGABYTES)
+    allow(float(seconds))
+    try:
+        answer = _answer(folder, names.split(","))
+    except MemoryError:
+        os._exit(MEMORY)
+    except BaseException as e:  # transformers raises many kinds, and panics of a library are no Exception
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        answer = {"refused": reason}
+    with open(int(write), "wb") as pipe:
+        pipe.write(json.dumps(answer).encode())
+
+
+def _answer(folder: str, names: list[str]) -> dict[str, Any]:
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    backend = getattr(slow, "backend_tokenizer", None)
+    special = {name: str(text) for name in names if (text := getattr(slow, name, None)) is not None}
+    return {"backend": None if backend is None else backend.to_str(), "special": special}

@@ -1,0 +1,493 @@
+"""Text to token ids and back, and chat templates, read from a model directory.
+
+Where there is a tokenizer.json the ``tokenizers`` library reads it and transformers, whose import costs a second, is
+not needed.  What transformers adds to the file is done here: the tokens of tokenizer_config.json and the conventions of
+chat templates.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from minivllm import files
+from minivllm.device.loading.gguf_file import is_gguf, read_gguf
+from minivllm.errors import ModelError, RequestError, shown, told
+
+from .chat import DEFAULT, ChatTemplates, fill
+from .class_tokens import class_tokens
+from .converted import convert
+from .growth import check_growth, panics_as
+from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, check_values, without_spellings
+from .messages import cut_at
+from .template import ChatTemplate, chosen_template
+
+log = logging.getLogger("minivllm")
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
+MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
+NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
+MOST_ENDS = 32  # ids that end an answer; the device holds no more
+MOST_FILLERS = 16  # templates whose special tokens stay worked out
+
+
+def load_tokenizer(
+    model_dir: str | Path, chat_template: str | None = None, eos: Sequence[int] | None = None
+) -> Tokenizer:
+    """Return the tokenizer of a model directory; ModelError if there is none or its files are broken.
+    ``chat_template`` is the text, or the file, of a template in place of the model's; ConfigError if it is none.
+    ``eos``: end-of-sequence ids in place of those that the directory configures.
+
+    Code from the directory is never run (``trust_remote_code`` stays off).
+    """
+    folder = Path(model_dir)
+    if is_gguf(folder):
+        return _gguf_tokenizer(folder, chat_template, eos)
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _read_json(folder / "special_tokens_map.json") | config
+    backend = _read_backend(folder / "tokenizer.json") if files.is_there(folder / "tokenizer.json") else None
+    slow = None
+    try:
+        special = {name: _content(named[name]) for name in NAMED if named.get(name)}
+        if backend is not None:
+            _configure(backend, named, special)
+    except (AttributeError, TypeError, ValueError, OverflowError) as e:
+        at = folder / "tokenizer_config.json"
+        raise ModelError(f"{at}: its added or special tokens are none ({told(e)}); download it again") from e
+    if backend is None:
+        backend, slow, found = _converted(folder)
+        special = found | special
+    if backend is not None:  # a limit or padding saved with the tokenizer is for training
+        backend.no_truncation()
+        backend.no_padding()
+        check_growth(folder, backend)
+    templates = chosen_template(_read_templates(folder, config), chat_template)
+    made = Tokenizer(backend, slow, special, templates, configured_eos(folder) if eos is None else eos)
+    made._folder = folder
+    return made
+
+
+class Tokenizer:
+    """``backend`` is the ``tokenizers.Tokenizer``, or None where transformers has only a slow one for the model."""
+
+    def __init__(
+        self,
+        backend: Any,
+        slow: Any,
+        special: Mapping[str, str],
+        templates: str | Mapping[str, str] | None,
+        eos: Sequence[int] = (),
+    ) -> None:
+        self.backend, self._slow = backend, slow
+        self.special_tokens = dict(special)  # "eos_token" -> "<|im_end|>"
+        self._templates = ChatTemplates({DEFAULT: templates} if isinstance(templates, str) else templates or {})
+        self._fillers: dict[str, ChatFiller] = {}
+        own = self.token_id(special["eos_token"]) if "eos_token" in special else None
+        # the model's own come first; the tokenizer's counts too: chat models name one in one file, one in the other
+        self.eos_ids = tuple(dict.fromkeys([*eos, *(() if own is None else (own,))]))
+        self._folder: Path | None = None  # where it was read from
+
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Return the chat templates by name; a single one is called ``default``."""
+        return self._templates.sources
+
+    @property
+    def chat_template(self) -> str | None:
+        """Return the chat template of requests that name none; None if there is none."""
+        return self.chat_templates.get(DEFAULT)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what ``from_json`` makes the same tokenizer of, in another process."""
+        if self.backend is None:
+            return {"folder": str(self._folder), "templates": self.chat_templates, "eos": list(self.eos_ids)}
+        return {
+            "backend": self.backend.to_str(),
+            "special": self.special_tokens,
+            "templates": self.chat_templates,
+            "eos": list(self.eos_ids),
+        }
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:
+        if "folder" in told:
+            made = load_tokenizer(told["folder"], eos=told["eos"])
+            made._templates = ChatTemplates(told["templates"])
+            return made
+        from tokenizers import Tokenizer as Backend
+
+        return cls(Backend.from_str(told["backend"]), None, told["special"], told["templates"], told["eos"])
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if not isinstance(text, str):
+            raise RequestError(f"prompt of type {type(text).__name__}: want a string", "prompt")
+        if self.backend is not None:
+            return self._encoded(text, add_special_tokens).ids
+        try:
+            return list(self._slow.encode(text, add_special_tokens=add_special_tokens))
+        except (TypeError, UnicodeEncodeError) as e:
+            raise RequestError(NOT_UNICODE, "prompt") from e
+
+    def _encoded(self, text: str, add_special_tokens: bool = False) -> Any:
+        """The ``tokenizers.Encoding`` of a text."""
+        try:
+            with panics_as(lambda why: RequestError(why, "prompt")):
+                return self.backend.encode(text, add_special_tokens=add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as e:  # half of a surrogate pair
+            raise RequestError(NOT_UNICODE, "prompt") from e
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids that are no token give no text.  Nothing is cleaned up: spaces before punctuation stay."""
+        ids = [int(i) for i in ids]
+        if self.backend is not None:
+            with panics_as(RequestError):
+                return self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        return self._slow.decode(ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
+
+    def batch_decode(self, batch: Iterable[Sequence[int]], skip_special_tokens: bool = True) -> list[str]:
+        """Return the text of each list of ids."""
+        return [self.decode(ids, skip_special_tokens) for ids in batch]
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, list[Any]]:
+        """Return ``input_ids`` and ``attention_mask`` of a text, or of each text of a list, without padding."""
+        many = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
+        masks = [[1] * len(ids) for ids in many]
+        if isinstance(text, str):
+            return {"input_ids": many[0], "attention_mask": masks[0]}
+        return {"input_ids": many, "attention_mask": masks}
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def __bool__(self) -> bool:
+        return True  # also where the vocabulary is empty
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Return the id of the tokenizer's end-of-sequence token; ``eos_ids`` has the model's other ones too."""
+        return self._special_id("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Return the id of the begin-of-sequence token; None if there is none."""
+        return self._special_id("bos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Return the id of the padding token; None if there is none."""
+        return self._special_id("pad_token")
+
+    def _special_id(self, name: str) -> int | None:
+        return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); None if there is no such id."""
+        if self.backend is not None:
+            return self.backend.id_to_token(token_id)
+        return self._slow.convert_ids_to_tokens(token_id) if token_id < len(self._slow) else None
+
+    def token_id(self, token: str) -> int | None:
+        if self.backend is not None:
+            return self.backend.token_to_id(token)
+        return self._slow.get_vocab().get(token)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Tokens that it knows, added ones included; the model's logits may be wider."""
+        return self.backend.get_vocab_size(with_added_tokens=True) if self.backend is not None else len(self._slow)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        if self.backend is None:
+            return frozenset(self._slow.all_special_ids)
+        return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        add_generation_prompt: bool | None = None,
+        *,
+        tokenize: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int] | str:
+        """Return the prompt of a conversation, as token ids or (``tokenize=False``) as text, as transformers makes it:
+        what a message spells like a special token is one.
+
+        ``add_generation_prompt``: whether the answer is begun; None is the same as True, or as False where
+        ``continue_final_message`` ends the prompt with the last message.  ``chat_template``: the name of one of the
+        model's, or the text of one; without it, ``tool_use`` is used for tools if the model has it.  ``variables`` are
+        further names for the template, such as ``enable_thinking``.  RequestError if the model has no template, the
+        messages are malformed, or the template refuses them.
+        """
+        filling = self._templates.prepare(
+            messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
+        )
+
+        def run(render: Callable[[Any], str], values: Any) -> str:
+            check_values(values)
+            return render(values)
+
+        text = fill(filling, self.special_tokens, run)
+        if filling.mark:
+            text = cut_at((text,), filling.mark)[0]
+        return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def chat_prompt(
+        self,
+        messages: Any,
+        add_generation_prompt: bool | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt:
+        """Return the prompt of a conversation in which nothing but the template's own text is a special token: what
+        messages, tools, documents and variables spell like one stays text.  ``encode_chat`` gives its ids.  Arguments
+        and errors are those of ``apply_chat_template``.
+        """
+        filling = self._templates.prepare(
+            messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
+        )
+        prompt = fill(filling, self.special_tokens, self._filler_of(filling.template).fill)
+        return replace(prompt, pieces=cut_at(prompt.pieces, filling.mark)) if filling.mark else prompt
+
+    def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """The ids of a prompt, in which ``prompt.special`` are the only special tokens."""
+        if self.backend is None:
+            ids = self.encode(prompt.text, add_special_tokens=False)
+            wanted = [self.token_id(token) for token in prompt.special]
+            if prompt.plain and [i for i in ids if i in self._kept_apart] == wanted:
+                return ids
+            return [i for n, piece in enumerate(prompt.pieces) for i in self._encode_piece(piece, bool(n % 2))]
+        if (found := self._in_place(prompt)) is not None:
+            return found
+        backend, names = self._literal
+        text = "".join(names[piece] if n % 2 else piece for n, piece in enumerate(prompt.pieces))
+        return backend.encode(text, add_special_tokens=False).ids
+
+    def _in_place(self, prompt: ChatPrompt) -> list[int] | None:
+        """The ids of the prompt's text, if the special tokens among them are the prompt's own, each in its place: an
+        added token that begins in the text before one may swallow it, while the caller's text spells another."""
+        found = self._encoded(prompt.text)
+        wanted, at = [], 0
+        for n, piece in enumerate(prompt.pieces):
+            if n % 2:
+                wanted.append((self.token_id(piece), at, at + len(piece)))
+            at += len(piece)
+        there = [(i, *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in self._kept_apart]
+        if len(there) != len(wanted):
+            return None
+        for (i, begin, end), (token, first, last) in zip(there, wanted, strict=True):
+            if i != token or begin > first or end < last:  # one that takes spaces beside it is wider
+                return None
+        return found.ids
+
+    def _encode_piece(self, piece: str, special: bool) -> list[int]:
+        """Of a tokenizer that only transformers has."""
+        if special:
+            return [i for i in [self.token_id(piece)] if i is not None]
+        ids = list(self._slow.encode(piece, add_special_tokens=False, split_special_tokens=True))
+        unknown = self.token_id(self.special_tokens.get("unk_token", ""))  # of characters that it does not know
+        if not (self._kept_apart - {unknown}).isdisjoint(ids):
+            raise RequestError("messages: text is spelled like a special token, which this tokenizer cannot tell apart")
+        return ids
+
+    @cached_property
+    def _kept_apart(self) -> frozenset[int]:
+        """Ids that no text of a caller becomes in a chat: special tokens, and added tokens that end an answer or that
+        the chat template writes.  Not tags in pairs (<think>, </think>): they are the markup of answers, which callers
+        send back with the conversation."""
+        if self.backend is None:
+            return self.special_ids
+        added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
+        tags = {t for text in added.values() if text[:2] == "</" for t in (text, "<" + text[2:])}
+        written = self._templates.written()
+        own = {i for i, token in added.items() if token not in tags and _writes(written, token)}
+        return self.special_ids | own | added.keys() & set(self.eos_ids)
+
+    @cached_property
+    def _spellings(self) -> Spellings:
+        words: list[str] = []
+        if self.backend is not None:
+            words = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.single_word]
+        return Spellings([t for i in self._kept_apart if (t := self.token(i)) is not None], words)
+
+    @cached_property
+    def _literal(self) -> tuple[Any, dict[str, str]]:
+        return without_spellings(self.backend, self._spellings.tokens)
+
+    def _filler_of(self, template: ChatTemplate) -> ChatFiller:
+        found = self._fillers.get(template.source)
+        if found is None:
+            if len(self._fillers) >= MOST_FILLERS:
+                self._fillers.clear()
+            facts = template.facts
+            found = ChatFiller(self._spellings, facts.written, facts.names, facts.filters)
+            self._fillers[template.source] = found
+        return found
+
+
+def _writes(written: Sequence[str], token: str) -> bool:
+    """Whether a template writes a token, whole or around the name of a role ("<|" + role + "|>")."""
+    if any(token in text for text in written):
+        return True
+    for role in ROLES:
+        before, found, after = token.lower().partition(role)
+        begins = before and any(text.lower().endswith(before) for text in written)
+        if found and begins and after and any(text.lower().startswith(after) for text in written):
+            return True
+    return False
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """{} if the file is not there."""
+    found = files.read_json(path, files.PART, ModelError) if files.is_there(path) else {}
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: want a JSON object, found {type(found).__name__}")
+    return found
+
+
+def _read_backend(path: Path) -> Any:
+    from tokenizers import Tokenizer as Backend
+
+    files.check(path, files.LARGE, ModelError)
+    try:
+        with panics_as(ValueError):
+            return Backend.from_file(str(path))
+    except Exception as e:  # the library raises plain Exception
+        raise ModelError(f"{path}: not a tokenizer that the tokenizers library reads: {e}") from e
+
+
+def _content(token: Any) -> str:
+    """Return the text of a token that a file gives as text or as an object.  TypeError for another value."""
+    text = token.get("content", "") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        raise TypeError(f"{shown(token)} is no token")
+    return text
+
+
+def _added(token: Any, special: bool) -> Any:
+    from tokenizers import AddedToken
+
+    if not isinstance(token, dict):
+        return AddedToken(_content(token), special=special)
+    flags = {k: bool(v) for k, v in token.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    return AddedToken(_content(token), **{"special": special, **flags})
+
+
+def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
+    """Add what tokenizer_config.json knows beyond tokenizer.json, as transformers 5 does.
+
+    Not add_bos_token and add_eos_token: there too they are for vocabularies without a tokenizer.json.
+    """
+    there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
+    listed = config.get("added_tokens_decoder") or {}
+    new = [_added(token, False) for _, token in sorted(listed.items(), key=lambda x: int(x[0]))]
+    backend.add_tokens([t for t in new if repr(t) not in there])
+    known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
+    more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
+    own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
+    named = [config[name] for name in special] + own + list(more.values() if isinstance(more, dict) else more)
+    named = [token for token in named if token is not None]
+    backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
+
+
+def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
+    """Make the tokenizer that a GGUF file holds.  ``eos``: ids that end an answer instead of the file's own."""
+    from .gguf_tokenizer import build, read_vocabulary
+
+    file = read_gguf(path)
+    vocabulary = read_vocabulary(file)
+    prefix = "tokenizer.chat_template."
+    named = {name.removeprefix(prefix): text for name, text in file.values.items() if name.startswith(prefix)}
+    own = file.values.get("tokenizer.chat_template")
+    found = _named_templates({**named, **({} if own is None else {DEFAULT: own})}, path)
+    templates = chosen_template(found, chat_template)
+    ends = file.ends if eos is None else eos
+    backend = build(vocabulary, log.warning)
+    check_growth(path, backend)
+    made = Tokenizer(backend, None, vocabulary.special_tokens, templates, ends)
+    made._folder = path
+    return made
+
+
+def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
+    """Return the tokenizer that transformers makes of other files as (``tokenizers.Tokenizer`` or None, the slow one
+    where transformers has no other, special tokens)."""
+    if not any(files.is_there(folder / name) for name in OTHER_FILES):
+        raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
+    for path in sorted(p for pattern in READ for p in folder.glob(pattern)):
+        files.check(path, files.LARGE, ModelError)
+    found = convert(folder, NAMED)
+    if found["backend"] is not None:
+        from tokenizers import Tokenizer as Backend
+
+        backend = Backend.from_str(found["backend"])
+        if backend.get_vocab().keys() <= set(found["special"].values()):
+            raise ModelError(f"{folder}: transformers finds no vocabulary in its files; download them again")
+        return backend, None, found["special"]
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    return None, slow, found["special"]
+
+
+def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the chat templates of a model directory by name.
+
+    Files named *.jinja come before chat_template.json, and that before tokenizer_config.json, where the templates are
+    one text, a list of {"name", "template"}, or a mapping."""
+    found = _named_templates(config.get("chat_template"), folder)
+    found |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"), folder)
+    more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MOST_TEMPLATES]
+    paths = {DEFAULT: folder / "chat_template.jinja", **{path.stem: path for path in more}}
+    named = {name: files.read_text(path, error=ModelError) for name, path in paths.items() if files.is_there(path)}
+    return {name: found[name] for name in (DEFAULT,) if name in found} | named if named else found
+
+
+def _named_templates(value: Any, where: Path) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    if isinstance(value, list) and all(isinstance(one, dict) for one in value):
+        value = {one.get("name"): one.get("template") for one in value}
+    texts = [text for pair in value.items() for text in pair] if isinstance(value, dict) else [None]
+    if not all(isinstance(text, str) for text in texts):
+        want = 'a text, or a list of {"name": ..., "template": ...}'
+        raise ModelError(f"{where}: chat_template={shown(value)}: want {want}")
+    return dict(value)
+
+
+def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
+    """Return the end-of-sequence ids of generation_config.json, which may be elsewhere (``generation``); without one,
+    of config.json.  Of a GGUF file its own.  ModelError if they are no ids."""
+    if generation is not None and (found := _read_json(generation).get("eos_token_id")) is not None:
+        return token_ids(found, str(generation))
+    if is_gguf(folder):
+        return list(read_gguf(folder).ends)
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(folder / name).get("eos_token_id")
+        if found is not None:
+            return token_ids(found, str(folder / name))
+    return []
+
+
+def token_ids(found: Any, where: str) -> list[int]:
+    """Return an ``eos_token_id``, one id or several, as a list.  ModelError, which begins with ``where``."""
+    ids = found if isinstance(found, list) else [found]
+    if len(ids) > MOST_ENDS or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ModelError(f"{where}: eos_token_id={shown(found)}: want at most {MOST_ENDS} token ids")
+    return ids
