@@ -65,7 +65,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
     sub.add_argument("--builtins", action="store_true", help="minivllm's own too")
     sub.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for each (default 60)")
     sub.add_argument("--json", action="store_true", help="the reports as JSON")
-    sub = verb("new", "scaffold.command:new")
+    sub = verb("new", "testing.scaffold.command:new")
     sub.add_argument("name", help="of the package and of the plug-in, such as my-attn")
     sub.add_argument("--seam", required=True, help="of which seam it is: " + ", ".join(KINDS))
     sub.add_argument("--dir", default=".", metavar="DIR", help="where to write its folder (default: here)")

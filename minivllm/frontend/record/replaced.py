@@ -15,19 +15,7 @@ import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-ENGINE = (
-    "core",
-    "layers",
-    "kernels",
-    "plugins",
-    "loading",
-    "text",
-    "structured",
-    "frontend",
-    "runtime",
-    "models",
-    "nn",
-)
+ENGINE = ("core", "device", "frontend", "plugins", "runtime")
 TORCH = ("torch", "torch.nn.functional", "torch.linalg", "torch.special")
 FUNCTION = 0x1  # CO_OPTIMIZED: code of a function, not of a class body
 WRAPPED = ("__wrapped__", "__func__", "fget", "func", "fn", "function", "_function", "python_impl")

@@ -27,6 +27,7 @@ from .frames import Frame, Splitter, encode
 GRACE = 5.0  # seconds to give everything back once the parent is gone
 BACKLOG = 32 * 2**20  # bytes of frames that wait for a parent that does not read, before the engine waits for it
 CHUNK = 1 << 18
+ENGINE = ("minivllm.core.", "minivllm.device.worker.", "minivllm.device.functions.")  # frames that are no plug-in's
 
 
 class SocketLink:
@@ -165,7 +166,7 @@ def _watch_loop(loop: Any, seconds: float, thread: int) -> None:
 def _plugin_in(frame: FrameType | None) -> str:
     """What the engine's core has called, and where that is now."""
     at, called = frame, frame
-    while at is not None and not at.f_globals.get("__name__", "").startswith("minivllm.core."):
+    while at is not None and not at.f_globals.get("__name__", "").startswith(ENGINE):
         called, at = at, at.f_back
     if frame is None or called is None:
         return "code that Python does not see"
