@@ -50,9 +50,12 @@ def parts(one: Any) -> Iterable[Any]:
     return gc.get_referents(one)
 
 
+OURS = ("minivllm.core.", "minivllm.device.worker.", "builtins", "abc")  # modules of classes that are not looked into
+
+
 def roots_of(instance: Any) -> list[Any]:
     """An instance, and the containers of its classes and their modules, if they are no part of minivllm's contract."""
-    own = [c for c in type(instance).__mro__ if not c.__module__.startswith(("minivllm.core.", "minivllm.device.", "builtins", "abc"))]
+    own = [c for c in type(instance).__mro__ if not c.__module__.startswith(OURS)]
     places = [vars(c) for c in own] + [vars(sys.modules[c.__module__]) for c in own if c.__module__ in sys.modules]
     return [instance, *(v for place in places for k, v in place.items() if isinstance(v, CONTAINERS) and k[:2] != "__")]
 
