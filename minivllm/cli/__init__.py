@@ -48,11 +48,26 @@ OPENS = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.c
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuses in one line.  ``read`` is what a command makes of its arguments before they are parsed."""
+    """Refuse wrong arguments in one line.
+
+    ``read`` changes the arguments of a command before they are parsed.  ``fill`` adds the arguments of a command whose
+    defaults and choices come from a module that other commands do not need; it is called when they are needed."""
 
     read: Callable[[Sequence[str]], list[str]] | None = None
+    fill: Callable[[CommandParser], None] | None = None
+
+    def filled(self) -> CommandParser:
+        """Return the parser with all its arguments."""
+        if self.fill is not None:
+            fill, self.fill = self.fill, None
+            fill(self)
+        return self
+
+    def format_help(self) -> str:
+        return super(CommandParser, self.filled()).format_help()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.filled()
         if self.read is not None:
             try:
                 args = self.read(sys.argv[1:] if args is None else args)

@@ -6,13 +6,17 @@ import argparse
 import sys
 from typing import Any
 
-from minivllm.lab.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES, QuantizeOptions
-
 
 def add_commands(command: Any) -> None:
     """Add ``quantize``.  ``command`` is that of ``minivllm.cli``."""
     text = "Write a model directory whose linear layers are packed in 4 or 8 bits, as GPTQ's or compressed-tensors'."
-    sub = command("quantize", "cli.quantize:quantize", text)
+    command("quantize", "cli.quantize:quantize", text).fill = _add_arguments
+
+
+def _add_arguments(sub: argparse.ArgumentParser) -> None:
+    """Add the arguments of ``quantize``, with the choices and defaults of ``lab.quantize``."""
+    from minivllm.lab.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES
+
     sub.add_argument("model", help="a directory, a Hugging Face id, or pocket")
     sub.add_argument("out", help="the directory to write; it must not be there")
     sub.add_argument("--method", choices=METHODS, required=True, help="rtn: rounding; gptq and awq read a text")
@@ -32,6 +36,9 @@ def add_commands(command: Any) -> None:
 
 
 def quantize(args: argparse.Namespace) -> int:
+    """Write the quantized model directory; the exit code."""
+    from minivllm.lab.quantize.options import QuantizeOptions
+
     options = QuantizeOptions(
         method=args.method,
         bits=args.bits,

@@ -155,7 +155,7 @@ def test_the_table_of_commands_has_all_of_them():
     assert shown == set(commands)
     wired = ("generate", "chat", "run", "explain", "serve", "eval", "ablate", "compare", "calibrate")
     for name, parser in commands.items():  # what the page says of flags
-        flags = parser._option_string_actions
+        flags = parser.filled()._option_string_actions
         assert ("--model" in flags) == (name in wired), name
         assert ("--record" in flags) == (name in ("generate", "chat", "run", "eval")), name
 

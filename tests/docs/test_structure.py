@@ -43,6 +43,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 import minivllm
 
 LAZY = minivllm._LAZY  # public names of the package -> their module
@@ -370,3 +372,20 @@ def test_a_class_name_is_used_once():
             if isinstance(node, ast.ClassDef):
                 where.setdefault(node.name, []).append(module)
     assert not {name: modules for name, modules in where.items() if len(modules) > 1}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import minivllm; minivllm.LLM; minivllm.SamplingParams",
+        "from minivllm.cli import main; main(['generate', 'Once', '--max-tokens', '2'])",
+        "from minivllm import LLM\nwith LLM(model='pocket') as llm: llm.chat([{'role': 'user', 'content': 'hi'}])",
+    ],
+    ids=["import", "generate", "chat"],
+)
+def test_what_runs_a_model_loads_nothing_of_the_laboratory_or_the_kit(code):
+    ask = "import sys; print([m for m in sys.modules if m.startswith(('minivllm.lab', 'minivllm.testing'))])"
+    found = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{ask}"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert found.stdout.splitlines()[-1] == "[]", found.stdout
