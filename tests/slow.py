@@ -36,7 +36,7 @@ def measured(path: str) -> dict[str, float]:
 
 
 def _id(module: str, name: str) -> str:
-    """ "tests.kit.test_kit.TestClass" and "test_it[1]" -> "tests/kit/test_kit.py::TestClass::test_it[1]"."""
+    """ "tests.kit.test_kit.TestClass" and "test_it[1]" -> "tests/testing/test_kit.py::TestClass::test_it[1]"."""
     parts, classes = module.split("."), []
     while parts and not (HERE.parent / Path(*parts)).with_suffix(".py").exists():
         classes.insert(0, parts.pop())

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin
 
 # as pytest does, for ``python tests/docs/test_docs.py``
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import pytest
 import torch

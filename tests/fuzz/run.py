@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from fuzz import power
@@ -249,7 +250,8 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was started is ended then too
     try:
         if not (folder / "done").exists():
-            path = f"import sys; sys.path[:0] = {[str(HERE.parent), str(HERE.parents[1])]!r}"
+            folders = [str(folder) for folder in (HERE.parent / "helpers", HERE.parent, HERE.parents[1])]
+            path = f"import sys; sys.path[:0] = {folders!r}"
             made = f"{path}; from pathlib import Path; from fuzz.models import make; make(Path({str(folder)!r}))"
             subprocess.run([sys.executable, "-c", made], check=True)
         play = fuzz if args.replay is None and args.shrink is None else replay if args.shrink is None else shrink

@@ -6,8 +6,7 @@ import random
 
 import numpy as np
 import pytest
-
-from tests.policy_helpers import Bench
+from policy_helpers import Bench
 
 SIM = {"slots": 64, "blocks": 8000, "budget": 512, "max_len": 256}
 

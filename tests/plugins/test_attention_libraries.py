@@ -1,7 +1,7 @@
 """The back ends over libraries, with stand-ins for the libraries: how the glue indexes, masks, scales and plans.
 
-The stand-ins (``stand_ins``) take what the real functions take and refuse what those refuse.  Kernels are not tested
-here: that is what ``python -m minivllm.testing flash_attn --device cuda`` does where a library is installed.
+The stand-ins (``helpers/stand_ins``) take what the real functions take and refuse what those refuse.  Kernels are not
+tested here: that is what ``python -m minivllm.testing flash_attn --device cuda`` does where a library is installed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from minivllm.registry import Catalog
 from minivllm.testing import AttentionConformance
 from minivllm.testing.attention_world import World
 
-STAND_INS = str(Path(__file__).parents[1] / "stand_ins")
+STAND_INS = str(Path(__file__).parents[1] / "helpers" / "stand_ins")
 OURS = tuple(f"minivllm.plugins.attention.{name}" for name in ("flash_attn", "flash_attn2", "flashinfer"))
 
 

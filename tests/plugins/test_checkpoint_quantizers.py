@@ -1,6 +1,6 @@
 """What all quantizers that read checkpoints have in common: the tests of the conformance kit that cost little.
 
-All of the kit is a slow test (tests/kit/test_conformance.py).
+All of the kit is a slow test (tests/testing/test_conformance.py).
 """
 
 from __future__ import annotations

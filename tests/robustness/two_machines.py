@@ -26,6 +26,7 @@ from typing import Any
 import minivllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 from robustness.machines import NAMES, SIZES, STARTS, Engine, Machines, Server, command_of, of_mark, run, why_not
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 # as pytest does, for ``python tests/server/test_server_peers.py``
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import pytest
 

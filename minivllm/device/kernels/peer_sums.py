@@ -21,7 +21,7 @@ Sums are float32 in the order of the ranks, so that they have the same bits on e
 
 Bytes that a rank sends, of T rows of B bytes: T * B * 2 (size - 1) by words, T * B * (size - 1) by flags, and
 T * B * 2 (size - 1) / size by split ones.  Reference: a float64 sum,
-``device.layers.norm.rms_norm`` (``tests/models/test_peer_kernels.py``).
+``device.layers.norm.rms_norm`` (``tests/device/kernels/test_peer_kernels.py``).
 """
 
 from __future__ import annotations

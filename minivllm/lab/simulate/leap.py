@@ -3,7 +3,7 @@
 In most steps of a simulation every row that runs draws one token more, nobody enters and no policy is asked.  ``leap``
 does to the engine's books what it would have done in those turns: columns once for a stretch of steps of the same rows,
 and in between, when it is due, what takes a block, publishes one or ends a row, with the engine's own functions.  What
-is decided, and when, is the same to the last bit (``tests/record/test_leap.py``).
+is decided, and when, is the same to the last bit (``tests/lab/test_leap.py``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What XGrammar holds of a JSON schema, and the rest made right.
 
-It passes over keywords that it does not know; ``unheld`` finds them, so that they are refused.  ``tests/schemas`` is
-what the lists were tried on.  Its grammar of a schema, which is text, is then made exact: what it makes of a regular
-expression is replaced, and each character of a string is left one spelling (``Patterns``).
+It passes over keywords that it does not know; ``unheld`` finds them, so that they are refused.
+``tests/helpers/schemas`` is what the lists were tried on.  Its grammar of a schema, which is text, is then made exact:
+what it makes of a regular expression is replaced, and each character of a string is left one spelling (``Patterns``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python interpreted_peers.py FOLDER RANK SIZE       one rank, which checks what it got against float64 sums
 
-``tests/models/test_peer_kernels.py`` starts them.  On GPUs ``benchmarks/peer_sums.py`` checks the same and times it.
+``tests/device/kernels/test_peer_kernels.py`` starts them.  On GPUs ``benchmarks/peer_sums.py`` checks the same and
+times it.
 """
 
 from __future__ import annotations

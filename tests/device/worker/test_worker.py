@@ -17,7 +17,7 @@ from minivllm.core.wiring import wiring_from_json, wiring_to_json
 from minivllm.registration.fresh import command
 from minivllm.registry import Catalog, build_part
 
-POCKET = Path(__file__).parents[2] / "minivllm" / "pocket" / "model"
+POCKET = Path(__file__).parents[3] / "minivllm" / "pocket" / "model"
 pytestmark = pytest.mark.skipif(not POCKET.is_dir(), reason="the model is not in this tree")
 SMALL = {
     "model": "pocket", "device": "cpu", "dtype": "float32", "max_num_seqs": 2, "max_num_batched_tokens": 64,

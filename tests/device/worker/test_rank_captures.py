@@ -37,7 +37,7 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def test_rows_that_fill_no_captured_size_are_drawn_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here = Path(__file__).parents[1]
+    here = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(here))
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # of the ranks; this process launches no kernel
     monkeypatch.setenv("RANK_CAPTURES", str(tmp_path))

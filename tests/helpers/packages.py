@@ -38,7 +38,7 @@ def environment(packages: Iterable[Path], metadata: Path) -> dict[str, str]:
     for folder in packages:
         write_metadata(folder / "pyproject.toml", metadata)
         paths.append(str(folder / "src" if (folder / "src").is_dir() else folder))
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*paths, root])}
 
 

@@ -12,7 +12,7 @@ import torch
 
 from minivllm import LLM, SamplingParams
 
-POCKET = Path(__file__).parents[2] / "minivllm" / "pocket" / "model"
+POCKET = Path(__file__).parents[3] / "minivllm" / "pocket" / "model"
 pytestmark = pytest.mark.skipif(not POCKET.is_dir(), reason="the model is not in this tree")
 THINGS = ("fox", "lantern", "box", "river", "bird", "stone", "garden", "boat")
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-PACKAGE = Path(__file__).resolve().parents[1] / "minivllm"
+PACKAGE = Path(__file__).resolve().parents[2] / "minivllm"
 Words = np.ndarray  # uint32
 
 

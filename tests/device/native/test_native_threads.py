@@ -216,8 +216,7 @@ def python(code: str) -> str:
     """What a process prints that runs this code and ends well."""
     lines = [line.removeprefix("        ") for line in code.splitlines()]
     setup = "import copy, os, sys, time\nimport numpy as np\nimport torch\ntorch.set_num_threads(1)\n"
-    here = os.path.dirname(__file__)
-    path = os.pathsep.join([here, os.path.dirname(here), *sys.path])
+    path = os.pathsep.join(sys.path)
     done = subprocess.run(
         [sys.executable, "-c", setup + "\n".join(lines)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},

@@ -1,6 +1,6 @@
 """The conformance kit under test: every planted fault is caught by the test that is meant for it, and what is right
-passes.  The first faults of each module run always, the others among the slow tests; ``python tests/kit/test_kit.py``
-prints which tests catch each fault."""
+passes.  The first faults of each module run always, the others among the slow tests; ``python
+tests/testing/test_kit.py`` prints which tests catch each fault."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pkgutil
 import sys
 from pathlib import Path
 
-# as pytest does, for ``python tests/kit/test_kit.py``
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+# as pytest does, for ``python tests/testing/test_kit.py``
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import pytest
 import wrong

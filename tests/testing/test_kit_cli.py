@@ -166,7 +166,7 @@ class TestMine(EvictorConformance):
 def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin, status):
     (tmp_path / "test_mine.py").write_text(AUTHOR.format(plugin=plugin))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "held or spec", "test_mine.py"]
-    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": ""}
+    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers"), "PATH": ""}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
     assert done.returncode == status, done.stdout + done.stderr
     assert ("want the three keys that are not held" in done.stdout) == bool(status)
@@ -187,7 +187,7 @@ class TestRanked(StrategyConformance):
 def test_a_strategy_with_a_parameter_of_its_own_conforms_in_a_test_class(tmp_path):
     (tmp_path / "test_ranked.py").write_text(RANKED)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_ranked.py"]
-    path = {"PYTHONPATH": str(Path(__file__).parents[1]), "PATH": ""}
+    path = {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers"), "PATH": ""}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
     assert done.returncode == 0, done.stdout + done.stderr
 

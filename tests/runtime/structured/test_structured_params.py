@@ -6,7 +6,6 @@ import contextlib
 import json
 import time
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from structured_helpers import deep
@@ -17,9 +16,6 @@ from minivllm.core.json_schema.closing import closed
 from minivllm.core.json_schema.depth import text_depth, value_depth
 from minivllm.core.json_schema.references import find
 from minivllm.plugins.grammar.xgrammar_schema import unheld
-
-TESTS = Path(__file__).parents[1]
-
 
 # ---- what can be asked for -------------------------------------------------------------------------------------------
 

@@ -16,10 +16,10 @@ from minivllm import LLM, AsyncLLM, RequestError, SamplingParams
 from minivllm.plugins.grammar.xgrammar_schema import unheld
 
 torch.set_num_threads(1)  # several threads wait for each other where other programs run too
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 SCHEMAS = {
     f"{file.stem}: {name}": schema
-    for file in sorted((TESTS / "schemas").glob("*.json"))
+    for file in sorted((TESTS / "helpers" / "schemas").glob("*.json"))
     for name, schema in json.loads(file.read_text(encoding="utf-8")).items()
 }
 NEVER_ENDS = ("strings: email", "objects: map of integers", "objects: some listed, others typed")  # often too long

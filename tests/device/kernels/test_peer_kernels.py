@@ -12,7 +12,8 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-HERE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[3]
+HERE = ROOT / "tests" / "helpers"
 
 
 def regions(folder: Path, size: int) -> None:
@@ -28,7 +29,7 @@ def regions(folder: Path, size: int) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_ranks_get_the_sums_norms_logits_and_tokens_of_all(size, tmp_path):
     regions(tmp_path, size)
-    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])}
     command = [sys.executable, str(HERE / "interpreted_peers.py"), str(tmp_path)]
     running = [
         subprocess.Popen([*command, str(rank), str(size)], env=environ, stderr=subprocess.PIPE, text=True)

@@ -48,7 +48,7 @@ class Parts(Sdpa):
 
 
 class TestTwoRanks(ExecutorConformance):
-    """The kit with two ranks throughout; ``tests/kit`` runs it with one."""
+    """The kit with two ranks throughout; ``tests/testing`` runs it with one."""
 
     pytestmark = pytest.mark.slow
     plugin = "minivllm/multiprocess"
