@@ -318,22 +318,27 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
             plan.prompt_topk,
             f"those of prompts in step {plan.id}",
         )
-    if len(plan.host) and np.shape(found.logits) != (len(plan.host), vocab):
+    if len(plan.host) and _shape_of(found.logits) != (len(plan.host), vocab):
         raise ValueError(
-            f"logits of step {plan.id} have shape {np.shape(found.logits)}; want {(len(plan.host), vocab)}"
+            f"logits of step {plan.id} have shape {_shape_of(found.logits)}; want {(len(plan.host), vocab)}"
         )
     if len(plan.taps):
         count = plan.q_len[plan.taps[:, 1]] - plan.taps[:, 2]
         want = int(count @ np.array([*(capacity.taps or {}).values()])[plan.taps[:, 0]])
-        if np.shape(found.taps) != (want,) or found.taps.dtype != np.float32:
+        if found.taps is None or found.taps.shape != (want,) or found.taps.dtype != np.float32:
             raise ValueError(
                 f"taps of step {plan.id} are {shown(found.taps)}; want float32 [{want}]"
             )
     return found
 
 
+def _shape_of(value: Any) -> tuple[int, ...]:
+    """Return the shape of an array, () for None."""
+    return () if value is None else np.shape(value)
+
+
 def _logprobs(lp: LogProbs | None, n: int, k: int, what: str) -> None:
-    shapes = [np.shape(getattr(lp, name, None)) for name in ("chosen", "rank", "top_ids", "top")]
+    shapes = [_shape_of(getattr(lp, name, None)) for name in ("chosen", "rank", "top_ids", "top")]
     chosen, rank, ids, top = shapes
     if (chosen, rank) != ((n,), (n,)) or ids != top or len(ids) != 2 or ids[0] != n or ids[1] < k:
         raise ValueError(
