@@ -1,0 +1,83 @@
+"""Hooks of mkdocs: pages of the site that are not below docs/, and the reference of the public modules.
+
+The links of a page are right in the repository.  On the site the pages of docs/ are at the root, and other pages have
+their paths in the repository, so links are rewritten.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+# files outside of docs/ that pages link to: Markdown becomes a page, other files are copied
+BESIDE = ("*.md", "benchmarks/*.md", "contrib/**/*.md", "minivllm/pocket/*.md", "examples/*.ipynb")
+MODULES = ("minivllm", "minivllm.plugin", "minivllm.registry", "minivllm.config", "minivllm.testing")
+INTERFACES = "minivllm.core.interfaces"
+FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.M | re.S)
+LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
+
+
+def modules() -> list[str]:
+    """Return the public modules, each of which has a page; the interfaces of the seams come last."""
+    folder = ROOT.joinpath(*INTERFACES.split("."))
+    seams = (path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_"))
+    return [*MODULES, *(f"{INTERFACES}.{seam}" for seam in seams)]
+
+
+def page_of(module: str) -> str:
+    """Return the path of a module's page on the site."""
+    return f"api/{module}.md"
+
+
+def beside() -> list[str]:
+    """Return the paths in the repository of the files outside of docs/ that belong to the site."""
+    return sorted({path.relative_to(ROOT).as_posix() for pattern in BESIDE for path in ROOT.glob(pattern)})
+
+
+def on_config(config: Any) -> Any:
+    """Add the pages of the public modules to the navigation."""
+    pages = [{module.removeprefix(f"{INTERFACES}."): page_of(module)} for module in modules()]
+    config.nav.append({"API": [*pages[: len(MODULES)], {"Interfaces": pages[len(MODULES) :]}]})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files from outside of docs/ and the pages of the public modules."""
+    for path in beside():
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    for module in modules():
+        files.append(File.generated(config, page_of(module), content=f"# {module}\n\n::: {module}\n"))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Return the text of a page with links that are right on the site."""
+    here = page.file.src_uri
+    source = here if here in beside() else f"docs/{here}"
+    return map_links(markdown, lambda link: site_link(link, source, here))
+
+
+def map_links(markdown: str, change: Callable[[str], str]) -> str:
+    """Return Markdown with ``change`` applied to the target of each link; fenced code stays as it is."""
+    parts, end = [], 0
+    for fence in FENCE.finditer(markdown):
+        parts += [LINK.sub(lambda link: change(link[1]), markdown[end : fence.start()]), fence[0]]
+        end = fence.end()
+    return "".join([*parts, LINK.sub(lambda link: change(link[1]), markdown[end:])])
+
+
+def site_link(link: str, source: str, here: str) -> str:
+    """Return a link of the file ``source`` of the repository as the page ``here`` of the site needs it."""
+    target, mark, anchor = link.partition("#")
+    if not target or "://" in link or link.startswith("mailto:"):
+        return link
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    if (ROOT / path).is_dir():
+        path = f"{path}/README.md"
+    return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(here) or ".") + mark + anchor
