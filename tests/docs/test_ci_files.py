@@ -38,6 +38,13 @@ def test_the_workflow_runs_ci_on_versions_of_python_that_are_allowed():
     assert all(int(oldest) <= int(version.removeprefix("3.")) < int(end) for version in versions)
 
 
+def test_test_files_that_ci_names_are_there():
+    scripts = [path for path in (ROOT / ".ci").iterdir() if path.is_file()]
+    named = {name for path in scripts for name in re.findall(r"tests/[\w/]+\.py", path.read_text(encoding="utf-8"))}
+    assert len(named) >= 10
+    assert not [name for name in sorted(named) if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("path", [path for path in FORMS if path.stem != "config"], ids=lambda path: path.stem)
 def test_an_issue_form_has_what_its_host_wants(path):
     form = yaml.safe_load(path.read_text(encoding="utf-8"))
