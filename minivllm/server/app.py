@@ -19,7 +19,7 @@ from minivllm.errors import told
 
 from . import errors, operations
 from .errors import ApiError
-from .http import cross_site, elsewhere
+from .http import cross_site, unknown_routes
 from .http.auth import ADMIN as ADMIN_KEY
 from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
@@ -223,9 +223,9 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     status, headers, path = getattr(exc, "status_code", 500), getattr(exc, "headers", None), asked_path(request.scope)
     if status == 404:
         routes = [route.path for route in request.app.routes if "{" not in route.path and hasattr(route, "methods")]
-        return _answer(elsewhere.missing(path, routes))
+        return _answer(unknown_routes.missing(path, routes))
     if status == 405:
-        return _answer(elsewhere.refused(request.scope["method"], path, headers))
+        return _answer(unknown_routes.refused(request.scope["method"], path, headers))
     return _answer(ApiError(status, str(exc), headers=headers))
 
 

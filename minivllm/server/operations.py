@@ -15,7 +15,7 @@ import minivllm
 
 from . import metrics
 from .errors import ApiError
-from .http import elsewhere
+from .http import unknown_routes
 from .http.sse import dump
 from .link import state
 from .openai import chat, fields
@@ -32,7 +32,7 @@ async def models(request: Request, service: Service) -> Any:
 
 async def model(request: Request, service: Service) -> Any:
     if not request.path_params["model"]:
-        raise elsewhere.missing("/v1/models/", ["/v1/models"])
+        raise unknown_routes.missing("/v1/models/", ["/v1/models"])
     return JSONResponse(_card(service, service.check_model(request.path_params["model"])))
 
 

@@ -33,7 +33,6 @@ from minivllm.validation import is_text
 
 from . import logs, middleware, throughput
 from .app import Application
-from .desk import Desk
 from .http.accepting import BACKLOG, Acceptor, open_files, room_for
 from .http.auth import ADMIN, ENVIRONMENT, read_keys
 from .http.connection import protocol
@@ -47,6 +46,7 @@ from .metrics import Metrics
 from .openai import tools
 from .openai.generate import Service
 from .openai.tokens import Tokens
+from .worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -98,8 +98,8 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     declared.installed()  # now, and not in a request: it imports the specs of other packages
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
-    desk = Desk(client.tokenizer, server.template_seconds, server.template_mb)
-    tokens = Tokens(client.tokenizer, info.max_model_len, desk)
+    pool = WorkerPool(client.tokenizer, server.template_seconds, server.template_mb)
+    tokens = Tokens(client.tokenizer, info.max_model_len, pool)
     door = Door(info.max_num_seqs + server.max_queue, server.max_inside)
     defaults = {**info.sampling, **sampling}
     return Service(client, server, names, tokens, door, metrics, defaults, sampling.get("max_tokens"))
@@ -128,7 +128,7 @@ async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequ
                 return 0
             await opening  # its error is the command's
             service = make_service(client, server, loaded.engine.model, loaded.sampling)
-            service.tokens.desk.start()
+            service.tokens.pool.start()
             app.open(service)
             state.freeze_loaded()
             _tell_token(app)

@@ -3,7 +3,7 @@
 The picture orders the parts (rooms) by their imports at run time; all arrows point down.
 
     │ cli                                                   the commands
-    │ server.serve  server.app  server.operations  server.desk_work
+    │ server.serve  server.app  server.operations  server.pool_jobs
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not import each other
     │ lab.bench  testing  testing.scaffold  pocket  lab.simulate  lab.replay  lab.compare_hf  lab.quantize
@@ -64,7 +64,7 @@ MAY_IMPORT = {
     ),
     "server.app": "server.operations server.openai server.http server",
     "server.operations": "server.openai server.link server.http server",
-    "server.desk_work": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
+    "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.openai": (
         "server.link server.http runtime.text core.interfaces core.declared server runtime.tenant_cache "
         "core.json_schema"

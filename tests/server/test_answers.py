@@ -16,8 +16,8 @@ from minivllm.core.interfaces.plan import LogProbs
 from minivllm.pocket import checkpoint
 from minivllm.runtime.text.outputs import Logprob
 from minivllm.runtime.text.tokenizer import load_tokenizer
-from minivllm.server.desk_work import make
 from minivllm.server.errors import ApiError
+from minivllm.server.fair_slots import MOST_WAITING, FairSlots
 from minivllm.server.http.sse import LongAnswer
 from minivllm.server.link import engine_loop
 from minivllm.server.link.pace import SHARED_LEAST, TURN
@@ -25,7 +25,7 @@ from minivllm.server.link.scored import Columns, Scored, ScoredToken
 from minivllm.server.openai import answers, logprobs
 from minivllm.server.openai.answers import Shaper, Slices, Stretch, TokenScores
 from minivllm.server.openai.logprobs import Speller
-from minivllm.server.turns import MOST_WAITING, Turns
+from minivllm.server.pool_jobs import make
 from minivllm.testing.sim import sim_engine
 
 
@@ -54,8 +54,8 @@ def columns(n, k, seed=0, vocab=300, bare=0):
     return found
 
 
-class NearDesk:
-    """A desk without processes: what travels is bytes all the same."""
+class NearPool:
+    """A worker pool without processes: what travels is bytes all the same."""
 
     def __init__(self, tokenizer):
         told = None if tokenizer is None else tokenizer.to_json()
@@ -71,9 +71,9 @@ class NearDesk:
         return np.frombuffer(found[1], np.int64)
 
 
-def written(answer, desk, tokenizer, speller=None):
+def written(answer, pool, tokenizer, speller=None):
     async def main():
-        shaper = Shaper(desk, tokenizer, speller or Speller(tokenizer), "a")
+        shaper = Shaper(pool, tokenizer, speller or Speller(tokenizer), "a")
         return [piece async for piece in answers.pieces(answer, shaper, Slices())]
 
     return asyncio.run(main())
@@ -105,15 +105,15 @@ def test_an_answer_is_the_same_however_its_scores_are_cut(monkeypatch, tokenizer
         monkeypatch.setattr(answers, "FEW", at_once)
         monkeypatch.setattr(answers, "JOB", job)
         monkeypatch.setattr(answers, "PIECE", 100)
-        desk = NearDesk(tokenizer)
-        assert json.loads(b"".join(written(answer, desk, tokenizer, speller))) == want
-        assert bool(desk.asked) == (at_once == 0 and n > 0) or at_once == 100
+        pool = NearPool(tokenizer)
+        assert json.loads(b"".join(written(answer, pool, tokenizer, speller))) == want
+        assert bool(pool.asked) == (at_once == 0 and n > 0) or at_once == 100
 
 
 def test_the_event_loop_shapes_few_scores_of_an_answer_whatever_its_size(tokenizer, monkeypatch):
-    """And no job of the desk has more than it may."""
+    """And no job of the worker pool has more than it may."""
     here, shaped = [], answers.shaped
-    near = NearDesk(tokenizer)
+    near = NearPool(tokenizer)
     work = near.work
 
     def elsewhere(job, parts):
@@ -284,7 +284,7 @@ def test_what_rows_take_anyway_does_not_shorten_prompts():
 
 def test_parts_of_answers_wait_for_their_turn_and_are_not_refused():
     async def main():
-        turns = Turns(range(2))
+        turns = FairSlots(range(2))
         seat = await turns.take("a")
         waiting = [asyncio.create_task(turns.take("a", refuses=False)) for _ in range(MOST_WAITING + 9)]
         await asyncio.sleep(0)
@@ -320,4 +320,4 @@ def test_of_many_answers_one_at_a_time_has_a_slice_of_the_loop():
 
 def test_a_long_answer_that_fails_on_the_way_has_no_end():
     with pytest.raises(ApiError):
-        LongAnswer._last_words(LongAnswer.__new__(LongAnswer), ApiError(500, "the desk is gone"))
+        LongAnswer._last_words(LongAnswer.__new__(LongAnswer), ApiError(500, "the worker pool is gone"))

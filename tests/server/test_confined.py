@@ -10,16 +10,16 @@ import pytest
 from minivllm.errors import ResourceError
 from minivllm.runtime.processes.confined import Confined, Exceeded
 from minivllm.server.errors import ApiError
-from minivllm.server.turns import MOST_WAITING, Turns
+from minivllm.server.fair_slots import MOST_WAITING, FairSlots
 
 LIMITS = {"seconds": 0.2, "megabytes": 64}
 
 
-def confined(test, hello=b"", seats=(0, 0)):
+def confined(test, hello=b"", workers=(0, 0)):
     """Run ``test(confined)``, a coroutine, with processes of its own."""
 
     async def run():
-        made = Confined("confined_work:make", lambda: hello, seats)
+        made = Confined("confined_work:make", lambda: hello, workers)
         try:
             return await asyncio.wait_for(test(made), 100)
         finally:
@@ -50,7 +50,7 @@ def test_what_the_work_raises_is_told_and_ends_nothing():
             await made.ask(0, {"kind": "raise"}, **LIMITS)
         assert (await made.ask(0, {"kind": "say"}, **LIMITS))[0]["pid"] == pid
 
-    confined(test, seats=(0,))
+    confined(test, workers=(0,))
 
 
 def test_a_seat_that_is_killed_is_asked_again_once_and_then_given_up():
@@ -62,12 +62,12 @@ def test_a_seat_that_is_killed_is_asked_again_once_and_then_given_up():
         with pytest.raises(ResourceError, match="-9"):
             await made.ask(0, {"kind": "die"}, **LIMITS)
         assert (await made.ask(0, {"kind": "say", "say": 3}, **LIMITS))[0]["say"] == 3
-        made._process.kill()  # the parent of the seats; they live on, and the next that dies has no heir
+        made._process.kill()  # the parent of the workers; they live on, and the next that dies has no heir
         with pytest.raises(ResourceError):
             await made.ask(0, {"kind": "die"}, **LIMITS)
         assert (await made.ask(0, {"kind": "say", "say": 4}, **LIMITS))[0]["say"] == 4
 
-    confined(test, seats=(0,))
+    confined(test, workers=(0,))
 
 
 def test_work_that_cannot_be_made_says_why():
@@ -81,11 +81,11 @@ def test_work_that_cannot_be_made_says_why():
 
 def test_processes_end_with_who_asks():
     async def test(made):
-        return made._process, [(await made.ask(seat, {"kind": "say"}, **LIMITS))[0]["pid"] for seat in (0, 1)]
+        return made._process, [(await made.ask(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
 
     async def left():
         made = Confined("confined_work:make", lambda: b"", (0, 0))
-        return [(await made.ask(seat, {"kind": "say"}, **LIMITS))[0]["pid"] for seat in (0, 1)]
+        return [(await made.ask(worker, {"kind": "say"}, **LIMITS))[0]["pid"] for worker in (0, 1)]
 
     pids = confined(test)[1] + asyncio.run(left())
     gc.collect()
@@ -108,17 +108,17 @@ def runs(pid):
 
 def test_an_asker_has_one_seat_and_those_who_wait_take_turns():
     async def main():
-        turns, order = Turns(range(2)), []
+        turns, order = FairSlots(range(2)), []
 
         async def job(who):
-            seat = await turns.take(who)
+            worker = await turns.take(who)
             assert who not in holders
-            holders[who] = seat
+            holders[who] = worker
             assert sorted(holders.values()) == sorted(set(holders.values())) and len(holders) <= 2
             order.append(who)
             await asyncio.sleep(0)
             del holders[who]
-            turns.give(who, seat)
+            turns.give(who, worker)
 
         holders = {}
         tasks = [asyncio.create_task(job("many")) for _ in range(50)]
@@ -135,25 +135,25 @@ def test_an_asker_has_one_seat_and_those_who_wait_take_turns():
 
 def test_who_leaves_while_waiting_takes_no_seat_along():
     async def main():
-        turns = Turns(range(1))
-        seat = await turns.take("a")
+        turns = FairSlots(range(1))
+        worker = await turns.take("a")
         waiting = [asyncio.create_task(turns.take(who)) for who in "abcabc"]
         await asyncio.sleep(0)
         for task in waiting[:3]:
             task.cancel()
-        turns.give("a", seat)
-        for task in waiting:  # the one that was given the seat at the same moment too
+        turns.give("a", worker)
+        for task in waiting:  # the one that was given the worker at the same moment too
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        assert await asyncio.wait_for(turns.take("d"), 5) == seat
+        assert await asyncio.wait_for(turns.take("d"), 5) == worker
 
     asyncio.run(main())
 
 
 def test_too_many_that_wait_are_sent_away_and_others_are_not():
     async def main():
-        turns = Turns(range(1))
-        seat = await turns.take("a")
+        turns = FairSlots(range(1))
+        worker = await turns.take("a")
         waiting = [asyncio.create_task(turns.take("a")) for _ in range(MOST_WAITING)]
         await asyncio.sleep(0)
         with pytest.raises(ApiError) as refused:
@@ -161,9 +161,9 @@ def test_too_many_that_wait_are_sent_away_and_others_are_not():
         assert refused.value.status == 429 and refused.value.headers["Retry-After"]
         other = asyncio.create_task(turns.take("b"))
         await asyncio.sleep(0)
-        turns.give("a", seat)
+        turns.give("a", worker)
         turns.give("a", await waiting[0])
-        assert await asyncio.wait_for(other, 5) == seat
+        assert await asyncio.wait_for(other, 5) == worker
         for task in waiting:
             task.cancel()
 

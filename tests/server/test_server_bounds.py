@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minivllm.core.json_schema.depth import text_depth
-from minivllm.server import desk_work
+from minivllm.server import pool_jobs
 from minivllm.server.errors import ApiError
 from minivllm.server.http import bounds
 from minivllm.server.http.body import SMALL, parse_object
-from minivllm.server.openai import fields, peers
+from minivllm.server.openai import field_aliases, fields
 from minivllm.server.openai.protocol import common
 from minivllm.server.openai.protocol.chat import ChatBody
 from minivllm.server.openai.protocol.completion import CompletionBody
@@ -60,7 +60,7 @@ def test_a_shape_is_found_whatever_the_bytes_are(raw):
 @given(st.dictionaries(TEXT, JSON, max_size=3), st.sampled_from(["", "body"]))
 def test_what_a_seat_reads_is_what_is_read_here(value, inner):
     whole = {inner: value} if inner else value
-    _, rest, *more = desk_work.read(json.dumps(whole).encode(), inner)
+    _, rest, *more = pool_jobs.read(json.dumps(whole).encode(), inner)
     assert json.loads(rest) == whole and not more
 
 
@@ -82,19 +82,19 @@ SHAPES = {
 def test_a_body_of_more_than_a_request_can_need_is_refused_by_the_limit(name):
     text, word = SHAPES[name]
     with pytest.raises(ApiError) as refused:
-        desk_work.read(text.encode(), "")
+        pool_jobs.read(text.encode(), "")
     assert refused.value.status == 400 and word in str(refused.value)
     if name != "fields":
         with pytest.raises(ApiError, match=word):
-            desk_work.read(b'{"body":' + text.encode() + b"}", "body")
+            pool_jobs.read(b'{"body":' + text.encode() + b"}", "body")
 
 
 FIELDS = [
     *CompletionBody.model_fields,
     *ChatBody.model_fields,
-    *peers.MAPPED,
-    *peers.IDLE,
-    *peers.NESTED,
+    *field_aliases.MAPPED,
+    *field_aliases.IDLE,
+    *field_aliases.NESTED,
     *fields.PASSED,
 ]
 MANY = {
@@ -126,13 +126,13 @@ def test_values_are_counted_as_they_are_nested(value):
 
 @pytest.mark.parametrize("prompt", [[7] * 300_000, [[7] * 1000, [8], [9] * 900], list(range(1 << 20))])
 def test_token_ids_travel_as_they_are_however_many(prompt):
-    told, rest, column = desk_work.read(json.dumps({"prompt": prompt, "n": 1}).encode(), "")
+    told, rest, column = pool_jobs.read(json.dumps({"prompt": prompt, "n": 1}).encode(), "")
     (name, lengths), flat = (
         json.loads(told)["columns"][0],
         [i for one in prompt for i in one] if lengths_of(prompt) else prompt,
     )
     assert (name, lengths) == ("prompt", lengths_of(prompt)) and json.loads(rest) == {"prompt": None, "n": 1}
-    assert desk_work.np.frombuffer(column, "i8").tolist() == flat
+    assert pool_jobs.np.frombuffer(column, "i8").tolist() == flat
 
 
 def lengths_of(prompt):
@@ -143,7 +143,7 @@ def lengths_of(prompt):
     "prompt", [[1.5] * 999, [True] * 999, [[1] * 999, []], [[1] * 999, "a"], [10**30] * 999, ["1"] * 999]
 )
 def test_what_is_no_list_of_token_ids_stays_what_it_is(prompt):
-    _, rest = desk_work.read(json.dumps({"prompt": prompt}).encode(), "")
+    _, rest = pool_jobs.read(json.dumps({"prompt": prompt}).encode(), "")
     assert json.loads(rest) == {"prompt": prompt}
 
 

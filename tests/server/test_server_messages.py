@@ -133,6 +133,6 @@ def test_the_server_chooses_a_template_by_the_tools_or_by_its_name():
             with pytest.raises(ApiError, match="name one that has, with chat_template: rag"):
                 await tokens.chat(ASK, None, True, None, NOBODY, documents=documents)
         finally:
-            await tokens.desk.close()
+            await tokens.pool.close()
 
     asyncio.run(check())

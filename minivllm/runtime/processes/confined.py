@@ -1,11 +1,11 @@
 """Work that strangers choose, in processes with limits of time and memory: ``Confined`` asks, ``main`` answers.
 
-    this process ──start──► parent: loads what the work needs, then waits ──fork──► seat 0, seat 1, ...
-         ◄──────────────────────── frames on a socket a seat ─────────────────────────►
+    this process ──start──► parent: loads what the work needs, then waits ──fork──► worker 0, worker 1, ...
+         ◄──────────────────────── frames on a socket a worker ─────────────────────────►
 
-A seat does one job after another.  Before each it gets limits: CPU seconds (ITIMER_PROF, whose signal ends a process
+A worker does one job after another.  Before each it gets limits: CPU seconds (ITIMER_PROF, whose signal ends a process
 whatever it is busy with), a multiple of them by the clock, and memory beyond what it has (RLIMIT_AS).  A job that
-exceeds them costs the seat its life and nobody else anything: the parent says so and forks the next, which takes a
+exceeds them costs the worker its life and nobody else anything: the parent says so and forks the next, which takes a
 millisecond, as everything is loaded.  A frame has the number of its job, so an answer never reaches another's.
 """
 
@@ -29,12 +29,12 @@ from minivllm.errors import ResourceError, told
 from minivllm.registration import fresh
 
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
-PATIENCE = 120.0  # seconds without an answer after which all seats are taken for stuck; a start may take a while
+PATIENCE = 120.0  # seconds without an answer after which all workers are taken for stuck; a start may take a while
 BY_THE_CLOCK = 10  # times the CPU seconds that a job may take by the clock: a loaded machine is slow
 HEAD = struct.Struct("<QI")  # number of the job, how many parts follow
 PARTS = 16  # of a frame, at most
-LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a seat: nobody asks any more, MemoryError, a frame that is none
-NOBODY = 0  # the number of a frame about the seat itself
+LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: nobody asks any more, MemoryError, a frame that is none
+NOBODY = 0  # the number of a frame about the worker itself
 
 
 class Exceeded(Exception):
@@ -52,7 +52,7 @@ def frame(number: int, parts: Sequence[bytes]) -> bytes:
 
 class Confined:
     """Seats that are asked from one event loop.  ``target`` ("module:function") gets ``hello()`` and returns the
-    ``Work``; ``nices``: a seat each, and how far it stands back from other processes.  Starts by need."""
+    ``Work``; ``nices``: a worker each, and how far it stands back from other processes.  Starts by need."""
 
     def __init__(self, target: str, hello: Callable[[], bytes], nices: Sequence[int]) -> None:
         self._target, self._hello, self._nices = target, hello, tuple(nices)
@@ -61,24 +61,24 @@ class Confined:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> asyncio.Task[list[_Seat]]:
-        """Begin to start, if nothing has; the seats can be asked at once."""
+        """Begin to start, if nothing has; the workers can be asked at once."""
         if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
             self._starting = asyncio.create_task(self._start())
         return self._starting
 
     async def ask(
-        self, seat: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
+        self, worker: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """The answer of a seat that nobody else asks meanwhile: what the work returned, its first part as JSON.
+        """The answer of a worker that nobody else asks meanwhile: what the work returned, its first part as JSON.
         Exceeded; ResourceError if there is no process that could do it; RuntimeError if the work fails."""
         asked = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()
         why = ""
-        for _ in range(2):  # a seat that died of something else, the kernel's want of memory, say, is asked again
+        for _ in range(2):  # a worker that died of something else, the kernel's want of memory, say, is asked again
             starting = self.start()
             self._numbers += 1
             try:
-                seats = await asyncio.shield(starting)
-                told_, more = await asyncio.wait_for(seats[seat].ask(self._numbers, [asked, *parts]), PATIENCE)
+                workers = await asyncio.shield(starting)
+                told_, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [asked, *parts]), PATIENCE)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as e:
                 why = told(e)
                 self._drop(starting)
@@ -125,15 +125,15 @@ class Confined:
         return process
 
     def _drop(self, starting: asyncio.Task[list[_Seat]]) -> None:
-        """Nothing more is heard of these seats; the next job starts others."""
+        """Nothing more is heard of these workers; the next job starts others."""
         if self._starting is not starting:
             return
         self._starting = None
         if self._process is not None:
             _kill(self._process)
         if starting.done() and not starting.cancelled() and starting.exception() is None:
-            for seat in starting.result():
-                seat.writer.close()
+            for worker in starting.result():
+                worker.writer.close()
 
     async def close(self) -> None:
         """End the processes.  Jobs that run fail."""
@@ -148,7 +148,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 class _Seat:
-    """Our end of a seat's socket."""
+    """Our end of a worker's socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -171,7 +171,7 @@ class _Seat:
 
 
 def main(target: str, fds: str, nices: str) -> None:
-    """Make the work, then keep a child in every seat until nobody asks any more."""
+    """Make the work, then keep a child in every worker until nobody asks any more."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the asking process decides; the end of its sockets ends this one
         signal.signal(number, signal.SIG_IGN)
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
@@ -184,18 +184,18 @@ def main(target: str, fds: str, nices: str) -> None:
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages that it looks at
     back = list(map(int, nices.split(",")))
-    seats = {_fork(at, links, work, back[at]): at for at in range(len(links))}
-    while seats:
+    workers = {_fork(at, links, work, back[at]): at for at in range(len(links))}
+    while workers:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if (at := seats.pop(pid, None)) is None or code == LEFT:
+        if (at := workers.pop(pid, None)) is None or code == LEFT:
             continue
         if code == GARBLED:
             _tell(links[at], {"broken": "a frame that is none"})
             continue
         limits = {-signal.SIGPROF: "time", -signal.SIGALRM: "time", MEMORY: "memory"}
         _tell(links[at], {"ended": limits.get(code, str(code))})
-        seats[_fork(at, links, work, back[at])] = at
+        workers[_fork(at, links, work, back[at])] = at
 
 
 def _tell(link: socket.socket, what: dict[str, Any]) -> None:
@@ -260,8 +260,8 @@ def allow(seconds: float) -> None:
 
 
 def prepare(what: Callable[[], None], seconds: float, megabytes: int) -> None:
-    """Do ``what`` within limits, for every seat, if a child that tries it out survives: it may be a stranger's program.
-    Else each seat does it itself by need."""
+    """Do ``what`` within limits, for every worker, if a child that tries it out survives: it may be a stranger's
+    program. Else each worker does it itself by need."""
     if child := os.fork():
         if os.waitpid(child, 0)[1] == 0:
             limit_memory(megabytes)

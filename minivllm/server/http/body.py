@@ -21,9 +21,9 @@ from .cross_site import JSON_WANTED, is_json
 from .crowd import Crowd
 
 if TYPE_CHECKING:
-    from minivllm.server.desk import Desk
+    from minivllm.server.worker_pool import WorkerPool
 
-SMALL = 1 << 15  # bytes: a few milliseconds at most, whatever they are; of more the desk takes care
+SMALL = 1 << 15  # bytes: a few milliseconds at most, whatever they are; of more the worker pool takes care
 HELD = 16  # bodies of the largest size that one asker may have on their way
 LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for what still comes of a body that was refused
 
@@ -31,8 +31,8 @@ LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for what still comes of a body t
 class Bodies:
     """The bodies that are on their way.  ``held``: bytes of each asker's that have come and are not read yet."""
 
-    def __init__(self, desk: Desk) -> None:
-        self.desk = desk
+    def __init__(self, pool: WorkerPool) -> None:
+        self.pool = pool
         self.held: Counter[str] = Counter()
         self._late = Crowd()  # bodies that began together are late together
 
@@ -58,7 +58,7 @@ class Bodies:
     async def parse(self, raw: bytes, who: str, inner: str = "") -> dict[str, Any]:
         """``parse_object`` and the bounds of ``bounds``; ``inner``: the field that holds the body."""
         if len(raw) > SMALL:
-            return await self.desk.read(raw, who, inner)
+            return await self.pool.read(raw, who, inner)
         bounds.check_shape(raw)
         value = load_object(raw)
         if not inner:

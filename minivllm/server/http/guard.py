@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
-from minivllm.server.line import owner_of
+from minivllm.server.fair_queue import owner_of
 
 from . import cross_site
 from .auth import ApiKeys

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from minivllm.server.line import owner_of
+from minivllm.server.fair_queue import owner_of
 
 from .body import HELD
 from .connection import read_little

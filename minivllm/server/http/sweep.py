@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from minivllm.server.line import owner_of
+from minivllm.server.fair_queue import owner_of
 
 SMALL = 64 << 10  # unsent bytes of a connection that count for nothing: what a stream may have
 UNREAD = 256 << 20  # unsent bytes of one address, on all its connections

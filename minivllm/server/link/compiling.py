@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from minivllm.server.line import Line
+from minivllm.server.fair_queue import FairQueue
 
 LOOK = 0.005  # seconds between looks while something is compiled and nothing else happens
 
@@ -37,7 +37,7 @@ class Compiling:
     makes it, at most ``workers`` at once, and ``stop(params)`` has it end before it has.  One owner has all workers but
     one at most, if there are several: another's waits for nobody.
 
-    Invariant: a job in ``_jobs`` has a request; one in ``_line`` has a request and has not begun.
+    Invariant: a job in ``_jobs`` has a request; one in ``_queue`` has a request and has not begun.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Compiling:
         self._workers, self._most = workers, max(workers - 1, 1)
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
         self._lock = threading.Lock()
-        self._line: Line[_CompileJob] = Line()
+        self._queue: FairQueue[_CompileJob] = FairQueue()
         self._jobs: dict[Hashable, _CompileJob] = {}
         self._of: dict[int, _CompileJob | None] = {}  # by request; None: there is an answer, which ``ready`` is to give
         self._busy: Counter[str] = Counter()  # jobs that run, by owner
@@ -77,7 +77,7 @@ class Compiling:
             job = self._jobs.get(key)
             if job is None:
                 job = self._jobs[key] = _CompileJob(number, key, request.params)
-                self._line.push(request.owner, number, job)
+                self._queue.push(request.owner, number, job)
             job.lives[number] = live
             self._of[number] = job
             self._start()
@@ -86,7 +86,7 @@ class Compiling:
         """Give free workers what is next; the lock is held."""
         while not self._closed and self._busy.total() < self._workers:
             full = [owner for owner, jobs in self._busy.items() if jobs >= self._most]
-            next_up = self._line.pop(full)
+            next_up = self._queue.pop(full)
             if next_up is None:
                 return
             owner, _, job = next_up
@@ -121,7 +121,7 @@ class Compiling:
                 if not job.lives:  # who asks for the same now has a job of its own
                     if self._jobs.get(job.key) is job:
                         del self._jobs[job.key]
-                    self._stop(job.params) if job.begun else self._line.remove(job.number)
+                    self._stop(job.params) if job.begun else self._queue.remove(job.number)
             return True
 
     def ready(self) -> list[tuple[Any, BaseException | None]]:
@@ -142,5 +142,5 @@ class Compiling:
             self._closed = True
             self._of.clear()
             self._jobs.clear()
-            self._line.clear()
+            self._queue.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -4,7 +4,7 @@
     turn                    commands, engine.step(), link.send(FRAME, header, columns)
 
 What ends something (an abort, a cut, a stop) and questions are obeyed as they come, before a new request is looked at:
-who has left costs nothing more.  New requests wait in a ``Line`` in which owners take turns.
+who has left costs nothing more.  New requests wait in a ``FairQueue`` in which owners take turns.
 
 A turn sends one frame, or several where answers come with much to say: each is bounded, so that who reads them can do
 something else between two.  A frame has a column entry for each branch that got tokens or ended in this turn, for all
@@ -44,7 +44,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, RequestError, shown, told
 from minivllm.frontend.loop import TurnLoop
-from minivllm.server.line import Line
+from minivllm.server.fair_queue import FairQueue
 
 from . import state
 from .compiling import LOOK, Compiling
@@ -102,7 +102,7 @@ class EngineLoop(TurnLoop):
         self.turned = time.monotonic()  # when the last turn began
         self.accepted = 0  # requests that the engine took: at rest, as many as have finished
         self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
-        self.arriving: Line[Frame] = Line()  # requests that nobody has looked at
+        self.arriving: FairQueue[Frame] = FairQueue()  # requests that nobody has looked at
         budget = engine.planner.max_tokens
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget

@@ -2,7 +2,7 @@
 
     answer ──pieces()──► 64 KiB and more ──► the client       the next piece is made once it has taken the last
       │ small leaves at once
-      └ Leaf: many log-probabilities ──JOB each──► Desk ──► JSON of a part
+      └ Leaf: many log-probabilities ──JOB each──► WorkerPool ──► JSON of a part
 
 So an answer holds the columns that it is made of and a piece of its text, whatever that comes to, and the event loop
 does something else between two pieces.
@@ -27,7 +27,7 @@ from .offsets import Places
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
-    from minivllm.server.desk import Desk
+    from minivllm.server.worker_pool import WorkerPool
 
 PIECE = 1 << 16  # bytes that are sent together
 AT_ONCE = 1024  # scores of an answer that the event loop writes itself: a millisecond or two
@@ -61,10 +61,11 @@ class WrittenInParts(Protocol):
 
 
 class Shaper:
-    """Makes the parts of one answer: the first few scores at once, the others at the desk, in turn of ``who`` asks."""
+    """Makes the parts of one answer: the first few scores at once, the others at the worker pool, in turn of ``who``
+    asks."""
 
-    def __init__(self, desk: Desk, tokenizer: Tokenizer | None, speller: Speller, who: str) -> None:
-        self.tokenizer, self._desk, self._speller, self._who = tokenizer, desk, speller, who
+    def __init__(self, pool: WorkerPool, tokenizer: Tokenizer | None, speller: Speller, who: str) -> None:
+        self.tokenizer, self._pool, self._speller, self._who = tokenizer, pool, speller, who
         self._scores, self._tokens = AT_ONCE, FEW
 
     async def shape(self, kind: str, scored: Scored, top: int) -> AsyncIterator[list[bytes]]:
@@ -77,7 +78,7 @@ class Shaper:
             else:
                 own = {"as_ids": self._speller.as_ids, "detokenize": self._speller.detokenize}
                 columns = scored.cut(low, high).pack()
-                yield await self._desk.shape({"kind": kind, "top": top, **own}, columns, self._who)
+                yield await self._pool.shape({"kind": kind, "top": top, **own}, columns, self._who)
 
     async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, shown: int) -> list[int]:
         """Where each token begins in a text (see ``Places``) of which ``shown`` characters are shown."""
@@ -85,7 +86,7 @@ class Shaper:
             self._tokens -= len(tokens)
             found = places(self.tokenizer, tokens, skip, begin, prompt)
         else:
-            found = await self._desk.places(tokens, skip, begin, prompt, self._who)
+            found = await self._pool.places(tokens, skip, begin, prompt, self._who)
         return np.minimum(found, shown).tolist()
 
 

@@ -13,7 +13,7 @@ from minivllm.core import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 
-from .peers import IDLE, MAPPED
+from .field_aliases import IDLE, MAPPED
 
 MOST = 32  # warnings of an answer
 OF_BEAMS = ("length_penalty", "early_stopping")

@@ -20,7 +20,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minivllm.server import errors, logs
-from minivllm.server.desk import to_json
 from minivllm.server.errors import ApiError
 from minivllm.server.http import body as bodies
 from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
@@ -28,6 +27,7 @@ from minivllm.server.link.client import params_to_json
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
+from minivllm.server.worker_pool import to_json
 
 from .answers import Shaper, Slices, pieces
 from .protocol import common
@@ -68,10 +68,10 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.bodies, self.slices = bodies.Bodies(self.tokens.desk), Slices()
+        self.bodies, self.slices = bodies.Bodies(self.tokens.pool), Slices()
 
     async def close(self) -> None:
-        await self.tokens.desk.close()
+        await self.tokens.pool.close()
 
     def check_model(self, name: str | None) -> str:
         """The name that the answer has.  ApiError (404) for a model that is not served."""
@@ -276,7 +276,7 @@ class Answer:
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
         out |= {"warnings": self.warnings} if self.warnings else {}
         tokens = self.service.tokens
-        shaper = Shaper(tokens.desk, tokens.tokenizer, work.speller, who)
+        shaper = Shaper(tokens.pool, tokens.tokenizer, work.speller, who)
         async for piece in pieces(out, shaper, self.service.slices):
             yield piece
 
@@ -301,7 +301,7 @@ async def checked(service: Service, model: type[Any], values: Mapping[str, Any],
     """The values as a body, its form worked out where that takes long."""
     body = common.read(model, values)
     if isinstance(body, common.Generation):
-        body._known_form = await service.tokens.desk.form(body, who)
+        body._known_form = await service.tokens.pool.form(body, who)
     return body
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.runtime.tenant_cache import Salt, TenantCache
-from minivllm.server.desk import Desk, to_json
 from minivllm.server.errors import ApiError
+from minivllm.server.worker_pool import WorkerPool, to_json
 
 from .prompts import around
 
@@ -38,13 +38,13 @@ Ids = list[int] | np.ndarray
 
 
 class Tokens:
-    """A tokenizer for the routes; it is None for an engine of ids only.  ``desk`` does what takes long, for each
-    ``who`` in turn (``Turns``); what is kept is kept for each salt."""
+    """A tokenizer for the routes; it is None for an engine of ids only.  ``pool`` does what takes long, for each
+    ``who`` in turn (``FairSlots``); what is kept is kept for each salt."""
 
-    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, desk: Desk | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, pool: WorkerPool | None = None) -> None:
         self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
-        self.desk = Desk(tokenizer) if desk is None else desk
+        self.pool = WorkerPool(tokenizer) if pool is None else pool
         self._kept: TenantCache[array[int]] = TenantCache(CACHED)
 
     @property
@@ -89,7 +89,7 @@ class Tokens:
             else:
                 there.append(text)
         if there:
-            for text, made in zip(there, await self.desk.encode(there, special, who), strict=True):
+            for text, made in zip(there, await self.pool.encode(there, special, who), strict=True):
                 found[text] = made
                 self._keep(salt, (text, special), made)
         return [found[text] for text in texts]
@@ -99,7 +99,7 @@ class Tokens:
         tokenizer = self.need()
         if len(ids) < MANY:
             return tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip)
-        return await self.desk.decode(ids, skip, who)
+        return await self.pool.decode(ids, skip, who)
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
@@ -129,7 +129,8 @@ class Tokens:
         like a special token in it stays text; without it such text is the token, as with transformers.  ``template``:
         the name of one of the model's templates.  RequestError or ApiError if it is malformed or refused.
 
-        A chat template is a program, and a conversation is its input: it runs where it can be ended (``Desk``)."""
+        A chat template is a program, and a conversation is its input: it runs where it can be ended
+        (``WorkerPool``)."""
         tokenizer = self.need()
         _check_variables(variables)
         if template is not None and template not in tokenizer.chat_templates:
@@ -152,7 +153,7 @@ class Tokens:
         key = (hashlib.sha256(asked).digest(), split) if kept else ()
         if kept and (found := self._kept.get(salt, key)) is not None:
             return found.tolist()
-        ids = await self.desk.chat(asked, split, self.most, who)
+        ids = await self.pool.chat(asked, split, self.most, who)
         if kept:
             self._keep(salt, key, ids)
         return ids
@@ -186,7 +187,7 @@ def _check_variables(variables: Any) -> None:
 
 def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | Ids]:
     """The prompts of a completion.  ApiError (400) for anything but text, ids, and lists of either; many ids come as
-    arrays (``Desk.read``)."""
+    arrays (``WorkerPool.read``)."""
 
     def fail(what: str) -> ApiError:
         return ApiError(400, f"prompt: {what}; want text, token ids, or a list of either", "prompt")

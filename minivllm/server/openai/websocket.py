@@ -32,10 +32,10 @@ from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
+from minivllm.server.fair_queue import owner_of
 from minivllm.server.http.auth import ApiKeys
 from minivllm.server.http.body import check_text, parse_object
 from minivllm.server.http.sse import supervise
-from minivllm.server.line import owner_of
 from minivllm.validation import is_text
 
 from .chat import Chat

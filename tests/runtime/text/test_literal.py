@@ -193,7 +193,7 @@ def test_the_server_gives_a_chat_the_same_ids(made, name):
             theirs = tokenizer.apply_chat_template(messages, **asked)
             assert await tokens.chat(messages, tools, True, variables, NOBODY, False) == theirs
             assert (theirs == want) == (text == "a")
-        await tokens.desk.close()
+        await tokens.pool.close()
 
     asyncio.run(check())
 

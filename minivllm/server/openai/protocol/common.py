@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 from minivllm.core import declared
 from minivllm.errors import RequestError, suggest
 from minivllm.server.errors import ApiError
-from minivllm.server.openai import fields, peers
+from minivllm.server.openai import field_aliases, fields
 from minivllm.validation import faults
 
 
@@ -54,7 +54,7 @@ class StreamOptions(BaseModel):
 class Generation(Body):
     """How to draw tokens and when to stop; null is as good as absent."""
 
-    _peers: peers.Translated | None = PrivateAttr(None)  # what came under the names of other servers
+    _peers: field_aliases.Translated | None = PrivateAttr(None)  # what came under the names of other servers
     _known_form: dict[str, Any] | None = PrivateAttr(None)  # what the text must fit, if it has been worked out already
 
     @property
@@ -108,7 +108,7 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
     first field that is wrong."""
     if not issubclass(model, Generation):
         return _read(model, values)
-    translated = peers.translate(values, {*model.model_fields, *declared.names()})
+    translated = field_aliases.translate(values, {*model.model_fields, *declared.names()})
     fields.misplaced(translated.values, model)
     with named(translated.sent):
         body = _read(model, translated.values)

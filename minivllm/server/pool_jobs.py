@@ -1,4 +1,4 @@
-"""Do the jobs of the desk, in processes that ``minivllm.runtime.processes.confined`` keeps."""
+"""Do the jobs of the worker pool, in processes that ``minivllm.runtime.processes.confined`` keeps."""
 
 from __future__ import annotations
 

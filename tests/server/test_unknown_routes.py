@@ -9,7 +9,7 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 
 from minivllm.server.app import ROUTES
-from minivllm.server.http import elsewhere
+from minivllm.server.http import unknown_routes
 from minivllm.server.openai.fields import REFUSED
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
@@ -58,16 +58,16 @@ def test_a_slash_at_the_end_of_a_path_means_nothing(server):
 
 
 def test_what_is_told_of_other_servers_is_a_route_that_is_here():
-    for form, why in elsewhere.OTHERS:
+    for form, why in unknown_routes.OTHERS:
         for named in re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why):
             assert named in (*HERE, "/debug/state", "/reset_prefix_cache"), (form.pattern, why)
         assert not any(form.fullmatch(path) for path in HERE), form.pattern
 
 
 def test_each_row_of_the_table_is_what_answers_its_path():
-    for form, why in elsewhere.OTHERS:
+    for form, why in unknown_routes.OTHERS:
         path = form.pattern.replace("(/.*)?", "").replace("[^/]+", "x").replace("\\", "")
-        told, named = str(elsewhere.missing(path, HERE)), re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why)
+        told, named = str(unknown_routes.missing(path, HERE)), re.findall(r"(?:GET|POST) (/[a-z0-9_/.]+)", why)
         assert why in told or any(f"did you mean {one}?" in told for one in named), (path, told)
 
 
@@ -76,7 +76,7 @@ def test_a_long_path_costs_no_more_than_a_short_one():
 
     begin = time.process_time()
     for path in ("/" + "a/" * 60 + "b", "/v1" * 16_000, "/" * 30_000, "/v1/chat/completions" * 6, "\x00" * 100):
-        elsewhere.missing(path, HERE)
+        unknown_routes.missing(path, HERE)
     assert time.process_time() - begin < 0.5
 
 

@@ -1,13 +1,13 @@
 """Fields that other servers know: mapped to ours where they mean the same, else without effect, and the answer says so.
 
-``python tests/server/test_server_peers.py`` prints the table of docs/server.md.
+``python tests/server/test_field_aliases.py`` prints the table of docs/server.md.
 """
 
 import json
 import sys
 from pathlib import Path
 
-# as pytest does, for ``python tests/server/test_server_peers.py``
+# as pytest does, for ``python tests/server/test_field_aliases.py``
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import pytest
@@ -19,7 +19,7 @@ from http_helpers import served
 from minivllm.core import declared
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
-from minivllm.server.openai import peers
+from minivllm.server.openai import field_aliases
 from minivllm.server.openai.protocol.chat import ChatBody
 from minivllm.server.openai.protocol.common import read
 from minivllm.server.openai.protocol.completion import CompletionBody
@@ -32,7 +32,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 
 def translated(**values):
-    return peers.translate(values, CompletionBody.model_fields)
+    return field_aliases.translate(values, CompletionBody.model_fields)
 
 
 # peer's field, its value, what it is in our names
@@ -115,19 +115,21 @@ def test_a_pattern_of_whitespace_goes_with_a_form_of_json():
 
 
 def test_every_mapped_field_is_tried_and_its_target_is_there():
-    assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(peers.MAPPED)
+    assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(field_aliases.MAPPED)
     ours = {*CompletionBody.model_fields, *SamplingParams().__dict__, *declared.builtin()}
-    assert {peer.to for peer in peers.MAPPED.values()} <= ours
+    assert {peer.to for peer in field_aliases.MAPPED.values()} <= ours
     own = {*CompletionBody.model_fields, *ChatBody.model_fields} - {
         "echo",
         "max_completion_tokens",
     }  # each of one route
-    assert not own & (set(peers.MAPPED) | set(peers.IDLE)) and not set(peers.MAPPED) & set(peers.IDLE)
+    assert not own & (set(field_aliases.MAPPED) | set(field_aliases.IDLE)) and not set(field_aliases.MAPPED) & set(
+        field_aliases.IDLE
+    )
 
 
 def test_every_field_without_effect_is_told_unless_it_asks_for_nothing(server):
     """One request with all of them: none is refused, none is passed over."""
-    names = sorted(peers.IDLE)
+    names = sorted(field_aliases.IDLE)
     for start in range(0, len(names), 30):
         some = names[start : start + 30]
         answer = server.post(CHAT, {**HI, **dict.fromkeys(some, 0.37)})
@@ -135,7 +137,7 @@ def test_every_field_without_effect_is_told_unless_it_asks_for_nothing(server):
         told = answer.json()["warnings"]
         assert sorted(w["field"] for w in told) == some == sorted(answer.headers["x-warnings"].split(","))
         assert all(w["message"].startswith(f"{w['field']} has no effect here: ") for w in told)
-    for name, (_, neutral) in peers.IDLE.items():
+    for name, (_, neutral) in field_aliases.IDLE.items():
         for value in (None, *neutral):
             made = translated(**{name: value})
             assert made.values == {} and made.warnings == [], name
@@ -339,10 +341,10 @@ def test_unknown_names_are_what_they_were():
 
 def test_the_page_has_the_whole_table():
     page = PAGE.read_text()
-    for line in peers.table():
+    for line in field_aliases.table():
         assert line in page, line
-    assert page.count("| no effect: ") == sum("| no effect: " in line for line in peers.table())
+    assert page.count("| no effect: ") == sum("| no effect: " in line for line in field_aliases.table())
 
 
 if __name__ == "__main__":
-    print("\n".join(peers.table()))
+    print("\n".join(field_aliases.table()))

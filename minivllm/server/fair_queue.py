@@ -18,7 +18,7 @@ T = TypeVar("T")
 NETWORK = 64  # leading bits of an IPv6 address that one client has: the rest is its own to choose
 
 
-class Line(Generic[T]):
+class FairQueue(Generic[T]):
     """Items by number.  First come, first served among those of an owner; owners in turn, first the one that was served
     longest ago.  Every operation takes constant time, however many wait (``pop`` with ``but``: one step an owner).
 

@@ -15,8 +15,8 @@ from test_engine_loop import Wired
 from minivllm import EngineDeadError, RequestError, SamplingParams
 from minivllm.frontend.async_llm import AsyncLLM
 from minivllm.server.errors import ApiError
+from minivllm.server.fair_queue import FairQueue, owner_of
 from minivllm.server.http.limits import Door
-from minivllm.server.line import Line, owner_of
 from minivllm.server.link import engine_loop, outbox, pace
 from minivllm.server.link.outbox import Outbox
 from minivllm.server.link.pace import Pace
@@ -32,7 +32,7 @@ ACTS = ["push", "push", "pop", "remove"]
     st.lists(st.tuples(st.sampled_from(["push", "push", "pop", "remove"]), st.sampled_from("aab"), st.integers(0, 9)))
 )
 def test_a_line_gives_each_owners_items_in_order_and_owners_in_turn(acts):
-    line, model, served = Line(), {}, {}
+    line, model, served = FairQueue(), {}, {}
     for n, (act, owner, k) in enumerate(acts):
         if act == "push":
             if owner not in model:
@@ -54,7 +54,7 @@ def test_a_line_gives_each_owners_items_in_order_and_owners_in_turn(acts):
 
 
 def test_owners_that_are_left_out_keep_their_turn():
-    line = Line()
+    line = FairQueue()
     for n, owner in enumerate("aaab"):
         line.push(owner, n, n)
     assert line.pop(("a",)) == ("b", 3, 3) and line.pop(("a",)) is None and line.pop() == ("a", 0, 0)

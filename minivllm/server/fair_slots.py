@@ -1,4 +1,4 @@
-"""Whose turn it is: seats that many ask for, one at a time of each who asks, and those who wait in turns."""
+"""Whose turn it is: slots that many ask for, one at a time of each who asks, and those who wait in turns."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .errors import ApiError
 MOST_WAITING = 256  # of one who asks
 
 
-class Turns:
-    """``seats`` at once, and at most one of each asker while there are two or more.
+class FairSlots:
+    """``slots`` at once, and at most one of each asker while there are two or more.
 
-    Invariant: a free seat and an asker without one never wait for each other.  So who sends thousands of jobs delays
-    its own, and those of others by one job at most for every other asker who holds a seat.
+    Invariant: a free slot and an asker without one never wait for each other.  So who sends thousands of jobs delays
+    its own, and those of others by one job at most for every other asker who holds a slot.
     """
 
-    def __init__(self, seats: range) -> None:
-        self._free = list(reversed(seats))
+    def __init__(self, slots: range) -> None:
+        self._free = list(reversed(slots))
         self._busy: set[str] = set()
         self._waiting: dict[str, deque[asyncio.Future[int]]] = {}  # who was served longest ago first
 
@@ -27,7 +27,7 @@ class Turns:
         return sum(map(len, self._waiting.values()))
 
     async def take(self, who: str, refuses: bool = True) -> int:
-        """A seat, which ``give`` gives back.  ApiError (429) if too many jobs of the same asker wait, unless they are
+        """A slot, which ``give`` gives back.  ApiError (429) if too many jobs of the same asker wait, unless they are
         bounded in another way and not to be refused."""
         queue = self._waiting.get(who)
         if queue is None and who not in self._busy and self._free:
@@ -41,13 +41,13 @@ class Turns:
         try:
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given a seat at the same moment
+            if turn.done() and not turn.cancelled():  # it was given a slot at the same moment
                 self.give(who, turn.result())
             raise
 
-    def give(self, who: str, seat: int) -> None:
+    def give(self, who: str, slot: int) -> None:
         self._busy.discard(who)
-        self._free.append(seat)
+        self._free.append(slot)
         for name in list(self._waiting):
             if not self._free:
                 break

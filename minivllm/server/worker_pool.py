@@ -1,11 +1,11 @@
 """What a client's text costs is paid for in other processes: large bodies, chat templates, long texts, and answers with
 many log-probabilities.
 
-    route ──► Desk ──turns──► quick seats: chats of ordinary size, where nobody waits for a long job
-                        └───► bulk seats: large bodies and texts, parts of answers; they stand back from others
+    route ──► WorkerPool ──turns──► quick workers: chats of ordinary size, where nobody waits for a long job
+                        └───► bulk workers: large bodies and texts, parts of answers; they stand back from others
 
 The event loop never does work whose amount a client chooses: what is small it does at once, the rest is asked here.
-Each asker (a key, else an address) has one job at a time of each kind; see ``Turns``.
+Each asker (a key, else an address) has one job at a time of each kind; see ``FairSlots``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import numpy as np
 from minivllm.runtime.processes.confined import Confined, Exceeded
 
 from .errors import ApiError
-from .turns import Turns
+from .fair_slots import FairSlots
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-QUICK, BULK = range(2), range(2, 4)  # seats
-BACK = 5  # how far bulk seats stand back (nice)
+QUICK, BULK = range(2), range(2, 4)  # workers
+BACK = 5  # how far bulk workers stand back (nice)
 LARGE = 1 << 16  # bytes of a job that is bulk
 READ_SECONDS, READ_MB = 10.0, 64  # CPU time and memory for a body, beside what its bytes take
 BYTES_A_BYTE = 16  # of memory, for each byte of a body: ids in a list, characters beyond Unicode's first 65,536
@@ -37,15 +37,15 @@ FORMS = ("structured_outputs", "response_format", "tool_choice", "tools", "paral
 Parts = tuple[dict[str, Any], list[bytes]]
 
 
-class Desk:
+class WorkerPool:
     """Asked from one event loop.  ``seconds`` of CPU time and ``megabytes`` for one filling of the chat template."""
 
     def __init__(self, tokenizer: Tokenizer | None, seconds: float = 2.0, megabytes: int = 256) -> None:
         self.seconds, self.megabytes = seconds, megabytes
         self._tokenizer = tokenizer
         nices = [0] * len(QUICK) + [BACK] * len(BULK)
-        self._confined = Confined("minivllm.server.desk_work:make", self._hello, nices)
-        self._turns = {True: Turns(BULK), False: Turns(QUICK)}
+        self._confined = Confined("minivllm.server.pool_jobs:make", self._hello, nices)
+        self._turns = {True: FairSlots(BULK), False: FairSlots(QUICK)}
         self._running: set[asyncio.Task[Parts]] = set()
 
     def _hello(self) -> bytes:
@@ -143,15 +143,15 @@ class Desk:
     ) -> Parts:
         """``answers``: a part of an answer, whose request was let in: it is bulk, and waits as long as it has to."""
         turns = self._turns[answers or sum(map(len, parts)) > LARGE]
-        seat = await turns.take(who, refuses=not answers)
+        worker = await turns.take(who, refuses=not answers)
 
         async def run() -> Parts:
             try:
-                return await self._confined.ask(seat, job, parts, seconds=seconds, megabytes=megabytes)
+                return await self._confined.ask(worker, job, parts, seconds=seconds, megabytes=megabytes)
             finally:
-                turns.give(who, seat)
+                turns.give(who, worker)
 
-        task = asyncio.create_task(run())  # who asked may leave: the seat is taken until its answer has come
+        task = asyncio.create_task(run())  # who asked may leave: the worker is taken until its answer has come
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:

@@ -1,4 +1,5 @@
-"""The desk: chat templates and texts are worked on elsewhere, within limits, and come back as if it were here."""
+"""The worker pool: chat templates and texts are worked on elsewhere, within limits, and come back as if it were
+here."""
 
 import asyncio
 import json
@@ -12,14 +13,14 @@ from literal_models import NOBODY, byte_level
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.runtime.text.tokenizer import Tokenizer
-from minivllm.server import desk, desk_work
-from minivllm.server.desk import Desk
+from minivllm.server import pool_jobs, worker_pool
 from minivllm.server.errors import ApiError
 from minivllm.server.http.body import Bodies, parse_object
 from minivllm.server.openai.params import whole_form
 from minivllm.server.openai.protocol.chat import ChatBody
 from minivllm.server.openai.tokens import LONG, MANY, Tokens
 from minivllm.server.openai.tools import read_tools
+from minivllm.server.worker_pool import WorkerPool
 
 MARKS = ("<|im_start|>", "<|im_end|>")
 PLAIN = "{% for m in messages %}{{'<|im_start|>' + m.role + m.content + '<|im_end|>'}}{% endfor %}"
@@ -54,11 +55,11 @@ def with_tokens(tokenizer, test, **limits):
     """Run ``test(tokens)``, a coroutine."""
 
     async def run():
-        tokens = Tokens(tokenizer, 4096, Desk(tokenizer, **limits))
+        tokens = Tokens(tokenizer, 4096, WorkerPool(tokenizer, **limits))
         try:
             return await asyncio.wait_for(test(tokens), 100)
         finally:
-            await tokens.desk.close()
+            await tokens.pool.close()
 
     return asyncio.run(run())
 
@@ -117,10 +118,12 @@ def test_errors_of_templates_and_messages_are_those_of_this_process():
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The conversations that a desk was asked for."""
-    found, chat = [], Desk.chat
+    """The conversations that a worker pool was asked for."""
+    found, chat = [], WorkerPool.chat
     monkeypatch.setattr(
-        Desk, "chat", lambda self, conversation, *more: found.append(conversation) or chat(self, conversation, *more)
+        WorkerPool,
+        "chat",
+        lambda self, conversation, *more: found.append(conversation) or chat(self, conversation, *more),
     )
     return found
 
@@ -163,7 +166,7 @@ def test_large_bodies_and_texts_come_back_as_if_they_were_worked_on_here():
     bad = [b"{" + b" " * 40_000, b'{"a": NaN' + b" " * 40_000 + b"}", b"[" + b" " * 40_000 + b"]", b"\xff" * 40_000]
 
     async def test(tokens):
-        bodies = Bodies(tokens.desk)
+        bodies = Bodies(tokens.pool)
         for value in values:
             for inner in ("", "body"):
                 raw = json.dumps({"id": "a", "body": value} if inner else value).encode()
@@ -206,7 +209,7 @@ def test_who_leaves_gets_nobody_elses_answer_and_holds_no_seat():
 
 def test_a_server_without_a_tokenizer_reads_large_bodies():
     async def main():
-        made = Desk(None)
+        made = WorkerPool(None)
         try:
             value = await Bodies(made).parse(b'{"prompt": [' + b"5," * 40_000 + b"5]}", "me")
             assert value["prompt"].tolist() == [5] * 40_001
@@ -245,8 +248,8 @@ def test_a_form_that_is_worked_out_elsewhere_is_the_same_grammar(name):
     want = StructuredOutputsParams.of(
         whole_form(body, read_tools(body.tools, body.tool_choice, body.parallel_tool_calls))
     )
-    part = {field: getattr(body, field) for field in desk.FORMS}
-    got = json.loads(desk_work.form(json.dumps(part).encode())[1])
+    part = {field: getattr(body, field) for field in worker_pool.FORMS}
+    got = json.loads(pool_jobs.form(json.dumps(part).encode())[1])
     assert StructuredOutputsParams.of(got).source == want.source
     body._known_form = got
     assert whole_form(body, read_tools(None, None, None)) == got
