@@ -178,15 +178,25 @@ def test_the_readme_names_every_built_in_plug_in():
             assert f"`{entry.name}`" in table, (kind, entry.name)
 
 
-def test_the_figures_of_the_readme_are_those_of_the_page_about_performance():
-    def figures(text):
-        return re.findall(r"\d[\d.,]*\d|\d", text)
+def figures(text: str) -> list[str]:
+    """Find the numbers of a text."""
+    return re.findall(r"\d[\d.,]*\d|\d", text)
 
+
+def test_the_figures_of_the_readme_are_those_of_the_page_about_performance():
     measured = figures((DOCS / "performance.md").read_text(encoding="utf-8"))
     table = (DOCS.parent / "README.md").read_text(encoding="utf-8").split("<!-- table: figures -->")[1]
     lines = table.partition("<!-- end -->")[0].splitlines()[3:]
     shown = [figure for line in lines for figure in figures(line.partition("|")[2].partition("|")[2])]
     assert len(shown) >= 12
+    assert not (missing := [figure for figure in shown if figure not in measured]), missing
+
+
+def test_the_sentences_about_speed_in_the_readme_have_figures_of_the_page_about_performance():
+    measured = figures((DOCS / "performance.md").read_text(encoding="utf-8"))
+    page = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    shown = figures(page.split("**How fast.**")[1].partition("\n\n")[0])
+    assert len(shown) >= 6
     assert not (missing := [figure for figure in shown if figure not in measured]), missing
 
 
