@@ -17,7 +17,7 @@ from minivllm import LLM
 from minivllm.cli import main
 from minivllm.core.interfaces.decoder import Router
 from minivllm.device.layers.decoder import DecoderBlock
-from minivllm.device.layers.experts import RouterLinear
+from minivllm.device.layers.expert_linear import RouterLinear
 from minivllm.errors import ModelError
 from minivllm.lab.compare_hf import reference
 from minivllm.lab.compare_hf.compare import compare

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from minivllm.core.interfaces.decoder import (
     CLAMPED,
     HEAD,
     HEADS,
+    MLP,
     ROPE_KINDS,
     SIGMOID,
     SOFTMAX,
@@ -40,14 +41,10 @@ from minivllm.core.interfaces.decoder import (
 from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
+from .experts import Mixture
 from .fused import GatedLinear, Joined, LinearNorm, Normed
+from .module_parts import ModuleParts
 from .rotary import order_of_halves
-
-if TYPE_CHECKING:
-    from minivllm.core.interfaces.decoder import MLP
-
-    from .experts import Mixture
-    from .parts import ModelParts
 
 
 class Decoder:
@@ -55,9 +52,9 @@ class Decoder:
 
     takes_logits_indices = True
 
-    def __init__(self, spec: DecoderSpec, parts: ModelParts) -> None:
+    def __init__(self, spec: DecoderSpec, parts: ModuleParts) -> None:
         self.spec = spec
-        check(spec, parts)
+        check(spec)
         self.embed = parts.embedding("embed", spec.vocab, spec.hidden, packable=True)
         self.embed_norm = _norm(parts, spec, "embed_norm", spec.embed_norm)
         self.positions = None
@@ -118,7 +115,7 @@ class DecoderBlock:
     """One layer: takes what its first product takes, and gives that of the next layer's (``follows``: the norm before
     it, or None).  The residual stream travels beside it."""
 
-    def __init__(self, spec: DecoderSpec, i: int, parts: ModelParts, follows: Any) -> None:
+    def __init__(self, spec: DecoderSpec, i: int, parts: ModuleParts, follows: Any) -> None:
         layer = spec.layers[i]
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
         self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
@@ -158,7 +155,8 @@ class DecoderBlock:
         points = {self.name + point: width for point, width in widths.items()}
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
-    def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModelParts) -> None:
+    def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> None:
+        """Make the projection, the norms, the rotary tables and the attention of a layer."""
         a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
         linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias)
         self.sizes, self.shared = [rows for _, rows in linear.info.parts], parts.shard.size > 1
@@ -185,11 +183,13 @@ class DecoderBlock:
             back = order_of_halves(a.dim_qk, layer.rope.dim)
             self.order = back.argsort().to(parts.device), back.to(parts.device)
 
-    def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModelParts, hook: Any) -> Any:
-        """``up`` is what comes before the last product, which is returned; of experts all is in that."""
+    def _mlp(self, hidden: int, mlp: MLP | Experts, name: str, parts: ModuleParts, hook: Any) -> Any:
+        """Make the MLP of a layer, and return its last product, or the whole mixture of experts.
+
+        ``up`` computes the input of that product."""
         self.experts: Mixture | None = None
         if isinstance(mlp, Experts):
-            self.experts = parts.experts(name, hidden, mlp, hook)
+            self.experts = Mixture(name, hidden, mlp, parts, hook)
             self.up: Any = lambda h: h
             return self.experts
         self.up = parts.mlp_up(name, hidden, mlp)
@@ -257,12 +257,13 @@ class DecoderBlock:
         return taps(self.name + which, heads[..., there].flatten(1)).unflatten(1, heads.shape[1:])[..., back].flatten(1)
 
 
-def _norm(parts: ModelParts, spec: DecoderSpec, name: str, there: bool) -> Any:
+def _norm(parts: ModuleParts, spec: DecoderSpec, name: str, there: bool) -> Any:
+    """Make a norm over the hidden size, or return None where the layer has none."""
     return parts.norm(name, spec.hidden, spec.norm) if there else None
 
 
-def check(spec: DecoderSpec, parts: ModelParts) -> None:
-    """ModelError for words that a table may not have, and for what the parts cannot do together."""
+def check(spec: DecoderSpec) -> None:
+    """Raise ModelError for a value that a table may not have, and for values that are not implemented together."""
     for i, layer in enumerate(spec.layers):
         kind = "default" if layer.rope is None else layer.rope.kind
         experts = layer.mlp if isinstance(layer.mlp, Experts) else None

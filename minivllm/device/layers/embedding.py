@@ -104,7 +104,7 @@ class LMHead(Linear):
             super().load(part, param, tensor)
             return
         whole = self.wanted()[part, param]
-        # a form that its scheme alone can cut, where the vocabulary divides (``ModelParts.lm_head``)
+        # a form that its scheme alone can cut, where the vocabulary divides (``ModuleParts.lm_head``)
         if whole is None or getattr(self.scheme, "cuts_parts", False):
             super().load(part, param, tensor)
             return

@@ -13,25 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property, partial
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minivllm.core.interfaces.decoder import CHOSEN_SOFTMAX, CLAMPED, SIGMOID, Experts, Router
-from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
-from .fused import Joined, Normed
-from .invariant import FixedRows
+from .fused import Joined, Normed, NormFusing
 from .linear import Dense, Linear, stored_by
-from .module import fill
+from .module_parts import ModuleParts
 from .norm import RMSNorm
 
-if TYPE_CHECKING:
-    from .parts import ModelParts
-
-CHOICE_BIAS = "e_score_correction_bias"
 Tap = Callable[[str, Tensor], Tensor]
 RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ``DecoderSpec.router_hook`` of one layer
 
@@ -69,9 +62,11 @@ def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
     return (gate * (up + 1.0)).to(x.dtype)
 
 
-def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
-    """Whether experts run by ``device.kernels.experts``, which read 16 bytes at a time, and whose tiles do not fit the
-    shared memory of compute capability 12; ``inner``: of this process's share."""
+def kernels_serve(parts: ModuleParts, hidden: int, inner: int) -> bool:
+    """Return whether the kernels of ``device.kernels.experts`` can compute the experts of a model.
+
+    They read 16 bytes at a time, and their tiles do not fit the shared memory of compute capability 12.  ``inner`` is
+    the width of this process's share."""
     if not parts.device.startswith("cuda"):
         return False
     if torch.cuda.is_available() and torch.cuda.get_device_capability(parts.device)[0] >= 12:
@@ -80,73 +75,11 @@ def kernels_serve(parts: ModelParts, hidden: int, inner: int) -> bool:
     return parts.invariant or (parts.fuse and whole)
 
 
-class DenseExperts(Dense):
-    """The unquantized weights of all experts, [experts * rows of one, in]."""
-
-    def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
-        super().__init__(info, fuse, weight, invariant)
-        self.each = self.weight.view(info.experts, -1, info.in_features)
-        self._fixed: dict[int, FixedRows] = {}
-        self._rows = 0
-
-    def finish(self) -> None:
-        """There is nothing to pack: what an expert multiplies is few rows."""
-
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        if not self.invariant or self.weight.device.type != "cpu":
-            return F.linear(x, self.each[e])
-        if e not in self._fixed:
-            self._fixed[e] = FixedRows(self.each[e], self._rows)
-            self._rows = self._fixed[e].rows  # of one shape all do alike
-        return self._fixed[e](x)
-
-
-class ExpertLinear(Linear):
-    """One of the two products of all experts.  Its ``split`` is within each expert; over processes the sum is the
-    caller's."""
-
-    def load(self, part: str, param: str, tensor: Tensor) -> None:
-        if param == "bias" and self.info.split == "row" and self.info.shard.rank > 0:
-            tensor = torch.zeros_like(tensor)  # the sum over processes has it once
-        super().load(part, param, tensor)
-
-    def expert(self, x: Tensor, e: int) -> Tensor:
-        """x [T, in] -> [T, rows of an expert]."""
-        y = self.scheme.expert(x, e)
-        return y if self.bias is None else y.add_(self.bias.view(self.info.experts, -1)[e])
-
-
-class RouterLinear(Linear):
-    """Logits [T, E]; with the number of each expert that is added for the choice alone, if there is one."""
-
-    def __init__(self, info: ModuleInfo, scheme: WeightScheme, choice_bias: bool) -> None:
-        super().__init__(info, scheme)
-        self.choice_bias: Tensor | None = None
-        if choice_bias:
-            self.choice_bias = torch.empty(info.out_features, dtype=torch.float32, device=info.device)
-            self.tensors[CHOICE_BIAS] = self.choice_bias
-
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
-        want = super().wanted()
-        return want if self.choice_bias is None else {**want, ("", CHOICE_BIAS): tuple(self.choice_bias.shape)}
-
-    def load(self, part: str, param: str, tensor: Tensor) -> None:
-        if param == CHOICE_BIAS and self.choice_bias is not None:
-            fill(self.choice_bias, tensor)
-        else:
-            super().load(part, param, tensor)
-
-    def finish(self) -> None:
-        super().finish()
-        if self.choice_bias is not None:
-            self.tensors[CHOICE_BIAS] = self.choice_bias
-
-
-class Mixture:
+class Mixture(NormFusing):
     """x [T, H] -> [T, H]."""
 
     def __init__(
-        self, name: str, hidden: int, spec: Experts, parts: ModelParts, hook: RouterHook | None = None
+        self, name: str, hidden: int, spec: Experts, parts: ModuleParts, hook: RouterHook | None = None
     ) -> None:
         self.name, self.spec, self.hook, n = name, spec, hook, spec.count
         self.router = parts.router(name + ".router", hidden, n, spec.router.bias, spec.router.choice_bias)
@@ -162,7 +95,8 @@ class Mixture:
         self._kernel: Any = None
         self._shared(name, hidden, parts)
 
-    def _shared(self, name: str, hidden: int, parts: ModelParts) -> None:
+    def _shared(self, name: str, hidden: int, parts: ModuleParts) -> None:
+        """Make the shared MLP and the gate of its output, where the layer has them."""
         mlp = self.spec.shared
         self.shared: tuple[Callable[[Normed], Tensor], Linear] | None = None
         if mlp is not None:
@@ -249,6 +183,9 @@ class Mixture:
         wrong = (ids < 0) | (ids >= self.spec.count)  # before 64 bits become 32
         weights = weights.float().masked_fill(wrong, torch.nan).contiguous()
         return weights, ids.clamp(0, self.spec.count - 1).int().contiguous()
+
+    def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
+        return ExpertsNorm(self, norm, whole)
 
     def kernel(self) -> Any:
         if self._kernel is None:  # made once the weights are loaded

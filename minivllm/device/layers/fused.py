@@ -228,6 +228,14 @@ class LinearNorm(_Pair):
         return Normed(self.norm(residual)[0])
 
 
+class NormFusing:
+    """A module that is no ``Linear``, and may be one kernel with the addition to the stream and the norm behind it."""
+
+    def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
+        """Return ``(x, residual) -> (Normed of the sum, the sum)``; ``whole`` says that the norm is computed fully."""
+        raise NotImplementedError
+
+
 class Joined:
     """``(x, residual) -> (what the next product takes, residual + scale * after(linear(x)))``; ``after`` and the norm
     ``before`` the next product may be left out.  Two norms with the addition between them are one kernel."""

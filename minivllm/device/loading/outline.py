@@ -18,10 +18,10 @@ from torch import Tensor
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.quantizer import Quantizer, WeightScheme
 from minivllm.device.layers.embedding import Embedding, TiedLMHead
-from minivllm.device.layers.experts import DenseExperts
+from minivllm.device.layers.expert_linear import DenseExperts
 from minivllm.device.layers.linear import CAPTURED, Dense, stored_by
 from minivllm.device.layers.module import Module
-from minivllm.device.layers.parts import Found
+from minivllm.device.layers.module_parts import Found
 
 from .shapes import Blueprint, blueprint, names_of
 from .weights import find_targets, of_one_form

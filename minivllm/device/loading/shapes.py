@@ -20,8 +20,9 @@ from minivllm.core.interfaces.model import ModelArch, Rule
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource
 from minivllm.device.layers.embedding import Embedding
 from minivllm.device.layers.fields import expert_key
+from minivllm.device.layers.module_parts import Found
 from minivllm.device.layers.norm import LayerNorm, RMSNorm
-from minivllm.device.layers.parts import Found, ModelParts
+from minivllm.device.layers.parts import ModelParts
 from minivllm.errors import ModelError, ResourceError, shown
 
 from .conversion import by_rules, conversion_of, text_names

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import ModuleInfo, Quantizer, WeightScheme
-from minivllm.device.layers.experts import DenseExperts
+from minivllm.device.layers.expert_linear import DenseExperts
 from minivllm.device.layers.linear import part_rows
 from minivllm.errors import ModelError
 
