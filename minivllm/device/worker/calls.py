@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -23,15 +23,14 @@ from minivllm.errors import told
 
 from . import sampling, step
 from .build import fused
-from .state import DeviceState, ProcessorState
+from .running import Running
+from .state import DeviceState, ProcessorState, to_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from minivllm.core.interfaces.executor import Wiring
     from minivllm.core.interfaces.plan import LateInputs
-
-    from .runner import Runner
-    from .running import Running
 
 
 class ProcessorChain:
@@ -178,23 +177,37 @@ class GuardedCalls(BoundCalls):
         self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
 
 
+class ProcessorModel(Protocol):
+    """The own model of a processor."""
+
+    def logits_behind(self, slots: np.ndarray, known: np.ndarray) -> Tensor:
+        """Return logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N]."""
+        ...
+
+
 class SeparateCalls(GuardedCalls):
-    """Those of a step.  ``poison``: slots whose processors failed between steps, and how."""
+    """The calls of a step that runs as separate launches.
+
+    ``own_models``: by the name of a processor.  ``poison``: the errors of slots whose processors failed between steps.
+    """
 
     float32, changes = True, True
 
     def __init__(
         self,
-        runner: Runner,
+        chain: ProcessorChain,
+        wiring: Wiring,
+        own_models: Mapping[str, ProcessorModel],
         running: Running,
         late: LateInputs | None,
         poison: dict[int, StepError],
     ) -> None:
         plan = running.plan
-        super().__init__(runner.chain, plan.slots[plan.samples].astype(np.int64), running.errors)
-        self.runner, self.running, self.plan, self.late = runner, running, plan, late
+        super().__init__(chain, plan.slots[plan.samples].astype(np.int64), running.errors)
+        self.wiring, self.own_models = wiring, own_models
+        self.running, self.plan, self.late = running, plan, late
         self.position = (plan.computed + plan.q_len)[plan.samples].astype(np.int64)
-        self.topk, self.processed = plan.topk, runner.processed
+        self.topk, self.processed = plan.topk, wiring.logprobs_mode == "processed_logprobs"
         self.pairs = self.state.to(plan.guided.T).long() if len(plan.guided) else None
         for j, slot in enumerate(self.slots.tolist()) if poison else ():
             if slot in poison:
@@ -204,7 +217,7 @@ class SeparateCalls(GuardedCalls):
             poison.pop(slot, None)
 
     def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
-        own = self.runner.own_models.get(self.chain.names[p])
+        own = self.own_models.get(self.chain.names[p])
         if own is None:
             return None
         at = slice(None) if some is None else some
@@ -212,9 +225,10 @@ class SeparateCalls(GuardedCalls):
         return self.run(p, own.logits_behind, slots, known)
 
     def guide(self, logits: Tensor) -> Tensor:
+        """Apply the guides to the logits of their rows."""
         if self.pairs is None:
             return logits
-        logits, invariant = logits.float(), self.runner.wiring.batch_invariant
+        logits, invariant = logits.float(), self.wiring.batch_invariant
         sampling.guide_rows(logits, self.pairs, self.state.to(self.plan.scale), invariant)
         return logits
 
@@ -231,17 +245,19 @@ class SeparateCalls(GuardedCalls):
         return step.rows_of(self.state, slots, position, int(self.position.max()))
 
     def meet_host(self, logits: Tensor) -> None:
+        """Apply late masks to ``logits`` in place, and start the copy of the logits that the host wants."""
         plan, to = self.plan, self.state.to
         if self.late is not None:
             sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
         if len(plan.host):
-            self.running.logits = self.runner._host(logits[to(plan.host).long()])
+            self.running.logits = to_host(logits[to(plan.host).long()])
 
     def peaks(self, logits: Tensor) -> Tensor:
         """bool [N]: the rows that nothing can be drawn from."""
         return sampling.bad_rows(logits)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
+        """Write the drawn tokens to the columns, report them to the processors, and start the copy of the result."""
         plan, to = self.plan, self.state.to
         waits = np.concatenate([plan.host, plan.held])
         draft = plan.draft[plan.samples] if len(plan.draft) else None
@@ -256,7 +272,7 @@ class SeparateCalls(GuardedCalls):
             self._commit_slots(tokens, count, rows, draft)
         for row in (row for e in self.errors[before:] for row in e.rows):
             flags[row] = FAILED
-        self.running.packed = self.runner._host(torch.stack([tokens.int(), count, flags]))
+        self.running.packed = to_host(torch.stack([tokens.int(), count, flags]))
         return tokens
 
     def _commit_slots(self, tokens: Tensor, count: Tensor, rows: Rows, draft: np.ndarray) -> None:
@@ -267,5 +283,5 @@ class SeparateCalls(GuardedCalls):
         self.errors += [replace(e, rows=tuple(heads[list(e.rows)].tolist())) for e in calls.errors]
 
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]:
-        wiring = self.runner.wiring
+        wiring = self.wiring
         return sampling.logprobs_of(logits, tokens, self.topk, fused(wiring), wiring.batch_invariant)

@@ -17,31 +17,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
-from minivllm.core.interfaces.plan import StepError, StepPlan, StepResult, group_rows
+from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
+from minivllm.core.interfaces.plan import StepError, StepPlan, group_rows
 from minivllm.errors import told
 from minivllm.registry import build_part
 
+from .dropped_rows import without
+from .running import Running
+from .state import DeviceState, to_host
 from .step import rows_of
 
 if TYPE_CHECKING:
-    from .runner import Runner, Running
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.timing import SeamTimes
 
 
 class Drafting:
-    """The drafter of a runner, and what it has in flight."""
+    """The drafter of a runner.  ``model`` is its own model, if it has one."""
 
-    def __init__(self, runner: Runner) -> None:
-        self.runner, wiring = runner, runner.wiring
+    def __init__(
+        self, wiring: Wiring, state: DeviceState, seams: SeamTimes, vocab_size: int, model: DraftModel | None
+    ) -> None:
+        self.state, self.seams, self.vocab_size = state, seams, vocab_size
         self.part = wiring.parts["drafter"]
-        self.model = runner.own_models.get("drafter")
-        ctx = DrafterContext(runner.worker.vocab_size, wiring.max_model_len, wiring.device, self.model)
+        ctx = DrafterContext(vocab_size, wiring.max_model_len, wiring.device, model)
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
         self.broken = False
 
     def prepare(self, running: Running) -> None:
-        """Write the drafts of a step to the history.  On a CPU rows of drafts that there are not leave the step."""
-        plan, state = running.plan, self.runner.state
+        """Write the drafts of a step to the history.  On a CPU a row without a draft leaves the step."""
+        plan, state = running.plan, self.state
         if not len(plan.draft):
             return
         first, heads = group_rows(plan.draft)
@@ -56,19 +61,19 @@ class Drafting:
             slots, position = packed
             at = (position[:, None] + torch.arange(k, device=state.device)).clamp_(max=state.tokens.shape[1] - 1)
             state.tokens[slots[:, None], at] = tokens.int()
-        running.drafted = self.runner._host(torch.minimum(count, state.to(wanted)).int())
+        running.drafted = to_host(torch.minimum(count, state.to(wanted)).int())
         if state.device.type == "cpu":
             keep = _kept(plan, first, heads, running.drafted.numpy())
             if not keep.all():
                 running.came, (running.plan, running.back) = plan, without(plan, keep)
 
     def _ask(self, running: Running, packed: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the drafter's tokens i64 [N, k] and their counts i64 [N]; None if it fails."""
         slots, position = packed
-        runner = self.runner
-        ask = replace(ask, rows=rows_of(runner.state, slots, position, int(ask.known.max())))
+        ask = replace(ask, rows=rows_of(self.state, slots, position, int(ask.known.max())))
         try:
-            tokens, count = runner.seams.run("drafter", self.drafter.propose, ask)
-            return _checked(tokens, count, len(slots), ask.k, runner.worker.vocab_size)
+            tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
+            return _checked(tokens, count, len(slots), ask.k, self.vocab_size)
         except Exception as e:  # whatever a drafter raises costs its drafts
             running.without_drafts = StepError("drafts", f"drafter {self.part.name}", told(e, self.drafter))
             self.broken = True
@@ -100,63 +105,3 @@ def _kept(plan: StepPlan, first: np.ndarray, heads: np.ndarray, drafted: np.ndar
     there = np.zeros(len(first), np.int64)
     there[heads] = drafted
     return plan.draft <= there[first]
-
-
-def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
-    """The plan of the rows that ``keep`` [R] names, those that still have drafts behind the other rows of one token;
-    and for each row that draws its index in ``plan.samples``."""
-    first, _ = group_rows(plan.draft)
-    alone = np.bincount(first[keep], minlength=len(first))[first] == 1
-    rows = np.flatnonzero(keep)
-    rows = rows[np.argsort(2 * (plan.q_len[rows] > 1) + ~alone[rows], kind="stable")]
-    at = np.full(len(keep), -1)
-    at[plan.samples] = np.arange(len(plan.samples))
-    samples = np.flatnonzero(at[rows] >= 0)
-    back = at[rows][samples]
-    new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
-    new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
-    prompt, taps = plan.prompt.copy(), plan.taps.copy()
-    prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
-    return replace(
-        plan,
-        slots=plan.slots[rows],
-        q_len=plan.q_len[rows],
-        computed=plan.computed[rows],
-        draft=plan.draft[rows],
-        samples=samples.astype(np.int32),
-        late=new[plan.late],
-        host=new[plan.host],
-        held=new[plan.held],
-        guided=new[plan.guided],
-        prompt=prompt,
-        taps=taps,
-    ), back
-
-
-def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
-    """The result of a step that rows had left, for the plan as it was made."""
-
-    def full(part: np.ndarray) -> np.ndarray:
-        out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
-        out[back] = part
-        return out
-
-    lp = result.logprobs
-    if lp is not None:
-        lp = replace(
-            lp,
-            chosen=full(lp.chosen),
-            rank=full(lp.rank),
-            top_ids=full(lp.top_ids),
-            top=full(lp.top),
-        )
-    errors = tuple(replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors)
-    return replace(
-        result,
-        slots=plan.slots[plan.samples],
-        tokens=full(result.tokens),
-        count=full(result.count),
-        flags=full(result.flags),
-        logprobs=lp,
-        errors=errors,
-    )

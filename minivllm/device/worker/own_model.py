@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,24 +13,36 @@ from minivllm.core.interfaces.drafter import Ask, DraftModel
 from minivllm.core.interfaces.plan import StepPlan, group_rows
 
 from . import step
-from .calls import BoundCalls
+from .calls import BoundCalls, ProcessorChain
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.model import StepTensors
+
     from .build import SecondModel
-    from .runner import Runner
+    from .state import DeviceState
 
 
 class OwnModel(DraftModel):
-    """A second model on the target's block tables.  Invariant: of the row in slot s the KV of the first ``read[s]``
-    tokens is there, and of up to ``extra[s]`` more if the last step's drafts were accepted."""
+    """A second model on the target's block tables.  ``read_plan`` makes the model's input of a plan.
 
-    def __init__(self, runner: Runner, worker: SecondModel) -> None:
-        self.runner, self.worker = runner, worker
-        size = runner.wiring.max_num_seqs + 1
+    Invariant: of the row in slot s the KV of the first ``read[s]`` tokens is there, and of up to ``extra[s]`` more if
+    the last step's drafts were accepted."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        state: DeviceState,
+        chain: ProcessorChain,
+        read_plan: Callable[[StepPlan], StepTensors],
+        second: SecondModel,
+    ) -> None:
+        self.wiring, self.state, self.chain, self.read_plan, self.second = wiring, state, chain, read_plan, second
+        size = wiring.max_num_seqs + 1
         self.read, self.extra = np.zeros(size, np.int64), np.zeros(size, np.int64)
 
     def note(self, plan: StepPlan) -> None:
-        """Who came and went with a step, and who takes part without drafts."""
+        """Update the counts for a step: rows that join or fork, rows without drafts, and blocks that changed."""
         delta = plan.delta
         if delta.join is not None:
             self.read[delta.join.slot] = 0
@@ -42,7 +55,7 @@ class OwnModel(DraftModel):
         # a block that took another's place (a twin in the prefix cache) may not hold what was read
         if len(table):
             slots, index = table[:, 1], table[:, 2].astype(np.int64)
-            start = index * self.runner.wiring.block
+            start = index * self.wiring.block
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
             self.extra[self.read < before] = 0
@@ -50,20 +63,22 @@ class OwnModel(DraftModel):
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
             # the others go on for the row with most drafts; what that gives for them is dropped
-            last = self.runner.wiring.max_model_len - 1
+            last = self.wiring.max_model_len - 1
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
             return self._run(ask.slots, ones, behind)
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
-        """Logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N], each there once.
-        What the model has not read of them yet it reads now; of ``extra`` more tokens each row will have the KV."""
+        """Return logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N].
+
+        A slot occurs once.  The model first reads the tokens that it has not read.  Later calls of ``logits``
+        add the KV of ``extra`` more tokens to each row."""
         read = self.read[slots]
         accepted = np.clip(known - 1 - read, 0, self.extra[slots])
         # a row whose last draw was not accepted asks again
         done = np.minimum(read + accepted, known - 1)
-        most = max(1, self.runner.wiring.max_num_batched_tokens // len(slots))
+        most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(known - done > most)).size:
             q_len = np.full(len(far), most, np.int32)
             self._run(slots[far], q_len, done[far])
@@ -72,8 +87,8 @@ class OwnModel(DraftModel):
         return self._run(slots, (known - done).astype(np.int32), done)
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
-        """Read ``q_len`` tokens of each row behind ``computed``; logits [N, V] behind the last of each."""
-        runner, worker = self.runner, self.worker
+        """Read ``q_len`` tokens of each row behind ``computed``; return logits [N, V] behind the last of each."""
+        model, backend = self.second.model, self.second.backend
         order = np.argsort(q_len > 1, kind="stable")
         plan = StepPlan(
             id=0,
@@ -82,20 +97,20 @@ class OwnModel(DraftModel):
             computed=computed[order].astype(np.int32),
             samples=np.arange(len(slots), dtype=np.int32),
         )
-        read = runner.read(plan)
+        read = self.read_plan(plan)
         indices = None
         if len(read.ids) > len(slots):
             last = np.cumsum(plan.q_len) - 1
-            indices = runner.state.to(last[np.argsort(order)])
-        hidden = step.forward(worker.model, worker.backend, read, GraphKey(), indices)
-        return worker.model.logits(hidden).float()
+            indices = self.state.to(last[np.argsort(order)])
+        hidden = step.forward(model, backend, read, GraphKey(), indices)
+        return model.logits(hidden).float()
 
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
-        """As a step would draw from these logits, which may be overwritten; raises what a processor raises."""
-        state = self.runner.state
+        """Draw as a step draws from these logits, which may be overwritten.  Errors of processors are not caught."""
+        state = self.state
         slots, position = ask.rows.slots, ask.rows.position + j
         rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)
-        calls = BoundCalls(self.runner.chain, ask.slots.astype(np.int64))
+        calls = BoundCalls(self.chain, ask.slots.astype(np.int64))
         step.restrict(calls, state, logits, rows)
         tokens = calls.draw(logits, rows).tokens.clamp_(0, logits.shape[1] - 1)
         at = position.clamp(max=state.tokens.shape[1] - 1)

@@ -36,7 +36,7 @@ from .drafting import Drafting
 from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
-from .state import DeviceState
+from .state import DeviceState, to_host
 from .taps import TapState
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Runner:
     """The model, its KV cache and the columns of one device."""
 
     captures: Any = None  # a class of captures of its own
+    drafts: Any = Drafting  # makes its drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
@@ -68,8 +69,13 @@ class Runner:
         self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
         # by "drafter", or the name of the processor
-        self.own_models = {name: OwnModel(self, model) for name, model in w.own_models.items()}
-        self.drafting = Drafting(self) if wiring.speculation.num_speculative_tokens else None
+        self.own_models = {
+            name: OwnModel(wiring, self.state, chain, self.read, model) for name, model in w.own_models.items()
+        }
+        self.drafting: Drafting | None = None
+        if wiring.speculation.num_speculative_tokens:
+            own = self.own_models.get("drafter")
+            self.drafting = self.drafts(wiring, self.state, self.seams, w.vocab_size, own)
         self.merges = wiring.parts["attention"].traits.get("drafts") == "merged"
         self.graph_safe = ["graph_safe" in p.features for p in (*wiring.processors, wiring.parts["sampler"])]
         self.graphs, self.native = self._graphs(), self._native()
@@ -176,7 +182,7 @@ class Runner:
         return running
 
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
-        """As separate launches."""
+        """Run the layers as separate launches."""
         read, found = self.read(plan), dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
@@ -191,9 +197,14 @@ class Runner:
             place = tokens if indices is None else np.searchsorted(at, tokens)
             self._keep_taps(running, tapped, found, hidden, place)
         if len(plan.prompt):
-            running.prompt = tuple(self._host(t) for t in score_prompt(self, plan, hidden))
+            running.prompt = self._score_prompt(plan, hidden)
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+
+    def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
+        """Start the copies of the log-probabilities of prompt tokens."""
+        found = score_prompt(plan, hidden, self.model, self.state, self.wiring, self.worker.vocab_size)
+        return tuple(to_host(t) for t in found)
 
     def _keep_taps(
         self,
@@ -203,13 +214,15 @@ class Runner:
         hidden: Tensor,
         place: np.ndarray,
     ) -> None:
-        """Start the copy of what rows read; a later step may write where it was ``found``.  ``place`` [T]: where
-        ``hidden`` has a token, of those whose logits are read.  ValueError if the model left a point out."""
+        """Start the copy of the values that rows read; a later step may overwrite ``found``.
+
+        ``place`` [T] is the index in ``hidden`` of each token whose logits are read.  Raise ValueError if the model
+        left a point out."""
         if LOGITS in tokens:
             found[LOGITS] = self.model.logits(hidden[self.state.to(place[tokens[LOGITS]])])
         if lost := [point for point in tokens if point not in found]:
             raise ValueError(f"the model names the point {lost[0]!r}, and passed nothing through it")
-        running.taps = self._host(self.taps.flat(found))
+        running.taps = to_host(self.taps.flat(found))
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""
@@ -253,7 +266,7 @@ class Runner:
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
-        """Logits to tokens; commits them to the columns and starts the copy of the result."""
+        """Draw tokens from logits, commit them to the columns, and start the copy of the result."""
         running.sampled, running.sampler = True, self.names[-1]
         try:
             if running.hidden is not None and not running.errors:
@@ -262,9 +275,9 @@ class Runner:
                         seam = self.chain.seam_names[-1]
                         running.packed = self.seams.run(seam, self.native.sample, running.plan)
                     elif not self._sample_captured(running, late):
-                        calls = SeparateCalls(self, running, late, self._poison)
+                        calls = SeparateCalls(self.chain, self.wiring, self.own_models, running, late, self._poison)
                         found = step.sample(calls, self.state, self.model, running.hidden)
-                        running.logprobs = found and tuple(self._host(t) for t in found)
+                        running.logprobs = found and tuple(to_host(t) for t in found)
             running.event = self._mark()
         except BaseException as e:
             self._fail(running, "sampling", as_exception(e))
@@ -277,15 +290,15 @@ class Runner:
         return not self._poison and not self.chain.commits[-1] and self.native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """SAMPLE as one replay; False if the step asks for what cannot be captured."""
+        """Run SAMPLE as one replay; return False if the step asks for something that cannot be captured."""
         plan = running.plan
         asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
         done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None
         if done is None:
             return False
-        running.packed, running.pick = self._host(done[0]), plan.samples
+        running.packed, running.pick = to_host(done[0]), plan.samples
         if done[1] is not None:
-            running.logprobs = tuple(self._host(t) for t in done[1])
+            running.logprobs = tuple(to_host(t) for t in done[1])
         return True
 
     def _mark(self) -> Any:
@@ -304,12 +317,6 @@ class Runner:
         return torch.empty(rows, words, dtype=torch.int32, pin_memory=self.device.type == "cuda").numpy()
 
     # ---- results and faults --------------------------------------------------------------------------------------
-
-    def _host(self, t: torch.Tensor) -> torch.Tensor:
-        if self.device.type == "cpu":
-            return t
-        pinned = torch.empty(t.shape, dtype=t.dtype, pin_memory=True)
-        return pinned.copy_(t, non_blocking=True)
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
         scope, parts = "device" if what == "delta" else "step", self.wiring.parts

@@ -11,7 +11,7 @@ import torch
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan, StepResult, no_rows
 
-from .drafting import spread
+from .dropped_rows import spread
 
 NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
 

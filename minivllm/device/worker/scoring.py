@@ -12,32 +12,38 @@ from . import sampling
 from .build import fused
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.model import Model
     from minivllm.core.interfaces.plan import StepPlan
 
-    from .runner import Runner
+    from .state import DeviceState
 
 TILE = 1 << 24  # logits at a time: 64 MB in float32, however long the prompt
 
 
-def score_prompt(r: Runner, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
-    """Of the prompt tokens that ``plan.prompt`` asks for, as ``sampling.logprobs_of`` gives them.  ``hidden`` [T, H] of
-    all tokens of the step; the head runs over tiles of it, so that [T, vocabulary] is never there at once."""
+def score_prompt(
+    plan: StepPlan, hidden: Tensor, model: Model, state: DeviceState, wiring: Wiring, vocab_size: int
+) -> tuple[Tensor, ...]:
+    """Return the log-probabilities of the prompt tokens in ``plan.prompt``, as ``sampling.logprobs_of`` does.
+
+    ``hidden`` [T, H] has all tokens of the step.  The head runs over tiles of it, so that logits [T, V] are never in
+    memory at once."""
     rows, counts = plan.prompt[:, 0], plan.prompt[:, 1].astype(np.int64)
     row = np.repeat(rows, counts)
     ahead = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     first = np.cumsum(plan.q_len) - plan.q_len
-    at, slots, position = r.state.to(
+    at, slots, position = state.to(
         np.stack([first[row] + ahead, plan.slots[row], plan.computed[row] + ahead + 1]).astype(np.int64)
     )
-    tokens = r.state.tokens[slots, position].long()
-    tile = max(1, TILE // r.worker.vocab_size)
+    tokens = state.tokens[slots, position].long()
+    tile = max(1, TILE // vocab_size)
     parts = [
         sampling.logprobs_of(
-            r.model.logits(hidden[at[i : i + tile]]),
+            model.logits(hidden[at[i : i + tile]]),
             tokens[i : i + tile],
             plan.prompt_topk,
-            fused(r.wiring),
-            r.wiring.batch_invariant,
+            fused(wiring),
+            wiring.batch_invariant,
         )
         for i in range(0, len(tokens), tile)
     ]

@@ -34,6 +34,14 @@ def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Start the copy of a tensor to pinned host memory, and return the copy; return a CPU tensor as it is."""
+    if tensor.device.type == "cpu":
+        return tensor
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor, non_blocking=True)
+
+
 def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return staged(array.astype(np.int64), device).to(device, non_blocking=True)
 

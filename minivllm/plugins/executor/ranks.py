@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,14 @@ class RankRunner(Runner):
         self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
         if ranks.size > 1 and find_spec("triton") is not None:
             self.captures = rank_graphs(ranks)
+        if ranks.size > 1:
+            self.drafts = partial(RankDrafting, ranks)
         super().__init__(wiring if self.leads else follower(wiring), ranks if ranks.size > 1 else None)
         if self.leads and ranks.why_not:
             self.worker.notes.append(f"ranks add by NCCL alone: {ranks.why_not}")
         if not self.leads:
             self.model = self.worker.model = _Quiet(self.model, self.worker.vocab_size)
             self.chain.commits = [False] * len(self.chain.commits)
-        if self.drafting is not None and ranks.size > 1:
-            self.drafting = RankDrafting(self)
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
 
@@ -208,11 +209,12 @@ class _Quiet:
 class RankDrafting(Drafting):
     """Drafts of rank 0 for all."""
 
-    def __init__(self, runner: RankRunner) -> None:
-        super().__init__(runner)
-        self._ranks, self._gone = runner.ranks, False
+    def __init__(self, ranks: ProcessGroup, *args: Any) -> None:
+        super().__init__(*args)
+        self._ranks, self._gone = ranks, False
 
     def _ask(self, running: Running, packed: Tensor, ask: Ask) -> tuple[Tensor, Tensor] | None:
+        """Return rank 0's drafts on every rank."""
         found = None
         if self._ranks.rank == 0 and not self._gone:
             found = super()._ask(running, packed, ask)

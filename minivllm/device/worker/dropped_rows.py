@@ -1,0 +1,70 @@
+"""Rows that leave a step before it runs: the plan of the others, and the result for the plan as it was made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from minivllm.core.interfaces.plan import StepPlan, StepResult, group_rows
+
+
+def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
+    """Return the plan of the rows in ``keep`` bool [R], and for each of them that draws its index in ``plan.samples``.
+
+    Rows that still have drafts stand behind the other rows of one token."""
+    first, _ = group_rows(plan.draft)
+    alone = np.bincount(first[keep], minlength=len(first))[first] == 1
+    rows = np.flatnonzero(keep)
+    rows = rows[np.argsort(2 * (plan.q_len[rows] > 1) + ~alone[rows], kind="stable")]
+    at = np.full(len(keep), -1)
+    at[plan.samples] = np.arange(len(plan.samples))
+    samples = np.flatnonzero(at[rows] >= 0)
+    back = at[rows][samples]
+    new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
+    new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
+    prompt, taps = plan.prompt.copy(), plan.taps.copy()
+    prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
+    return replace(
+        plan,
+        slots=plan.slots[rows],
+        q_len=plan.q_len[rows],
+        computed=plan.computed[rows],
+        draft=plan.draft[rows],
+        samples=samples.astype(np.int32),
+        late=new[plan.late],
+        host=new[plan.host],
+        held=new[plan.held],
+        guided=new[plan.guided],
+        prompt=prompt,
+        taps=taps,
+    ), back
+
+
+def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
+    """Return a result of the remaining rows as one of all rows of ``plan``; ``back`` is the second of ``without``."""
+
+    def full(part: np.ndarray) -> np.ndarray:
+        out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
+        out[back] = part
+        return out
+
+    lp = result.logprobs
+    if lp is not None:
+        lp = replace(
+            lp,
+            chosen=full(lp.chosen),
+            rank=full(lp.rank),
+            top_ids=full(lp.top_ids),
+            top=full(lp.top),
+        )
+    errors = tuple(replace(e, rows=tuple(back[list(e.rows)].tolist())) if e.rows else e for e in result.errors)
+    return replace(
+        result,
+        slots=plan.slots[plan.samples],
+        tokens=full(result.tokens),
+        count=full(result.count),
+        flags=full(result.flags),
+        logprobs=lp,
+        errors=errors,
+    )
