@@ -141,7 +141,14 @@ def _unwritten(why: str) -> ApiError:
 
 
 async def debug_state(request: Request, service: Service) -> Any:
-    return JSONResponse(await state.of(service, request.query_params.get("trim", "") == "1"))
+    """Return what the engine and the server hold; this request itself is not counted."""
+    trim = request.query_params.get("trim", "") == "1"
+    of_engine = await service.client.state(trim)
+    tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
+    tables["body_bytes"] = sum(service.bodies.held.values())
+    memory = {"token_cache_bytes": service.tokens.cached_bytes}
+    of_server = {"tables": tables, "memory": memory, "process": state.process(trim)}
+    return JSONResponse({"engine": of_engine, "server": of_server})
 
 
 async def reset_prefix_cache(request: Request, service: Service) -> Any:

@@ -90,10 +90,9 @@ def test_an_executor_that_does_not_know_its_pages_tells_none(llm, monkeypatch):
     def unknown(verb, args=None):
         raise NotImplementedError(verb)
 
-    loop = SimpleNamespace(engine=llm.engine, live={}, compiling=(), arriving=(), accepted=0)
-    assert state.engine(loop, False)["memory"]["kv_resident_bytes"] > 0
+    assert state.engine(llm.engine, {}, 0, False)["memory"]["kv_resident_bytes"] > 0
     monkeypatch.setattr(llm.engine.executor, "call", unknown)
-    assert state.engine(loop, False)["memory"]["kv_resident_bytes"] is None
+    assert state.engine(llm.engine, {}, 0, False)["memory"]["kv_resident_bytes"] is None
 
 
 # ---------------------------------------------------------------- ids of texts that the server keeps

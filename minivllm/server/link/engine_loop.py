@@ -312,7 +312,8 @@ class EngineLoop(TurnLoop):
         }
 
     def _ask_state(self, trim: bool) -> dict[str, Any]:
-        return state.engine(self, trim)
+        tables = {"live": len(self.live), "compiling": len(self.compiling), "arriving": len(self.arriving)}
+        return state.engine(self.engine, tables, self.accepted, trim)
 
     def _ask_reset_prefix_cache(self) -> bool:
         self.engine.reset_prefix_cache()

@@ -1,24 +1,23 @@
-"""What a server holds right now, for who looks for a leak: tables, blocks, memory, descriptors, threads, children.
+"""What a process of a server holds right now: tables, blocks, memory, descriptors, threads, children.
 
-``GET /debug/state`` shows it, with ``--admin`` only: the walk over the KV cache stops the engine for some milliseconds.
+``GET /debug/state`` shows it to find leaks, with ``--admin`` only: the walk over the KV cache stops the engine for some
+milliseconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import gc
 import os
 import threading
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import EngineDeadError
 from minivllm.runtime.processes.memory import find_trim, rss_bytes
 
 if TYPE_CHECKING:
-    from minivllm.server.openai.generate import Service
-
-    from .engine_loop import EngineLoop
+    from minivllm.core.engine.engine import Engine
 
 
 def freeze_loaded() -> None:
@@ -29,7 +28,7 @@ def freeze_loaded() -> None:
 
 
 def process(trim: bool) -> dict[str, Any]:
-    """Of this process; None for what the system does not tell.  ``trim``: unused memory is given back first."""
+    """Return the figures of this process, None where the system has none; ``trim`` frees unused memory first."""
     if trim:
         gc.collect()
         if (give_back := find_trim()) is not None:
@@ -50,10 +49,13 @@ def process(trim: bool) -> dict[str, Any]:
     }
 
 
-def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
-    """Of the engine and its process.  ``fault``: what the walk over every block and table found, or None;
-    ``tap_points``: those of the model, and how wide each is."""
-    made, fault = loop.engine, None
+def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bool) -> dict[str, Any]:
+    """Return the figures of an engine and its process.
+
+    ``loop_tables`` has the sizes of the tables of the loop around the engine, and ``accepted`` is the number of
+    requests that the engine took.  ``fault`` in the result is the error that the walk over every block and table
+    found, or None; ``tap_points`` has the points of the model and their widths."""
+    fault = None
     try:
         made.check()
     except AssertionError as e:
@@ -68,11 +70,9 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
         "rows": len(made.slots.running),
         "waiting": made.planner.n_waiting,
         "reserved": int(made.planner.reserved),
-        "live": len(loop.live),
-        "compiling": len(loop.compiling),
-        "arriving": len(loop.arriving),
+        **loop_tables,
     }
-    counts = {"accepted": loop.accepted, "finished": made.finished}
+    counts = {"accepted": accepted, "finished": made.finished}
     taken = None  # an executor may not know
     with contextlib.suppress(NotImplementedError, EngineDeadError):
         taken = made.call("kv_resident")
@@ -86,12 +86,3 @@ def engine(loop: EngineLoop, trim: bool) -> dict[str, Any]:
         "process": process(trim),
         "tap_points": dict(made.capacity.taps or {}),
     }
-
-
-async def of(service: Service, trim: bool) -> dict[str, Any]:
-    """Of the whole server.  The question itself is not counted."""
-    told = await service.client.state(trim)
-    tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
-    tables["body_bytes"] = sum(service.bodies.held.values())
-    memory = {"token_cache_bytes": service.tokens.cached_bytes}
-    return {"engine": told, "server": {"tables": tables, "memory": memory, "process": process(trim)}}

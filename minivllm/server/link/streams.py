@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,8 +21,6 @@ from .scored import Scored
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.runtime.text.tokenizer import Tokenizer
-
-    from .client import EngineClient
 
 
 # tell(sample, text, tokens) -> whether it was told; if not, it becomes a piece
@@ -300,14 +298,16 @@ async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) ->
                 stream._read.discard(stream)
 
 
-async def end(client: EngineClient, streams: Sequence[Stream], seconds: float = 1.0) -> None:
-    """Close streams.  What still runs is aborted, and for ``seconds`` at most its last words are waited for: of an
-    answer that nobody reads piece by piece the engine tells only then what it had generated."""
+async def end(abort: Callable[[str], Awaitable[None]], streams: Sequence[Stream], seconds: float = 1.0) -> None:
+    """Close streams of one client, aborting running requests by ``abort(request_id)``.
+
+    Wait for their last tokens for ``seconds`` at most: the engine sends the tokens of an answer that is not read piece
+    by piece only at its end."""
     left = {asyncio.create_task(stream.ended()) for stream in streams if stream.running}
     for stream in streams:
         if stream.running:
             with contextlib.suppress(EngineDeadError):
-                await client.abort(stream.request_id)
+                await abort(stream.request_id)
     if left:
         _, late = await asyncio.wait(left, timeout=seconds)
         for task in late:

@@ -408,7 +408,7 @@ async def open_streams(
     streams: list[Stream] = [one for one in opened if not isinstance(one, BaseException)]
 
     async def close() -> None:
-        await end(client, streams)
+        await end(client.abort, streams)
         for stream in streams:
             service.metrics.finished(stream)
         log.update(
