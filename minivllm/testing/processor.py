@@ -40,10 +40,6 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             return None
         return standard_reference(self.reads, params, logits, prompt, output)
 
-    def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor:
-        """Logits f32 [V] that the model of a processor which claims ``own_model`` has behind these tokens."""
-        return torch.tensor(np.random.default_rng([vocab, *ids]).normal(0, 3, vocab), dtype=torch.float32)
-
     def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
         return stage.apply(slots, logits, max_position)
 

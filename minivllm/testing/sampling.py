@@ -66,6 +66,10 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     def make(self, vocab: int, max_len: int = MAX_LEN) -> Any:
         return self.build(SamplingContext(vocab, max_len, (2,)))
 
+    def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor:
+        """Return logits f32 [V] of the own model of a processor behind some tokens."""
+        return torch.tensor(np.random.default_rng([vocab, *ids]).normal(0, 3, vocab), dtype=torch.float32)
+
     def context(self) -> tuple[Any, ...]:
         return (SamplingContext(self.vocab, MAX_LEN, (2,)),)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -23,9 +23,6 @@ from minivllm.device.worker.state import ProcessorState
 from minivllm.errors import shown
 
 from .waiting import waits
-
-if TYPE_CHECKING:
-    from .sampling import SamplingConformance
 
 MAX_LEN = 48
 LONGEST = 1024  # tokens of a history; a longer sequence has only its number of tokens
@@ -129,6 +126,17 @@ class SampledSeq:
         return f"a row with {asked or 'default parameters'}, prompt {shown(self.prompt)}, output {shown(self.output)}"
 
 
+class RowSuite(Protocol):
+    """What a stage needs of its suite: the plug-in, its claims and the size of its logits."""
+
+    vocab: int
+
+    def place(self) -> str: ...
+    def make(self, vocab: int, max_len: int = MAX_LEN) -> Any: ...
+    def claims(self, feature: str) -> bool: ...
+    def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor: ...
+
+
 class Stage:
     """Slots of a small engine: its columns and token histories, and the plug-in, made twice as the engine does.
 
@@ -138,7 +146,7 @@ class Stage:
 
     def __init__(
         self,
-        suite: SamplingConformance,
+        suite: RowSuite,
         slots: int,
         *,
         vocab: int = 0,

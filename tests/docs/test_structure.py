@@ -293,10 +293,6 @@ UNFINISHED = [
     "testing.attention_lse",
     "testing.attention_world",
     "testing.attention_write",
-    "testing.declaring",
-    "testing.sampling",
-    "testing.sampling_data",
-    "testing.sampling_rows",
     "testing.session",
 ]
 
