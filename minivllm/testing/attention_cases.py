@@ -5,19 +5,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 from hypothesis import strategies as st
 
 from minivllm.core.interfaces.attention import AttnSpec
-from minivllm.registration.spec import ANY, PluginQuery
+from minivllm.core.interfaces.kvformat import KVFormat
+from minivllm.registration.spec import ANY, PluginQuery, Spec
 
 from .attention_world import Rows, Setting, World, WorldSeq
-
-if TYPE_CHECKING:
-    from .attention import AttentionConformance
+from .base import Subject
 
 CANDIDATES = {  # the plain ones first
     "dtype": ("float32", "bfloat16", "float16"),
@@ -28,14 +27,32 @@ CANDIDATES = {  # the plain ones first
 }
 
 
-def _device(suite: AttentionConformance) -> str:
-    """The device that is claimed; on a CPU, under the interpreter, a Triton kernel stands for its claims on a GPU."""
+class SpaceSuite(Protocol):
+    """What a space of settings needs of its suite: the claims of the plug-in, and the KV formats."""
+
+    @property
+    def spec(self) -> Spec: ...
+    @property
+    def subject(self) -> Subject: ...
+    @property
+    def long(self) -> bool: ...
+
+    def place(self) -> str: ...
+    def values(self, fact: str, *candidates: Any) -> list[Any]: ...
+    def claims(self, feature: str) -> bool: ...
+    def formats(self) -> Sequence[str]: ...
+    def format(self, name: str) -> KVFormat: ...
+    def format_serves(self, name: str, dtype: str) -> bool: ...
+
+
+def _device(suite: SpaceSuite) -> str:
+    """Return the claimed device; a CPU with the interpreter stands for the GPU that a Triton kernel claims."""
     asked = suite.place().partition(":")[0]
     return next(iter(suite.values("device", asked, "cuda", "cpu")), asked)
 
 
-def request(suite: AttentionConformance, setting: Setting) -> PluginQuery:
-    """What the engine asks of a back end for these layers."""
+def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
+    """Return the engine's query for a back end for these layers."""
     specs = setting.specs
     facts: dict[str, Any] = {
         "device": _device(suite),
@@ -62,7 +79,7 @@ def request(suite: AttentionConformance, setting: Setting) -> PluginQuery:
 class Space:
     """The settings that a suite's plug-in claims."""
 
-    def __init__(self, suite: AttentionConformance) -> None:
+    def __init__(self, suite: SpaceSuite) -> None:
         self.suite = suite
         self.facts = {fact: self._values(fact, values) for fact, values in CANDIDATES.items()}
         self.facts["kv_format"] = suite.values("kv_format", *suite.formats())

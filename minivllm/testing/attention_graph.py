@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,17 +20,14 @@ from torch import Tensor
 from minivllm.core.interfaces.attention import AttnLayer, AttnMeta, GraphKey
 
 from .attention_math import Place, attend, compare
-from .attention_world import Rows, Setting, World, WorldSeq
+from .attention_world import Rows, Setting, World, WorldSeq, WorldSuite
 from .waiting import no_wait, waits
-
-if TYPE_CHECKING:
-    from .attention import AttentionConformance
 
 TOKENS = 300
 
 
-def check_decode(suite: AttentionConformance, setting: Setting) -> None:
-    """Captures of five rows of one token each, the last of them sometimes padding, and of two, replayed in turns."""
+def check_decode(suite: WorldSuite, setting: Setting) -> None:
+    """Check captures of two sizes that are replayed in turns: five rows of one token, some padded, and two rows."""
     world = World(suite, setting, 7, TOKENS)
     seqs = [world.add(past) for past in (3, 290, 15, 16, 40, 1)]
     pad = world.add_null()
@@ -40,9 +36,10 @@ def check_decode(suite: AttentionConformance, setting: Setting) -> None:
     _replay(world, [GraphKey("decode", 5, 5), GraphKey("decode", 2, 2)], plans)
 
 
-def check_mixed(suite: AttentionConformance, setting: Setting) -> None:
-    """Up to four rows that bring up to twenty tokens, cut differently each time; those of one token come first.  What
-    fills up rows and tokens belongs to nobody."""
+def check_mixed(suite: WorldSuite, setting: Setting) -> None:
+    """Check captures of up to four rows with up to twenty tokens, cut differently each time.
+
+    Rows of one token come first.  Rows and tokens that fill a capture up belong to no sequence."""
     world = World(suite, setting, 5, TOKENS)
     seqs = [world.add(past) for past in (0, 200, 17, 5)]
     cuts = [(5, 5, 5, 5), (1, 1, 16, 2), (2, 14, 2), (1, 2, 4, 13), (1, 1, 1, 17), (9,), (1, 1, 2)]

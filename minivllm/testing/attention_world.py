@@ -9,19 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, AttnMeta, AttnSpec, GraphKey
+from minivllm.core.interfaces.attention import (
+    NULL_BLOCK,
+    AttentionBackend,
+    AttentionContext,
+    AttnLayer,
+    AttnMeta,
+    AttnSpec,
+    GraphKey,
+)
 from minivllm.core.interfaces.kvformat import KVFormat
+from minivllm.registration.spec import Spec
 
 from .attention_math import ExactAttention, Place, attend, check_selected, compare
-
-if TYPE_CHECKING:
-    from .attention import AttentionConformance
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 GUARD = 3  # rows before and behind an output that must stay as they are
@@ -127,6 +133,19 @@ class Got:
     naive: list[ExactAttention] = field(default_factory=list)
 
 
+class WorldSuite(Protocol):
+    """What a world needs of its suite: the plug-in, its claims, and the reader of its cache."""
+
+    @property
+    def spec(self) -> Spec: ...
+
+    def place(self) -> str: ...
+    def values(self, fact: str, *candidates: Any) -> list[Any]: ...
+    def build(self, *context: Any) -> AttentionBackend: ...
+    def attention_context(self, setting: Setting, rows: int, tokens: int, invariant: bool) -> AttentionContext: ...
+    def load(self, backend: AttentionBackend, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
 class World:
     """A back end over a cache of its own.  ``rows`` sequences fit at once, with ``tokens`` each.
 
@@ -141,7 +160,7 @@ class World:
 
     def __init__(
         self,
-        suite: AttentionConformance,
+        suite: WorldSuite,
         setting: Setting,
         rows: int,
         tokens: int,

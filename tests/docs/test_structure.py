@@ -286,13 +286,6 @@ UNFINISHED = [
     "plugins.executor.ray_executor",
     "plugins.executor.ray_rank",
     "testing",
-    "testing.attention",
-    "testing.attention_approximate",
-    "testing.attention_cases",
-    "testing.attention_graph",
-    "testing.attention_lse",
-    "testing.attention_world",
-    "testing.attention_write",
     "testing.session",
 ]
 
