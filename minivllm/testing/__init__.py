@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from .suites import SUITES
+
 if TYPE_CHECKING:
     from .attention import AttentionConformance
     from .drafter import DrafterConformance
@@ -30,21 +32,6 @@ if TYPE_CHECKING:
     from .session import Outcome, run
     from .strategy import StrategyConformance
 
-SUITES = {  # seam -> (module here, class)
-    "attention": ("attention", "AttentionConformance"),
-    "drafter": ("drafter", "DrafterConformance"),
-    "evictor": ("evictor", "EvictorConformance"),
-    "executor": ("executor", "ExecutorConformance"),
-    "grammar": ("grammar", "GrammarConformance"),
-    "hooks": ("hooks", "HooksConformance"),
-    "kvformat": ("kvformat", "KVFormatConformance"),
-    "model": ("model", "ModelConformance"),
-    "processor": ("processor", "ProcessorConformance"),
-    "quantizer": ("quantizer", "QuantizerConformance"),
-    "sampler": ("sampler", "SamplerConformance"),
-    "scheduler": ("scheduler", "SchedulerConformance"),
-    "strategy": ("strategy", "StrategyConformance"),
-}
 _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "session", "run": "session"}
 
 __all__ = [

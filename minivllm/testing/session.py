@@ -18,8 +18,8 @@ from minivllm.registration.discovery import BUILTIN
 from minivllm.registration.spec import KINDS, Spec
 from minivllm.registry import Catalog, import_target
 
-from . import SUITES
 from .base import PROFILE, SEED, SHRINK, find
+from .suites import SUITES
 
 FILE = "from minivllm.testing.session import pending\nglobals().update(pending())\n"
 TOOLS = {"_pytest", "pluggy", "hypothesis"}  # folders; a failure is never shown there
@@ -91,7 +91,7 @@ def _message(excinfo: Any) -> tuple[str, str]:
 
 
 def suite(seam: str) -> type:
-    """The suite of a seam."""
+    """Return the suite of a seam."""
     import minivllm.testing
 
     return getattr(minivllm.testing, SUITES[seam][1])

@@ -285,8 +285,6 @@ UNFINISHED = [
     "core.interfaces.kvformat",
     "plugins.executor.ray_executor",
     "plugins.executor.ray_rank",
-    "testing",
-    "testing.session",
 ]
 
 

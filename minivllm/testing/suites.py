@@ -1,0 +1,19 @@
+"""The suite of each seam."""
+
+from __future__ import annotations
+
+SUITES = {  # seam -> (module of this package, class)
+    "attention": ("attention", "AttentionConformance"),
+    "drafter": ("drafter", "DrafterConformance"),
+    "evictor": ("evictor", "EvictorConformance"),
+    "executor": ("executor", "ExecutorConformance"),
+    "grammar": ("grammar", "GrammarConformance"),
+    "hooks": ("hooks", "HooksConformance"),
+    "kvformat": ("kvformat", "KVFormatConformance"),
+    "model": ("model", "ModelConformance"),
+    "processor": ("processor", "ProcessorConformance"),
+    "quantizer": ("quantizer", "QuantizerConformance"),
+    "sampler": ("sampler", "SamplerConformance"),
+    "scheduler": ("scheduler", "SchedulerConformance"),
+    "strategy": ("strategy", "StrategyConformance"),
+}
