@@ -283,8 +283,6 @@ UNFINISHED = [
     "core.engine.waiting",
     "core.interfaces.attention",
     "core.interfaces.kvformat",
-    "plugins.executor.ray_executor",
-    "plugins.executor.ray_rank",
 ]
 
 

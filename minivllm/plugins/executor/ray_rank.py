@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from minivllm.runtime.processes.channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from minivllm.runtime.processes.child import HUNG_UP, ChildEnded, Words
@@ -19,17 +19,27 @@ from minivllm.runtime.processes.rhythm import Rhythm
 from minivllm.runtime.processes.status import LINE, WORD, StatusPage
 from minivllm.runtime.processes.wire import Wire, cut_by, watch_peer
 
-if TYPE_CHECKING:
-    from .ray_executor import RayCluster
-
 CHANNEL, WORDS, STATE = "channel", "words", "state"  # what a rank comes for
 RAY_SAYS = 0.4  # seconds in which Ray may say how an actor has ended
 CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
+class ActorKeeper(Protocol):
+    """What a rank needs of the cluster that keeps its actor; ``place`` is the actor's number there."""
+
+    def said(self, place: int, seconds: float) -> str:
+        """Return Ray's words on the end of an actor, or "" if there are none within ``seconds``."""
+        ...
+
+    def kill(self, place: int) -> None:
+        """End an actor by Ray."""
+        ...
+
+
 class PlacedRank:
-    def __init__(self, cluster: RayCluster, came: Mapping[str, Guest], patience: float) -> None:
-        """``patience``: seconds that a message to it may wait for room."""
+    """The rank of one actor.  A message to it waits for room for ``patience`` seconds at most."""
+
+    def __init__(self, cluster: ActorKeeper, came: Mapping[str, Guest], patience: float) -> None:
         said, sock = came[CHANNEL]
         self.cluster, self.place, self.pid = cluster, said["place"], said["pid"]
         self.node, self.host, self.gpus = said["node"], said["host"], said["gpus"]
