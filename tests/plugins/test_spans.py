@@ -170,6 +170,10 @@ engine.stop()
 assert time.monotonic() - begin < 6, time.monotonic() - begin
 """
     found = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[1] / "helpers",
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     assert found.returncode == 0, found.stderr

@@ -135,5 +135,5 @@ def test_explain_and_records_tell_of_it(monkeypatch, part):
 
 
 def test_the_hash_of_the_package_covers_the_sources_of_the_library():
-    names = {path.relative_to(library.FOLDER.parent).as_posix() for path in library.FOLDER.glob("*.cpp")}
+    names = {path.relative_to(library.FOLDER.parents[1]).as_posix() for path in library.FOLDER.glob("*.cpp")}
     assert names and names <= set(sources.package_source().files)

@@ -84,8 +84,8 @@ def test_a_class_without_a_file_has_no_hash_and_the_diff_says_so(made, monkeypat
 
 def test_the_hash_of_minivllm_has_the_engine_and_no_plug_in():
     files = sources.package_source().files
-    assert {"core/engine/engine.py", "frontend/llm.py", "text/tokenizer.py", "wiring.py"} <= set(files)
-    assert not [name for name in files if name.startswith(("plugins/", "testing/", "record/", "pocket/"))]
+    assert {"core/engine/engine.py", "frontend/llm.py", "runtime/text/tokenizer.py", "core/wiring.py"} <= set(files)
+    assert not [name for name in files if name.startswith(("plugins/", "testing/", "frontend/record/", "pocket/"))]
 
 
 def test_a_large_weight_file_is_sampled_and_a_change_in_any_tensor_is_seen(tmp_path, monkeypatch):
