@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
-pytestmark = pytest.mark.skipif(not FORMS, reason="an sdist has no .github")
+pytestmark = pytest.mark.skipif(not FORMS or not (ROOT / ".git").exists(), reason="an sdist is no checkout")
 
 
 def read(name):
@@ -36,6 +37,12 @@ def test_the_workflow_runs_ci_on_versions_of_python_that_are_allowed():
     oldest, end = re.search(r'requires-python = ">=3\.(\d+),<3\.(\d+)"', read("pyproject.toml")).groups()
     assert versions[0] == f"3.{oldest}"
     assert all(int(oldest) <= int(version.removeprefix("3.")) < int(end) for version in versions)
+
+
+def test_no_file_in_git_is_one_that_git_ignores():
+    command = ["git", "ls-files", "--cached", "--ignored", "--exclude-standard"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout == "", done.stdout + done.stderr
 
 
 def test_test_files_that_ci_names_are_there():
