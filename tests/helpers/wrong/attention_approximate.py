@@ -65,6 +65,8 @@ class LastKeys(AttentionBackend):
         return [mask for _, _, _, mask in self.rows(layer, q, meta)]
 
     def forward(self, layer, q, meta, out, lse=None):
+        if lse is not None:
+            raise NotImplementedError("lse is not claimed")
         group = layer.spec.heads // layer.spec.kv_heads
         for at, k, v, mask in self.rows(layer, q, meta):
             k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
