@@ -43,12 +43,13 @@ VIEWS = (
 )  # fmt: skip
 # seam -> (what its classes or functions are for, their file, their names; none: all public ones) that its contract uses
 MORE: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
+    "attention": [("The shape of a layer", "core/interfaces/attnspec.py", ("AttnSpec",))],
     "executor": [
         ("A chosen plug-in", "registration/spec.py", ("Part",)),
         ("Plans and results", "core/interfaces/plan.py", PLANS),
     ],
     "hooks": [("What hooks are given", "runtime/hooks/views.py", VIEWS)],
-    "kvformat": [("The layer whose keys and values are stored", "core/interfaces/attention.py", ("AttnSpec",))],
+    "kvformat": [("The layer whose keys and values are stored", "core/interfaces/attnspec.py", ("AttnSpec",))],
     "model": [
         ("A decoder as a table", "core/interfaces/decoder.py", ()),
         ("`fields`: what config.json says, read for the table", "device/layers/fields.py", ()),

@@ -281,8 +281,6 @@ UNFINISHED = [
     "core.engine.strategies",
     "core.engine.taps",
     "core.engine.waiting",
-    "core.interfaces.attention",
-    "core.interfaces.kvformat",
 ]
 
 

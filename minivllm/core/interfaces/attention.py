@@ -21,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .attnspec import AttnSpec as AttnSpec
+
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
@@ -32,34 +34,6 @@ if TYPE_CHECKING:
 API = (1, 5)
 # Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
 NULL_BLOCK = 0
-
-
-@dataclass(frozen=True)
-class AttnSpec:
-    """What one attention layer is.  ``scale`` None means ``dim_qk ** -0.5``; ``window`` counts the query itself."""
-
-    heads: int
-    kv_heads: int
-    dim_qk: int
-    dim_v: int
-    # values are the first dim_v elements of the key (multi-head latent attention)
-    v_in_k: bool = False
-    window: int | None = None
-    sinks: bool = False  # a learned logit per head that takes probability and gives no value
-    softcap: float | None = None
-    scale: float | None = None
-    # slope of each head: slope * (key position - query position) is added to the score, behind scale
-    # and soft cap (ALiBi, arXiv:2108.12409)
-    alibi: tuple[float, ...] | None = None
-
-    @property
-    def geometry(self) -> tuple:
-        """Layers of equal geometry share a KV group, hence a block table."""
-        return (self.kv_heads, self.dim_qk, self.dim_v, self.v_in_k, self.window)
-
-    @property
-    def softmax_scale(self) -> float:
-        return self.scale if self.scale is not None else self.dim_qk**-0.5
 
 
 @dataclass(frozen=True)
