@@ -429,4 +429,4 @@ class KVCache:
 
     def check(self) -> None:
         """The full walk, for tests and on request (see ``cache_walk``); AssertionError says what is broken."""
-        walk(self)
+        walk(self.pools, self.slots)

@@ -12,22 +12,19 @@ from minivllm.core.interfaces.attention import NULL_BLOCK
 
 if TYPE_CHECKING:
     from .blocks import BlockPool
-    from .cache import KVCache
+    from .slots import Slots
 
 
-def walk(cache: KVCache) -> None:
-    """Every pool against the tables of the running rows, and what these have published against what they hold."""
-    s = cache.slots
-    for g, pool in enumerate(cache.pools):
+def walk(pools: list[BlockPool], s: Slots) -> None:
+    """Compare the pools with the tables of the running rows, and the blocks published for a row with its tokens."""
+    for g, pool in enumerate(pools):
         walk_pool(pool, [s.table[g, slot, : s.blocks[g, slot]] for slot in s.running.tolist()])
-    lead = cache.pools[0]
+    lead = pools[0]
     for slot in s.running.tolist():
-        assert s.computed[slot] <= s.blocks[:, slot].min() * cache.block, (
-            f"slot {slot} lacks a block"
-        )
+        assert s.computed[slot] <= s.blocks[:, slot].min() * s.block, f"slot {slot} lacks a block"
         before = lead.root(s.seq[slot].request.salt)[0]
         for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
-            row = s.tokens[slot, i * cache.block : (i + 1) * cache.block]
+            row = s.tokens[slot, i * s.block : (i + 1) * s.block]
             if not lead.published(block):
                 break  # a collision: private from here on
             assert lead.parent[block] == before, (
