@@ -264,6 +264,7 @@ UNFINISHED = [
     "core.engine.cache_walk",
     "core.engine.engine",
     "core.engine.events",
+    "core.engine.flight",
     "core.engine.forks",
     "core.engine.guides",
     "core.engine.incoming",

@@ -30,12 +30,13 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 
 from .blocks import BlockPool
 from .cache import KVCache
+from .flight import Flight
 from .forks import advance, finish_beams
 from .guides import add_guide
 from .incoming import binders, host_draw, prepare, salt_of
 from .masks import RowMasks, supply
 from .planner import Planner
-from .publisher import Flight, Publisher
+from .publisher import Publisher
 from .request import FINISHED, Request, Seq
 from .slots import Slots
 from .speculation import Speculation

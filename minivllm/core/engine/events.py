@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import BlockInfo
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 
-    from .publisher import Flight
+    from .flight import Flight
     from .request import Request, Seq
 
 P = ParamSpec("P")

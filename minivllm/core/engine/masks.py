@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.timing import SeamTimes
 
     from .engine import Engine
-    from .publisher import Flight
+    from .flight import Flight
     from .request import FinishSequence, Seq
     from .slots import Slots
 

@@ -7,7 +7,6 @@ noted when the step was planned, no longer matches the slot's, and the sequence 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,32 +35,13 @@ if TYPE_CHECKING:
     from .beams import Beams
     from .cache import KVCache
     from .events import EngineEvents
+    from .flight import Flight
     from .planner import Planner
     from .request import FinishSequence, Seq
     from .slots import Slots
     from .speculation import Speculation
 
 FLUSH_LOGPROBS = 32  # tokens after which a row's log-probabilities become entries at the latest
-
-
-@dataclass
-class Flight:
-    """A step in flight: its plan, and whose rows they were."""
-
-    plan: StepPlan
-    slots: np.ndarray  # i64 [R]; of the plan
-    serial: np.ndarray  # i64 [R]
-    after: np.ndarray  # i32 [R] tokens with KV once the step has run
-    drawn: np.ndarray  # i64 [N] slots of the rows that draw
-    position: np.ndarray  # i32 [N] of their tokens
-    begun: float = 0.0  # when it was submitted, seconds of the engine's clock
-
-    @classmethod
-    def of(cls, plan: StepPlan, slots: Slots) -> Flight:
-        """Of a step that was planned a moment ago: its rows still are whom it was planned for."""
-        at, after, pick = plan.slots.astype(np.intp), plan.computed + plan.q_len, plan.samples
-        drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
-        return cls(plan, at, slots.serial[at], after, drawn, position)
 
 
 class Publisher:

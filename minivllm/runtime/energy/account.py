@@ -28,7 +28,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.publisher import Flight
+    from minivllm.core.engine.flight import Flight
     from minivllm.core.engine.request import Request
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 

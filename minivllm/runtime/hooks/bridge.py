@@ -16,7 +16,7 @@ from .views import BlocksView, EngineView, FinishedStep, PlannedStep, Preemption
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.engine.publisher import Flight
+    from minivllm.core.engine.flight import Flight
     from minivllm.core.engine.request import Request, Seq
     from minivllm.core.interfaces.evictor import BlockInfo
     from minivllm.core.interfaces.plan import StepPlan, StepResult

@@ -53,7 +53,7 @@ from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHA
 from .taps import PooledTaps, PooledValues, fault, pooled
 
 if TYPE_CHECKING:
-    from minivllm.core.engine.publisher import Flight
+    from minivllm.core.engine.flight import Flight
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 END = {reason: code for code, reason in enumerate(ENDS)}

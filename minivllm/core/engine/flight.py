@@ -1,0 +1,33 @@
+"""A step in flight: planned and submitted, its result not yet published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import StepPlan
+
+    from .slots import Slots
+
+
+@dataclass
+class Flight:
+    """A step in flight: its plan, and the stays of its rows."""
+
+    plan: StepPlan
+    slots: np.ndarray  # i64 [R]; of the plan
+    serial: np.ndarray  # i64 [R]
+    after: np.ndarray  # i32 [R] tokens with KV once the step has run
+    drawn: np.ndarray  # i64 [N] slots of the rows that draw
+    position: np.ndarray  # i32 [N] of their tokens
+    begun: float = 0.0  # when it was submitted, seconds of the engine's clock
+
+    @classmethod
+    def of(cls, plan: StepPlan, slots: Slots) -> Flight:
+        """Make the flight of a step that was just planned, while the slots still hold its rows."""
+        at, after, pick = plan.slots.astype(np.intp), plan.computed + plan.q_len, plan.samples
+        drawn, position = (at, after) if len(pick) == len(at) else (at[pick], after[pick])
+        return cls(plan, at, slots.serial[at], after, drawn, position)
