@@ -23,7 +23,7 @@ from minivllm.core import checks
 from minivllm.core.foreign import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
-from minivllm.core.interfaces.plan import StepPlan
+from minivllm.core.interfaces.plan import LateInputs, StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
@@ -34,7 +34,7 @@ from .flight import Flight
 from .forks import advance, finish_beams
 from .guides import add_guide
 from .incoming import binders, host_draw, prepare, salt_of
-from .masks import RowMasks, supply
+from .masks import RowMasks
 from .planner import Planner
 from .publisher import Publisher
 from .request import FINISHED, Request, Seq
@@ -268,7 +268,7 @@ class Engine:
             if self.dead or (plan is None and not self.in_flight):
                 return False
             if plan is not None and len(plan.late):
-                supply(self, plan)
+                self._supply(plan)
             if not self.dead:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
@@ -298,6 +298,18 @@ class Engine:
         self.ask(self.executor.submit, flight.plan)
         self.clock.lap(SUBMIT)
         return flight.plan
+
+    def _supply(self, plan: StepPlan) -> None:
+        """Give the executor the masks of a step whose layers run; they follow from the tokens of every step before it.
+
+        Between the tokens and the masks comes only what the masks need.  The step after is planned, and its layers are
+        enqueued, while this one draws."""
+        self.collect(1)
+        self.clock.lap(PUBLISH)
+        if self.dead:
+            return
+        self.ask(self.executor.supply, plan.id, LateInputs(self.masks.of(self.in_flight[-1])))
+        self.clock.lap(SUBMIT)
 
     def collect(self, in_flight: int) -> None:
         """Publish the steps that have come back; waits until at most ``in_flight`` remain."""

@@ -13,18 +13,14 @@ import numpy as np
 
 from minivllm.core import checks
 from minivllm.core.foreign import call_foreign
-from minivllm.core.interfaces.plan import LateInputs
-from minivllm.core.timing import PUBLISH, SUBMIT
 from minivllm.errors import told
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from minivllm.core.interfaces.grammar import Grammar
-    from minivllm.core.interfaces.plan import StepPlan
     from minivllm.core.timing import SeamTimes
 
-    from .engine import Engine
     from .flight import Flight
     from .request import FinishSequence, Seq
     from .slots import Slots
@@ -229,17 +225,3 @@ class RowMasks:
         bits[ids] = True
         allowed: Any = np.packbits(bits, bitorder="little").view("<i4")
         row[:] = allowed if seq.request.grammar is None else row & allowed
-
-
-def supply(engine: Engine, plan: StepPlan) -> None:
-    """The masks of a step whose layers run: they follow from the tokens of every step before it.
-
-    Nothing comes between the tokens and the masks but what they need: the step after is planned, and its layers are
-    enqueued, while this one draws."""
-    clock = engine.clock
-    engine.collect(1)
-    clock.lap(PUBLISH)
-    if engine.dead:
-        return
-    engine.ask(engine.executor.supply, plan.id, LateInputs(engine.masks.of(engine.in_flight[-1])))
-    clock.lap(SUBMIT)
