@@ -276,6 +276,7 @@ UNFINISHED = [
     "core.engine.prompt_scores",
     "core.engine.publisher",
     "core.engine.request",
+    "core.engine.searches",
     "core.engine.slots",
     "core.engine.speculation",
     "core.engine.steady",

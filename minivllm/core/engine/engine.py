@@ -31,13 +31,13 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown,
 from .blocks import BlockPool
 from .cache import KVCache
 from .flight import Flight
-from .forks import advance, finish_beams
 from .guides import add_guide
 from .incoming import binders, host_draw, prepare, salt_of
 from .masks import RowMasks
 from .planner import Planner
 from .publisher import Publisher
 from .request import FINISHED, Request, Seq
+from .searches import advance, finish_beams
 from .slots import Slots
 from .speculation import Speculation
 from .strategies import answer

@@ -9,22 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minivllm.core.foreign import call_foreign
-from minivllm.core.interfaces.finish import Finish
-from minivllm.errors import EngineDeadError, told
-
-from .beams import Kept, unwind
 from .guides import release
 from .request import RUNNING, WAITING
 
 if TYPE_CHECKING:
     from .beams import Beams
-    from .engine import Engine
     from .planner import Planner
-    from .request import Request, Seq
-
-
-# ---- while a step is planned -----------------------------------------------------------------------------------------
 
 
 def fork_ready(planner: Planner) -> None:
@@ -157,79 +147,3 @@ def preempt_beams(planner: Planner, beams: Beams) -> None:
         seq.status = WAITING
     for seq, ids in zip(seqs, tokens, strict=False):
         seq.tokens, seq.known, seq.keys, seq.hint = ids, len(ids), [], None
-
-
-# ---- once a step has been published ----------------------------------------------------------------------------------
-
-
-def advance(engine: Engine, beams: Beams) -> None:
-    """All live beams have their candidates: ask the strategy what becomes of them."""
-    s, request = engine.slots, beams.request
-
-    def generated(beam: int) -> list[int]:
-        slot = beams.seqs[beam].slot
-        return s.tokens[slot, len(request.prompt) : s.known[slot]].tolist()
-
-    try:
-        step = engine.clock.seams.run("strategy", beams.advance, generated)
-    except Exception as e:
-        # a plug-in or the client's stop strings: it ends its own request and nothing else
-        finish_beams(
-            engine,
-            request,
-            Finish("error"),
-            f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}",
-        )
-        return
-    engine.publisher.tokens += len(step.append) + step.outputs
-    if step.done:
-        finish_beams(engine, request, None, None)
-    else:
-        engine.planner.searches.append(beams)
-
-
-def finish_beams(engine: Engine, request: Request, cut: Finish | None, error: str | None) -> None:
-    """End a request that has beams: these leave, and the first sequences become the answer.  ``cut``: the reason if it
-    ends before its strategy says so."""
-    beams = request.beams
-    if request.done:
-        return
-    try:
-        outputs = call_foreign(beams.outputs, cut)
-    except Exception as e:
-        cut = Finish("error")
-        outputs = [Kept(None, None, cut)]
-        error = error or f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}"
-    if beams in engine.planner.searches:
-        engine.planner.searches.remove(beams)
-    try:
-        for seq in beams.seqs if not engine.dead else ():
-            engine.planner.end(seq)
-    except EngineDeadError as e:  # the evictor failed: blocks are in doubt
-        engine.fail_all(str(e))
-        return
-    beams.given = len(outputs)
-    if cut is not None:
-        outputs = [out._replace(finish=cut) for out in outputs]
-    for seq, out in zip(beams.seqs, outputs, strict=False):
-        error = _hand_over(request, seq, out) or error
-    for seq, out in zip(
-        beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True
-    ):
-        finish = out.finish if error is None else Finish("error")
-        engine.close(seq, finish.reason, finish.stop, error)
-
-
-def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
-    """An output becomes a sequence of the answer, and goes to the sink; the error if that raises."""
-    ids, seq.logprobs = unwind(out.last)
-    seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
-    seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score
-    seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
-    try:
-        if request.sink is not None:
-            call_foreign(request.sink, seq, ids, out.finish)
-    except Exception as e:
-        request.sink = None
-        return f"what receives its tokens failed: {told(e)}"
-    return None

@@ -1,0 +1,110 @@
+"""The search of a request with beams after a step: ask its strategy, and end the request with its outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from minivllm.core.foreign import call_foreign
+from minivllm.core.interfaces.finish import Finish
+from minivllm.errors import EngineDeadError, told
+
+from .beams import Kept, unwind
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.finish import FinishReason
+
+    from .beams import Beams
+    from .planner import Planner
+    from .publisher import Publisher
+    from .request import Request, Seq
+
+
+class SearchEngine(Protocol):
+    """The attributes of an engine that a search needs after a step, and at its end."""
+
+    planner: Planner
+    publisher: Publisher
+    dead: str | None
+
+    def fail_all(self, message: str) -> None: ...
+    def close(
+        self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None
+    ) -> None: ...
+
+
+def advance(engine: SearchEngine, beams: Beams) -> None:
+    """Advance a search whose live beams all have their candidates."""
+    s, request = engine.planner.slots, beams.request
+
+    def generated(beam: int) -> list[int]:
+        slot = beams.seqs[beam].slot
+        return s.tokens[slot, len(request.prompt) : s.known[slot]].tolist()
+
+    try:
+        step = engine.planner.seams.run("strategy", beams.advance, generated)
+    except Exception as e:
+        # a plug-in or the client's stop strings: it ends its own request and nothing else
+        finish_beams(
+            engine,
+            request,
+            Finish("error"),
+            f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}",
+        )
+        return
+    engine.publisher.tokens += len(step.append) + step.outputs
+    if step.done:
+        finish_beams(engine, request, None, None)
+    else:
+        engine.planner.searches.append(beams)
+
+
+def finish_beams(
+    engine: SearchEngine, request: Request, cut: Finish | None, error: str | None
+) -> None:
+    """End a request that has beams: they leave their slots, and the first sequences become the answer.
+
+    ``cut`` is the reason if the request ends before its strategy says so."""
+    beams = request.beams
+    if request.done:
+        return
+    try:
+        outputs = call_foreign(beams.outputs, cut)
+    except Exception as e:
+        cut = Finish("error")
+        outputs = [Kept(None, None, cut)]
+        error = error or f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}"
+    if beams in engine.planner.searches:
+        engine.planner.searches.remove(beams)
+    try:
+        for seq in beams.seqs if not engine.dead else ():
+            engine.planner.end(seq)
+    except EngineDeadError as e:  # the evictor failed: blocks are in doubt
+        engine.fail_all(str(e))
+        return
+    beams.given = len(outputs)
+    if cut is not None:
+        outputs = [out._replace(finish=cut) for out in outputs]
+    for seq, out in zip(beams.seqs, outputs, strict=False):
+        error = _hand_over(request, seq, out) or error
+    for seq, out in zip(
+        beams.seqs, outputs + outputs[-1:] * (beams.width - len(outputs)), strict=True
+    ):
+        finish = out.finish if error is None else Finish("error")
+        engine.close(seq, finish.reason, finish.stop, error)
+
+
+def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
+    """Make a sequence of the answer from an output and send it to the sink; return the error if that raises."""
+    ids, seq.logprobs = unwind(out.last)
+    seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
+    seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score
+    seq.cumulative_logprob = sum(lp.chosen for lp in seq.logprobs)
+    try:
+        if request.sink is not None:
+            call_foreign(request.sink, seq, ids, out.finish)
+    except Exception as e:
+        request.sink = None
+        return f"what receives its tokens failed: {told(e)}"
+    return None
