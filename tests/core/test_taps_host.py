@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import minivllm.testing.sim as sim_module
 from minivllm import SamplingParams, Tap
-from minivllm.core.engine import plan_columns
+from minivllm.core.engine import plan_columns, tap_values
 from minivllm.core.engine import taps as engine_taps
 from minivllm.core.engine.request import Request
-from minivllm.core.engine.taps import TapValues
+from minivllm.core.engine.tap_values import TapValues
 from minivllm.frontend.tap_values import values_of
 from minivllm.testing.sim import VOCAB, answer, at_rest, outputs, sim_engine
 
@@ -132,7 +132,7 @@ def test_each_position_is_told_once_and_steps_name_what_is_added_to_their_rows(i
     play(items, depth, blocks, budget, aborts)
 
 
-@pytest.mark.parametrize("room", [1, 7, engine_taps.ROOM])
+@pytest.mark.parametrize("room", [1, 7, tap_values.ROOM])
 def test_values_grow_in_memory_of_their_own(room):
     values, want = TapValues(0, 0, room), []
     for step in range(200):
@@ -145,7 +145,7 @@ def test_values_grow_in_memory_of_their_own(room):
 
 @pytest.mark.parametrize("room", [1, 40])
 def test_values_that_outgrow_their_memory_are_told_once_too(room, monkeypatch):
-    monkeypatch.setattr(engine_taps, "FIRST_ROOM", room)
+    monkeypatch.setattr(tap_values, "FIRST_ROOM", room)
     items = [([i, *range(1, 20)], 1 + i % 2, 30, [*POINTS], i % 2 == 1, i, 0, i % 3 == 0) for i in range(8)]
     assert play(items, 1, 34, 16) > 1
 

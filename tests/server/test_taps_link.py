@@ -11,7 +11,7 @@ import numpy as np
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.config import load_config
 from minivllm.core.engine.request import Request, Seq
-from minivllm.core.engine.taps import Growing, RequestTaps, TapValues
+from minivllm.core.engine.tap_values import Growing, RequestTaps, TapValues
 from minivllm.frontend.tap_values import values_of
 from minivllm.server.link import frames
 from minivllm.server.link.client import LocalClient

@@ -27,12 +27,12 @@ from .request import RUNNING, Request, Seq
 if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Guide
 
-    from .engine import Engine
+    from .incoming import Intake
     from .planner import Planner
     from .slots import Slots
 
 
-def add_guide(engine: Engine, lead: Seq, guide: Guide) -> None:
+def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     """Give the sequence of a new request its guide.  RequestError if it cannot have one."""
     request, p, cache = lead.request, lead.request.params, engine.cache
     for name in ("choose_fn", "logits_processors"):

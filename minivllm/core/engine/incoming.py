@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from minivllm.core import checks, declared
 from minivllm.core.foreign import call_foreign
@@ -19,14 +19,16 @@ from .taps import check_taps
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.sampling import Column, Processor, Row, Sampler
     from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+    from minivllm.core.timing import StepClock
 
     from .cache import KVCache
-    from .engine import Engine
+    from .parts import HostSampler
     from .request import Request, Seq
+    from .speculation import Speculation
 
     Processors = Sequence[tuple[str, Processor]]
     Strategies = Sequence[tuple[str, DecodingStrategy]]
@@ -117,6 +119,22 @@ class Binder(NamedTuple):
             raise RequestError(f"{self.name} failed on this request: {told(e, self.made)}") from e
 
 
+class Intake(Protocol):
+    """The attributes of an engine against which a new request is checked."""
+
+    wiring: Wiring
+    executor: Executor
+    capacity: Capacity
+    cache: KVCache
+    clock: StepClock
+    eos_ids: tuple[int, ...]
+    processors: Processors
+    strategies: Strategies
+    binders: list[Binder]
+    speculation: Speculation | None
+    host_sampler: HostSampler | None
+
+
 def binders(processors: Processors) -> list[Binder]:
     seams = processor_seams([name for name, _ in processors])
     return [
@@ -125,8 +143,8 @@ def binders(processors: Processors) -> list[Binder]:
     ]
 
 
-def host_draw(engine: Engine, seq: Seq) -> Any:
-    """What draws the tokens of a row whose request brings functions of its own."""
+def host_draw(engine: Intake, seq: Seq) -> Any:
+    """Return the function that draws the tokens of a sequence; None if its request brings no functions of its own."""
     functions = seq.request.params.logits_processors
     sampler = cast("Sampler", engine.processors[-1][1])
     if not functions:
@@ -138,8 +156,8 @@ def host_draw(engine: Engine, seq: Seq) -> Any:
     return engine.host_sampler(seq, functions, sampler, seq.request.rows[-1])
 
 
-def prepare(engine: Engine, request: Request) -> list[Branch]:
-    """Check a request and ask the plug-ins about it: the branches that it becomes."""
+def prepare(engine: Intake, request: Request) -> list[Branch]:
+    """Check a request, bind the plug-ins to it, and return its branches."""
     p = request.params
     check_prompt(request, engine.wiring, engine.capacity.vocab_size, engine.cache)
     if p.structured_outputs is not None and request.grammar is None:
@@ -158,7 +176,7 @@ def prepare(engine: Engine, request: Request) -> list[Branch]:
     request.speculates = engine.speculation is not None and engine.speculation.serves(request)
     started = run("strategy", branches, engine.strategies, request)
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
-    check_taps(engine, request)
+    check_taps(request, engine.wiring, engine.capacity, engine.executor)
     return started
 
 

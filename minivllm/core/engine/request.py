@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.taps import Tap
 
-    from .taps import RequestTaps, TapValues
+    from .tap_values import RequestTaps, TapValues
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
 

@@ -11,9 +11,7 @@ it forked; what lies before that are the values of the first sequence.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -23,34 +21,15 @@ from minivllm.core.interfaces.taps import LOGITS, Tap, by_point, read_only
 from minivllm.errors import RequestError, shown, suggest
 
 from .request import FINISHED
+from .tap_values import Growing, RequestTaps, TapValues
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.executor import Capacity, Wiring
+    from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
 
-    from .engine import Engine
     from .request import Request, Seq
     from .slots import Slots
 
-FIRST_ROOM = 16 << 20  # bytes that a sequence's values of a point have before they grow, at most
-ROOM = 1 << 30  # rows, where nobody says how many there may be
 LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # of other dtypes that of float32
-
-
-@dataclass(frozen=True)
-class RequestTaps:
-    """The taps of a request, points by their number in ``Capacity.taps``."""
-
-    read: Mapping[int, tuple[str, int]]  # name and width of the points that it reads, ascending
-    steering: Mapping[int, np.ndarray]  # f32 [width] what it adds, likewise
-    logits: int  # the number of that point
-
-    @property
-    def salt(self) -> str:
-        """Equal for requests that add the same: they may share prefixes."""
-        digest = hashlib.sha256()
-        for number, vector in self.steering.items():
-            digest.update(number.to_bytes(4, "little") + vector.tobytes())
-        return f"steered {digest.hexdigest()}"
 
 
 class TapLimits(NamedTuple):
@@ -75,61 +54,19 @@ class TapLimits(NamedTuple):
 NO_LIMITS = TapLimits()
 
 
-class Growing:
-    """f32 [n, width] that grows at its end, in memory of its own: each value is copied once, and as
-    often again as doubling the room takes."""
+def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: Executor) -> None:
+    """Set the request's ``tapped`` from its taps.
 
-    def __init__(self, width: int, room: int) -> None:
-        self.memory, self.n = np.empty((max(room, 1), width), np.float32), 0
-
-    def add(self, rows: np.ndarray) -> None:
-        n = self.n + len(rows)
-        if n > len(self.memory):
-            old = self.memory[: self.n]
-            self.memory = np.empty((max(n, 2 * len(self.memory)), old.shape[1]), np.float32)
-            self.memory[: self.n] = old
-        self.memory[self.n : n] = rows
-        self.n = n
-
-    @property
-    def rows(self) -> np.ndarray:
-        return self.memory[: self.n]
-
-
-@dataclass(eq=False)
-class TapValues:
-    """What a sequence has read: positions [first, upto), of which those of steps in flight are still to come.
-
-    ``upto`` stays behind in steps that were made from the one before (see ``steady``), until the next that was not, or
-    until the sequence leaves its slot."""
-
-    first: int
-    upto: int
-    room: int = ROOM  # rows that there may be
-    parts: dict[int, Growing] = field(default_factory=dict)  # by point
-    # logits at the tokens of a scored prompt but the last, which one branch of a request has whole
-    scored: list[np.ndarray] = field(default_factory=list)
-
-    def keep(self, number: int, rows: np.ndarray) -> None:
-        """Values of a point, in memory that is the step's own."""
-        if number not in self.parts:
-            width = rows.shape[1]
-            most = max(FIRST_ROOM // (4 * width), len(rows))
-            self.parts[number] = Growing(width, min(self.room, most))
-        self.parts[number].add(rows)
-
-
-def check_taps(engine: Engine, request: Request) -> None:
-    """Sets the request's ``tapped``.  RequestError: an unknown point, a vector that does not fit, values that nobody
-    can have or that are too many from the start."""
+    RequestError: an unknown point, a vector that does not fit, values that cannot be read, or more values than a
+    request may read."""
     if not request.taps:
         return
-    points = engine.capacity.taps
+    points = capacity.taps
     if points is None:
-        who = f"the executor {type(engine.executor).__name__}"
+        who = f"the executor {type(executor).__name__}"
         raise RequestError(f"taps: {who} serves none; use another one", "taps")
     if not points:
-        name = engine.wiring.parts["model"].name
+        name = wiring.parts["model"].name
         raise RequestError(f"taps: the model {name} names no points; leave them out", "taps")
     numbers = {name: i for i, name in enumerate(points)}
     read: dict[int, tuple[str, int]] = {}
@@ -145,11 +82,11 @@ def check_taps(engine: Engine, request: Request) -> None:
             before = steering.get(number, np.float32(0))
             with np.errstate(over="ignore", invalid="ignore"):  # refused below
                 steering[number] = before + _fitting(tap, points[tap.point])
-    limit = LARGEST.get(engine.wiring.dtype, np.inf)
+    limit = LARGEST.get(wiring.dtype, np.inf)
     for number, vector in steering.items():
         if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
             name = list(points)[number]
-            what = f"taps: what is added at {name} is out of the range of {engine.wiring.dtype}"
+            what = f"taps: what is added at {name} is out of the range of {wiring.dtype}"
             raise RequestError(f"{what}; want smaller numbers or a smaller scale", "taps")
     if read and request.beams is not None:
         what = "taps: values are not read of a request whose strategy is asked after every step"
@@ -159,7 +96,7 @@ def check_taps(engine: Engine, request: Request) -> None:
     )
     scores = request.params.prompt_logprobs is not None  # there are logits of the prompt
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
-    limits = TapLimits.of(engine.capacity, engine.wiring)
+    limits = TapLimits.of(capacity, wiring)
     # each output has the prompt's values
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
