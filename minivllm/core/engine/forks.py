@@ -1,11 +1,11 @@
-"""Rows that share what is computed: branches of a request, and beams, as the planner and the engine handle them.
+"""Rows that share computed tokens while a step is planned: the branches of a request, and the beams of a search.
 
 All changes that a search or a fork makes to slots, blocks and the next delta are made here.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -14,13 +14,31 @@ from .request import RUNNING, WAITING
 
 if TYPE_CHECKING:
     from .beams import Beams
-    from .planner import Planner
+    from .cache import KVCache
+    from .request import Seq
+    from .slots import Slots
 
 
-def fork_ready(planner: Planner) -> None:
-    """Parents whose prompt is computed but for its last token get their branches, which share its blocks.  So do beams
-    that come back after a preemption, once the first of them has computed what all have in common.  Rows with a guide
-    go on together with it."""
+class ForkPlanner(Protocol):
+    """The attributes of a planner that forks and searches change."""
+
+    slots: Slots
+    cache: KVCache
+    reserved: int
+    joins: list[tuple[int, Seq]]
+    forks: list[tuple[int, int, Seq]]
+    chosen: list[tuple[int, int]]
+    searches: list[Beams]
+
+    def make_room(self, requester: int, need: int) -> int: ...
+    def leave(self, slot: int) -> None: ...
+
+
+def fork_ready(planner: ForkPlanner) -> None:
+    """Fork the rows that have computed their prompt but for its last token: their branches share its blocks.
+
+    Beams that come back after a preemption fork once the first of them has computed their common tokens.  A row with a
+    guide goes on together with it."""
     s = planner.slots
     for slot in s.running[s.forking[s.running]].tolist():
         seq = s.seq[slot]
@@ -52,8 +70,8 @@ def fork_ready(planner: Planner) -> None:
         s.forking[slot], s.schedulable[slot] = False, s.known[slot]
 
 
-def room_for(planner: Planner, slot: int, copies: int) -> bool:
-    """Whether there are ``copies`` blocks for a fork of this row; the oldest preempts others for them."""
+def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
+    """Return whether there are ``copies`` blocks for a fork of this row; the oldest row preempts others for them."""
     s, cache = planner.slots, planner.cache
     need = np.full((len(cache.pools), 1), copies)
     while not cache.can_take(need):
@@ -62,8 +80,8 @@ def room_for(planner: Planner, slot: int, copies: int) -> bool:
     return True
 
 
-def enter_beams(planner: Planner, beams: Beams) -> None:
-    """The first beam has just taken a slot; the others take theirs, and idle."""
+def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
+    """Give the other beams their slots, in which they idle; the first beam has just taken its slot."""
     s, first = planner.slots, beams.seqs[0]
     for seq in beams.seqs[1:]:
         slot = s.enter(seq)
@@ -72,9 +90,10 @@ def enter_beams(planner: Planner, beams: Beams) -> None:
         s.forking[first.slot], s.schedulable[first.slot] = True, beams.common()
 
 
-def apply_pending(planner: Planner) -> None:
-    """Apply what searches have decided, as far as there are blocks for it.  Blocks are short only at first, when idle
-    beams get theirs: later each takes the place of one that ends."""
+def apply_pending(planner: ForkPlanner) -> None:
+    """Apply the decisions of searches, as far as there are blocks for their forks.
+
+    Blocks are short only at first, when idle beams get theirs: later each takes the place of one that ends."""
     for beams in list(planner.searches):
         if beams.pending is None:
             continue  # preempted a moment ago
@@ -87,8 +106,8 @@ def apply_pending(planner: Planner) -> None:
             planner.searches.remove(beams)
 
 
-def drop_beams(planner: Planner, beams: Beams) -> None:
-    """Give back the blocks of beams from which nothing goes on."""
+def drop_beams(planner: ForkPlanner, beams: Beams) -> None:
+    """Give back the blocks of the beams that the pending step drops."""
     assert beams.pending is not None
     s = planner.slots
     for beam in beams.pending.drop:
@@ -102,8 +121,8 @@ def drop_beams(planner: Planner, beams: Beams) -> None:
         s.ready[slot] = False
 
 
-def _fits(planner: Planner, beams: Beams) -> bool:
-    """Whether there are blocks for the copies that the pending forks need."""
+def _fits(planner: ForkPlanner, beams: Beams) -> bool:
+    """Return whether there are blocks for the copies that the pending forks need."""
     if beams.pending is None:
         return False  # it was preempted itself
     s, cache = planner.slots, planner.cache
@@ -111,8 +130,8 @@ def _fits(planner: Planner, beams: Beams) -> bool:
     return cache.can_take(np.full((len(cache.pools), 1), len(beams.pending.fork) * partly))
 
 
-def apply(planner: Planner, beams: Beams) -> None:
-    """Forks and tokens of the pending step to slots, blocks and the next delta."""
+def apply(planner: ForkPlanner, beams: Beams) -> None:
+    """Apply the forks and tokens of the pending step to slots, blocks and the next delta."""
     s, step, seqs = planner.slots, beams.pending, beams.seqs
     assert step is not None
     n = len(beams.request.prompt) + beams.length
@@ -131,8 +150,8 @@ def apply(planner: Planner, beams: Beams) -> None:
     beams.applied()
 
 
-def preempt_beams(planner: Planner, beams: Beams) -> None:
-    """All beams leave their slots together; what is live is kept by the first ones."""
+def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
+    """Take the slots of all beams together; the first beams keep the tokens of the live ones."""
     s, seqs = planner.slots, beams.seqs
     if beams.pending is not None:
         planner.searches.remove(beams)

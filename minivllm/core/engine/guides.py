@@ -27,8 +27,8 @@ from .request import RUNNING, Request, Seq
 if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Guide
 
+    from .cache import KVCache
     from .incoming import Intake
-    from .planner import Planner
     from .slots import Slots
 
 
@@ -79,15 +79,20 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
 # ---- while a step is planned -----------------------------------------------------------------------------------------
 
 
-def enter_guide(planner: Planner, lead: Seq, guide: Seq, protected: bool) -> None:
-    """The lead has just taken a slot; its guide takes one too, and each waits for the other."""
-    s = planner.slots
+def enter_guide(
+    s: Slots, cache: KVCache, joins: list[tuple[int, Seq]], lead: Seq, protected: bool
+) -> None:
+    """Give the guide of a sequence that has just taken a slot a slot too; each waits for the other.
+
+    ``joins`` gets the guide's (slot, sequence).  A ``protected`` guide gets all blocks that it needs at once."""
+    guide = lead.guide
+    assert guide is not None
     slot = s.enter(guide)
-    planner.joins.append((slot, guide))
+    joins.append((slot, guide))
     guide.status = RUNNING
-    planner.cache.adopt(slot, planner.cache.lookup(guide, guide.known), guide.known)
+    cache.adopt(slot, cache.lookup(guide, guide.known), guide.known)
     if protected:
-        planner.cache.reserve(slot, guide.request.end)
+        cache.reserve(slot, guide.request.end)
     pair = [lead.slot, slot]
     s.mate[pair] = slot, lead.slot
     s.leads[lead.slot], s.scale[lead.slot] = True, lead.scale

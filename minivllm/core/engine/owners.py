@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,12 +25,14 @@ from minivllm.core import checks
 from .admission import queue_view
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from .planner import Planner
+    from minivllm.core.interfaces.scheduler import SchedulerPolicy
+
+    from .cache import KVCache
     from .request import Seq
     from .slots import Slots
-    from .waiting import Entry
+    from .waiting import Entry, WaitingQueue
 
 # prompt tokens of a step that an owner's part has at least: prompts are not computed in crumbs
 LEAST = 32
@@ -58,6 +60,23 @@ class OwnerShares:
         """What is left is anybody's from now on; False if there is nothing, or it was."""
         divided, self._each = self._each < sys.maxsize, sys.maxsize
         return divided and self.left > 0
+
+
+class OwnersPlanner(Protocol):
+    """The attributes of a planner by which owners take turns."""
+
+    slots: Slots
+    cache: KVCache
+    policy: SchedulerPolicy
+    waiting: WaitingQueue
+    orders: bool
+    divides: bool
+    reserved: int
+    stuck: Seq | None
+    way_for: int
+
+    def ask(self, question: Callable[..., Any], *args: Any) -> Any: ...
+    def preempt_one_of(self, rows: np.ndarray, need: int) -> int | None: ...
 
 
 def parties(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
@@ -95,9 +114,10 @@ def in_turn(
         rows[party] += 1 + len(seq.branches)
 
 
-def candidates(planner: Planner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
-    """The waiting sequences that may be admitted now, in the policy's order (its window only), owners in turn.  Usually
-    few of them have room, so what the policy gave is looked at as far as it is needed."""
+def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
+    """Yield the waiting sequences that may be admitted now, in the policy's order (its window only), owners in turn.
+
+    Usually few of them have room, so the policy's order is read only as far as it is needed."""
     p, queue = planner, planner.waiting
     turns = len(queue.lanes) > 1 and not p.divides
     if not p.orders and not turns:
@@ -105,7 +125,7 @@ def candidates(planner: Planner, now: float, parts: OwnerShares | None) -> Itera
             yield first
         return
     lines = queue.lines(p.policy.window)
-    # the policy is asked for each owner's own: what it thinks of others is no reason to wait
+    # each owner's line is ordered by itself: the policy's opinion of others is no reason to wait
     if turns and p.orders:
         rows = rows_of(p.slots)
         lines = sorted(lines, key=lambda line: rows[line[0][2].request.party])[:ASKED]
@@ -117,8 +137,8 @@ def candidates(planner: Planner, now: float, parts: OwnerShares | None) -> Itera
             yield seq
 
 
-def _ordered(planner: Planner, entries: list[Entry], now: float) -> list[Seq]:
-    """By the policy; entries come by its key."""
+def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[Seq]:
+    """Return the sequences of these entries, which are sorted by the policy's key, in the policy's order."""
     if not planner.orders:
         return [entry[2] for entry in entries]
     seqs = [entry[2] for entry in entries]
@@ -128,7 +148,7 @@ def _ordered(planner: Planner, entries: list[Entry], now: float) -> list[Seq]:
     return [seqs[i] for i in checks.ordered(order, len(seqs))]
 
 
-def make_way(planner: Planner) -> None:
+def make_way(planner: OwnersPlanner) -> None:
     """Preempt a row for an owner who has none and for whom there was no room when the last step was planned."""
     s, seq = planner.slots, planner.stuck
     planner.stuck = None
@@ -143,9 +163,10 @@ def make_way(planner: Planner) -> None:
     planner.preempt_one_of(mine, 1)
 
 
-def who_is_stuck(planner: Planner, refused: Seq | None) -> Seq | None:
-    """The first of an owner without a row who still waits although it has a part of the step's tokens: the one that was
-    ``refused`` blocks or rows, or, as no row is free, nobody was asked."""
+def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
+    """Return the first waiting sequence of an owner without a row; None if a row is free, or was freed for it already.
+
+    It is the sequence that was ``refused`` blocks or rows, or, if no row was free, the head of the owner's lane."""
     s, rows = planner.slots, rows_of(planner.slots)
     if refused is not None:
         return None if rows[refused.request.party] else refused

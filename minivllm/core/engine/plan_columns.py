@@ -1,4 +1,5 @@
-"""The columns of a plan.StepPlan: its rows in order, and what only some of them ask for."""
+"""The columns of a plan.StepPlan: its rows in order, the columns that only some rows ask for, and those of rows that
+join."""
 
 from __future__ import annotations
 
@@ -6,12 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from minivllm.core.interfaces.plan import STOP_IDS, Join, no_rows
+
 from .guides import guided_rows
 from .prompt_scores import prompt_rows
 from .taps import tap_rows
 
 if TYPE_CHECKING:
+    from .request import Seq
     from .slots import Slots
+
+NO_VECTORS = no_rows(dtype=np.float32)
 
 
 def step_rows(
@@ -63,3 +69,41 @@ def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
     kinds = {"late": s.late[drawn] & ~host, "host": host & ~beam, "held": host & beam}
     rows = {name: np.flatnonzero(which).astype(np.int32) for name, which in kinds.items()}
     return {"topk": int(s.topk[drawn].max(initial=-1)), **rows}
+
+
+def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
+    """Return the columns of ``plan.Join`` for sequences that took a slot since the last plan."""
+    at = np.array([slot for slot, _ in joins], np.int32)
+    seqs = [seq for _, seq in joins]
+    known = [seq.known for seq in seqs]
+    added = [
+        (i, number, vector)
+        for i, seq in enumerate(seqs)
+        for number, vector in (
+            {} if seq.request.tapped is None else seq.request.tapped.steering
+        ).items()
+    ]
+    stop_ids = np.full((len(seqs), STOP_IDS), -1, np.int32)
+    for row, seq in zip(stop_ids, seqs, strict=True):
+        if ids := seq.request.stops.ids:
+            row[: len(ids)] = ids
+    return Join(
+        slot=at,
+        known=np.array(known, np.int32),
+        computed=slots.computed[at],
+        prompt=slots.prompt[at],
+        end=slots.end[at],
+        seed=np.array([seq.seed for seq in seqs], np.int64),
+        sample=np.array([seq.sample for seq in seqs], np.int32),
+        min_end=np.array([s.request.stops.min_end for s in seqs], np.int32),
+        stop_ids=stop_ids,
+        n_eos=np.array([s.request.stops.n_eos for s in seqs], np.int32),
+        tokens=np.concatenate([seq.tokens[: seq.known] for seq in seqs]).astype(np.int32),
+        bound=tuple(
+            {i: s.request.rows[p] for i, s in enumerate(seqs) if s.request.rows[p] is not None}
+            for p in range(len(seqs[0].request.rows))
+        ),
+        saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
+        steer=np.array([line[:2] for line in added], np.int32).reshape(-1, 2),
+        vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
+    )

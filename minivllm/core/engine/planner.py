@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core import checks
-from minivllm.core.interfaces.plan import StepPlan, no_rows, with_drafts
-from minivllm.core.interfaces.scheduler import SchedulerPolicy, StepShape
+from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, no_rows, with_drafts
+from minivllm.core.interfaces.scheduler import Load, SchedulerPolicy, StepShape
 from minivllm.errors import told
 
-from .admission import delta_of, load_of, queue_view, row_of
+from .admission import queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .guides import enter_guide
 from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
-from .plan_columns import asked_columns, step_rows
+from .plan_columns import asked_columns, join_of, step_rows
 from .request import RUNNING, WAITING
 from .steady import Steady, next_steady, steady_of
 from .taps import most_cached
@@ -148,7 +148,7 @@ class Planner:
             self.ask(self.policy.ended, queue_view([row_of(seq) for seq in ended]))
         shape = MIX
         if self.asks_shape:
-            shape = checks.shape(self.ask(self.policy.shape, load_of(self, now), now))
+            shape = checks.shape(self.ask(self.policy.shape, self._load(now), now))
         if self.stuck is not None:
             make_way(self)
         self.wake_at = shape.hold_until if shape.hold_until > now and self.n_waiting else 0.0
@@ -169,6 +169,20 @@ class Planner:
             fork_ready(self)
             decode = self._decode(self.need(s.running))
         return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
+
+    def _load(self, now: float) -> Load:
+        """Return the figures by which a policy shapes a step."""
+        s, head = self.slots, self.waiting.head()
+        return Load(
+            waiting=self.n_waiting,
+            running=len(s.running),
+            prefilling=int((self.need(s.running) > 1).sum()),
+            free_blocks=self.cache.available,
+            total_blocks=min(pool.total for pool in self.cache.pools),
+            token_budget=self.max_tokens,
+            oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
+            tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
+        )
 
     def _fill(
         self, shape: StepShape, decode: np.ndarray, chunks: dict[int, int], now: float
@@ -413,7 +427,7 @@ class Planner:
         if beams is not None:
             enter_beams(self, beams)
         if guide is not None:
-            enter_guide(self, seq, guide, protected)
+            enter_guide(s, self.cache, self.joins, seq, protected)
         return True
 
     # ---- the plan ------------------------------------------------------------------------------------------------
@@ -429,7 +443,7 @@ class Planner:
         at, q_len, draft = step_rows(decode, n, draft, chunks)
         if not len(at):
             return None
-        delta, computed = delta_of(self), s.computed[at]
+        delta, computed = self._delta(), s.computed[at]
         if len(draft):
             computed += draft
         s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
@@ -459,3 +473,21 @@ class Planner:
         )
         self.steady = steady_of(self, plan, at)
         return plan
+
+    def _delta(self) -> Delta:
+        """Take the changes that the device does not know yet."""
+        s = self.slots
+        forks = [(parent, slot, b.sample) for parent, slot, b in self.forks if s.seq[slot] is b]
+        # preempted perhaps, but the fork copies their columns
+        parents = {parent for parent, _, _ in forks}
+        joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
+        changes: dict[str, Any] = self.cache.changes()
+        if joins:
+            changes["join"] = join_of(joins, s)
+        noted: dict[str, list[Any]] = {"leave": self.left, "fork": forks, "token": self.chosen}
+        changes |= {name: np.array(rows, np.int32) for name, rows in noted.items() if rows}
+        noted = {"keep": self.keeps, "forget": self.forgotten}
+        changes |= {name: np.array(rows, np.int64) for name, rows in noted.items() if rows}
+        for taken in (self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten):
+            taken.clear()
+        return Delta(**changes) if changes else NO_CHANGE

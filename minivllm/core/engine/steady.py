@@ -3,7 +3,7 @@ would go to planning them; so they are made from the one before in a few operati
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -12,7 +12,9 @@ from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan
 from .taps import reads_all
 
 if TYPE_CHECKING:
-    from .planner import Planner
+    from .cache import KVCache
+    from .slots import Slots
+    from .speculation import Speculation
 
 ONE = np.ones(1, np.int32)  # numpy adds an array in half the time of a number
 
@@ -27,11 +29,26 @@ class Steady(NamedTuple):
     room: int  # so many more until a row lacks a block
 
 
-def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None:
-    """What the next steps may be made from: ``plan``, of the slots ``at`` i64; None if they may not.
+class SteadyPlanner(Protocol):
+    """The attributes of a planner from which a steady step is made."""
 
-    A policy or a drafter that is asked in each step, a row that waits for the host or computes its prompt, or that does
-    not read all that it asks for: any of them makes steps differ."""
+    slots: Slots
+    cache: KVCache
+    speculation: Speculation | None
+    steady: Steady | None
+    step_id: int
+    asks_shape: bool
+    shared: bool
+
+    @property
+    def n_waiting(self) -> int: ...
+
+
+def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady | None:
+    """Return ``plan``, of the slots ``at`` i64, as the base of the next steps; None if these must be planned anew.
+
+    Steps differ if a policy or a drafter is asked in each step, or if a row waits for the host, computes its prompt, or
+    does not read all the values that it asks for."""
     p, s = planner, planner.slots
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or p.speculation is not None or s.asking:
@@ -43,8 +60,10 @@ def steady_of(planner: Planner, plan: StepPlan, at: np.ndarray) -> Steady | None
     return Steady(plan, at, s.changes, int((s.end[at] - s.known[at]).min()), 0)
 
 
-def next_steady(planner: Planner) -> StepPlan | None:
-    """The next step if it is like the last one, else None, and nothing has changed but what a sliding window let go."""
+def next_steady(planner: SteadyPlanner) -> StepPlan | None:
+    """Return the next step if it is like the last one, else None.
+
+    If it is None nothing has changed, except for blocks that a sliding window freed."""
     p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
     if last is None or last.changes != s.changes or not last.steps:
         return None
