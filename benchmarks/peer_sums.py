@@ -5,7 +5,7 @@
 Microseconds are medians of captured chains of twenty, of one kernel each: the sum with residual and norm by words, by
 flags and by split flags; the sum alone; NCCL's all-reduce, and with the kernel of residual and norm behind it.  Gathers
 of logits are tried with each of ``--tiles``, elements that a program moves at a time: what is best by rows belongs in
-``device.layers.peers.TILES``.
+``device.layers.peer_memory.TILES``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.device.kernels.norm import add_rms_norm
-from minivllm.device.layers.peers import PLACE, WORD_ROWS, PeerMemory, region_of, tile_of
+from minivllm.device.layers.peer_memory import PLACE, WORD_ROWS, PeerMemory, region_of, tile_of
 
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 CHAIN = 20  # calls in a capture
@@ -166,7 +166,7 @@ class Bench:
         ours = {tile: self.us(lambda tile=tile: self.memory.gather(x, vocab, tile), 5) for tile in self.tiles}
         said = ", ".join(f"{tile} at a time {us:.1f}" for tile, us in ours.items())
         nccl = self.us(lambda: dist.gather(x, parts, 0), 5)
-        self.say(f"gather of {rows} rows: {said}, nccl {nccl:.1f} us; layers.peers.TILES has {tile_of(rows)}")
+        self.say(f"gather of {rows} rows: {said}, nccl {nccl:.1f} us; layers.peer_memory.TILES has {tile_of(rows)}")
 
 
 def ended(ranks: Sequence[subprocess.Popen], limit: float) -> int:

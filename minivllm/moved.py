@@ -28,7 +28,7 @@ MOVED: dict[str, tuple[str, str]] = {  # old path: (new path, version of minivll
     "minivllm.core.runner": ("minivllm.device.worker.runner", "0.3"),
     "minivllm.core.sampling": ("minivllm.device.worker.sampling", "0.3"),
     "minivllm.core.worker": ("minivllm.device.worker", "0.3"),
-    "minivllm.declared": ("minivllm.core.declared", "0.3"),
+    "minivllm.declared": ("minivllm.core.declared_params", "0.3"),
     "minivllm.energy": ("minivllm.runtime.energy", "0.3"),
     "minivllm.fresh": ("minivllm.registration.fresh", "0.3"),
     "minivllm.gguf_file": ("minivllm.device.loading.gguf_file", "0.3"),

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from minivllm import moved
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.errors import PluginError, suggest
 from minivllm.registration import importing
 from minivllm.registration.discovery import Entry, version_hint
@@ -187,7 +187,7 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
     faults += [
         f"its spec declares the parameter {param.name!r}{text}"
         for param in spec.params
-        if (text := declared.fault(kind.name, param, is_own))
+        if (text := declared_params.fault(kind.name, param, is_own))
     ]
     if spec.limits != ANY:
         faults += [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.executor import (
     CacheWiring,
     ParallelWiring,
@@ -471,7 +471,7 @@ class _Fold:
         if chosen.spec is not None and chosen.spec.params:
             from minivllm.core.interfaces.params import is_own
 
-            declared.choose(selection.kind, chosen, is_own)
+            declared_params.choose(selection.kind, chosen, is_own)
         self.selections.append(selection)
         part = make_part(registry, chosen, choice, at or OPTION_OF.get(selection.kind, selection.kind), self.origins)
         if not at:

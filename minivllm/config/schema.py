@@ -24,7 +24,7 @@ from minivllm.config.values import (
     RequiresConfig,
     RunConfig,
 )
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.errors import PluginError
 from minivllm.registration.spec import KINDS, OPTION_OF
 from minivllm.registry import Catalog, Entry, Registry
@@ -213,7 +213,7 @@ def _sampling(catalog: Catalog) -> Schema:
             properties[field.name] = TypeAdapter(hints[field.name]).json_schema()
             if isinstance(field.default, (bool, int, float, str)):
                 properties[field.name]["default"] = field.default
-    properties |= {name: _declared(one) for name, one in declared.offered(catalog).items()}
+    properties |= {name: _declared(one) for name, one in declared_params.offered(catalog).items()}
     return {
         "description": "how tokens are drawn, and when to stop",
         "type": "object",
@@ -222,7 +222,7 @@ def _sampling(catalog: Catalog) -> Schema:
     }
 
 
-def _declared(one: declared.Declaration) -> Schema:
+def _declared(one: declared_params.Declaration) -> Schema:
     param = one.param
     kind: Schema = {"type": JSON_TYPES[param.kind], **{BOUNDS[name]: getattr(param, name) for name in BOUNDS}}
     kind = {key: value for key, value in kind.items() if value is not None}

@@ -21,7 +21,7 @@ import numpy as np
 
 from minivllm import files
 
-from .foreign import contained
+from .external_calls import contained
 
 PARTS = ("plan", "submit", "wait", "publish")
 PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part

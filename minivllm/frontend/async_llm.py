@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minivllm.core.foreign import refusal, refuse_within
+from minivllm.core.external_calls import refusal, refuse_within
 from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
 
 from .front_door import FrontDoor

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minivllm.core.foreign import refuse_within
+from minivllm.core.external_calls import refuse_within
 from minivllm.errors import RequestError, shown, suggest
 
 from .front_door import FrontDoor

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.errors import ConfigError, EngineDeadError
 from minivllm.runtime.processes.memory import HeapTrimmer
 from minivllm.runtime.text.template import is_name, read_template
@@ -95,7 +95,7 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
-    declared.installed()  # now, and not in a request: it imports the specs of other packages
+    declared_params.installed()  # now, and not in a request: it imports the specs of other packages
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
     pool = WorkerPool(client.tokenizer, server.template_seconds, server.template_mb)

@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from minivllm.core import checks, declared
+from minivllm.core import checks, declared_params
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.params import is_own
 from minivllm.errors import PluginError, shown, told
@@ -87,7 +87,7 @@ def find(kind: str, plugin: str) -> Subject:
     entry = registry.find(plugin)
     spec = registry.spec(entry)
     with contextlib.suppress(PluginError):  # a test of the spec says what is wrong
-        declared.choose(kind, Candidate(entry, spec), is_own)
+        declared_params.choose(kind, Candidate(entry, spec), is_own)
     return Subject(KINDS[kind], entry, spec, registry)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.params import NAMES, SamplingParams, is_own
 from minivllm.errors import RequestError
 from minivllm.registration.parameters import Param
@@ -43,7 +43,7 @@ class Declaring(SpecConformance):
             "reads = SPEC.reads"
         )
         for param in self.spec.params:
-            text = declared.fault(self.subject.kind.name, param, is_own)
+            text = declared_params.fault(self.subject.kind.name, param, is_own)
             assert not text, f"it declares the parameter {param.name!r}{text}"
             line = param.summary.strip() and "\n" not in param.summary and len(param.summary) <= MOST
             assert line, f"the summary of {param.name!r} is {param.summary!r}: want one line of at most {MOST}"

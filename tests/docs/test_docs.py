@@ -28,7 +28,7 @@ from minivllm.cli import main
 from minivllm.config import SEAMS, EngineConfig, load_config
 from minivllm.config.resolve import resolve
 from minivllm.config.server import ServerConfig
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.plugins.executor.options import MultiprocessOptions, RayOptions, SimOptions
 from minivllm.registration.spec import KINDS
@@ -260,7 +260,7 @@ def test_the_table_of_sampling_parameters_has_them_all_with_their_defaults():
 
 def declared_table() -> list[str]:
     rows = ["| name | default | range | of | meaning |", "|---|---|---|---|---|"]
-    for name, one in declared.builtin().items():
+    for name, one in declared_params.builtin().items():
         by = ", ".join(re.sub(r"'(.*)'", r"`\1`", who) for who in one.by)
         rows.append(f"| `{name}` | `{one.param.default!r}` | {one.param.wants} | {by} | {one.param.summary} |")
     return rows

@@ -16,7 +16,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ runtime.hooks  core  core.wiring
     │ runtime.energy                                        counters of joules, and the account of each request
     │ core.interfaces                                       one file a seam
-    │ core.declared                                         the request parameters that plug-ins declare
+    │ core.declared_params                                         the request parameters that plug-ins declare
     │ registry  registration                                find plug-ins, choose one
     │ server  runtime.tenant_cache  core.json_schema  runtime.processes  plugins.specs
     │ registration.spec  registration.parameters  registration.fresh  device.native  device.loading.gguf_file
@@ -55,18 +55,18 @@ BASE = ("minivllm", "files", "validation", "errors", "moved")  # any room that i
 MAY_IMPORT = {
     "cli": (
         "server.serve lab.bench pocket lab.simulate lab.replay lab.compare_hf lab.quantize lab.traces "
-        "frontend config frontend.record core.engine plugins runtime.hooks core.interfaces core.declared "
+        "frontend config frontend.record core.engine plugins runtime.hooks core.interfaces core.declared_params "
         "registry registration server runtime.processes registration.spec registration.fresh "
         "runtime.usage device.hardware"
     ),
     "server.serve": (
-        "server.app server.openai server.link server.http runtime.text core.declared server runtime.processes"
+        "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
     "server.app": "server.operations server.openai server.http server",
     "server.operations": "server.openai server.link server.http server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.openai": (
-        "server.link server.http runtime.text core.interfaces core.declared server runtime.tenant_cache "
+        "server.link server.http runtime.text core.interfaces core.declared_params server runtime.tenant_cache "
         "core.json_schema"
     ),
     "server.link": (
@@ -80,7 +80,7 @@ MAY_IMPORT = {
     ),
     "testing": (
         "frontend config core.engine plugins device.worker device.loading device.layers runtime.hooks "
-        "core core.wiring core.interfaces core.declared registry registration registration.spec "
+        "core core.wiring core.interfaces core.declared_params registry registration registration.spec "
         "registration.parameters device.hardware"
     ),
     "testing.scaffold": "config plugins.specs registration.spec",
@@ -96,15 +96,15 @@ MAY_IMPORT = {
         "runtime.usage device.hardware"
     ),
     "config": (
-        "frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared "
+        "frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
         "registry registration.spec device.native device.hardware"
     ),
     "runtime.structured": "core.interfaces registry runtime.tenant_cache",
     "frontend.record": (
-        "runtime.text device.loading core.declared registration registration.spec device.native device.hardware"
+        "runtime.text device.loading core.declared_params registration registration.spec device.native device.hardware"
     ),
     "runtime.text": "core.engine core.interfaces runtime.processes registration.fresh device.loading.gguf_file",
-    "core.engine": "core core.interfaces core.declared",
+    "core.engine": "core core.interfaces core.declared_params",
     "plugins": (
         "device.worker device.layers device.kernels runtime.hooks core core.wiring core.interfaces "
         "core.json_schema runtime.processes registration.spec registration.fresh"
@@ -120,8 +120,8 @@ MAY_IMPORT = {
     "core": "core.interfaces",
     "core.wiring": "core.interfaces",
     "runtime.energy": "",
-    "core.interfaces": "core.declared core.json_schema registration.spec registration.parameters",
-    "core.declared": "registry plugins.specs registration.spec registration.parameters",
+    "core.interfaces": "core.declared_params core.json_schema registration.spec registration.parameters",
+    "core.declared_params": "registry plugins.specs registration.spec registration.parameters",
     "registry": "registration registration.spec registration.fresh",
     "registration": "plugins.specs registration.spec registration.fresh",
     "server": "runtime.processes",

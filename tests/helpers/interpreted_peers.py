@@ -15,11 +15,17 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from minivllm.device.layers import peers
-from minivllm.device.layers.peers import PeerMemory, RegionLayout
+from minivllm.device.layers import peer_memory
+from minivllm.device.layers.peer_memory import PeerMemory, RegionLayout
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
-peers.BLOCKS, peers.MOVERS, peers.PLACE, peers.TILES, peers.DRAWN = 2, 3, 512, ((1, 64), (3, 128)), 4
+peer_memory.BLOCKS, peer_memory.MOVERS, peer_memory.PLACE, peer_memory.TILES, peer_memory.DRAWN = (
+    2,
+    3,
+    512,
+    ((1, 64), (3, 128)),
+    4,
+)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-2}
 
 

@@ -14,13 +14,13 @@ from cpu_captures import CpuRecorder, Recording, cpu_captures
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from minivllm.device.layers import peers
+from minivllm.device.layers import peer_memory
 from minivllm.device.layers.communicator import ProcessGroup
 from minivllm.device.worker import build, graphs
 from minivllm.plugins.executor import multiprocess_worker
 
 # programs that wait for each other take turns on few cores: as few of them as show all that there is
-peers.BLOCKS, peers.MOVERS, peers.TILES, peers.DRAWN = 2, 2, ((1, 32),), 4
+peer_memory.BLOCKS, peer_memory.MOVERS, peer_memory.TILES, peer_memory.DRAWN = 2, 2, ((1, 32),), 4
 recording = False
 
 
@@ -52,12 +52,12 @@ class RankRecorder(CpuRecorder):
 
 
 def share_memory(group: ProcessGroup) -> None:
-    folder, size = os.environ["RANK_CAPTURES"], peers.RegionLayout(group.size).bytes
+    folder, size = os.environ["RANK_CAPTURES"], peer_memory.RegionLayout(group.size).bytes
     regions = [
         torch.from_file(f"{folder}/{rank}", shared=True, size=size, dtype=torch.uint8) for rank in range(group.size)
     ]
     torch.distributed.barrier()
-    group.peers = peers.PeerMemory(group.rank, torch.tensor([region.data_ptr() for region in regions]), regions)
+    group.peers = peer_memory.PeerMemory(group.rank, torch.tensor([region.data_ptr() for region in regions]), regions)
 
 
 def main(*given: str) -> None:
@@ -65,6 +65,6 @@ def main(*given: str) -> None:
     with cpu_captures(), _disable_current_modes():
         graphs.GraphRecorder = RankRecorder
         build.has_kernels = lambda wiring: True
-        peers.PeerMemory.capturing = staticmethod(lambda: recording)
+        peer_memory.PeerMemory.capturing = staticmethod(lambda: recording)
         ProcessGroup.share_memory = share_memory
         multiprocess_worker.main(*given)

@@ -17,7 +17,7 @@ from minivllm.cli import main
 from minivllm.config import load_config
 from minivllm.config.schema import config_schema
 from minivllm.config.server import ServerConfig
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.params import NAMES, is_own
 from minivllm.errors import ConfigError, PluginError
 from minivllm.frontend.record.tally import plain_params
@@ -66,8 +66,8 @@ def away(tmp_path, monkeypatch):
     points = {"minivllm.processor": {"away": "away_spec:AWAY"}}
     install(tmp_path / "site", "acme", points, away_spec=SPEC, away_impl=IMPL)
     monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setattr(declared, "_chosen", {})
-    monkeypatch.setattr(declared, "_installed", None)
+    monkeypatch.setattr(declared_params, "_chosen", {})
+    monkeypatch.setattr(declared_params, "_installed", None)
     return tmp_path
 
 
@@ -129,7 +129,7 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
     file.write_text("[sampling]\nxtc_probability = 11\n")
     with pytest.raises(ConfigError, match="xtc_probability=11: want a number at least 0 and at most 9"):
         load_config([file])
-    declared.installed()
+    declared_params.installed()
     body = read(CompletionBody, {"prompt": "a", "xtc_probability": 0.5, "options": {"away_token": 4}})
     assert check(body, ["xtc_probability", "away_token"]) == (
         {"extra": {"xtc_probability": 0.5, "away_token": 4}},
@@ -145,7 +145,7 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
 @pytest.mark.parametrize("name", ["mirostat_tau", "xtc_probability"])
 @pytest.mark.parametrize("how", [lambda asked: asked, lambda asked: {"vllm_xargs": asked}])
 def test_a_body_counts_before_the_defaults_of_a_server(away, name, how):
-    declared.installed()
+    declared_params.installed()
     info, state = SimpleNamespace(vocab_size=64, max_logprobs=5), {"tenant": "", "trace": None}
     for asked, want in (({}, 0.5), ({name: 0.25}, 0.25)):
         body = read(CompletionBody, {"prompt": "a", **how(asked)})
@@ -166,13 +166,13 @@ def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(aw
 
 @pytest.mark.parametrize("name", ["min_p", "n", "extra", "asked", "make", "greedy"])
 def test_a_name_that_all_requests_have_cannot_be_declared(name):
-    assert "want another name" in declared.fault("sampler", Param(name, float, 0.0), is_own)
+    assert "want another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
 
 
 def test_a_name_has_one_meaning(away):
-    tau = declared.builtin()["mirostat_tau"].param
-    assert not declared.fault("sampler", dataclasses.replace(tau, summary="in other words"), is_own)
-    other = declared.fault("sampler", dataclasses.replace(tau, le=9), is_own)
+    tau = declared_params.builtin()["mirostat_tau"].param
+    assert not declared_params.fault("sampler", dataclasses.replace(tau, summary="in other words"), is_own)
+    other = declared_params.fault("sampler", dataclasses.replace(tau, le=9), is_own)
     assert "otherwise than sampler 'mirostat': want float, default None, above 0, at most 64" in other
     registry = Catalog.discover()["processor"]
     (entry,) = (e for e in registry.entries if e.dist == "acme")
@@ -180,12 +180,12 @@ def test_a_name_has_one_meaning(away):
     from minivllm.registry import Candidate
 
     with pytest.raises(PluginError, match=r"processor 'acme/away' .* declares the parameter 'mirostat_tau' otherwise"):
-        declared.choose("processor", Candidate(entry, wrong), is_own)
+        declared_params.choose("processor", Candidate(entry, wrong), is_own)
 
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(ASKED)))
 def test_only_seams_that_see_requests_declare_parameters(kind):
-    assert "requests ask for nothing" in declared.fault(kind, Param("surely_new", float, 0.0), is_own)
+    assert "requests ask for nothing" in declared_params.fault(kind, Param("surely_new", float, 0.0), is_own)
 
 
 def test_what_is_built_in_declares_what_its_class_reads():

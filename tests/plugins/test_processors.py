@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import minivllm
-from minivllm.core.engine.incoming import binders
 from minivllm.core.engine.request import Request
+from minivllm.core.engine.request_checks import binders
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Processor, SamplingContext
 from minivllm.errors import RequestError

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 
 from http_helpers import served
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import field_aliases
@@ -116,7 +116,7 @@ def test_a_pattern_of_whitespace_goes_with_a_form_of_json():
 
 def test_every_mapped_field_is_tried_and_its_target_is_there():
     assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(field_aliases.MAPPED)
-    ours = {*CompletionBody.model_fields, *SamplingParams().__dict__, *declared.builtin()}
+    ours = {*CompletionBody.model_fields, *SamplingParams().__dict__, *declared_params.builtin()}
     assert {peer.to for peer in field_aliases.MAPPED.values()} <= ours
     own = {*CompletionBody.model_fields, *ChatBody.model_fields} - {
         "echo",

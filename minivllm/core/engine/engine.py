@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core import checks
-from minivllm.core.foreign import alone, call_foreign
+from minivllm.core.external_calls import alone, call_foreign
 from minivllm.core.interfaces.evictor import EvictorContext
 from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import LateInputs, StepPlan
@@ -32,11 +32,11 @@ from .blocks import BlockPool
 from .cache import KVCache
 from .flight import Flight
 from .guides import add_guide
-from .incoming import binders, host_draw, prepare, salt_of
 from .masks import RowMasks
 from .planner import Planner
 from .publisher import Publisher
 from .request import FINISHED, Request, Seq
+from .request_checks import binders, host_draw, prepare, salt_of
 from .searches import advance, finish_beams
 from .slots import Slots
 from .speculation import Speculation

@@ -21,14 +21,14 @@ import numpy as np
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError
 
-from .incoming import check_prompt, salt_of
 from .request import RUNNING, Request, Seq
+from .request_checks import check_prompt, salt_of
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.strategy import Guide
 
     from .cache import KVCache
-    from .incoming import Intake
+    from .request_checks import Intake
     from .slots import Slots
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core import checks
-from minivllm.core.foreign import call_foreign
+from minivllm.core.external_calls import call_foreign
 from minivllm.errors import told
 
 if TYPE_CHECKING:

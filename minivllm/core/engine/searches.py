@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from minivllm.core.foreign import call_foreign
+from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.finish import Finish
 from minivllm.errors import EngineDeadError, told
 

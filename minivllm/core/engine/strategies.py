@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.core import checks
-from minivllm.core.foreign import call_foreign
+from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.params import NAMES
 from minivllm.core.interfaces.strategy import BranchEnd
 from minivllm.errors import RequestError, told

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.errors import RequestError, shown
 from minivllm.registration.parameters import NUMBERS, Param, is_whole, unknown_parameter
 from minivllm.validation import flaw
@@ -143,8 +143,8 @@ class SamplingParams:
                 else {k: values.pop(k) for k in list(values) if k not in NAMES}
             )
             for name in own:
-                if declared.find(name) is None:
-                    raise unknown_parameter(name, {*NAMES, *declared.everything()})
+                if declared_params.find(name) is None:
+                    raise unknown_parameter(name, {*NAMES, *declared_params.everything()})
             given = self.__dict__
             given.update(DEFAULTS, extra={})
             given.update(values)
@@ -153,14 +153,14 @@ class SamplingParams:
         def __setattr__(self, name: str, value: Any) -> None:
             if name in NAMES:
                 self.__dict__[name] = value
-            elif name.startswith("_") or declared.find(name) is None:
+            elif name.startswith("_") or declared_params.find(name) is None:
                 raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
             else:
                 self.__dict__["extra"] = _checked({**self.extra, name: value})
 
     def __getattr__(self, name: str) -> Any:
         """A parameter that a plug-in declares: as it was given, else its default."""
-        param = None if name.startswith("_") else declared.find(name)
+        param = None if name.startswith("_") else declared_params.find(name)
         if param is None:
             raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
         return self.extra.get(name, param.default)
@@ -363,7 +363,7 @@ def _checked(extra: Mapping[str, Any]) -> Mapping[str, Any]:
     object if nothing was to be done.  RequestError names the parameter that is wrong."""
     found, same = {}, True
     for name, given in extra.items():
-        value, param = given, declared.known(name)
+        value, param = given, declared_params.known(name)
         if param is None or param.kind not in NUMBERS:
             who = "extra" if param is None else name
             if what := flaw({name: given} if param is None else given):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from minivllm.core import checks
-from minivllm.core.foreign import call_foreign
+from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.sampling import Draw, Row, Rows, Sampler
 from minivllm.device.worker.state import ProcessorState
 from minivllm.errors import RequestError, shown, told

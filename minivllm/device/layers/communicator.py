@@ -24,7 +24,7 @@ from minivllm.errors import told
 
 if TYPE_CHECKING:
     from .norm import RMSNorm
-    from .peers import PeerMemory
+    from .peer_memory import PeerMemory
 
 OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")
 
@@ -56,7 +56,7 @@ class LostRank(RuntimeError):
 
 class ProcessGroup:
     """``Communicator`` over torch's default process group of this process: gloo on a CPU; on GPUs NCCL, and memory that
-    all of them reach for the calls of a step, if there is some (``device.layers.peers``)."""
+    all of them reach for the calls of a step, if there is some (``device.layers.peer_memory``)."""
 
     def __init__(self, rank: int, size: int, device: str, note: Callable[[int, int], None] | None = None) -> None:
         """``note(call, operation)`` hears when a call begins, and with operation 0 when the host goes on."""
@@ -85,7 +85,7 @@ class ProcessGroup:
     def share_memory(self) -> None:
         """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls
         go by NCCL as before."""
-        from .peers import PeerMemory, reachable, region_of
+        from .peer_memory import PeerMemory, reachable, region_of
 
         region = None
         self.why_not = reachable(self.size)

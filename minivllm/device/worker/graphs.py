@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.foreign import as_exception
+from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.sampling import Draw

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.foreign import as_exception
+from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices

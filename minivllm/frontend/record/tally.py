@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
@@ -169,7 +169,7 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
         else:
             found[f.name] = list(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
     extra = found.pop("extra", {})  # what this package declares is a keyword wherever it is read
-    own = {name: value for name, value in extra.items() if name in declared.builtin()}
+    own = {name: value for name, value in extra.items() if name in declared_params.builtin()}
     others = {name: value for name, value in extra.items() if name not in own}
     return {**found, **own, **({"extra": others} if others else {})}
 

@@ -31,7 +31,7 @@ from .process import FAILED, READY
 from .process_worker import WorkerLoop, _answer, _failure
 
 if TYPE_CHECKING:
-    from minivllm.device.layers.peers import PeerMemory
+    from minivllm.device.layers.peer_memory import PeerMemory
 
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
 SAYS = 0.2  # seconds between two looks at how far the device is

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minivllm.core import checks
-from minivllm.core.foreign import call_foreign
+from minivllm.core.external_calls import call_foreign
 from minivllm.errors import told
 
 

@@ -38,7 +38,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.owners import parties
 from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
-from minivllm.core.foreign import refusal
+from minivllm.core.external_calls import refusal
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs

@@ -9,7 +9,7 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
 
@@ -19,7 +19,7 @@ MOST = 32  # warnings of an answer
 OF_BEAMS = ("length_penalty", "early_stopping")
 NEUTRAL = {
     **{field.name: field.default for field in fields(SamplingParams)},
-    **{name: one.param.default for name, one in declared.builtin().items()},
+    **{name: one.param.default for name, one in declared_params.builtin().items()},
 }
 LOOKED_AT = 8  # unknown names for which a near one is looked for: each takes a millisecond
 NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothing
@@ -55,7 +55,7 @@ REFUSED = {
 # passed on to SamplingParams
 PASSED = {
     "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
-    "early_stopping", *declared.builtin(),
+    "early_stopping", *declared_params.builtin(),
 }  # fmt: skip
 # of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
 OPTIONAL = (

@@ -18,7 +18,7 @@ HERE = ROOT / "tests" / "helpers"
 
 def regions(folder: Path, size: int) -> None:
     """A file of zeros for each rank."""
-    from minivllm.device.layers.peers import RegionLayout
+    from minivllm.device.layers.peer_memory import RegionLayout
 
     for rank in range(size):
         with open(folder / str(rank), "wb") as file:
@@ -44,7 +44,7 @@ def test_ranks_get_the_sums_norms_logits_and_tokens_of_all(size, tmp_path):
 
 
 def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():
-    from minivllm.device.layers.peers import RegionLayout
+    from minivllm.device.layers.peer_memory import RegionLayout
 
     for size in range(2, 9):
         layout = RegionLayout(size)
@@ -54,16 +54,16 @@ def test_parts_of_a_region_lie_apart_and_begin_where_vectors_can_be_read():
 
 
 def test_the_tile_of_a_gather_goes_by_rows_alone_and_fits_its_place(monkeypatch):
-    from minivllm.device.layers import peers
+    from minivllm.device.layers import peer_memory
 
-    assert len(peers.TILES) <= 2, "a tile between is compiled nowhere before a draw is captured"
-    assert all(peers.PLACE % 16 == 0 and tile & (tile - 1) == 0 for _, tile in peers.TILES)
-    monkeypatch.setattr(peers, "TILES", ((1, 64), (32, 256), (64, 512)))
-    assert [peers.tile_of(rows) for rows in (0, 1, 31, 32, 63, 64, 9999)] == [64, 64, 64, 256, 256, 512, 512]
+    assert len(peer_memory.TILES) <= 2, "a tile between is compiled nowhere before a draw is captured"
+    assert all(peer_memory.PLACE % 16 == 0 and tile & (tile - 1) == 0 for _, tile in peer_memory.TILES)
+    monkeypatch.setattr(peer_memory, "TILES", ((1, 64), (32, 256), (64, 512)))
+    assert [peer_memory.tile_of(rows) for rows in (0, 1, 31, 32, 63, 64, 9999)] == [64, 64, 64, 256, 256, 512, 512]
 
 
 def test_the_way_of_a_sum_goes_by_rows_and_bytes_alone_and_few_rows_go_by_words():
-    from minivllm.device.layers.peers import PeerMemory
+    from minivllm.device.layers.peer_memory import PeerMemory
 
     for size in (2, 4, 8):
         memory = PeerMemory(0, torch.zeros(size, dtype=torch.int64))

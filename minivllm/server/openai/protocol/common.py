@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, WithJsonSchema
 
-from minivllm.core import declared
+from minivllm.core import declared_params
 from minivllm.errors import RequestError, suggest
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import field_aliases, fields
@@ -108,7 +108,7 @@ def read(model: type[Any], values: Mapping[str, Any]) -> Any:
     first field that is wrong."""
     if not issubclass(model, Generation):
         return _read(model, values)
-    translated = field_aliases.translate(values, {*model.model_fields, *declared.names()})
+    translated = field_aliases.translate(values, {*model.model_fields, *declared_params.names()})
     fields.misplaced(translated.values, model)
     with named(translated.sent):
         body = _read(model, translated.values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from minivllm.core import checks, declared
-from minivllm.core.foreign import call_foreign
+from minivllm.core import checks, declared_params
+from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError, suggest, told
@@ -94,7 +94,7 @@ def check_read(p: SamplingParams, strategies: Strategies, processors: Processors
     for name in asked:
         if name not in known:
             what = f"{name} is set, but no processor, sampler or strategy in the config reads it"
-            does = f"add one that does{''.join(f', {who}' for who in declared.readers(name)[:4])}"
+            does = f"add one that does{''.join(f', {who}' for who in declared_params.readers(name)[:4])}"
             raise RequestError(f"{what}; {does}.{suggest(name, sorted(known))}", name)
 
 
