@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mkdocs.structure.files import File, Files
+from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).resolve().parents[1]
-# files outside of docs/ that pages link to: Markdown becomes a page, other files are copied
-BESIDE = ("*.md", "benchmarks/*.md", "contrib/**/*.md", "minivllm/pocket/*.md", "examples/*.ipynb")
+BESIDE = ("*.md", "benchmarks/*.md", "contrib/**/*.md", "minivllm/pocket/*.md")  # pages outside of docs/
 MODULES = ("minivllm", "minivllm.plugin", "minivllm.registry", "minivllm.config", "minivllm.testing")
 INTERFACES = "minivllm.core.interfaces"
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.M | re.S)
@@ -36,8 +35,20 @@ def page_of(module: str) -> str:
 
 
 def beside() -> list[str]:
-    """Return the paths in the repository of the files outside of docs/ that belong to the site."""
+    """Return the paths in the repository of the pages outside of docs/."""
     return sorted({path.relative_to(ROOT).as_posix() for pattern in BESIDE for path in ROOT.glob(pattern)})
+
+
+def linked_files() -> list[str]:
+    """Return the paths in the repository of the files outside of docs/ that pages link to and that are no pages."""
+    pages = [*(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")), *beside()]
+    found = {
+        repository_path(link, source)
+        for source in pages
+        for link in LINK.findall(FENCE.sub("", (ROOT / source).read_text(encoding="utf-8")))
+    }
+    ours = (path for path in found if path and not path.startswith((".", "/", "docs/")) and not path.endswith(".md"))
+    return sorted(path for path in ours if (ROOT / path).is_file())
 
 
 def on_config(config: Any) -> Any:
@@ -48,9 +59,9 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files from outside of docs/ and the pages of the public modules."""
-    for path in beside():
-        files.append(File.generated(config, path, abs_src_path=str(ROOT / path)))
+    """Add the pages outside of docs/, copies of other files that pages link to, and the pages of the public modules."""
+    for path in [*beside(), *linked_files()]:
+        files.append(File.generated(config, path, abs_src_path=str(ROOT / path), inclusion=InclusionLevel.INCLUDED))
     for module in modules():
         files.append(File.generated(config, page_of(module), content=f"# {module}\n\n::: {module}\n"))
     return files
@@ -72,12 +83,19 @@ def map_links(markdown: str, change: Callable[[str], str]) -> str:
     return "".join([*parts, LINK.sub(lambda link: change(link[1]), markdown[end:])])
 
 
+def repository_path(link: str, source: str) -> str:
+    """Return the path in the repository of what the file ``source`` links to, or "" for an anchor or another site."""
+    target = link.partition("#")[0]
+    if not target or "://" in link or link.startswith("mailto:"):
+        return ""
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    return f"{path}/README.md" if (ROOT / path).is_dir() else path
+
+
 def site_link(link: str, source: str, here: str) -> str:
     """Return a link of the file ``source`` of the repository as the page ``here`` of the site needs it."""
-    target, mark, anchor = link.partition("#")
-    if not target or "://" in link or link.startswith("mailto:"):
+    path = repository_path(link, source)
+    if not path:
         return link
-    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-    if (ROOT / path).is_dir():
-        path = f"{path}/README.md"
+    _, mark, anchor = link.partition("#")
     return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(here) or ".") + mark + anchor

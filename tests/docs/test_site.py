@@ -44,6 +44,13 @@ def test_links_lead_to_the_pages_of_the_site():
         assert link(same, "docs/models.md", "models.md") == same
 
 
+def test_files_that_pages_link_to_are_copied():
+    pytest.importorskip("mkdocs", reason='pip install "minivllm[docs]"')
+    copied = script("site_hooks").linked_files()
+    assert "examples/evictor.ipynb" in copied
+    assert not [path for path in copied if path.endswith(".md") or not (ROOT / path).is_file()]
+
+
 def test_links_in_code_stay_as_they_are():
     pytest.importorskip("mkdocs", reason='pip install "minivllm[docs]"')
     text = "[a](x)\n\n```python\nd[k](x)\n```\n\n- [b](x)\n\n  ```\n  d[k](x)\n  ```\n[c](x)\n"
