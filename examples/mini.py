@@ -95,7 +95,7 @@ class Params:
 
 
 class Sequence:
-    """A request on its way."""
+    """A request, from its arrival to its last token."""
 
     def __init__(self, prompt, params, limit):
         self.tokens = list(prompt)
@@ -153,7 +153,7 @@ class Scheduler:
         return chunks
 
     def make_room(self, sequence, count):
-        """Take blocks for a sequence's next tokens, if need be from newer sequences; return False if it had to go."""
+        """Take blocks for a sequence's next tokens and preempt for them; return False if it was preempted itself."""
         wanted = self.pool.blocks_for(sequence.computed + count)
         while len(sequence.blocks) < wanted:
             if self.pool.unused:
@@ -263,9 +263,9 @@ class Model:
         extra = folder / "generation_config.json"  # it may name more end tokens
         if extra.exists():
             config |= json.loads(extra.read_text())
-        config |= config.get("rope_parameters", {})  # newer files keep these apart
-        if config["model_type"] not in ("llama", "qwen2", "qwen3"):
-            raise ValueError("the model is not a Llama, Qwen2 or Qwen3")
+        config |= config.get("rope_parameters") or {}  # newer files keep these apart
+        if config["model_type"] not in ("llama", "qwen2", "qwen3") or config["hidden_act"] != "silu":
+            raise ValueError("the model is not a Llama, Qwen2 or Qwen3 with SiLU")
         for name in ("factor", "rope_scaling", "use_sliding_window", "quantization_config"):
             if config.get(name):
                 raise ValueError(f"config.json has {name}, which is not supported")
@@ -298,7 +298,7 @@ class Model:
         tokens = torch.cat([chunk.tokens for chunk in chunks])
         positions = torch.cat([chunk.positions for chunk in chunks])
         angles = positions[:, None, None] * self.frequencies  # [tokens, 1, head_dim / 2]
-        turn = torch.exp(1j * angles)
+        turn = torch.exp(1j * angles)  # complex numbers of length 1, whose product with a number turns it
         x = self.embedding[tokens]  # [tokens, hidden]
         for w, cache in zip(self.layers, self.caches, strict=True):
             y = self.norm(x, w, "input_layernorm")

@@ -32,7 +32,7 @@ mini = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(mini)
 
 FOX = "Once upon a time there was a fox named Leo who lived in the forest and wanted a kite."
-LONG = " ".join(f"A fox named Mia met {n} owls and a hen in the forest." for n in range(4))
+LONG = " ".join(f"A fox named Mia met {n} owls and a hen in the forest." for n in range(3))
 PROMPTS = [
     "Once upon a time",
     "Once upon a time there was a fox",
@@ -49,7 +49,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def one_thread():
     """Keep torch from starting threads for operations that are tiny."""
     threads = torch.get_num_threads()
@@ -107,7 +107,7 @@ def test_greedy_tokens_are_those_of_llm_whatever_the_budget_of_a_step(wanted, bu
 
 @pytest.mark.parametrize("budget", [7, 64])
 def test_greedy_tokens_survive_preemption_and_eviction(wanted, budget):
-    engine = mini.Engine(POCKET, blocks=32, block_size=4, budget=budget)
+    engine = mini.Engine(POCKET, blocks=26, block_size=4, budget=budget)
     assert run(engine, PROMPTS) == wanted
     assert engine.scheduler.preemptions > 0 and engine.pool.evictions > 0
 
@@ -190,6 +190,7 @@ def test_greedy_tokens_of_other_families_are_those_of_llm(tmp_path, kind):
     "change",
     [
         {"model_type": "qwen3_moe"},
+        {"hidden_act": "gelu"},
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8.0}},
         {"use_sliding_window": True},
@@ -312,7 +313,7 @@ class Blocks(RuleBasedStateMachine):
         check_rest(self.pool)
 
 
-Blocks.TestCase.settings = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+Blocks.TestCase.settings = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 TestBlocks = Blocks.TestCase
 
 
@@ -323,7 +324,7 @@ def test_a_seed_gives_the_same_tokens_whatever_the_batch():
     params = {"temperature": 0.9, "top_p": 0.95}
     alone = [run(mini.Engine(POCKET), [prompt], seed=5, **params)[0] for prompt in PROMPTS[:4]]
     assert run(mini.Engine(POCKET, budget=16), PROMPTS[:4], seed=5, **params) == alone
-    small = mini.Engine(POCKET, blocks=18, block_size=4, budget=7)
+    small = mini.Engine(POCKET, blocks=16, block_size=4, budget=7)
     assert run(small, PROMPTS[:4], seed=5, **params) == alone and small.scheduler.preemptions > 0
     assert run(mini.Engine(POCKET), PROMPTS[:4], seed=6, **params) != alone
 
@@ -368,7 +369,7 @@ class ConstantModel:
 def test_drawn_tokens_are_distributed_as_the_softmax_of_what_is_kept(monkeypatch, case):
     share = exact(**case)
     found = mini.probabilities(torch.tensor(LOGITS), mini.Params(**case))
-    torch.testing.assert_close(found, torch.tensor(share, dtype=torch.float64), rtol=1e-6, atol=1e-12)
+    assert found.tolist() == pytest.approx(share, rel=1e-6)
     monkeypatch.setattr(mini, "Model", ConstantModel)
     engine = mini.Engine(POCKET, blocks=1000)
     sequences = [engine.add("The", mini.Params(max_tokens=100, seed=seed, **case)) for seed in range(20)]
