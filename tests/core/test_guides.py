@@ -109,7 +109,7 @@ def test_both_draw_in_a_step_or_neither_does():
         leads = [slot for slot in drawn if engine.slots.leads[slot] and engine.slots.seq[slot] is not None]
         assert leads == [drawn[row] for row in plan.guided[:, 0].tolist()]
         for row, guide in plan.guided.tolist():
-            assert engine.slots.mate[drawn[row]] == drawn[guide]
+            assert engine.slots.partner[drawn[row]] == drawn[guide]
         submit(plan)
 
     engine.executor.submit = checked

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minivllm.core.interfaces.plan import LateInputs
 from minivllm.errors import ResourceError
-from minivllm.plugins.executor.crowded import with_others
 from minivllm.plugins.executor.local import Local
+from minivllm.plugins.executor.shared_device import with_others
 
 
 class Recorder:

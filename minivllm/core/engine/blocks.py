@@ -277,17 +277,17 @@ class BlockPool:
         self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0
     ) -> int:
         """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
-        stands for this content from now on: itself, or an older twin, which the caller then shares instead.
+        stands for this content from now on: itself, or an older duplicate, which the caller then shares instead.
         ``parent``: the block before it, or its salt's root.  The evictor hears of it by ``announce``."""
-        twin = self.index.get(key)
-        if twin is not None:
-            if self.parent[twin] == parent and np.array_equal(self.tokens[twin], tokens):
-                return twin
-            if self.ref[twin] or twin in self.children:
+        duplicate = self.index.get(key)
+        if duplicate is not None:
+            if self.parent[duplicate] == parent and np.array_equal(self.tokens[duplicate], tokens):
+                return duplicate
+            if self.ref[duplicate] or duplicate in self.children:
                 return block  # a collision of keys: this block stays private
             # nobody uses it, or its leader is gone: the new one counts
             self._drop(np.array([key], np.uint64))
-            self._forget(key, twin)
+            self._forget(key, duplicate)
         self.index[key] = block
         if key in self.watch:
             self.void(key)

@@ -51,7 +51,7 @@ class KVCache:
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.watched = 0  # sequences in ``pools[0].watch``, at most
-        self.twins = False  # a twin took the place of a block since ``changes``
+        self.duplicates = False  # a duplicate took the place of a block since ``changes``
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -376,13 +376,14 @@ class KVCache:
     def _publish_one(
         self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray
     ) -> None:
-        """Publish block i of a row; if a twin is cached already the row uses the twin and gives its own back."""
+        """Publish block i of a row; if a duplicate is cached already the row uses the duplicate and gives its own
+        back."""
         pool, own = self.pools[g], int(self.slots.table[g, slot, i])
         if pool.published(own):
             return
         stands = pool.publish(own, parent, key, row, i, int(self.slots.tenant[slot]))
         if stands != own:
-            self.twins = True
+            self.duplicates = True
             pool.share(np.array([stands]))
             self._append(g, slot, [i], np.array([stands], np.int32))
             pool.release(np.array([own]))
@@ -392,7 +393,7 @@ class KVCache:
         found = {}
         if self.table:
             table = np.concatenate(self.table)
-            if self.twins:  # an entry may have changed twice: the last word counts
+            if self.duplicates:  # an entry may have changed twice: the last word counts
                 place = (
                     (table[:, 0].astype(np.int64) << 52)
                     | (table[:, 1].astype(np.int64) << 26)
@@ -405,7 +406,7 @@ class KVCache:
             found["trim"] = np.array(self.trims, np.int32)
         if self.copies:
             found["copy"] = np.array(self.copies, np.int32)
-        self.table, self.trims, self.copies, self.twins = [], [], [], False
+        self.table, self.trims, self.copies, self.duplicates = [], [], [], False
         return found
 
     def by_depth(self) -> dict[str, dict[str, int]]:

@@ -152,7 +152,7 @@ class Engine:
         if who not in self.tenants and len(self.tenants) >= MAX_TENANTS:
             self.tenants.clear()
         request.tenant = self.tenants.setdefault(who, next(self._tenant))
-        request.party = 1 + request.tenant if request.owner else 0
+        request.owner_number = 1 + request.tenant if request.owner else 0
         request.salt = salt_of(request, self.wiring)
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:

@@ -44,7 +44,7 @@ def fork_ready(planner: ForkPlanner) -> None:
         seq = s.seq[slot]
         if seq is None:
             continue  # preempted a moment ago to make room for another's branches
-        if s.mate[slot] >= 0:
+        if s.partner[slot] >= 0:
             release(s, slot)
             continue
         at = int(s.computed[slot])

@@ -68,7 +68,7 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     for one in (request, beside):
         one.salt = salt_of(one, engine.wiring)
     beside.rows, beside.tenant = (None,) * len(request.rows), request.tenant
-    beside.party = request.party
+    beside.owner_number = request.owner_number
     request.speculates = False
     lead.scale = guide.scale
     lead.guide = Seq(
@@ -94,15 +94,15 @@ def enter_guide(
     if protected:
         cache.reserve(slot, guide.request.end)
     pair = [lead.slot, slot]
-    s.mate[pair] = slot, lead.slot
+    s.partner[pair] = slot, lead.slot
     s.leads[lead.slot], s.scale[lead.slot] = True, lead.scale
     s.forking[pair], s.schedulable[pair] = True, s.known[pair] - 1
     s.paired += 2
 
 
 def release(s: Slots, slot: int) -> None:
-    """This row and its mate lack one token each if all others of both are computed: they draw from now on."""
-    pair = [slot, s.mate[slot]]
+    """This row and its partner lack one token each if all others of both are computed: they draw from now on."""
+    pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
         s.forking[pair], s.schedulable[pair] = False, s.known[pair]
 
@@ -112,6 +112,6 @@ def guided_rows(s: Slots, drawn: np.ndarray) -> dict[str, np.ndarray]:
     leads = np.flatnonzero(s.leads[drawn])
     at = np.zeros(s.size, np.int32)
     at[drawn] = np.arange(len(drawn))
-    guides = at[s.mate[drawn[leads]]]
+    guides = at[s.partner[drawn[leads]]]
     pairs = np.stack([leads, guides], axis=1).astype(np.int32)
     return {"guided": pairs, "scale": s.scale[drawn[leads]]}

@@ -43,18 +43,18 @@ ASKED = 16
 class OwnerShares:
     """The prompt tokens of a step.  Invariant: ``left`` is the budget less what was spent of all parts."""
 
-    def __init__(self, budget: int, parties: int) -> None:
+    def __init__(self, budget: int, owners: int) -> None:
         self.left = budget
-        self._each = max(LEAST, budget // parties) if parties > 1 else sys.maxsize
+        self._each = max(LEAST, budget // owners) if owners > 1 else sys.maxsize
         self._spent: Counter[int] = Counter()
 
-    def most(self, party: int) -> int:
+    def most(self, owner_number: int) -> int:
         """Tokens that this one may have yet."""
-        return min(self.left, self._each - self._spent[party])
+        return min(self.left, self._each - self._spent[owner_number])
 
-    def spend(self, party: int, tokens: int) -> None:
+    def spend(self, owner_number: int, tokens: int) -> None:
         self.left -= tokens
-        self._spent[party] += tokens
+        self._spent[owner_number] += tokens
 
     def join(self) -> bool:
         """What is left is anybody's from now on; False if there is nothing, or it was."""
@@ -79,23 +79,25 @@ class OwnersPlanner(Protocol):
     def preempt_one_of(self, rows: np.ndarray, need: int) -> int | None: ...
 
 
-def parties(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
+def owner_count(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
     """How many owners want prompt tokens: of these rows, and of the first that wait."""
-    return len({*slots.party[prefilling].tolist(), *(seq.request.party for seq in heads)})
+    return len(
+        {*slots.owner_number[prefilling].tolist(), *(seq.request.owner_number for seq in heads)}
+    )
 
 
 def rows_of(slots: Slots) -> Counter[int]:
-    """Rows that run, by party."""
-    return Counter(slots.party[slots.running].tolist())
+    """Rows that run, by the number of their owner."""
+    return Counter(slots.owner_number[slots.running].tolist())
 
 
 def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
     """Of these rows those of the owner who has most of them."""
-    party = slots.party[rows]
-    if not len(rows) or (party == party[0]).all():
+    owner_number = slots.owner_number[rows]
+    if not len(rows) or (owner_number == owner_number[0]).all():
         return rows
-    numbers, counts = np.unique(party, return_counts=True)
-    return rows[party == numbers[np.argmax(counts)]]
+    numbers, counts = np.unique(owner_number, return_counts=True)
+    return rows[owner_number == numbers[np.argmax(counts)]]
 
 
 def in_turn(
@@ -103,15 +105,17 @@ def in_turn(
 ) -> Iterator[Seq]:
     """The sequences of these lines, one line an owner, owners in turn.  Whoever has spent its part of the step's tokens
     is left out.  The next is asked for when the one before has got its row."""
-    left = {line[0].request.party: deque(line) for line in lines if line}
+    left = {line[0].request.owner_number: deque(line) for line in lines if line}
     rows = rows_of(slots)
     while open_ := [
-        party for party, line in left.items() if line and (parts is None or parts.most(party) > 0)
+        owner_number
+        for owner_number, line in left.items()
+        if line and (parts is None or parts.most(owner_number) > 0)
     ]:
-        party = min(open_, key=rows.__getitem__)
-        seq = left[party].popleft()
+        owner_number = min(open_, key=rows.__getitem__)
+        seq = left[owner_number].popleft()
         yield seq
-        rows[party] += 1 + len(seq.branches)
+        rows[owner_number] += 1 + len(seq.branches)
 
 
 def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
@@ -128,7 +132,7 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
     # each owner's line is ordered by itself: the policy's opinion of others is no reason to wait
     if turns and p.orders:
         rows = rows_of(p.slots)
-        lines = sorted(lines, key=lambda line: rows[line[0][2].request.party])[:ASKED]
+        lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:ASKED]
     elif not turns:
         lines = [[entry for line in lines for entry in line]]
     found = [_ordered(p, line, now) for line in lines]
@@ -156,10 +160,10 @@ def make_way(planner: OwnersPlanner) -> None:
         return
     planner.way_for = seq.id
     rows = rows_of(s)
-    party, most = max(rows.items(), key=lambda item: item[1], default=(0, 0))
-    if rows[seq.request.party] or most < 2:
+    owner_number, most = max(rows.items(), key=lambda item: item[1], default=(0, 0))
+    if rows[seq.request.owner_number] or most < 2:
         return
-    mine = s.running[s.party[s.running] == party]
+    mine = s.running[s.owner_number[s.running] == owner_number]
     planner.preempt_one_of(mine, 1)
 
 
@@ -169,9 +173,9 @@ def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
     It is the sequence that was ``refused`` blocks or rows, or, if no row was free, the head of the owner's lane."""
     s, rows = planner.slots, rows_of(planner.slots)
     if refused is not None:
-        return None if rows[refused.request.party] else refused
+        return None if rows[refused.request.owner_number] else refused
     if len(s.free) > planner.reserved or s.cooling:
         return None
-    found = (seq for seq in planner.waiting.heads() if not rows[seq.request.party])
+    found = (seq for seq in planner.waiting.heads() if not rows[seq.request.owner_number])
     seq = next(found, None)  # a policy may leave it out even so: a row is freed once
     return None if seq is None or seq.id == planner.way_for else seq

@@ -25,7 +25,7 @@ from minivllm.errors import told
 from .admission import queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
 from .guides import enter_guide
-from .owners import OwnerShares, candidates, make_way, of_the_largest, parties, who_is_stuck
+from .owners import OwnerShares, candidates, make_way, of_the_largest, owner_count, who_is_stuck
 from .plan_columns import asked_columns, join_of, step_rows
 from .request import RUNNING, WAITING
 from .steady import Steady, next_steady, steady_of
@@ -111,8 +111,12 @@ class Planner:
         row, seq.hint = row_of(seq), None
         view = queue_view([row])
         key = checks.key(self.ask(self.policy.key, view))
-        lane = checks.lane(self.ask(self.policy.lane, view)) if self.divides else seq.request.party
-        self.shared |= seq.request.party > 0
+        lane = (
+            checks.lane(self.ask(self.policy.lane, view))
+            if self.divides
+            else seq.request.owner_number
+        )
+        self.shared |= seq.request.owner_number > 0
         self.waiting.push(seq, key, lane, row)
         seq.status = WAITING
 
@@ -192,7 +196,7 @@ class Planner:
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         parts = OwnerShares(
             min(self.max_tokens - len(decode), cap, self.most_prefill),
-            parties(s, s.running[self.need(s.running) > 1], self.waiting.heads())
+            owner_count(s, s.running[self.need(s.running) > 1], self.waiting.heads())
             if self.shared
             else 1,
         )
@@ -235,7 +239,9 @@ class Planner:
         while np.count_nonzero(missing) and not self.cache.can_take(missing):
             lacking = rows[missing.any(axis=0)]
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
-            left = (rows == gone) | (s.mate[rows] == gone) | (s.serial[rows] < 0)  # none goes alone
+            left = (
+                (rows == gone) | (s.partner[rows] == gone) | (s.serial[rows] < 0)
+            )  # none goes alone
             rows, missing = rows[~left], missing[:, ~left]
         self.cache.grow(rows, missing)
         return rows
@@ -337,8 +343,8 @@ class Planner:
             return decode
         oldest = s.id[s.running].min()
         for slot, want in zip(rows.tolist(), need.tolist(), strict=True):
-            party, have = int(s.party[slot]), chunks.get(slot, 0)
-            more = min(want - have, parts.most(party))
+            owner_number, have = int(s.owner_number[slot]), chunks.get(slot, 0)
+            more = min(want - have, parts.most(owner_number))
             if parts.left <= 0:
                 break
             if s.seq[slot] is None or more <= 0:
@@ -349,11 +355,11 @@ class Planner:
                     break
                 decode = decode[s.serial[decode] >= 0]
                 for gone in [c for c in chunks if s.seq[c] is None]:
-                    parts.spend(int(s.party[gone]), -chunks.pop(gone))
-                chunk = self.cache.grow_chunk(slot, min(want, parts.most(party)))
+                    parts.spend(int(s.owner_number[gone]), -chunks.pop(gone))
+                chunk = self.cache.grow_chunk(slot, min(want, parts.most(owner_number)))
             if chunk:
                 chunks[slot] = chunk
-                parts.spend(party, chunk - have)
+                parts.spend(owner_number, chunk - have)
         return decode
 
     # ---- newcomers -----------------------------------------------------------------------------------------------
@@ -371,13 +377,13 @@ class Planner:
                 refused = seq  # nobody overtakes the first that has no room
                 break
             seq.request.scheduled = seq.request.scheduled or now
-            party = seq.request.party
+            owner_number = seq.request.owner_number
             for slot in [one.slot for one in seq.pair]:
-                want = min(int(s.schedulable[slot] - s.computed[slot]), parts.most(party))
+                want = min(int(s.schedulable[slot] - s.computed[slot]), parts.most(owner_number))
                 if want > 0:
                     new[slot], blocks = self.cache.room(slot, want, promised)
                     promised += blocks
-                    parts.spend(party, new[slot])
+                    parts.spend(owner_number, new[slot])
         if new:
             rows = np.fromiter(new, np.int32, len(new))
             upto = s.computed[rows] + np.fromiter(new.values(), np.int32, len(new))

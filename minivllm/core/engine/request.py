@@ -135,7 +135,7 @@ class Request:
     # completes(generated ids) -> the stop string that the last completes; for beams
     completes: Any = None
     tenant: int = 0  # number of ``owner``, or of params.tenant
-    party: int = 0  # number of ``owner``; 0: it names none
+    owner_number: int = 0  # number of ``owner``; 0: it names none
     # (tenant, cache_salt, ...): the prefix cache keeps what differs in it apart
     salt: tuple[str, ...] = ("", "")
     speculates: bool = False  # its steps may bring drafts

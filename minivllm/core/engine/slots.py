@@ -54,12 +54,12 @@ class Slots:
         self.schedulable = self._ints[9]
         self.topk = self._ints[10]
         self.prompt_topk = self._ints[11]  # -1, or its prompt's log-probabilities are still wanted
-        self.party = self._ints[14]  # number of the request's owner, see ``owners``
+        self.owner_number = self._ints[14]  # number of the request's owner, see ``owners``
         self.emitted = self._ints[12]  # tokens handed to the text side, the prompt's among them
         self.sample = self._ints[13]
-        self.mate = self._ints[15]  # slot of the row that draws with it (see ``guides``), or -1
+        self.partner = self._ints[15]  # slot of the row that draws with it (see ``guides``), or -1
         self._flags = np.zeros((11, size), bool)
-        self.forking = self._flags[0]  # waits for branches, or for its mate
+        self.forking = self._flags[0]  # waits for branches, or for its partner
         # False: sits out until its last token was collected (host rows)
         self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
@@ -69,7 +69,7 @@ class Slots:
         self.drafting = self._flags[6]
         self.watch = self._flags[7]  # somebody wants each token as it comes
         self.scored = self._flags[8]  # it wants log-probabilities
-        self.leads = self._flags[9]  # its mate is its guide
+        self.leads = self._flags[9]  # its partner is its guide
         self.tapped = self._flags[10]  # its request reads or adds at points of the model
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
@@ -77,7 +77,7 @@ class Slots:
         self.special = 0  # rows that are late or host, or want log-probabilities
         self.watched = 0  # rows with ``watch``
         self.timed = 0  # rows with ``tpot``
-        self.paired = 0  # rows with a mate
+        self.paired = 0  # rows with a partner
         self.tapping = 0  # rows with taps
         self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
@@ -122,7 +122,7 @@ class Slots:
             r.prompt_topk,
             len(r.prompt) + seq.emitted,
             seq.sample,
-            r.party,
+            r.owner_number,
             -1,
         )
         self._flags[:, slot] = (
@@ -163,7 +163,7 @@ class Slots:
         self.special -= bool(self.late[slot] or self.host[slot] or self.scored[slot])
         self.watched -= int(self.watch[slot])
         self.timed -= int(self.tpot[slot] < np.inf)
-        self.paired -= int(self.mate[slot] >= 0)
+        self.paired -= int(self.partner[slot] >= 0)
         self.tapping -= int(self.tapped[slot])
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()

@@ -52,7 +52,7 @@ class OwnModel(DraftModel):
             self.extra[to] = 0
         self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
         table = delta.table[delta.table[:, 0] == 0]
-        # a block that took another's place (a twin in the prefix cache) may not hold what was read
+        # a block that took another's place (a duplicate in the prefix cache) may not hold what was read
         if len(table):
             slots, index = table[:, 1], table[:, 2].astype(np.int64)
             start = index * self.wiring.block

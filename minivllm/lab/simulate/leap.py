@@ -163,7 +163,7 @@ class _Stretch:
         """What has changed since the last plan is for a device that has columns and tables."""
         p, s, cache = self.engine.planner, self.slots, self.cache
         if cache.table:
-            cache.table, cache.trims, cache.copies, cache.twins = [], [], [], False
+            cache.table, cache.trims, cache.copies, cache.duplicates = [], [], [], False
         if p.left:
             s.free.extend(s.cooling)
             for told_of in (s.cooling, p.left, p.keeps, p.forgotten):

@@ -18,7 +18,7 @@ from minivllm.errors import RequestError, ResourceError
 from minivllm.runtime.processes.memory import HeapTrimmer, resident_bytes
 
 from . import part_figures
-from .crowded import with_others
+from .shared_device import with_others
 
 if TYPE_CHECKING:
     from minivllm.device.worker.runner import Runner

@@ -23,12 +23,12 @@ from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 from minivllm.runtime.processes.status import BEGUN, CALLS, DONE, LEFT, MET, OPERATION, PHASE, StatusPage
 
-from .crowded import with_others
 from .fingerprint import fingerprint
 from .local import Local
 from .multiprocess import FINGERPRINT, GO, LOST, PARTED
 from .process import FAILED, READY
 from .process_worker import WorkerLoop, _answer, _failure
+from .shared_device import with_others
 
 if TYPE_CHECKING:
     from minivllm.device.layers.peer_memory import PeerMemory

@@ -20,9 +20,9 @@ from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 from minivllm.runtime.processes.rhythm import Rhythm, let_others
 
-from .crowded import with_others
 from .local import Local
 from .process import ANSWER, CALL, FAILED, LATE, MASKS, MEMORY, PLACE, READY
+from .shared_device import with_others
 from .steps import NEXT, PLAN, Plans, Results
 
 

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from minivllm.core.engine.engine import Engine
-from minivllm.core.engine.owners import parties
+from minivllm.core.engine.owners import owner_count
 from minivllm.core.engine.request import Request, Seq
 from minivllm.core.engine.scores import Scores
 from minivllm.core.external_calls import refusal
@@ -198,7 +198,7 @@ class EngineLoop(TurnLoop):
             context = max(context, int(p.cache.hints(heads).max()))
         scored = s.asking > 0 or any(seq.request.prompt_topk >= 0 for seq in heads)
         now = time.monotonic()
-        if p.shared and parties(s, s.running, heads) > 1:
+        if p.shared and owner_count(s, s.running, heads) > 1:
             self.shared_until = now + SHARED_FOR
         several = now < self.shared_until
         turn, least = (SHARED_TURN, self.shared_least) if several else (TURN, LEAST)
