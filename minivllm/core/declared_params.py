@@ -38,9 +38,8 @@ class Declaration:
 
 
 _chosen: dict[str, Declaration] = {}
-_installed: tuple[tuple[Entry, ...], dict[str, Declaration]] | None = (
-    None  # for which entries, and what they declare
-)
+# the entries of other packages, and the parameters that they declare
+_installed: tuple[tuple[Entry, ...], dict[str, Declaration]] | None = None
 
 
 @cache

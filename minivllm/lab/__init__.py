@@ -1,0 +1,1 @@
+"""Offline tools for experiments: benchmarks, replay, simulation, traces, quantization, comparison with transformers."""

@@ -49,7 +49,7 @@ class OwnerShares:
         self._spent: Counter[int] = Counter()
 
     def most(self, owner_number: int) -> int:
-        """Tokens that this one may have yet."""
+        """Return the tokens that an owner may still have in this step."""
         return min(self.left, self._each - self._spent[owner_number])
 
     def spend(self, owner_number: int, tokens: int) -> None:
@@ -80,19 +80,19 @@ class OwnersPlanner(Protocol):
 
 
 def owner_count(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
-    """How many owners want prompt tokens: of these rows, and of the first that wait."""
+    """Count the owners that want prompt tokens: those of rows i64 [R], and of the first waiting sequences."""
     return len(
         {*slots.owner_number[prefilling].tolist(), *(seq.request.owner_number for seq in heads)}
     )
 
 
 def rows_of(slots: Slots) -> Counter[int]:
-    """Rows that run, by the number of their owner."""
+    """Count the running rows of each owner, by owner number."""
     return Counter(slots.owner_number[slots.running].tolist())
 
 
 def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
-    """Of these rows those of the owner who has most of them."""
+    """Return the rows of the owner that has most of ``rows`` i64 [R]."""
     owner_number = slots.owner_number[rows]
     if not len(rows) or (owner_number == owner_number[0]).all():
         return rows

@@ -35,13 +35,12 @@ class EngineParts:
     strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that takes a request has it
     # for requests with ``logits_processors``; None: they are refused
     host_sampler: HostSampler | None = None
-    grammars: Any = (
-        None  # who compiled the requests' grammars (``runtime.structured.service.Grammars``)
-    )
+    # the compiled grammars of requests (``runtime.structured.service.Grammars``)
+    grammars: Any = None
     # who listens may subscribe before there is an engine
     events: EngineEvents = field(default_factory=EngineEvents)
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
-    energy: Any = None  # who reads a counter of joules (``runtime.energy.account.EnergyAccount``)
+    energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
 
 
 @dataclass(frozen=True)

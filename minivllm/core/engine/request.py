@@ -152,9 +152,8 @@ class Request:
     taps: tuple[Tap, ...] = ()  # as its client gave them
     tapped: RequestTaps | None = None  # and as the engine has them; None: there are none
     tap_bytes: int = 0  # of the values that its sequences have read
-    energy: Any = (
-        None  # its joules (``runtime.energy.account.RequestJoules``), where a counter is read
-    )
+    # the joules of the request (``runtime.energy.account.RequestJoules``), where a counter is read
+    energy: Any = None
 
     @property
     def expected(self) -> int:

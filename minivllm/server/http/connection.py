@@ -35,8 +35,8 @@ READ = 16 << 10  # bytes that are read in one turn of the event loop: of one-byt
 # requests, and bytes of the last one's body, that may be sent ahead of an answer; what is beyond waits in the kernel
 AHEAD, AHEAD_BYTES = 64, 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # for what still comes behind a last answer
-PROBES = 0.02, 1.0  # seconds between looks whether a client that has ended its side is there: the first, the longest
-ASK = 0.1  # seconds from which on a look at a client that is not read from comes with an interim answer
+PROBES = 0.02, 1.0  # seconds between looks whether a client has left: the first, the longest
+ASK = 0.1  # seconds between looks from which on each comes with an interim answer
 POLLED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, whatever else goes on
 OLD = ("0.9", "1.0")
 NO_REQUEST = "this is no HTTP request"
@@ -126,7 +126,7 @@ class WatchedConnection(_Connection):
         self._last: tuple[int, str] | None = None  # the answer after which the connection ends: nothing more is read
         self._dropped = 0  # bytes since then
         self._half_closed = False  # the client sends nothing more
-        self._watching = False  # ``_watch`` is to look again
+        self._watching = False  # ``_watch_client`` is to look again
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -187,9 +187,8 @@ class WatchedConnection(_Connection):
             return
         if getattr(self, "pipeline", ()) and not self.transport.is_closing():
             self.flow.resume_reading()  # unless it is full
-            if self.full and not self._watching:
-                self._watching = True
-                self.loop.call_later(PROBES[0], self._watch, PROBES[0])
+            if self.full:
+                self._start_watching()
         if busy or self.cycle is not before:  # this is a body, or a request has begun
             self._come = 0
             self._stop()
@@ -212,44 +211,37 @@ class WatchedConnection(_Connection):
         self._half_closed = True
         self._stop()
         self._send_interim()
-        self.loop.call_later(PROBES[0], self._probe, PROBES[0])
+        self._start_watching()
         return True
 
-    def _watch(self, seconds: float) -> None:
-        """Look whether the client of a full connection has left, and look again later.
+    def _watch_client(self, seconds: float) -> None:
+        """Look whether the client has left, and look again in ``seconds``, then in longer steps.
 
-        Nothing is read from the connection, so the end of the client's side waits behind the requests that were sent
-        ahead.  A client that has left refuses an interim answer (RFC 9110 allows any number of them)."""
-        self._watching = self.full and not self.transport.is_closing()
+        Nothing is read from a full connection, so the end of the client's side waits behind the requests that were sent
+        ahead; a client that has ended its side may still read.  One that has left refuses an interim answer (RFC 9110
+        allows any number of them)."""
+        self._watching = (self.full or self._half_closed) and not self.transport.is_closing()
         if not self._watching:
             return
-        if self._has_refused():
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.transport.abort()
             return
         if seconds >= ASK:
             self._send_interim()
         seconds = min(2 * seconds, PROBES[1])
-        self.loop.call_later(seconds, self._watch, seconds)
+        self.loop.call_later(seconds, self._watch_client, seconds)
+
+    def _start_watching(self) -> None:
+        """Begin to look whether the client has left, unless that goes on."""
+        if not self._watching:
+            self._watching = True
+            self.loop.call_later(PROBES[0], self._watch_client, PROBES[0])
 
     def _send_interim(self) -> None:
         """Write 100 Continue, if the answer that is due has not begun and its client knows interim answers."""
         now = self._answered
         if not now.response_started and now.scope["http_version"] not in OLD:
             self.transport.write(CONTINUE)
-
-    def _has_refused(self) -> bool:
-        """Return whether the client's system has refused what was sent."""
-        return bool(self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
-
-    def _probe(self, seconds: float) -> None:
-        """End the connection if the client has refused what was sent, and look again later, as nobody reads from it."""
-        if self.transport.is_closing():
-            return
-        if self._has_refused():
-            self.transport.abort()
-            return
-        seconds = min(2 * seconds, PROBES[1])
-        self.loop.call_later(seconds, self._probe, seconds)
 
     def _excess(self) -> tuple[int, str]:
         """Return status and words for a request that has too much beside its body."""
