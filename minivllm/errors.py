@@ -103,7 +103,7 @@ def want_name(cls: type) -> str:
     return f"want a name; of this one '{module}:{cls.__qualname__}', with allow_targets=[{module!r}]"
 
 
-def told(exc: BaseException, part: object = None) -> str:
+def describe_error(exc: BaseException, part: object = None) -> str:
     """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does; and where it
     was raised, if that was in a part that is not of this package, or else the file of the ``part`` that was asked."""
     try:
@@ -152,15 +152,17 @@ def raised_at(exc: BaseException) -> str:
     return f" (at {brief(place, 300)})" if place else ""
 
 
-def whose(exc: BaseException) -> str:
+def external_part(exc: BaseException) -> str:
     """The part that is not of this package that an exception came through, "" if it came through none."""
     return _raised(exc)[0]
 
 
-def told_of_step(exc: BaseException, parts: Mapping[str, Any]) -> str:
-    """``told`` of what many parts compute together, by seam: where it was raised in none of those that are not of this
-    package, they are named, as what they gave may be the cause."""
-    said = told(exc)
+def describe_step_error(exc: BaseException, parts: Mapping[str, Any]) -> str:
+    """Describe an error of a step that several plug-ins compute together.
+
+    ``parts`` maps each seam to its plug-in.  If the traceback passes through no external plug-in, the message lists
+    the external plug-ins of the step: their results may be the cause."""
+    said = describe_error(exc)
     others = {seam: part for seam, part in parts.items() if part.target.split(".")[0] != __package__}
     if not others or raised_at(exc):
         return said
@@ -171,9 +173,9 @@ def told_of_step(exc: BaseException, parts: Mapping[str, Any]) -> str:
 def part_fault(exc: BaseException) -> PluginError | None:
     """What to raise from an exception that nobody raised on purpose, if it came through a part that is not of this
     package."""
-    if not whose(exc) or isinstance(exc, (MinivllmError, NotImplementedError)):
+    if not external_part(exc) or isinstance(exc, (MinivllmError, NotImplementedError)):
         return None
-    return PluginError(f"{whose(exc)} failed: {told(exc)}")
+    return PluginError(f"{external_part(exc)} failed: {describe_error(exc)}")
 
 
 def from_file(part: object) -> str:

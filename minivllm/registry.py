@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import MinivllmError, OptionError, PluginError, note_part, shown, suggest, told
+from minivllm.errors import MinivllmError, OptionError, PluginError, describe_error, note_part, shown, suggest
 from minivllm.registration.spec import (
     ANY,
     BY_NAME,
@@ -249,7 +249,7 @@ class Registry:
         except KeyboardInterrupt:
             raise
         except BaseException as exc:  # as when it is imported: a panic in Rust too
-            raise PluginError(f"{entry}: its spec cannot answer: {told(exc)}") from exc
+            raise PluginError(f"{entry}: its spec cannot answer: {describe_error(exc)}") from exc
         return Candidate(entry, spec, reasons)
 
     def _consider(self, entry: Entry, request: PluginQuery) -> Candidate:
@@ -451,7 +451,7 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     except (MinivllmError, KeyboardInterrupt):
         raise
     except BaseException as exc:  # SystemExit too, as when it is imported
-        raise PluginError(f"{who} could not be made: {told(exc)}") from exc
+        raise PluginError(f"{who} could not be made: {describe_error(exc)}") from exc
 
 
 def _import(entry: Entry, target: str) -> Any:

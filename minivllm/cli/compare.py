@@ -27,7 +27,7 @@ from minivllm.cli.bench_runs import (
     workload_text,
 )
 from minivllm.cli.common import at_commas, load, open_llm
-from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, shown, told
+from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, describe_error, shown
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -107,7 +107,7 @@ def compare(args: argparse.Namespace) -> int:
     def failing(cell: trials.Cell, exc: Exception) -> None:
         if cell.name == found[0].name:
             raise exc  # the others are compared with it
-        failed[cell.name] = str(exc) if isinstance(exc, MinivllmError) else f"{brief(cell.name)}: {told(exc)}"
+        failed[cell.name] = str(exc) if isinstance(exc, MinivllmError) else f"{brief(cell.name)}: {describe_error(exc)}"
         print(f"minivllm: {failed[cell.name]}; it is left out, and the others go on", file=sys.stderr)
 
     cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
@@ -285,7 +285,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         cases = [(name, [file], []) for name, file in zip(names, args.file, strict=True)]
     if twice := {name for name, _, _ in cases if sum(name == other for other, _, _ in cases) > 1}:
         raise ConfigError(f"{brief(min(twice))}: the same configuration twice")
-    found, told = [], {}
+    found, unused_options = [], {}
     for name, files, sets in cases:
         own = copy(args)
         own.set = [*args.set, *sets]
@@ -296,9 +296,9 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
                 raise
             raise ConfigError(str(exc).replace("--set", "--sweep", 1)) from None
         if unused := unused_tables(loaded):
-            told[" ".join(files)] = unused
+            unused_options[" ".join(files)] = unused
         found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
-    for file, unused in told.items():
+    for file, unused in unused_options.items():
         want = "requests are those of --dataset, or random ones, at --temperature"
         print(f"minivllm: {unused} of {file}: not used here; {want}", file=sys.stderr)
     return found

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from minivllm.errors import MinivllmError, RequestError, told
+from minivllm.errors import MinivllmError, RequestError, describe_error
 
 # ``interrupt``: the KeyboardInterrupt that this thread is still to raise
 _noted = threading.local()
@@ -30,7 +30,7 @@ def contained(exc: BaseException) -> Exception:
     if isinstance(exc, KeyboardInterrupt):
         _noted.interrupt = exc
     made: type[Contained] = type(type(exc).__name__, (Contained,), {})
-    return made(told(exc).partition(": ")[2])
+    return made(describe_error(exc).partition(": ")[2])
 
 
 def as_exception(exc: BaseException) -> Exception:
@@ -52,7 +52,7 @@ def refusal(exc: BaseException) -> MinivllmError:
     """What a client is told whose request could not be taken because of ``exc``."""
     if not isinstance(exc, Exception) and isinstance(exc.__context__, MinivllmError):
         exc = exc.__context__  # an interrupt, raised once the request had been refused
-    return exc if isinstance(exc, MinivllmError) else RequestError(told(exc))
+    return exc if isinstance(exc, MinivllmError) else RequestError(describe_error(exc))
 
 
 def alone(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.external_calls import refusal, refuse_within
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, describe_error
 
 from .front_door import FrontDoor
 from .llm import check_template_keywords, render_chat
@@ -270,4 +270,4 @@ def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> 
     if error is None:
         answer.set_result(value)
     else:  # a future refuses to hold a StopIteration
-        answer.set_exception(RuntimeError(told(error)) if isinstance(error, StopIteration) else error)
+        answer.set_exception(RuntimeError(describe_error(error)) if isinstance(error, StopIteration) else error)

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from minivllm.errors import EngineDeadError, told
+from minivllm.errors import EngineDeadError, describe_error
 from minivllm.runtime.energy.account import LOOK
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class TurnLoop:
                 why, error = str(e), e
                 break
             except BaseException as e:
-                why, error = f"the engine's thread ended: {told(e)}", e
+                why, error = f"the engine's thread ended: {describe_error(e)}", e
                 log.critical(why, exc_info=e)
                 break
         try:

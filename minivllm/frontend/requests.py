@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.finish import Finish, FinishReason
-from minivllm.errors import RequestError, shown, told
+from minivllm.errors import RequestError, describe_error, shown
 from minivllm.runtime.text.outputs import RequestMetrics, RequestOutput, StopProbe
 from minivllm.validation import flaw
 
@@ -119,7 +119,7 @@ class Tracked(RequestText):
             self._finish(request)
         except BaseException as e:  # who reads a stream waits for its last piece, whatever became of the text
             if self.stream is not None:
-                error = f"its output could not be made: {told(e)}"
+                error = f"its output could not be made: {describe_error(e)}"
                 last = RequestOutput(request.id, request.text, request.prompt.tolist(), [], True, error=error)
                 self.stream(StreamOutput(request.id, 0, "", [], "error", True, last))
             raise

@@ -18,7 +18,7 @@ import time
 import warnings
 from typing import Any
 
-from minivllm.errors import PluginError, shown, told
+from minivllm.errors import PluginError, describe_error, shown
 from minivllm.registration.fresh import command, import_target
 
 from .deadline import deadline, seconds
@@ -44,7 +44,9 @@ def guarded_import(who: str, target: str, source: str) -> Any:
         raise
     except BaseException as exc:
         # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
-        raise PluginError(f"{who} could not be imported{at}: {told(exc)}{_hint(exc, target, source)}") from exc
+        raise PluginError(
+            f"{who} could not be imported{at}: {describe_error(exc)}{_hint(exc, target, source)}"
+        ) from exc
 
 
 def _hint(exc: BaseException, target: str, source: str) -> str:

@@ -15,7 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 import minivllm
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 from . import errors, operations
 from .errors import ApiError
@@ -177,7 +177,7 @@ class Application:
             except Exception as exc:
                 error = errors.of(exc)
                 if error.status == 500 and route in OPERATORS:  # an operator may know what went wrong inside
-                    raise ApiError(500, f"{route.__name__} failed: {told(exc)}") from exc
+                    raise ApiError(500, f"{route.__name__} failed: {describe_error(exc)}") from exc
                 if error.status == 500:
                     raise
                 raise error from exc

@@ -13,7 +13,7 @@ from typing import Any
 
 from starlette.middleware.base import BaseHTTPMiddleware
 
-from minivllm.errors import ConfigError, shown, told
+from minivllm.errors import ConfigError, describe_error, shown
 
 
 def load(names: Sequence[str]) -> list[Any]:
@@ -32,7 +32,7 @@ def _load(name: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as exc:
-        raise ConfigError(f"{said}: {told(exc)}; want module:attribute that can be imported") from exc
+        raise ConfigError(f"{said}: {describe_error(exc)}; want module:attribute that can be imported") from exc
     if not (inspect.isclass(found) or inspect.iscoroutinefunction(found)):
         raise ConfigError(f"{said} is {type(found).__name__}: want an ASGI middleware class or an async function")
     return found

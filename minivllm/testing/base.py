@@ -27,7 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from minivllm.core import checks, declared_params
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.params import is_own
-from minivllm.errors import PluginError, shown, told
+from minivllm.errors import PluginError, describe_error, shown
 from minivllm.registration.spec import KINDS, Kind, PluginQuery, Spec, version
 from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part, check_base, import_target
 
@@ -233,13 +233,13 @@ class Conformance:
         try:
             check_base(kind, entry, import_target(self.spec.impl))
         except Exception as exc:
-            return f"the implementation cannot be used: {told(exc)}"
+            return f"the implementation cannot be used: {describe_error(exc)}"
         try:
             self.build(*self.context())  # type: ignore[attr-defined]
         except (pytest.skip.Exception, pytest.fail.Exception, NotImplementedError, AttributeError):
             return ""
         except Exception as exc:
-            return f"{UNMADE}: {told(exc)}"
+            return f"{UNMADE}: {describe_error(exc)}"
         return ""
 
     @since(1, 0)

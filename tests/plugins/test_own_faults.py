@@ -8,7 +8,7 @@ import sys
 import pytest
 from cli_helpers import said
 
-from minivllm.errors import PluginError, part_fault, raised_at, told, whose
+from minivllm.errors import PluginError, describe_error, external_part, part_fault, raised_at
 
 BASES = {
     "scheduler": "scheduler.fcfs:Fcfs",
@@ -111,16 +111,16 @@ def test_of_several_parts_of_a_package_the_one_is_named_whose_method_an_exceptio
     for call, name in ((here["A"]().f, "evictor acme/a"), (here["g"], "evictor acme/a")):
         with pytest.raises(ValueError, match="x") as caught:
             call()
-        assert whose(caught.value) == name and raised_at(caught.value) == " (at <string>:6)"
+        assert external_part(caught.value) == name and raised_at(caught.value) == " (at <string>:6)"
     errors.note_part("scheduler acme/b", here["B"])
     for call, name in ((here["B"]().f, "scheduler acme/b"), (here["g"], "a part of acme")):
         with pytest.raises(ValueError, match="x") as caught:
             call()
-        assert whose(caught.value) == name
+        assert external_part(caught.value) == name
     wrapped = RuntimeError("in between")
     wrapped.__cause__ = caught.value
-    assert told(wrapped) == "RuntimeError: in between (at <string>:6)"
-    assert told(RuntimeError(told(caught.value))).count("(at ") == 1
+    assert describe_error(wrapped) == "RuntimeError: in between (at <string>:6)"
+    assert describe_error(RuntimeError(describe_error(caught.value))).count("(at ") == 1
     assert str(part_fault(caught.value)) == "a part of acme failed: ValueError: x (at <string>:6)"
 
 
@@ -128,4 +128,4 @@ def test_what_was_raised_on_purpose_or_elsewhere_is_no_fault_of_a_part():
     assert part_fault(PluginError("told already")) is None
     with pytest.raises(KeyError) as caught:
         {}["a"]
-    assert part_fault(caught.value) is None and told(caught.value) == "KeyError: 'a'"
+    assert part_fault(caught.value) is None and describe_error(caught.value) == "KeyError: 'a'"

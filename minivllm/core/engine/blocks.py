@@ -28,7 +28,7 @@ import numpy as np
 
 from minivllm.core.interfaces.attention import NULL_BLOCK
 from minivllm.core.interfaces.evictor import BlockInfo
-from minivllm.errors import EngineDeadError, told
+from minivllm.errors import EngineDeadError, describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -127,7 +127,9 @@ class BlockPool:
             if what == "victims":
                 found = np.asarray(found, np.uint64).ravel()
         except Exception as e:
-            said = f"{type(self.evictor).__name__} failed in {what}: {told(e, self.evictor)}"
+            said = (
+                f"{type(self.evictor).__name__} failed in {what}: {describe_error(e, self.evictor)}"
+            )
             raise EngineDeadError(f"evictor {said}") from e
         return found
 

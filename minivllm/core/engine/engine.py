@@ -26,7 +26,7 @@ from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import LateInputs, StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, shown, told
+from minivllm.errors import EngineDeadError, MinivllmError, RequestError, describe_error, shown
 
 from .blocks import BlockPool
 from .cache import KVCache
@@ -179,7 +179,7 @@ class Engine:
             for seq in queued:
                 if seq.queued:
                     self.planner.waiting.remove(seq)
-            who, said = type(self.planner.policy).__name__, told(e, self.planner.policy)
+            who, said = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
             raise RequestError(f"scheduler {who} failed on this request: {said}") from e
         self.requests[request.id] = request
         self.events.request_added(request)
@@ -274,7 +274,7 @@ class Engine:
             self.check() if self.checked else self.cache.audit()
         except BaseException as e:
             # an executor or the cache broke its promise: nothing can be trusted from here on
-            self._die(str(e) if isinstance(e, MinivllmError) else told(e))
+            self._die(str(e) if isinstance(e, MinivllmError) else describe_error(e))
             log.error("the engine ends", exc_info=e)
             # raised into the engine itself, by a signal's handler say
             if not isinstance(e, Exception):
@@ -340,7 +340,7 @@ class Engine:
         except EngineDeadError:
             raise
         except Exception as e:
-            who, said = type(self.executor).__name__, told(e, self.executor)
+            who, said = type(self.executor).__name__, describe_error(e, self.executor)
             raise EngineDeadError(f"executor {who} failed: {said}") from e
 
     def watch(self) -> None:
@@ -367,7 +367,7 @@ class Engine:
             self._die(str(e))
         except Exception as e:
             policy = self.planner.policy
-            self._failed(f"planning failed ({type(policy).__name__}): {told(e, policy)}")
+            self._failed(f"planning failed ({type(policy).__name__}): {describe_error(e, policy)}")
         return None
 
     def _count_failures(self, result: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 
 from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -197,7 +197,7 @@ class RowMasks:
         except Exception as e:
             sound = False
             for seq in late.seqs:
-                self._fail(seq, f"{type(plugin).__name__} failed: {told(e, plugin)}")
+                self._fail(seq, f"{type(plugin).__name__} failed: {describe_error(e, plugin)}")
         early = known < late.min_length
         late.before.leave_out(mask, early)
         late.after.leave_out(mask, ~early)
@@ -218,7 +218,7 @@ class RowMasks:
                 lambda: checks.allowed_tokens(function(so_far), self.vocab)
             )  # its answer may run code too
         except Exception as e:  # the user's code: it ends its own request and nothing else
-            self.finish(seq, "error", error=f"allowed_tokens_fn: {told(e)}")
+            self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1
             return
         bits = np.zeros(len(row) * 32, bool)

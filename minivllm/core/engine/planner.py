@@ -20,7 +20,7 @@ import numpy as np
 from minivllm.core import checks
 from minivllm.core.interfaces.plan import NO_CHANGE, Delta, StepPlan, no_rows, with_drafts
 from minivllm.core.interfaces.scheduler import Load, SchedulerPolicy, StepShape
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 from .admission import queue_view, row_of
 from .forks import apply_pending, enter_beams, fork_ready, preempt_beams
@@ -315,7 +315,7 @@ class Planner:
             self.finish(
                 seq,
                 "error",
-                error=f"scheduler {type(self.policy).__name__} failed on it: {told(e, self.policy)}",
+                error=f"scheduler {type(self.policy).__name__} failed on it: {describe_error(e, self.policy)}",
             )
 
     def leave(self, slot: int) -> None:

@@ -23,7 +23,7 @@ from minivllm.core.interfaces.plan import (
     StepResult,
     group_rows,
 )
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
@@ -228,7 +228,7 @@ class Publisher:
             return call_foreign(seq.request.sink, seq, ids, ended)
         except Exception as e:
             seq.request.sink = None
-            self.finish(seq, "error", error=f"what receives its tokens failed: {told(e)}")
+            self.finish(seq, "error", error=f"what receives its tokens failed: {describe_error(e)}")
             return None
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
@@ -336,7 +336,7 @@ class Publisher:
                 what = (
                     "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
                 )
-                self.finish(seq, "error", error=f"{what}: {told(e)}")
+                self.finish(seq, "error", error=f"{what}: {describe_error(e)}")
                 continue
             s.tokens[slot, n] = token
             s.known[slot] = s.schedulable[slot] = s.collected[slot] = n + 1

@@ -9,7 +9,7 @@ from minivllm.core import checks, declared_params
 from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams
-from minivllm.errors import RequestError, suggest, told
+from minivllm.errors import RequestError, describe_error, suggest
 
 from .prompt_scores import check_logprobs
 from .stops import StopRule
@@ -116,7 +116,9 @@ class Binder(NamedTuple):
         except RequestError:
             raise
         except Exception as e:
-            raise RequestError(f"{self.name} failed on this request: {told(e, self.made)}") from e
+            raise RequestError(
+                f"{self.name} failed on this request: {describe_error(e, self.made)}"
+            ) from e
 
 
 class Intake(Protocol):

@@ -8,7 +8,7 @@ import numpy as np
 
 from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.finish import Finish
-from minivllm.errors import EngineDeadError, told
+from minivllm.errors import EngineDeadError, describe_error
 
 from .beams import Kept, unwind
 
@@ -50,7 +50,7 @@ def advance(engine: SearchEngine, beams: Beams) -> None:
             engine,
             request,
             Finish("error"),
-            f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}",
+            f"strategy {type(request.strategy).__name__}: {describe_error(e, request.strategy)}",
         )
         return
     engine.publisher.tokens += len(step.append) + step.outputs
@@ -74,7 +74,10 @@ def finish_beams(
     except Exception as e:
         cut = Finish("error")
         outputs = [Kept(None, None, cut)]
-        error = error or f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}"
+        error = (
+            error
+            or f"strategy {type(request.strategy).__name__}: {describe_error(e, request.strategy)}"
+        )
     if beams in engine.planner.searches:
         engine.planner.searches.remove(beams)
     try:
@@ -106,5 +109,5 @@ def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
             call_foreign(request.sink, seq, ids, out.finish)
     except Exception as e:
         request.sink = None
-        return f"what receives its tokens failed: {told(e)}"
+        return f"what receives its tokens failed: {describe_error(e)}"
     return None

@@ -9,7 +9,7 @@ from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.params import NAMES
 from minivllm.core.interfaces.strategy import BranchEnd
-from minivllm.errors import RequestError, told
+from minivllm.errors import RequestError, describe_error
 
 from .beams import Beams
 
@@ -48,7 +48,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         raise
     except Exception as e:
         what = "a strategy" if made is None else type(made).__name__
-        raise RequestError(f"{what} failed on this request: {told(e, made)}") from e
+        raise RequestError(f"{what} failed on this request: {describe_error(e, made)}") from e
     there, field = ", ".join(name for name, _ in strategies), min(asked, default="n")
     what = f"{field}={p.extra[field] if field in p.extra else getattr(p, field)}"
     raise RequestError(f"{what}: none of the strategies in the config ({there}) takes it", field)
@@ -71,6 +71,8 @@ def answer(request: Request) -> list[Seq]:
         return [by_sample[i] for i in order]
     except Exception as e:
         for seq in request.sequences:
-            error = f"strategy {type(request.strategy).__name__}: {told(e, request.strategy)}"
+            error = (
+                f"strategy {type(request.strategy).__name__}: {describe_error(e, request.strategy)}"
+            )
             seq.finish_reason, seq.stop_reason, seq.error = "error", None, seq.error or error
         return request.sequences[: request.params.n]

@@ -19,7 +19,7 @@ from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.sampling import Draw, Row, Rows, Sampler
 from minivllm.device.worker.state import ProcessorState
-from minivllm.errors import RequestError, shown, told
+from minivllm.errors import RequestError, describe_error, shown
 
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Seq
@@ -52,7 +52,7 @@ class HostDraw:
             return call_foreign(self._draw, x, ids)
         except Exception as e:
             raise RuntimeError(
-                f"sampler {type(self.sampler).__name__} failed on the host: {told(e, self.sampler)}"
+                f"sampler {type(self.sampler).__name__} failed on the host: {describe_error(e, self.sampler)}"
             ) from e
 
     def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:

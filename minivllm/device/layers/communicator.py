@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 if TYPE_CHECKING:
     from .norm import RMSNorm
@@ -93,14 +93,14 @@ class ProcessGroup:
             try:
                 region = region_of(self.size, torch.device("cuda", torch.cuda.current_device()))
             except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface to it is not a public one
-                self.why_not = told(e)
+                self.why_not = describe_error(e)
         if not self.least([region is not None])[0]:
             self.why_not = self.why_not or "another rank has none"
             return
         try:
             self.peers = PeerMemory.meet(self.rank, region)
         except (RuntimeError, ImportError, AttributeError) as e:
-            self.why_not = told(e)
+            self.why_not = describe_error(e)
         if not self.least([self.peers is not None])[0]:
             self.peers, self.why_not = None, self.why_not or "another rank does not reach it"
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from minivllm.core.interfaces.plan import FAILED, StepError
 from minivllm.core.interfaces.sampling import Draw, Processor, Rows
 from minivllm.core.timing import SeamTimes, processor_seams
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 from . import sampling, step
 from .build import fused
@@ -130,9 +130,9 @@ class SampleCalls(ABC):
             index = None if found[0] is None else self.state.to(found[0])
             its = rows if index is None else rows.pick(index)
             its.variant = found[1]
-            told = (tokens, count) if index is None else (tokens[index], count[index])
+            sampled = (tokens, count) if index is None else (tokens[index], count[index])
             try:
-                self.run(p, processor.commit, *told, its, self.state.processors[p].columns)
+                self.run(p, processor.commit, *sampled, its, self.state.processors[p].columns)
             except Exception as e:
                 self.fail(p, e, found[0])
                 self.state.stopped[its.slots] = True
@@ -173,7 +173,7 @@ class GuardedCalls(BoundCalls):
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
         rows = np.flatnonzero(~self.failed) if rows is None else rows
         self.failed[rows] = True
-        name, message = self.chain.names[p], told(e, self.chain.made[p])
+        name, message = self.chain.names[p], describe_error(e, self.chain.made[p])
         self.errors.append(StepError("rows", name, message, tuple(rows.tolist())))
 
 

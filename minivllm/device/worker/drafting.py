@@ -19,7 +19,7 @@ import torch
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
 from minivllm.core.interfaces.plan import StepError, StepPlan, group_rows
-from minivllm.errors import told
+from minivllm.errors import describe_error
 from minivllm.registry import build_part
 
 from .dropped_rows import without
@@ -75,7 +75,7 @@ class Drafting:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
             return _checked(tokens, count, len(slots), ask.k, self.vocab_size)
         except Exception as e:  # whatever a drafter raises costs its drafts
-            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", told(e, self.drafter))
+            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
             self.broken = True
             return None
 

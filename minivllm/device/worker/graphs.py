@@ -39,7 +39,7 @@ from minivllm.device.layers.captured_sizes import (
     token_size,
     useful_sizes,
 )
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 from . import step
 from .capture import GraphRecorder
@@ -290,7 +290,7 @@ class Graphs:
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
         except BaseException as e:  # a plug-in's: requests will tell
-            self._note(f"the sampler was not tried before the first request: {told(as_exception(e))}")
+            self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
         """The buffers of a size, holding these slots."""
@@ -318,7 +318,7 @@ class Graphs:
         except BaseException as e:
             # a model or back end that cannot be captured, or no memory left for it
             self.refused.add(key)
-            self._note(f"a step is not captured, it runs as separate launches: {told(as_exception(e))}")
+            self._note(f"a step is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
             return False
         return True
 
@@ -373,7 +373,7 @@ class Graphs:
         try:
             return self._capture(run)
         except BaseException as e:  # a plug-in that cannot be captured runs uncaptured
-            self._note(f"sampling is not captured, it runs as separate launches: {told(as_exception(e))}")
+            self._note(f"sampling is not captured, it runs as separate launches: {describe_error(as_exception(e))}")
             return None
         finally:
             b.slots.copy_(before)

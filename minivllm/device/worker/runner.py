@@ -26,7 +26,7 @@ from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
 from minivllm.device.layers.native_steps import NativeSteps, native_steps
-from minivllm.errors import RequestError, told, told_of_step, whose
+from minivllm.errors import RequestError, describe_error, describe_step_error, external_part
 
 from . import step
 from .build import build_worker, has_kernels
@@ -108,7 +108,7 @@ class Runner:
                 graphs.warm()
         except BaseException as e:
             # a model or back end that cannot be captured, or no memory left for it
-            said = told(as_exception(e))
+            said = describe_error(as_exception(e))
             self.worker.notes.append(f"steps are not captured, they run as separate launches: {said}")
             return None
         return graphs
@@ -320,8 +320,8 @@ class Runner:
 
     def _fail(self, running: Running, what: str, e: Exception) -> None:
         scope, parts = "device" if what == "delta" else "step", self.wiring.parts
-        who = whose(e) or (parts[what].name if what in ("attention", "model") else what)
-        running.errors = [StepError(scope, who, told_of_step(e, parts))]
+        who = external_part(e) or (parts[what].name if what in ("attention", "model") else what)
+        running.errors = [StepError(scope, who, describe_step_error(e, parts))]
         running.hidden = None
 
     def profile_start(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from minivllm.errors import ConfigError, ResourceError, brief, shown, told
+from minivllm.errors import ConfigError, ResourceError, brief, describe_error, shown
 
 from .answers import TimedAnswer
 from .workload import BenchAsk
@@ -58,7 +58,7 @@ class HttpServer:
                 found = await asyncio.wait_for(self._get("/v1/models"), PATIENCE)
                 self.model = str(found["data"][0]["id"])
             except (OSError, ValueError, LookupError, TypeError, asyncio.TimeoutError) as exc:
-                said = told(exc)
+                said = describe_error(exc)
                 raise ResourceError(f"{self.url}/v1/models names no model ({said}); is a server there?") from None
         return self.model
 
@@ -96,7 +96,7 @@ class HttpServer:
         except asyncio.TimeoutError:
             answer.error = f"no whole answer within {self.timeout:g} s (--timeout)"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, asyncio.IncompleteReadError) as exc:
-            answer.error = told(exc)  # of values too that are not of the kind that OpenAI's have
+            answer.error = describe_error(exc)  # of values too that are not of the kind that OpenAI's have
         if not answer.error and not answer.output_tokens:
             answer.error = "the answer has no tokens"
         return answer

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from minivllm.errors import ConfigError, MinivllmError, ResourceError, told
+from minivllm.errors import ConfigError, MinivllmError, ResourceError, describe_error
 from minivllm.registration import fresh
 
 from .answers import TimedAnswer
@@ -62,7 +62,7 @@ class DirectEngine:
                     answer.error = piece.output.error or ""
                     answer.prompt_tokens = len(piece.output.prompt_token_ids)
         except MinivllmError as exc:
-            answer.error = told(exc)
+            answer.error = describe_error(exc)
         answer.latency = last - began
         return answer
 

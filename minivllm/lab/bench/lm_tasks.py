@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
-from minivllm.errors import ConfigError, brief, shown, told
+from minivllm.errors import ConfigError, brief, describe_error, shown
 
 WANTED = "install it with: pip install 'minivllm[lm-eval]'"
 MOST = 20_000  # documents of a task that its identity covers
@@ -28,7 +28,7 @@ def check(names: Sequence[str], folder: str) -> dict[str, Any]:
     try:
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as exc:
-        raise ConfigError(f"--lm-eval needs lm-evaluation-harness ({told(exc)}); {WANTED}") from None
+        raise ConfigError(f"--lm-eval needs lm-evaluation-harness ({describe_error(exc)}); {WANTED}") from None
     with _quiet():
         manager = TaskManager(include_path=folder or None)
         known = set(manager.all_tasks)
@@ -41,7 +41,9 @@ def check(names: Sequence[str], folder: str) -> dict[str, Any]:
         try:
             return dict(_flat(get_task_dict(list(names), manager)))
         except Exception as exc:  # its data sets come over the network, and its YAML may be wrong
-            raise ConfigError(f"--lm-eval {','.join(names)}: cannot be loaded: {brief(told(exc), 300)}") from None
+            raise ConfigError(
+                f"--lm-eval {','.join(names)}: cannot be loaded: {brief(describe_error(exc), 300)}"
+            ) from None
 
 
 def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:

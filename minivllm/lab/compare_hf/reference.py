@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minivllm.errors import ModelError, told
+from minivllm.errors import ModelError, describe_error
 from minivllm.validation import merge
 
 from .points import (
@@ -103,7 +103,7 @@ class Reference:
             with torch.inference_mode():
                 out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
         except Exception as exc:
-            raise ModelError(f"transformers failed on a prompt of {len(ids)} tokens: {told(exc)}") from exc
+            raise ModelError(f"transformers failed on a prompt of {len(ids)} tokens: {describe_error(exc)}") from exc
         found, self._found = self._found, {}
         for number in range(self._count):
             for operation, of in NORM_OF.items():
@@ -294,7 +294,7 @@ def _load(folder: str | Path, dtype: str, overrides: Mapping[str, Any]) -> Any:
         )
     except Exception as exc:  # it refuses directories with errors of many types
         raise ModelError(
-            f"transformers cannot load {folder}, so there is nothing to compare with: {told(exc)}"
+            f"transformers cannot load {folder}, so there is nothing to compare with: {describe_error(exc)}"
         ) from exc
     finally:
         logging.set_verbosity(level)

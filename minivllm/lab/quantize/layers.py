@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from minivllm.device.loading.hf_config import Checkpoint
 from minivllm.device.loading.tensor_files import Header, checkpoint_headers, opened
-from minivllm.errors import ModelError, told
+from minivllm.errors import ModelError, describe_error
 
 LAYERS = ("layers", "h", "blocks")  # what lists of layers are called
 KEPT = 0.125  # of a device's free memory: what hidden states may take of it
@@ -142,7 +142,7 @@ class LayerModel:
         except _Enough:
             pass
         except Exception as e:
-            raise ModelError(self._unusual(f"are not reached: {told(e)}")) from e
+            raise ModelError(self._unusual(f"are not reached: {describe_error(e)}")) from e
         if len(stubs.calls) != len(self.layers) or not stubs.in_a_row:
             raise ModelError(self._unusual("are not called one after another"))
         return dict(stubs.calls)
@@ -335,7 +335,8 @@ def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
         raise
     except Exception as e:  # a config that it does not know, and much else
         raise ModelError(
-            f"{checkpoint.folder}: transformers makes no model of architecture {checkpoint.architecture}: {told(e)}"
+            f"{checkpoint.folder}: transformers makes no model of architecture {checkpoint.architecture}: "
+            f"{describe_error(e)}"
         ) from e
     return made.eval()
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minivllm.device.loading.hf_config import longest_context, open_checkpoint
-from minivllm.errors import ConfigError, ModelError, ResourceError, told
+from minivllm.errors import ConfigError, ModelError, ResourceError, describe_error
 
 from . import awq, gptq
 from .calibration import read_samples
@@ -139,7 +139,7 @@ class Quantizing:
         except torch.OutOfMemoryError as e:
             less = "--device cpu or a smaller --length" if self.options.calibrated else "--device cpu"
             raise ResourceError(
-                f"{self.model.device} has too little memory for a layer: {told(e)}; finished layers are in "
+                f"{self.model.device} has too little memory for a layer: {describe_error(e)}; finished layers are in "
                 f"{self.work.folder}, from which the same command goes on when memory is free; {less} takes less of "
                 "it, and begins anew when that directory is removed"
             ) from e

@@ -14,7 +14,7 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.steady import ONE, Steady
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.plan import NO_CHANGE, StepPlan
-from minivllm.errors import EngineDeadError, MinivllmError, told
+from minivllm.errors import EngineDeadError, MinivllmError, describe_error
 from minivllm.plugins.executor.clocks import ModelClock
 
 from .device import Simulated
@@ -38,7 +38,7 @@ def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | No
                 break
             taken += more
     except Exception as e:
-        raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
+        raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else describe_error(e)) from e
     finally:
         engine.within = ""
     if engine.dead:
@@ -67,7 +67,7 @@ def turn(engine: Engine, device: Simulated) -> bool:
         engine.clock.count += 1
         return True
     except Exception as e:
-        raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else told(e)) from e
+        raise EngineDeadError(str(e) if isinstance(e, MinivllmError) else describe_error(e)) from e
     finally:
         engine.within = ""
 

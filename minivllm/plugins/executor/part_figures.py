@@ -11,7 +11,7 @@ from typing import Any
 
 from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 
 def of_runner(runner: Any) -> list[dict[str, Any]]:
@@ -46,4 +46,4 @@ def asked(name: str, plugin: Any) -> dict[str, Any]:
     try:
         return {"name": name, "figures": checks.figures(call_foreign(plugin.figures))}
     except Exception as e:
-        return {"name": name, "failure": told(e)}
+        return {"name": name, "failure": describe_error(e)}

@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from minivllm.errors import told
+from minivllm.errors import describe_error
 from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 
@@ -35,7 +35,7 @@ def _serve(channel: Channel) -> None:
         try:
             found = _meet(**json.loads(message.data), store=channel.file())
         except Exception as e:  # whatever the library raises is what was asked for
-            found = {"failed": told(e)}
+            found = {"failed": describe_error(e)}
         channel.send(FOUND, [json.dumps(found).encode()])
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from minivllm.core.interfaces import codec
 from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
 from minivllm.device.worker.process import build
-from minivllm.errors import MinivllmError, ResourceError, part_fault, told
+from minivllm.errors import MinivllmError, ResourceError, describe_error, part_fault
 from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach
 from minivllm.runtime.processes.rhythm import Rhythm, let_others
@@ -127,6 +127,6 @@ def _answer(call: int, value: Any) -> bytes:
 
 def _failure(call: int, e: Exception) -> bytes:
     e = part_fault(e) or e
-    words = str(e) if isinstance(e, (MinivllmError, NotImplementedError)) else told(e)
+    words = str(e) if isinstance(e, (MinivllmError, NotImplementedError)) else describe_error(e)
     error = {"name": type(e).__name__, "message": words, "param": getattr(e, "param", None)}
     return json.dumps({"call": call, "error": error}).encode()

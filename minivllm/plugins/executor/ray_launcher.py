@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from minivllm.errors import MinivllmError, ResourceError, told
+from minivllm.errors import MinivllmError, ResourceError, describe_error
 from minivllm.runtime.processes.channel import Channel, ChannelClosed
 from minivllm.runtime.processes.child import attach, ignore_signals
 from minivllm.runtime.processes.wire import GONE
@@ -321,7 +321,7 @@ def no_cluster(address: str) -> str:
 
 def refused(address: str, e: Exception) -> str:
     if address and isinstance(e, ConnectionError):
-        return f"{no_cluster(address)}: {told(e)}"
+        return f"{no_cluster(address)}: {describe_error(e)}"
     what, few = f"join the cluster at {address}" if address else "start a cluster here", ""
     if not address and 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < FILES:
         few = f"  Ray wants some {FILES} open files, and there may be {limit}: ulimit -n raises that."

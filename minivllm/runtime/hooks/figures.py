@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
-from minivllm.errors import told
+from minivllm.errors import describe_error
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
@@ -92,7 +92,7 @@ class PluginFigures:
             try:
                 figures[name] = checks.figures(call_foreign(ask))
             except Exception as e:
-                failures[name] = told(e)
+                failures[name] = describe_error(e)
         for name, entry in self._of_worker():
             if "failure" in entry:
                 failures[name] = str(entry["failure"])
@@ -108,7 +108,7 @@ class PluginFigures:
             try:
                 self._last = self._worker("figures")
             except Exception as e:  # the engine has ended: the last figures stand
-                log.debug("the worker's figures cannot be had: %s", told(e))
+                log.debug("the worker's figures cannot be had: %s", describe_error(e))
         out, ranks = [], dict[str, int]()
         for entry in self._last:
             rank = ranks[entry["name"]] = ranks.get(entry["name"], -1) + 1

@@ -17,7 +17,7 @@ import pluggy
 
 from minivllm.core import checks
 from minivllm.core.timing import SeamTimes
-from minivllm.errors import MinivllmError, PluginError, suggest, told
+from minivllm.errors import MinivllmError, PluginError, describe_error, suggest
 from minivllm.registration.discovery import BUILTIN, LOCAL
 from minivllm.registration.importing import guarded_import
 from minivllm.registry import build_part
@@ -127,7 +127,7 @@ class HookManager:
         except (MinivllmError, KeyboardInterrupt):
             raise
         except BaseException as exc:
-            raise PluginError(f"{call.member} failed in {call.hook}: {told(exc)}") from exc
+            raise PluginError(f"{call.member} failed in {call.hook}: {describe_error(exc)}") from exc
 
     def ask(self, name: str, **values: Any) -> tuple[str, Any] | None:
         """(plug-in, answer) of the first one whose answer is not None; PluginError names a plug-in that raises."""
@@ -172,7 +172,7 @@ class HookManager:
             return self.times.run(f"hooks:{member.name}", function, *args)
         except Exception as exc:  # a SystemExit or a panic in Rust is one too by now: nothing of it ends the engine
             member.failures += 1
-            how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {told(exc)}"
+            how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {describe_error(exc)}"
             log.warning(how, exc_info=exc if log.isEnabledFor(logging.DEBUG) else None)
             if member.disabled:
                 log.warning("%s is disabled: it failed %s times", member, FAILURES)
@@ -261,8 +261,8 @@ def _words(exc: pluggy.PluginValidationError) -> str:
     last = str(exc).splitlines()[-1].strip()
     if not hook:
         return last
-    told = [p for p in inspect.signature(getattr(HookContracts, hook)).parameters if p != "self"]
-    return f"{hook}: {last[:1].lower()}{last[1:]}; it is told: {', '.join(told)}"
+    parameters = [p for p in inspect.signature(getattr(HookContracts, hook)).parameters if p != "self"]
+    return f"{hook}: {last[:1].lower()}{last[1:]}; its parameters are: {', '.join(parameters)}"
 
 
 def ask_model(parts: Sequence[Part], model: str) -> tuple[str, str] | None:

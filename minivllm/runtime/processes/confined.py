@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from minivllm.errors import ResourceError, told
+from minivllm.errors import ResourceError, describe_error
 from minivllm.registration import fresh
 
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
@@ -80,7 +80,7 @@ class Confined:
                 workers = await asyncio.shield(starting)
                 told_, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [asked, *parts]), PATIENCE)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as e:
-                why = told(e)
+                why = describe_error(e)
                 self._drop(starting)
                 continue
             if (broken := told_.get("broken")) is not None:
@@ -179,7 +179,7 @@ def main(target: str, fds: str, nices: str) -> None:
         work: Work = fresh.import_target(target)(sys.stdin.buffer.read())
     except Exception as e:
         for link in links:
-            _tell(link, {"broken": told(e)})
+            _tell(link, {"broken": describe_error(e)})
         sys.exit(1)
     gc.collect()
     gc.freeze()  # a collection in a child would copy the pages that it looks at
@@ -228,7 +228,7 @@ def _sit(link: socket.socket, work: Work) -> NoReturn:
         except MemoryError:
             os._exit(MEMORY)
         except Exception as e:
-            answer = [json.dumps({"failed": told(e)}).encode()]
+            answer = [json.dumps({"failed": describe_error(e)}).encode()]
         allow(0)
         link.sendall(frame(number, answer))
         del parts, answer

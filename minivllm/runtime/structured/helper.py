@@ -25,7 +25,7 @@ import numpy as np
 
 from minivllm.core.interfaces.executor import Part
 from minivllm.core.interfaces.grammar import GrammarContext, GrammarSource
-from minivllm.errors import PluginError, ResourceError, told
+from minivllm.errors import PluginError, ResourceError, describe_error
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
@@ -234,7 +234,7 @@ def main() -> NoReturn:
         except MemoryError:
             raise
         except BaseException as e:  # a fault of the plug-in, not of the grammar
-            answer = {"failed": told(e)}
+            answer = {"failed": describe_error(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(STOP, signal.SIG_IGN)

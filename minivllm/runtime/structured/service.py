@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
 from minivllm.core.interfaces.structured import NAME
-from minivllm.errors import MinivllmError, RequestError, shown, told
+from minivllm.errors import MinivllmError, RequestError, describe_error, shown
 from minivllm.registry import build_part
 from minivllm.runtime.tenant_cache import Salt, TenantCache
 
@@ -148,7 +148,7 @@ class Grammars:
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # SystemExit too: it must not end the thread that compiles
-            raise RequestError(f"{NAME}: {self.part.name} failed: {told(e)}", NAME) from e
+            raise RequestError(f"{NAME}: {self.part.name} failed: {describe_error(e)}", NAME) from e
         with self._lock:  # sequences that run keep theirs, whoever has to make room
             self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
         return made

@@ -16,7 +16,7 @@ from typing import Any
 
 from minivllm import files
 from minivllm.device.loading.gguf_file import is_gguf, read_gguf
-from minivllm.errors import ModelError, RequestError, shown, told
+from minivllm.errors import ModelError, RequestError, describe_error, shown
 
 from .chat import DEFAULT, ChatTemplates, fill
 from .class_tokens import class_tokens
@@ -58,7 +58,7 @@ def load_tokenizer(
             _configure(backend, named, special)
     except (AttributeError, TypeError, ValueError, OverflowError) as e:
         at = folder / "tokenizer_config.json"
-        raise ModelError(f"{at}: its added or special tokens are none ({told(e)}); download it again") from e
+        raise ModelError(f"{at}: its added or special tokens are none ({describe_error(e)}); download it again") from e
     if backend is None:
         backend, slow, found = _converted(folder)
         special = found | special
@@ -114,14 +114,20 @@ class Tokenizer:
         }
 
     @classmethod
-    def from_json(cls, told: Mapping[str, Any]) -> Tokenizer:
-        if "folder" in told:
-            made = load_tokenizer(told["folder"], eos=told["eos"])
-            made._templates = ChatTemplates(told["templates"])
+    def from_json(cls, fields: Mapping[str, Any]) -> Tokenizer:
+        if "folder" in fields:
+            made = load_tokenizer(fields["folder"], eos=fields["eos"])
+            made._templates = ChatTemplates(fields["templates"])
             return made
         from tokenizers import Tokenizer as Backend
 
-        return cls(Backend.from_str(told["backend"]), None, told["special"], told["templates"], told["eos"])
+        return cls(
+            Backend.from_str(fields["backend"]),
+            None,
+            fields["special"],
+            fields["templates"],
+            fields["eos"],
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if not isinstance(text, str):

@@ -42,7 +42,7 @@ from minivllm.core.external_calls import refusal
 from minivllm.core.interfaces.finish import Finish
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
-from minivllm.errors import EngineDeadError, RequestError, shown, told
+from minivllm.errors import EngineDeadError, RequestError, describe_error, shown
 from minivllm.frontend.loop import TurnLoop
 from minivllm.server.fair_queue import FairQueue
 
@@ -299,7 +299,7 @@ class EngineLoop(TurnLoop):
         try:
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
         except BaseException as e:
-            answer = [ask, None, told(e).split(": ", 1)]
+            answer = [ask, None, describe_error(e).split(": ", 1)]
         self.header.setdefault("answers", []).append(answer)
 
     def _ask_stats(self) -> dict[str, Any]:

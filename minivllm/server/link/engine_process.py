@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.errors import EngineDeadError, MinivllmError, told
+from minivllm.errors import EngineDeadError, MinivllmError, describe_error
 
 from .child_log import LineFormatter
 from .frames import Frame, Splitter, encode
@@ -132,7 +132,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
     except BaseException as e:  # SystemExit too: a process that ends without a word tells nobody why
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
-        text = str(e) if isinstance(e, MinivllmError) else told(e).partition(": ")[2]
+        text = str(e) if isinstance(e, MinivllmError) else describe_error(e).partition(": ")[2]
         link.send({"error": [type(e).__name__, text, getattr(e, "param", None)]}, {}, "failed")
         return getattr(e, "exit_code", 1)
     state.freeze_loaded()
@@ -187,14 +187,14 @@ def loaded_to_json(loaded: Any) -> dict[str, Any]:
     }
 
 
-def loaded_from_json(told: dict[str, Any]) -> Any:
+def loaded_from_json(fields: dict[str, Any]) -> Any:
     """ConfigError if it is not one that this version makes."""
     from minivllm.config import EngineConfig, Loaded
 
     return Loaded(
-        EngineConfig(**told["engine"]),
-        told["sampling"],
-        origins=told["origins"],
-        requires=tuple(told["requires"]),
-        files=tuple(told["files"]),
+        EngineConfig(**fields["engine"]),
+        fields["sampling"],
+        origins=fields["origins"],
+        requires=tuple(fields["requires"]),
+        files=tuple(fields["files"]),
     )
