@@ -81,16 +81,24 @@ def test_a_mooncake_trace_is_read_with_its_shared_prefixes(tmp_path):
     ("name", "text", "said"),
     [
         ("a.csv", "TIME,ContextTokens\n", "no column TIMESTAMP"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request in it"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n", "the trace has no request"),
         ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", "a.csv:2: "),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,0,2\n", "want at least one of each"),
+        (
+            "a.csv",
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6,0,2\n",
+            "expected at least one of each",
+        ),
         ("a.jsonl", "{}\n", "a.jsonl:1: KeyError: 'hash_ids'"),
         (
             "a.jsonl",
             '{"timestamp":0,"input_length":513,"output_length":1,"hash_ids":[1]}\n',
             "1 hash ids for 513 tokens",
         ),
-        ("a.txt", "", "want a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:"),
+        (
+            "a.txt",
+            "",
+            "expected a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:",
+        ),
     ],
 )
 def test_what_is_no_trace_is_refused(tmp_path, name, text, said):
@@ -103,8 +111,9 @@ def test_what_is_no_trace_is_refused(tmp_path, name, text, said):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("synthetic:turn=3", "Did you mean 'turns'?"), ("synthetic:seed=x", "seed='x': want a whole number"),
-        ("synthetic:rate=0", "rate=0.0: want at least"), ("synthetic:longest=1", "no conversation fits into longest=1"),
+        ("synthetic:turn=3", "Did you mean 'turns'?"), ("synthetic:seed=x", "seed='x': expected a whole number"),
+        ("synthetic:rate=0", "rate=0.0: expected at least"),
+        ("synthetic:longest=1", "no conversation fits into longest=1"),
     ],
 )  # fmt: skip
 def test_a_generator_with_wrong_parameters_is_refused(text, said):

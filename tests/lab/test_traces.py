@@ -64,8 +64,8 @@ def test_times_of_2024_with_an_offset_are_read(tmp_path):
             '{"chat_id":0,"timestamp":0,"input_length":17,"output_length":1,"hash_ids":[1]}\n',
             "each 16 tokens",
         ),
-        ("q.jsonl", '{"chat_id":0,"timestamp":0,"input_length":17}\n', "want Qwen-Bailian's fields"),
-        ("b.csv", f"{BURSTGPT}\n1,1,1\nnan,1,1\n", "b.csv:3: a time of nan"),
+        ("q.jsonl", '{"chat_id":0,"timestamp":0,"input_length":17}\n', "expected Qwen-Bailian's fields"),
+        ("b.csv", f"{BURSTGPT}\n1,1,1\nnan,1,1\n", "b.csv:3: the arrival time is nan"),
         ("b.csv", f"{BURSTGPT}\n1,2147483648,1\n", "b.csv:2: lengths of 2147483648 and 1 tokens"),
         ("m.jsonl", '{"timestamp":Infinity,"input_length":1,"output_length":1,"hash_ids":[1]}\n', "m.jsonl:1: "),
         ("m.jsonl", '{"timestamp":0,"input_length":1,"output_length":2147483648,"hash_ids":[1]}\n', "m.jsonl:1: "),
@@ -115,5 +115,5 @@ def test_times_are_those_of_their_offsets_and_a_byte_order_mark_is_no_column(tmp
     path.write_text("\ufeff" + text, encoding="utf-8")
     assert read_trace(str(path)).arrival.tolist() == pytest.approx([0.0, 0.5, 1.75])
     path.write_text(text.replace(stamps[1], "noon"))
-    with pytest.raises(ConfigError, match=r"a.csv:3: 'noon' is no time; want a time and two numbers"):
+    with pytest.raises(ConfigError, match=r"a.csv:3: 'noon' is no time; expected a time and two numbers"):
         read_trace(str(path))

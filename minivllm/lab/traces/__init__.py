@@ -1,8 +1,9 @@
-"""Traces of requests: when they come, how long they are, which prefixes they share.
+"""Traces of requests: their arrival times, their lengths and the prefixes that they share.
 
-    trace.py       requests as columns                        read.py      which format a file has, and where it is
-    formats.py     the readers of published formats           write.py     the same formats, from a trace
-    synthetic.py   a seeded generator                         presets.py   its parameters for known kinds of traffic
+    trace.py       the columns of a trace                 read.py      choose the reader of a file
+    formats.py     readers of published formats           write.py     writers of the same formats
+    synthetic.py   a seeded generator                     presets.py   generator parameters for known kinds of traffic
 
-``samples/`` holds a few dozen rows in each format, which ``write.py`` made from the generator: ``sample:azure`` ...
+``samples/`` holds a few dozen rows in each format.  ``write.py`` made them with the generator.  A user reads them as
+``sample:azure`` and so on.
 """

@@ -1,4 +1,7 @@
-"""Readers of published formats.  None copies a text: the traces hold lengths, and ids where prefixes are equal."""
+"""Readers of published trace formats.
+
+A trace holds lengths, and ids that say which prefixes are equal.  No reader stores text.
+"""
 
 from __future__ import annotations
 
@@ -14,107 +17,142 @@ from minivllm.errors import ConfigError, shown
 
 from .trace import Trace, build
 
-MOST_TOKENS = 1 << 22  # of a prompt or an answer: a replay makes as many ids, and a block table for all of them
+# of a prompt or an answer; a larger number would make a replay allocate as many token ids and a huge block table
+MOST_TOKENS = 1 << 22
 MOONCAKE_BLOCK = 512  # tokens of a hash id
 BAILIAN_BLOCK = 16
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d+))?(?:Z|([+-]\d\d:\d\d))?")  # UTC without an offset
 AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 BURSTGPT = ("Timestamp", "Request tokens", "Response tokens")
 
+# converts the arrival (as text), the prompt length and the output length of a CSV row to numbers
+Convert = Callable[[str, str, str], tuple[float, int, int]]
+
 
 def read_azure(name: str, lines: Iterator[str]) -> Trace:
-    """Azure's LLM inference traces (Patel et al., "Splitwise", ISCA 2024; those of 2024 alike): TIMESTAMP,
-    ContextTokens, GeneratedTokens.  They say nothing about content, so no two requests share any."""
+    """Read Azure's LLM inference traces of 2023 and 2024 (Patel et al., "Splitwise", ISCA 2024).
 
-    def fields(stamp: str, n: str, m: str) -> tuple[float, int, int]:
-        # seven digits after the point are one too many for datetime; those of 2024 end with an offset
-        found = STAMP.fullmatch(stamp)
-        if found is None:
+    The columns are TIMESTAMP, ContextTokens and GeneratedTokens.  These traces do not describe content, so no two
+    requests share a prefix.
+    """
+
+    def convert(stamp: str, prompt: str, output: str) -> tuple[float, int, int]:
+        # datetime rejects the seven decimals of Azure's times, so the fraction is added separately
+        match = STAMP.fullmatch(stamp)
+        if match is None:
             raise ValueError(f"{stamp[:40]!r} is no time")
-        whole, digits, offset = found.groups()
-        at = datetime.fromisoformat(whole + (offset or "+00:00")).timestamp()
-        return at + float(f"0.{digits or 0}"), int(n), int(m)
+        whole, digits, offset = match.groups()
+        seconds = datetime.fromisoformat(whole + (offset or "+00:00")).timestamp()
+        return seconds + float(f"0.{digits or 0}"), int(prompt), int(output)
 
-    return _unshared(name, lines, AZURE, fields, "a time and two numbers")
+    return _read_csv(name, lines, AZURE, convert, "a time and two numbers")
 
 
 def read_burstgpt(name: str, lines: Iterator[str]) -> Trace:
-    """BurstGPT (Wang et al., 2024): Timestamp (seconds), Request tokens, Response tokens; others are passed over.
-    Rows without a response are failures of the service that was watched, and are left out."""
-    return _unshared(name, lines, BURSTGPT, lambda t, n, m: (float(t), int(n), int(m)), "three numbers", failures=True)
+    """Read a BurstGPT trace (Wang et al., 2024).
+
+    The columns are Timestamp (seconds), Request tokens and Response tokens; other columns are ignored.  A row without
+    response tokens records a failure of the observed service and is skipped.
+    """
+
+    def convert(seconds: str, prompt: str, output: str) -> tuple[float, int, int]:
+        return float(seconds), int(prompt), int(output)
+
+    return _read_csv(name, lines, BURSTGPT, convert, "three numbers", skip_empty=True)
 
 
-def _checked(at: float, *lengths: int) -> None:
-    """Raise ValueError for a time or a length that no request has."""
-    if not math.isfinite(at):
-        raise ValueError(f"a time of {at}, which is no time")
+def _check(seconds: float, *lengths: int) -> None:
+    """Raise ValueError for an arrival time that is not finite, or a length outside 0 to ``MOST_TOKENS``."""
+    if not math.isfinite(seconds):
+        raise ValueError(f"the arrival time is {seconds}, which is not finite")
     if not all(0 <= n <= MOST_TOKENS for n in lengths):
-        raise ValueError(f"lengths of {' and '.join(str(n)[:20] for n in lengths)} tokens; want 0 to {MOST_TOKENS:,}")
+        listed = " and ".join(str(n)[:20] for n in lengths)
+        raise ValueError(f"lengths of {listed} tokens; expected 0 to {MOST_TOKENS:,}")
 
 
-def _unshared(
+def _read_csv(
     name: str,
     lines: Iterator[str],
-    want: tuple[str, str, str],
-    fields: Callable[[str, str, str], tuple[float, int, int]],
-    what: str,
-    failures: bool = False,
+    columns: tuple[str, str, str],
+    convert: Convert,
+    expected: str,
+    skip_empty: bool = False,
 ) -> Trace:
-    """A CSV of times and lengths."""
+    """Read a CSV file of arrival times and lengths; ``expected`` describes a valid row in error messages.
+
+    ``skip_empty`` skips rows whose prompt or output has no token.
+    """
     rows = csv.DictReader(lines)
-    if missing := [c for c in want if c not in (rows.fieldnames or ())]:
-        raise ConfigError(f"{name}: no column {missing[0]}; want {', '.join(want)}")
-    arrival, prompt, output = [], [], []
+    for column in columns:
+        if column not in (rows.fieldnames or ()):
+            raise ConfigError(f"{name}: no column {column}; expected {', '.join(columns)}")
+    arrivals, prompts, outputs = [], [], []
     for row in rows:
         try:
-            at, n, m = fields(*(row[c] for c in want))
-            _checked(at, n, m)
+            seconds, prompt, output = convert(*(row[column] for column in columns))
+            _check(seconds, prompt, output)
         except (ValueError, TypeError, AttributeError, OverflowError) as e:
-            raise ConfigError(f"{name}:{rows.line_num}: {e}; want {what}") from e
-        if failures and (n < 1 or m < 1):
+            raise ConfigError(f"{name}:{rows.line_num}: {e}; expected {expected}") from e
+        if skip_empty and min(prompt, output) < 1:
             continue
-        arrival.append(at)
-        prompt.append(n)
-        output.append(m)
-    runs = [[(2 * i, n)] for i, n in enumerate(prompt)]
-    return build(name, arrival, prompt, output, [2 * i + 1 for i in range(len(prompt))], runs)
+        arrivals.append(seconds)
+        prompts.append(prompt)
+        outputs.append(output)
+    # prompt i has content number 2 * i and its answer 2 * i + 1, so no content occurs twice
+    runs = [[(2 * i, tokens)] for i, tokens in enumerate(prompts)]
+    answers = range(1, 2 * len(prompts), 2)
+    return build(name, arrivals, prompts, outputs, answers, runs)
 
 
 def read_mooncake(name: str, lines: Iterator[str]) -> Trace:
-    """Mooncake's traces (Qin et al., "Mooncake", FAST 2025): timestamp (ms), input_length, output_length, hash_ids, one
-    an equal prefix of 512 tokens.  What a turn answers is in no later prompt by name, so answers are never shared."""
-    return _hashed(name, lines, MOONCAKE_BLOCK, 1e3, "Mooncake's fields")
+    """Read Mooncake's traces (Qin et al., "Mooncake", FAST 2025).
+
+    The fields are timestamp (ms), input_length, output_length and hash_ids.  Equal hash ids are equal prefixes; an id
+    stands for 512 tokens.  The format does not name the content of answers, so an answer is never shared with a later
+    prompt.
+    """
+    return _read_hashed(name, lines, MOONCAKE_BLOCK, 1e3, "Mooncake's fields")
 
 
 def read_bailian(name: str, lines: Iterator[str]) -> Trace:
-    """Qwen-Bailian's traces (Wang et al., "KVCache Cache in the Wild", USENIX ATC 2025): chat_id, parent_chat_id,
-    timestamp (seconds), input_length, output_length, type, turn, hash_ids, one for an equal prefix of 16 tokens."""
-    return _hashed(name, lines, BAILIAN_BLOCK, 1.0, "Qwen-Bailian's fields")
+    """Read Qwen-Bailian's traces (Wang et al., "KVCache Cache in the Wild", USENIX ATC 2025).
+
+    The fields are chat_id, parent_chat_id, timestamp (seconds), input_length, output_length, type, turn and hash_ids.
+    Equal hash ids are equal prefixes; an id stands for 16 tokens.
+    """
+    return _read_hashed(name, lines, BAILIAN_BLOCK, 1.0, "Qwen-Bailian's fields")
 
 
-def _hashed(name: str, lines: Iterator[str], block: int, unit: float, fields: str) -> Trace:
-    """JSON lines whose prompts are ids of blocks; ``unit``: the timestamp's parts of a second."""
-    arrival, prompt, output, runs = [], [], [], []
-    numbers: dict[int, int] = {}  # id -> content number, in order of appearance
+def _read_hashed(name: str, lines: Iterator[str], block: int, per_second: float, fields: str) -> Trace:
+    """Read JSON lines whose prompts are lists of hash ids, each of ``block`` tokens.
+
+    ``per_second`` is the number of timestamp units in a second.  ``fields`` describes a valid line in error messages.
+    """
+    arrivals, prompts, outputs, runs = [], [], [], []
+    contents: dict[int, int] = {}  # hash id -> content number, in order of appearance
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"{name}:{number}"
+        row: Any = files.parse_json(line, name, line=number)
+        if not isinstance(row, dict):
+            raise ConfigError(f"{place}: {shown(row)} is not an object; expected one with {fields}")
         try:
-            row: Any = files.parse_json(line, name, line=number)
-            if not isinstance(row, dict):
-                raise ConfigError(f"{name}:{number}: {shown(row)} is no object; want one with {fields}")
-            ids, n = [int(x) for x in row["hash_ids"]], int(row["input_length"])
-            arrival.append(float(row["timestamp"]) / unit)
-            prompt.append(n)
-            output.append(max(1, int(row["output_length"])))
-            _checked(arrival[-1], n, output[-1])
-        except ConfigError:
-            raise
+            ids = [int(x) for x in row["hash_ids"]]
+            prompt = int(row["input_length"])
+            seconds = float(row["timestamp"]) / per_second
+            output = max(1, int(row["output_length"]))
+            _check(seconds, prompt, output)
         except (ValueError, KeyError, TypeError, OverflowError) as e:
-            raise ConfigError(f"{name}:{number}: {type(e).__name__}: {e}; want {fields}") from e
-        if len(ids) != -(-n // block):
-            what = f"{len(ids)} hash ids for {n} tokens"
-            raise ConfigError(f"{name}:{number}: {what}; want one for each {block} tokens begun")
-        runs.append([(numbers.setdefault(x, len(numbers)), block) for x in ids])
-    answers = [len(numbers) + i for i in range(len(runs))]
-    return build(name, arrival, prompt, output, answers, runs, block)
+            raise ConfigError(f"{place}: {type(e).__name__}: {e}; expected {fields}") from e
+        if len(ids) != -(-prompt // block):
+            raise ConfigError(
+                f"{place}: {len(ids)} hash ids for {prompt} tokens; expected one id for each {block} tokens, "
+                "and one for the rest"
+            )
+        arrivals.append(seconds)
+        prompts.append(prompt)
+        outputs.append(output)
+        runs.append([(contents.setdefault(x, len(contents)), block) for x in ids])
+    answers = range(len(contents), len(contents) + len(runs))  # a content number of its own for each answer
+    return build(name, arrivals, prompts, outputs, answers, runs, block)

@@ -1,4 +1,4 @@
-"""Find a trace by its name: a file in one of the published formats, a sample of the package, or a generated one."""
+"""Find a trace by its name: a file in a published format, a sample of the package, or a generated trace."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from .trace import Trace
 
 SAMPLES = {"azure": "azure.csv", "burstgpt": "burstgpt.csv", "mooncake": "mooncake.jsonl", "bailian": "bailian.jsonl"}
 FOLDER = Path(__file__).parent / "samples"
-WANTED = (
-    "want a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:key=value,... "
+ACCEPTED = (
+    "expected a .csv (Azure, BurstGPT), a .jsonl (Mooncake, Qwen-Bailian), sample:NAME or synthetic:key=value,... "
     "(synthetic:like=NAME,... for a preset)"
 )
 
 
 def read_trace(source: str) -> Trace:
-    """``synthetic:...``, ``sample:NAME``, a .csv (Azure, BurstGPT) or a .jsonl (Mooncake, Qwen-Bailian).  ConfigError
-    says what is wrong with it."""
+    """Read or generate the trace with a name: ``synthetic:...``, ``sample:NAME``, or the path of a file.
+
+    A .csv file is in the format of Azure or BurstGPT, a .jsonl file in that of Mooncake or Qwen-Bailian.  Raise
+    ConfigError for an unknown name or a file that is not a trace.
+    """
     if source == "synthetic" or source.startswith("synthetic:"):
         return generate(parse(source.partition(":")[2]))
     path = Path(source)
@@ -35,32 +38,36 @@ def read_trace(source: str) -> Trace:
             raise ConfigError(f"{brief(source, 300)}: no such sample; there are {', '.join(SAMPLES)}")
         path = FOLDER / SAMPLES[name]
     if path.suffix not in (".csv", ".jsonl"):
-        raise ConfigError(f"{brief(source, 300)}: {WANTED}")
+        raise ConfigError(f"{brief(source, 300)}: {ACCEPTED}")
     try:
         lines = files.read_lines(path, files.HUGE)
         head = [line.removeprefix("\ufeff") for line in itertools.islice(lines, 1)]
-        return _reader(source, path, head)(source, itertools.chain(head, lines))
+        read = _choose_reader(source, path, head[0] if head else "")
+        return read(source, itertools.chain(head, lines))
     except csv.Error as e:
-        raise ConfigError(f"{source}: no CSV: {e}") from e
+        raise ConfigError(f"{source}: broken CSV: {e}") from e
 
 
-def _reader(source: str, path: Path, head: list[str]) -> Callable[[str, Iterator[str]], Trace]:
-    """By the first line.  A file that is neither goes to the older format, whose reader says what it wants; but for
-    requests with prompts, which are another command's."""
-    first = head[0] if head else ""
+def _choose_reader(source: str, path: Path, first: str) -> Callable[[str, Iterator[str]], Trace]:
+    """Return the reader for a file whose first line is ``first``.
+
+    A file in no known format gets the reader of Azure or Mooncake, which reports the expected fields.  Raise
+    ConfigError for a file of prompts, which other commands read.
+    """
     if path.suffix == ".csv":
         return read_burstgpt if "Request tokens" in first else read_azure
     try:
         row = json.loads(first)
-    except (ValueError, RecursionError):  # its reader says so, with the line
-        row = None
-    if isinstance(row, str) or (isinstance(row, dict) and "prompt" in row and "hash_ids" not in row):
-        raise ConfigError(f"{source}:1: has prompts, and is no trace; {where_requests_go()}")
+    except (ValueError, RecursionError):  # the reader reports the error with the number of the line
+        return read_mooncake
+    has_prompt = isinstance(row, dict) and "prompt" in row and "hash_ids" not in row
+    if has_prompt or isinstance(row, str):
+        raise ConfigError(f"{source}:1: holds prompts and is not a trace; {where_requests_go()}")
     return read_bailian if isinstance(row, dict) and "chat_id" in row else read_mooncake
 
 
 def about(trace: Trace) -> str:
-    """One line: how many, how long."""
+    """Return a line with a trace's name, duration and numbers of requests and tokens."""
     seconds = float(trace.arrival[-1])
     return (
         f"{trace.name}: {len(trace)} requests in {seconds:.0f} s, {int(trace.prompt.sum())} prompt "

@@ -1,8 +1,8 @@
-"""A trace from a seed: bursty arrivals, log-normal lengths, a tree of shared beginnings, conversations of many turns.
+"""Generate a trace from a seed: bursty arrivals, log-normal lengths, shared prefixes, conversations of several turns.
 
-tree     root ── node ── node ...   system prompts and documents: Zipf decides which child a conversation takes
-talk     path in the tree + (question + answer) x turns; the next turn repeats all that was said
-time     conversations start in bursts (gaps are gamma-distributed, shape below 1), a user thinks between turns
+tree           root ── node ── node ...   system prompts and documents; a Zipf distribution chooses each child
+conversation   path in the tree + (question + answer) x turns; the prompt of a turn repeats all earlier turns
+time           conversations start in bursts (gamma-distributed gaps); a user thinks between two turns
 """
 
 from __future__ import annotations
@@ -18,41 +18,55 @@ from minivllm.errors import ConfigError, shown, suggest
 from .presets import PRESETS
 from .trace import Trace, build
 
+Run = tuple[int, int]  # content number, tokens
+
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Lengths are tokens, times seconds; a ``spread`` is the standard deviation of the logarithm."""
+    """Parameters of the generator.  Lengths are tokens and times are seconds.
+
+    ``spread`` and ``think_spread`` are standard deviations of the logarithm.  Raise ConfigError for a value out of
+    range.
+    """
 
     requests: int = 5000
     seed: int = 0
     rate: float = 2.0  # conversations a second
-    burst: float = 4.0  # squared coefficient of variation of the gaps: 1 is Poisson
-    turns: float = 3.0  # of a conversation, on average (geometric)
-    think: float = 60.0  # between an answer's request and the next question, median
+    burst: float = 4.0  # squared coefficient of variation of the gaps between conversations; 1 is a Poisson process
+    turns: float = 3.0  # mean number of turns of a conversation (geometric distribution)
+    think: float = 60.0  # from a request's arrival to the next request of its conversation, median
     think_spread: float = 1.0
     question: int = 200  # median
     answer: int = 200  # median
     spread: float = 0.8
     depth: int = 3  # levels of the tree
     fan: int = 20  # children of a node
-    zipf: float = 1.2  # exponent: 0 is uniform
+    zipf: float = 1.2  # exponent; 0 chooses all children equally often
     node: int = 300  # tokens of a node, median
-    longest: int = 16384  # a conversation ends before it is longer
+    longest: int = 16384  # a conversation ends before its tokens exceed this
 
     def __post_init__(self) -> None:
         for f in fields(self):
             value = getattr(self, f.name)
-            low: float = 0 if f.name in ("seed", "zipf", "think_spread", "spread", "depth") else 1
+            low: float = 1
+            if f.name in ("seed", "zipf", "think_spread", "spread", "depth"):
+                low = 0
             if f.name in ("rate", "burst", "think"):
                 low = 1e-6
             if not low <= value < 2**31:
-                raise ConfigError(f"synthetic: {f.name}={shown(value)}: want at least {low:g}, and below 2**31")
+                raise ConfigError(f"synthetic: {f.name}={shown(value)}: expected at least {low:g}, and below 2**31")
         if self.requests > 10_000_000 or self.depth * math.log2(self.fan) > 24:
-            raise ConfigError("synthetic: at most 10,000,000 requests and a tree (fan ** depth) of 16,777,216 leaves")
+            raise ConfigError(
+                "synthetic: expected at most 10,000,000 requests and a tree of at most 16,777,216 leaves (fan ** depth)"
+            )
 
 
 def parse(text: str) -> Synthetic:
-    """``requests=2000,seed=1``, ``like=chat,rate=5``; ConfigError for what is not there."""
+    """Parse parameters such as ``requests=2000,seed=1`` or ``like=chat,rate=5``.
+
+    ``like`` names a preset; the text's own values replace the preset's.  Raise ConfigError for an unknown parameter or
+    preset, or a value that is no number.
+    """
     kinds = {f.name: f.type for f in fields(Synthetic)}
     values: dict[str, Any] = {}
     for item in filter(None, text.split(",")):
@@ -66,65 +80,86 @@ def parse(text: str) -> Synthetic:
             values = {**PRESETS[value], **values}
             continue
         if name not in kinds:
-            raise ConfigError(
-                f"synthetic: {shown(name)} is no parameter.{suggest(name, sorted(kinds))} There are: {', '.join(kinds)}"
-            )
+            near = suggest(name, sorted(kinds))
+            raise ConfigError(f"synthetic: unknown parameter {shown(name)}.{near} There are: {', '.join(kinds)}")
+        whole = kinds[name] == "int"
         try:
-            values[name] = int(value) if kinds[name] == "int" else float(value)
+            values[name] = int(value) if whole else float(value)
         except ValueError:
-            sort = "a whole number" if kinds[name] == "int" else "a number"
-            raise ConfigError(f"synthetic: {name}={shown(value)}{'' if sign else ' (no =)'}: want {sort}") from None
+            expected = "a whole number" if whole else "a number"
+            missing = "" if sign else " (no =)"
+            raise ConfigError(f"synthetic: {name}={shown(value)}{missing}: expected {expected}") from None
     return Synthetic(**values)
 
 
+class _Generator:
+    """Draws requests one conversation after another, and numbers each new piece of content."""
+
+    def __init__(self, s: Synthetic):
+        self.s = s
+        self.rng = np.random.default_rng(s.seed)
+        weights = np.arange(1, s.fan + 1) ** -s.zipf
+        self.child_shares = weights / weights.sum()
+        self.nodes: dict[tuple[int, ...], Run] = {}  # path -> run
+        self.contents = 0
+        self.arrivals: list[float] = []
+        # (prompt tokens, output tokens, content number of the answer, runs of the prompt)
+        self.requests: list[tuple[int, int, int, list[Run]]] = []
+
+    def draw_run(self, median: int) -> Run:
+        """Draw the length of a new run."""
+        factor = np.exp(self.s.spread * self.rng.standard_normal())
+        self.contents += 1
+        return self.contents, max(1, int(median * factor))
+
+    def draw_prefix(self) -> list[Run]:
+        """Draw a path of the tree."""
+        path = tuple(self.rng.choice(self.s.fan, size=self.s.depth, p=self.child_shares).tolist())
+        prefix = []
+        for level in range(1, self.s.depth + 1):
+            node = path[:level]
+            if node not in self.nodes:
+                self.nodes[node] = self.draw_run(self.s.node)
+            prefix.append(self.nodes[node])
+        return prefix
+
+    def draw_conversation(self, start: float) -> None:
+        """Draw the requests of a conversation that begins at ``start`` seconds."""
+        prompt = self.draw_prefix()
+        arrival = start
+        for _ in range(int(self.rng.geometric(1 / self.s.turns))):
+            question = self.draw_run(self.s.question)
+            answer, output = self.draw_run(self.s.answer)
+            prompt = [*prompt, question]
+            total = sum(tokens for _, tokens in prompt)
+            if total + output > self.s.longest:
+                return
+            self.arrivals.append(arrival)
+            self.requests.append((total, output, answer, prompt))
+            prompt = [*prompt, (answer, output)]
+            arrival += self.s.think * float(np.exp(self.s.think_spread * self.rng.standard_normal()))
+
+
 def generate(s: Synthetic) -> Trace:
-    """The same for the same parameters, on any machine with the same numpy."""
-    rng = np.random.default_rng(s.seed)
-    length = lambda median: max(1, int(median * np.exp(s.spread * rng.standard_normal())))  # noqa: E731
-    share = np.arange(1, s.fan + 1) ** -s.zipf
-    share /= share.sum()
-    nodes: dict[tuple[int, ...], tuple[int, int]] = {}  # path -> (content, tokens)
-    content = 0
+    """Generate the trace of some parameters: the same on every machine with the same version of numpy.
 
-    def run(tokens: int) -> tuple[int, int]:
-        nonlocal content
-        content += 1
-        return content, tokens
-
-    arrival: list[float] = []
-    prompt: list[int] = []
-    output: list[int] = []
-    answers: list[int] = []
-    runs: list[list[tuple[int, int]]] = []
-    start, last, talks = 0.0, np.inf, 0
-    while start < last:  # every request up to the last one taken has been made by then
-        talks += 1
-        if talks % 256 == 0 and len(runs) >= s.requests:
-            last = float(np.partition(arrival, s.requests - 1)[s.requests - 1])
-        start += rng.gamma(1 / s.burst, s.burst / s.rate)
-        path = tuple(rng.choice(s.fan, size=s.depth, p=share).tolist())
-        said = []
-        for level in range(1, s.depth + 1):
-            if path[:level] not in nodes:
-                nodes[path[:level]] = run(length(s.node))
-            said.append(nodes[path[:level]])
-        at = start
-        for _ in range(int(rng.geometric(1 / s.turns))):
-            question, answer = run(length(s.question)), run(length(s.answer))
-            said = [*said, question]
-            total = sum(n for _, n in said)
-            if total + answer[1] > s.longest:
-                break
-            arrival.append(at)
-            prompt.append(total)
-            output.append(answer[1])
-            answers.append(answer[0])
-            runs.append(said)
-            said = [*said, answer]
-            at += s.think * float(np.exp(s.think_spread * rng.standard_normal()))
-        if talks == 1000 and not runs:
+    Raise ConfigError if no conversation fits into ``longest``.
+    """
+    generator = _Generator(s)
+    start = 0.0
+    last = np.inf
+    conversations = 0
+    # A later conversation cannot contain an earlier request, so the first ``requests`` are final once one starts
+    # behind the last of them.
+    while start < last:
+        conversations += 1
+        if conversations % 256 == 0 and len(generator.requests) >= s.requests:
+            last = float(np.partition(generator.arrivals, s.requests - 1)[s.requests - 1])
+        start += generator.rng.gamma(1 / s.burst, s.burst / s.rate)
+        generator.draw_conversation(start)
+        if conversations == 1000 and not generator.requests:
             raise ConfigError(f"synthetic: no conversation fits into longest={s.longest}; raise it, or shorten prompts")
-    first = np.argsort(np.array(arrival), kind="stable")[: s.requests].tolist()
-    take = lambda column: [column[i] for i in first]  # noqa: E731
-    name = f"synthetic:requests={s.requests},seed={s.seed}"
-    return build(name, take(arrival), take(prompt), take(output), take(answers), take(runs))
+    first = np.argsort(np.array(generator.arrivals), kind="stable")[: s.requests].tolist()
+    arrivals = [generator.arrivals[i] for i in first]
+    prompts, outputs, answers, runs = zip(*(generator.requests[i] for i in first), strict=True)
+    return build(f"synthetic:requests={s.requests},seed={s.seed}", arrivals, prompts, outputs, answers, runs)

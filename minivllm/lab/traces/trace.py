@@ -1,7 +1,7 @@
-"""A trace: when requests come, how long they are, and which prefixes they share.
+"""A trace: the arrival times and lengths of requests, and the prefixes that they share.
 
-Content is kept as runs: a prompt is a list of (content number, tokens), and equal numbers at equal places are equal
-text.  What the answers hold is a run too, so that the next turn of a conversation can repeat it.
+A prompt is stored as a list of runs.  A run is (content number, tokens).  Equal content numbers at the same place mean
+equal text.  The answer of a request has a content number too, so that the next turn of a conversation can repeat it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 
 from minivllm.errors import ConfigError
 
-MIX = 0x9E3779B97F4A7C15  # of ``tokens_within``
+GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: the odd multiplier of both hashes below
 
 
 @dataclass(frozen=True)
 class Trace:
-    """n requests in order of arrival.  Content numbers are below 2**31, so they serve as token ids.
+    """n requests in order of arrival.  Content numbers are below 2**31, so that they can serve as token ids.
 
-    The prompt of request i is ``runs[first[i]:first[i + 1]]``; its tokens are as many as ``prompt[i]`` says.
-    ``unit``: tokens of a run if every run is one block of the trace's own cache (the last may be shorter), else 0.
+    The prompt of request i is the first ``prompt[i]`` tokens of ``runs[first[i]:first[i + 1]]``.
+    ``unit`` is the number of tokens of a run if every run is a block of the traced system's cache, else 0.  The last
+    run of a prompt may then be shorter.
     """
 
     name: str
-    arrival: np.ndarray  # f64 [n] seconds since the first
+    arrival: np.ndarray  # f64 [n] seconds since the first arrival
     prompt: np.ndarray  # i32 [n] tokens
     output: np.ndarray  # i32 [n] tokens
     answer: np.ndarray  # i32 [n] content number of the answer
@@ -38,38 +39,53 @@ class Trace:
         return len(self.arrival)
 
     def part(self, start: int, stop: int) -> Trace:
-        """Requests [start, stop); the runs are shared."""
+        """Return requests [start, stop) as a trace that begins at time 0 and shares ``runs`` with this one."""
         columns = {name: getattr(self, name)[start:stop] for name in ("arrival", "prompt", "output", "answer")}
-        columns["arrival"] = columns["arrival"] - (columns["arrival"][0] if stop > start else 0.0)
+        if stop > start:
+            columns["arrival"] = columns["arrival"] - columns["arrival"][0]
         return replace(self, **columns, first=self.first[start : stop + 1])
 
     def tokens(self, i: int) -> np.ndarray:
-        """The prompt's token ids i32."""
-        runs = self.runs[self.first[i] : self.first[i + 1]]
+        """Return the content numbers of request i's prompt, i32 [tokens]."""
+        runs = self._runs_of(i)
         return np.repeat(runs[:, 0], runs[:, 1])[: self.prompt[i]]
 
+    def _runs_of(self, i: int) -> np.ndarray:
+        """Return the runs of request i's prompt, i32 [runs, 2]."""
+        return self.runs[self.first[i] : self.first[i + 1]]
+
     def keys(self, i: int, block: int, root: int = 1) -> list[int]:
-        """The keys of the prompt's full blocks: equal keys are equal prefixes.  With the key of an engine's root as
-        ``root`` (see ``BlockPool.root``) they are the engine's."""
+        """Return the keys of the full blocks of request i's prompt; ``block`` is the tokens of a block.
+
+        Equal keys mean equal prefixes.  With the root key of an engine's cache as ``root`` (``BlockPool.root``) they
+        are the keys that this engine computes.
+        """
         from minivllm.core.engine.blocks import chain_key
 
-        raw, step, key, keys = self.tokens(i).tobytes(), 4 * block, root, []
-        for at in range(0, len(raw) - step + 1, step):
-            key = chain_key(key, raw[at : at + step])
+        raw = self.tokens(i).tobytes()
+        width = 4 * block  # bytes of a block of i32
+        keys = []
+        key = root
+        for start in range(0, len(raw) - width + 1, width):
+            key = chain_key(key, raw[start : start + width])
             keys.append(key)
         return keys
 
     def chain(self, i: int, block: int) -> list[int]:
-        """The prompt's blocks as the trace itself counts them: if its unit is ``block`` its own ids, and the last block
-        may be partial; otherwise ``keys``."""
+        """Return the keys of request i's prompt as the traced system counts blocks.
+
+        If ``block`` is the trace's unit, the keys come from the content numbers and the last block may be partial.
+        Otherwise they are ``keys``.
+        """
         if block != self.unit:
             return self.keys(i, block)
-        return [spread(x) for x in self.runs[self.first[i] : self.first[i + 1], 0].tolist()]
+        return [mix_bits(number) for number in self._runs_of(i)[:, 0].tolist()]
 
 
-def spread(number: int) -> int:
-    """A key that looks like a hash, never 0 (Steele et al., "Fast splittable pseudorandom number generators", 2014)."""
-    x = (number + 1) * 0x9E3779B97F4A7C15 % (1 << 64)
+def mix_bits(number: int) -> int:
+    """Return a 64-bit key, never 0, that looks random (Steele et al., "Fast splittable pseudorandom number generators",
+    2014)."""
+    x = (number + 1) * GOLDEN % (1 << 64)
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     x = (x ^ x >> 27) * 0x94D049BB133111EB % (1 << 64)
     return (x ^ x >> 31) or 1
@@ -78,37 +94,34 @@ def spread(number: int) -> int:
 def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
     """Return i32 token ids below ``width`` for the content numbers of a prompt.
 
-    Equal beginnings stay equal.  Within a run of one content the ids vary with their position, as those of a text do.
+    Equal prefixes stay equal.  Within a run the ids vary with their position, as the ids of a text do.
     """
     place = np.arange(len(tokens), dtype=np.uint64)
     x = (tokens.astype(np.uint64) << np.uint64(20)) + place + np.uint64(1)
-    x = x * np.uint64(MIX)
+    x = x * np.uint64(GOLDEN)
     x = (x ^ (x >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
 
 
 def build(name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: Sequence[Any], unit: int = 0) -> Trace:
-    """Columns from lists; ``runs`` has one list of (content, tokens) a request.  Sorted by arrival, which is counted
-    from the first; ConfigError for lengths that no request can have."""
-    order = np.argsort(np.asarray(arrival, np.float64), kind="stable")
-    flat = [run for i in order.tolist() for run in runs[i]]
-    counts = np.array([len(runs[i]) for i in order.tolist()], np.int64)
-    arrival = np.asarray(arrival, np.float64)[order]
-    trace = Trace(
-        name,
-        arrival - (arrival[0] if len(arrival) else 0.0),
-        np.asarray(prompt, np.int32)[order],
-        np.asarray(output, np.int32)[order],
-        np.asarray(answer, np.int32)[order],
-        np.concatenate(([0], np.cumsum(counts))),
-        np.array(flat, np.int32).reshape(-1, 2),
-        unit,
-    )
-    if not len(trace):
-        raise ConfigError(f"{name}: no request in it")
-    short = np.flatnonzero((trace.prompt < 1) | (trace.output < 1))
+    """Return a trace, sorted by arrival, from one list per column.
+
+    ``runs`` holds a list of (content number, tokens) per request.  The first request arrives at time 0.  Raise
+    ConfigError for a trace without requests, or a request without a prompt token or an output token.
+    """
+    seconds = np.asarray(arrival, np.float64)
+    if not len(seconds):
+        raise ConfigError(f"{name}: the trace has no request")
+    order = np.argsort(seconds, kind="stable")
+    prompts, outputs, answers = (np.asarray(column, np.int32)[order] for column in (prompt, output, answer))
+    short = np.flatnonzero((prompts < 1) | (outputs < 1))
     if len(short):
         i = int(short[0])
-        what = f"{trace.prompt[i]} prompt and {trace.output[i]} output tokens"
-        raise ConfigError(f"{name}: request {i} (by arrival) has {what}; want at least one of each")
-    return trace
+        lengths = f"{prompts[i]} prompt and {outputs[i]} output tokens"
+        raise ConfigError(f"{name}: request {i} (by arrival) has {lengths}; expected at least one of each")
+    ordered = [runs[i] for i in order.tolist()]
+    first = np.cumsum([0, *map(len, ordered)], dtype=np.int64)
+    flat = np.array([run for prompt_runs in ordered for run in prompt_runs], np.int32)
+    seconds = seconds[order]
+    seconds -= seconds[0]
+    return Trace(name, seconds, prompts, outputs, answers, first, flat.reshape(-1, 2), unit)
