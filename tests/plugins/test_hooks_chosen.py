@@ -62,7 +62,10 @@ def chosen(package, environ=None, **text):
     ("wrong", "message"),
     [
         ({"name": "minivllm_step_end"}, "there is no hook 'minivllm_step_end'. Did you mean"),
-        ({"args": ", stats"}, r"minivllm_step_finished: argument\(s\) {'stats'} are declared .*; its parameters are: step$"),
+        (
+            {"args": ", stats"},
+            r"minivllm_step_finished: argument\(s\) {'stats'} are declared .*; its parameters are: step$",
+        ),
         ({"mark": "wrapper=True", "body": "yield"}, "minivllm_step_finished cannot be wrapped: want @hookimpl without"),
         ({"mark": "hookwrapper=True", "body": "yield"}, "is an old-style wrapper: want @hookimpl"),
         ({"name": "minivllm_publish"}, r"minivllm_publish is a wrapper: want @hookimpl\(wrapper=True\) and a yield"),
