@@ -1,12 +1,12 @@
-"""What every suite shares: which plug-in, which device, how many examples, known failures, and that no test is vacuous.
+"""The base class of all conformance suites: the plug-in under test, the device, the examples and the known failures.
 
     class TestFlash(AttentionConformance):
         plugin = "acme/flash"                       # a name, dist/name, or module:Class
         options = {"num_splits": 4}                 # optional: its options
-        device = "cuda"                             # optional: default is the first claimed one that is here
-        known_failures = {"test_sinks": "issue 12"} # optional and strict: one that passes is an error
+        device = "cuda"                             # optional: default is the first claimed device of this machine
+        known_failures = {"test_sinks": "issue 12"} # optional and strict: a listed test that passes is an error
 
-A suite's methods whose names do not start with ``test_`` may be overridden.
+A test class may override the methods of a suite whose names do not start with ``test_``.
 """
 
 from __future__ import annotations
@@ -34,19 +34,25 @@ from minivllm.registry import Candidate, Catalog, Entry, Registry, build_part, c
 from .claims import claimed
 
 PROFILE = "MINIVLLM_TEST_PROFILE"  # fast | long
-SEED = "MINIVLLM_TEST_SEED"  # unset: the same examples every time
-SHRINK = "MINIVLLM_TEST_SHRINK"  # 0: a failing example is shown as it was found
+SEED = "MINIVLLM_TEST_SEED"  # when unset, every run draws the same examples
+SHRINK = "MINIVLLM_TEST_SHRINK"  # when "0", hypothesis does not simplify a failing example
+# tests that run, and fail, where the plug-in is broken; all other tests skip then
 REPORTING = ("test_the_spec_names_an_implementation_of_the_seam", "test_known_failures_name_tests_of_this_suite")
-TELLS_MADE = "test_what_is_chosen_goes_through_json_and_is_built_from_it"
-NOT_RUN, UNMADE = "not run", "no instance can be made"
-_BROKEN: dict[tuple[str, ...], str] = {}  # plug-in -> why its other tests mean nothing
-LONG = 12  # times as many examples in the long profile
+# the test that fails where the constructor of the plug-in raises
+BUILDING = "test_what_is_chosen_goes_through_json_and_is_built_from_it"
+NOT_RUN = "not run"
+UNMADE = "no instance can be made"
+_BROKEN: dict[tuple[str, ...], str] = {}  # plug-in -> the reason why most tests skip, or an empty string
+LONG = 12  # the long profile draws so many times the examples of the fast profile
 Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def since(major: int, minor: int, spec_only: bool = False) -> Callable[[Test], Test]:
-    """Mark a test with the version of the seam's contract that first demanded it; specs written against less skip.
-    ``spec_only``: it runs although a package that the implementation needs is not installed here."""
+    """Mark a test with the first version of the seam's contract that demands it.
+
+    The test skips for a plug-in whose spec names an older version.  A test marked ``spec_only`` also runs when a
+    package that the implementation needs is not installed.
+    """
 
     def mark(test: Test) -> Test:
         test.since, test.spec_only = (major, minor), spec_only  # type: ignore[attr-defined]
@@ -69,64 +75,77 @@ class Subject:
         return Candidate(self.entry, self.spec)
 
     def part(self, values: Mapping[str, Any]) -> Part:
-        """The choice as data, as it travels to a worker process."""
+        """Return the plug-in with the option ``values`` as the plain data that is sent to a worker process."""
         options = self.registry.options(self.candidate, values)
         plain = {} if options is None else options.model_dump(mode="json")
-        spec = self.spec
-        return Part(self.entry.label, spec.impl, plain, spec.options, tuple(sorted(spec.features)), spec.plain_traits)
+        features = tuple(sorted(self.spec.features))
+        return Part(self.entry.label, self.spec.impl, plain, self.spec.options, features, self.spec.plain_traits)
 
 
 @lru_cache(maxsize=64)
 def find(kind: str, plugin: str) -> Subject:
-    """PluginError if there is no such plug-in or its spec cannot be imported."""
+    """Return the plug-in of a seam by its name, ``dist/name`` or ``module:Class``.
+
+    Raise PluginError if no such plug-in exists or its spec cannot be imported.
+    """
     if not isinstance(plugin, str):
         target = f", here '{plugin.__module__}:{plugin.__qualname__}'" if isinstance(plugin, type) else ""
-        raise PluginError(f"plugin={shown(plugin)}: want a name, dist/name or module:Class{target}")
+        raise PluginError(f"plugin={shown(plugin)}: expected a name, dist/name or module:Class{target}")
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     registry = catalog[kind]
     entry = registry.find(plugin)
     spec = registry.spec(entry)
-    with contextlib.suppress(PluginError):  # a test of the spec says what is wrong
+    with contextlib.suppress(PluginError):  # a test of the spec reports this error
         declared_params.choose(kind, Candidate(entry, spec), is_own)
     return Subject(KINDS[kind], entry, spec, registry)
 
 
-def same_figures(ask: Callable[[], Any]) -> None:
-    """Ask for the figures of a plug-in twice, and check them."""
-    first = checks.figures(ask())
-    again = checks.figures(ask())
-    assert again == first, f"asked twice, its figures are {shown(first)} and then {shown(again)}: asking changes them"
+def same_figures(read: Callable[[], Any]) -> None:
+    """Call ``read``, which returns the metrics of a plug-in, twice; fail unless both results are valid and equal."""
+    first = checks.figures(read())
+    second = checks.figures(read())
+    assert second == first, (
+        f"two calls in a row return the figures {shown(first)} and then {shown(second)}: reading them must not change "
+        "them"
+    )
 
 
 class Seen(Counter):
-    """How often a property met its hard cases.  A test that never met one proves nothing about it."""
+    """Counts of the difficult cases that the examples of a property test contained.
+
+    A test whose examples never contain a case proves nothing about that case.
+    """
 
     def require(self, **least: int) -> None:
-        """Fail unless each case was met at least so often."""
-        weak = {name: self[name] for name, n in least.items() if self[name] < n}
-        assert not weak, f"the test itself is too weak: met {weak}, want at least { ({k: least[k] for k in weak}) }"
+        """Fail unless each named case was counted at least the given number of times."""
+        weak = {name: self[name] for name, minimum in least.items() if self[name] < minimum}
+        required = {name: least[name] for name in weak}
+        assert not weak, f"the test itself is too weak: met {weak}, expected at least {required}"
 
 
 def _seeded(test: Any) -> Any:
-    return seed(int(os.environ[SEED]))(test) if SEED in os.environ else test
+    if SEED not in os.environ:
+        return test
+    return seed(int(os.environ[SEED]))(test)
 
 
 class Conformance:
-    """Base of all suites; see the module's docstring for what an author sets."""
+    """The base class of all suites.  The docstring of the module lists the attributes that an author sets."""
 
     kind: str = ""
     plugin: str = ""
-    options: Mapping[str, Any] = {}  # the plug-in's
-    device: str = ""  # cpu or cuda; empty: the first claimed one that is here
-    profile: str = ""  # fast or long; empty: what the environment says
-    known_failures: Mapping[str, str] = {}  # test -> why it fails; one that passes is an error
+    options: Mapping[str, Any] = {}  # options of the plug-in
+    device: str = ""  # cpu or cuda; empty means the first claimed device of this machine
+    profile: str = ""  # fast or long; empty means the value of MINIVLLM_TEST_PROFILE, else fast
+    known_failures: Mapping[str, str] = {}  # test -> why it fails; a listed test that passes is an error
 
     # ---- the plug-in ---------------------------------------------------------------------------------------------
 
     @property
     def subject(self) -> Subject:
         if not self.plugin:
-            pytest.fail(f"{type(self).__name__}.plugin is not set: want a name such as 'acme/flash'", pytrace=False)
+            message = f"{type(self).__name__}.plugin is not set: expected a name such as 'acme/flash'"
+            pytest.fail(message, pytrace=False)
         return find(self.kind, self.plugin)
 
     @property
@@ -134,17 +153,29 @@ class Conformance:
         return self.subject.spec
 
     def build(self, *context: Any, options: Mapping[str, Any] | None = None) -> Any:
-        """An instance, made as a worker process makes it: from JSON."""
+        """Create an instance of the plug-in from JSON data, as a worker process does.
+
+        ``context`` has the arguments of the constructor after the options.  ``options`` replaces the options of the
+        suite; None means these.
+        """
         part = self.subject.part(self.options if options is None else options)
-        return build_part(self.kind, Part(**json.loads(json.dumps(vars(part)))), *context)
+        received = json.loads(json.dumps(vars(part)))
+        return build_part(self.kind, Part(**received), *context)
 
     def claims(self, feature: str) -> bool:
-        """Whether the plug-in claims a feature on the device of the test: its spec's ``check`` may refuse it there."""
-        if feature not in self.spec.features or self.spec.check is None:
-            return feature in self.spec.features
-        facts = {"device": self.place()}
-        plain, asked = (PluginQuery(facts=facts, features=frozenset(some)) for some in ((), (feature,)))
-        return len(list(self.spec.check(asked) or ())) <= len(list(self.spec.check(plain) or ()))
+        """Return whether the plug-in claims a feature on the device of the test.
+
+        The ``check`` function of a spec can refuse, on some devices, a feature that the spec lists.
+        """
+        if feature not in self.spec.features:
+            return False
+        return self.spec.check is None or self._refusals(feature) <= self._refusals()
+
+    def _refusals(self, *features: str) -> int:
+        """Return how many reasons the ``check`` function of the spec has against features on the device of the test."""
+        assert self.spec.check is not None
+        query = PluginQuery(facts={"device": self.place()}, features=frozenset(features))
+        return len(list(self.spec.check(query) or ()))
 
     def need(self, feature: str) -> None:
         """Skip the test unless the plug-in claims the feature."""
@@ -152,20 +183,23 @@ class Conformance:
             pytest.skip(f"not claimed: {feature}")
 
     def values(self, fact: str, *candidates: Any) -> list[Any]:
-        """Those of the candidates that the plug-in claims for a fact."""
+        """Return the candidates that the plug-in claims for a fact."""
         return claimed(self.spec, fact, candidates)
 
     def place(self) -> str:
-        """The device to compute on: the one asked for, else the first claimed one that is here."""
+        """Return the device of the test: ``device``, or else the first claimed device that this machine has.
+
+        Skip the test if this machine has no claimed device.
+        """
         if self.device:
             return self.device
         import torch
 
         devices = self.values("device", "cpu", "cuda") if "device" in self.subject.kind.facts else ["cpu"]
-        here = [d for d in devices if d == "cpu" or torch.cuda.is_available()]
-        if not here:
+        available = [device for device in devices if device == "cpu" or torch.cuda.is_available()]
+        if not available:
             pytest.skip(f"no device here: the plug-in claims {', '.join(devices) or 'none'}")
-        return here[0]
+        return available[0]
 
     # ---- how much ------------------------------------------------------------------------------------------------
 
@@ -174,9 +208,13 @@ class Conformance:
         return (self.profile or os.environ.get(PROFILE, "fast")) == "long"
 
     def settings(self, n: int, steps: int = 50) -> settings:
-        """Hypothesis settings for ``n`` examples in the fast profile; the same examples every time unless a seed is
-        set."""
-        phases = [Phase.explicit, Phase.generate, *([Phase.shrink] if os.environ.get(SHRINK) != "0" else [])]
+        """Return hypothesis settings for ``n`` examples in the fast profile and twelve times as many in the long one.
+
+        Every run draws the same examples unless a seed is set.  ``steps`` limits the rules of a state machine.
+        """
+        phases = [Phase.explicit, Phase.generate]
+        if os.environ.get(SHRINK) != "0":
+            phases.append(Phase.shrink)
         return settings(
             max_examples=n * LONG if self.long else n,
             stateful_step_count=steps,
@@ -190,46 +228,69 @@ class Conformance:
         )
 
     def for_all(self, n: int, *strategies: Any, **named: Any) -> Callable[[Callable[..., None]], None]:
-        """Decorator that runs a property at once, over ``n`` examples (in the fast profile) drawn from strategies."""
-        return lambda test: _seeded(self.settings(n)(given(*strategies, **named)(test)))()
+        """Return a decorator that runs a property test at once, over ``n`` examples drawn from the strategies.
+
+        ``n`` is the number of examples in the fast profile.
+        """
+
+        def run(test: Callable[..., None]) -> None:
+            property_test = self.settings(n)(given(*strategies, **named)(test))
+            _seeded(property_test)()
+
+        return run
 
     def run_machine(self, machine: type[RuleBasedStateMachine], n: int, steps: int = 50) -> None:
-        """Run a hypothesis state machine ``n`` times (in the fast profile) for up to ``steps`` rules."""
+        """Run a hypothesis state machine ``n`` times (in the fast profile), up to ``steps`` rules each time."""
         run_state_machine_as_test(_seeded(machine), settings=self.settings(n, steps))
 
     # ---- bookkeeping of each test --------------------------------------------------------------------------------
 
     @pytest.fixture(autouse=True)
     def _contract(self, request: Any) -> None:
-        test, name = request.function, request.node.name
-        need = getattr(test, "since", (1, 0))
-        broken = "" if name in REPORTING else self._broken()
-        if broken and not (name == TELLS_MADE and broken.startswith(UNMADE)):
-            pytest.skip(f"{NOT_RUN}: {broken}")
-        if self.spec.api < need and name not in REPORTING:
-            pytest.skip(f"the contract demands this since {version(need)}, the spec is for {version(self.spec.api)}")
-        missing = [str(reason) for needs in self.spec.needs if (reason := needs.missing()) is not None]
+        test = request.function
+        name = request.node.name
+        if name not in REPORTING:
+            self._skip_unless_usable(name, getattr(test, "since", (1, 0)))
+        absent = [needs.missing() for needs in self.spec.needs]
+        missing = [str(reason) for reason in absent if reason is not None]
         if missing and not getattr(test, "spec_only", False):
             pytest.skip("; ".join(missing))
         known = self.known_failures.get(name) or self.known_failures.get(name.partition("[")[0])
         if known:
             request.applymarker(pytest.mark.xfail(reason=known, strict=True))
 
+    def _skip_unless_usable(self, name: str, needed: tuple[int, int]) -> None:
+        """Skip the named test if the plug-in is broken or its spec is older than the ``needed`` contract version."""
+        broken = self._broken()
+        if broken and not (name == BUILDING and broken.startswith(UNMADE)):
+            pytest.skip(f"{NOT_RUN}: {broken}")
+        if self.spec.api < needed:
+            pytest.skip(f"the contract demands this since {version(needed)}, the spec is for {version(self.spec.api)}")
+
     def _broken(self) -> str:
-        """Return why no other test means anything, or nothing: the contract's version, the implementation's import and
-        base class, or an instance that cannot be made.  A test of ``REPORTING``, or ``TELLS_MADE``, fails for it."""
-        kind, entry, spec = self.subject.kind, self.subject.entry, self.spec
-        key = (kind.name, self.plugin, json.dumps(dict(self.options), default=repr, sort_keys=True), self.device)
+        """Return the reason why the plug-in cannot be tested, or an empty string if it can.
+
+        The reason is an unsupported version of the contract, an implementation that cannot be imported or has another
+        base class, or a constructor that raises.  A test of ``REPORTING``, or the test ``BUILDING``, fails for it, so
+        that the other tests can skip.
+        """
+        kind = self.subject.kind
+        spec = self.spec
+        options = json.dumps(dict(self.options), default=repr, sort_keys=True)
+        key = (kind.name, self.plugin, options, self.device)
         if key not in _BROKEN:
             _BROKEN[key] = ""
             if spec.api[0] != kind.api[0] or tuple(spec.api) > kind.api:
                 _BROKEN[key] = f"api={tuple(spec.api)}, and this engine's {kind.name} contract is {kind.api}"
             elif not any(needs.missing() for needs in spec.needs):
-                _BROKEN[key] = self._unusable(kind, entry)
+                _BROKEN[key] = self._unusable(kind, self.subject.entry)
         return _BROKEN[key]
 
     def _unusable(self, kind: Kind, entry: Entry) -> str:
-        """Return why the implementation cannot be imported or made, or nothing; a test that cannot run here says so."""
+        """Return why the implementation cannot be imported or instantiated, or an empty string.
+
+        A suite that cannot provide the arguments of the constructor on this machine is no reason.
+        """
         try:
             check_base(kind, entry, import_target(self.spec.impl))
         except Exception as exc:
@@ -244,6 +305,6 @@ class Conformance:
 
     @since(1, 0)
     def test_known_failures_name_tests_of_this_suite(self) -> None:
-        """A list that names what is not there would hide that a test was renamed."""
+        """Check that each name in ``known_failures`` is a test of the suite, so that a renamed test is noticed."""
         wrong = [name for name in self.known_failures if not hasattr(self, name.partition("[")[0])]
         assert not wrong, f"known_failures names {wrong}: this suite has no such test"

@@ -1,98 +1,126 @@
-"""The chi-square test with its power: which difference it finds, not only that it found none."""
+"""The chi-square test of random draws, with its power: the smallest difference that a number of draws detects."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-ALPHA = 1e-6  # how often a right sampler may fail, if seeds were drawn anew
-POWER = 0.999
-MUST_COME = 40  # an event expected so often stays away with probability exp(-40)
+ALPHA = 1e-6  # probability that a correct sampler fails, over all random seeds
+POWER = 0.999  # probability that a test finds a difference of the size that ``detectable`` returns
+MUST_COME = 40  # an event with so many expected draws stays away with probability exp(-40)
 
 
 def survival(x: float, df: float) -> float:
-    """P(chi-square with df degrees of freedom > x)."""
+    """Return the probability that a chi-square variable with ``df`` degrees of freedom exceeds ``x``."""
     half = torch.tensor([df / 2, max(x, 0.0) / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
 
-def bisect(rises: Any, low: float, high: float) -> float:
-    """Where a falling ``rises(x) > 0`` turns false."""
+def bisect(above: Callable[[float], bool], low: float, high: float) -> float:
+    """Return the point between ``low`` and ``high`` at which ``above(x)`` changes from true to false."""
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if rises(middle) else (low, middle)
+        if above(middle):
+            low = middle
+        else:
+            high = middle
     return high
 
 
 def power(shift: float, df: int, alpha: float = ALPHA) -> float:
-    """With which probability a test of level alpha finds noncentrality ``shift``: a Poisson mixture of central ones."""
+    """Return the probability that a test of level ``alpha`` detects the noncentrality ``shift``.
+
+    The noncentral chi-square distribution is a Poisson mixture of central distributions.
+    """
     x = critical(df, alpha)
-    j = torch.arange(int(shift / 2 + 12 * math.sqrt(shift / 2 + 1) + 20), dtype=torch.float64)
-    weight = torch.exp(j * math.log(shift / 2) - shift / 2 - torch.lgamma(j + 1))
-    return float((weight * torch.special.gammaincc(df / 2 + j, torch.full_like(j, x / 2))).sum())
+    terms = int(shift / 2 + 12 * math.sqrt(shift / 2 + 1) + 20)
+    j = torch.arange(terms, dtype=torch.float64)
+    log_weight = j * math.log(shift / 2) - shift / 2 - torch.lgamma(j + 1)
+    exceeds = torch.special.gammaincc(df / 2 + j, torch.full_like(j, x / 2))
+    return float((log_weight.exp() * exceeds).sum())
 
 
 @lru_cache(maxsize=64)
 def critical(df: int, alpha: float = ALPHA) -> float:
-    """The value that chi-square exceeds with probability alpha."""
+    """Return the value that a chi-square variable exceeds with probability ``alpha``."""
     return bisect(lambda x: survival(x, df) > alpha, 0.0, 40.0 * df + 400.0)
 
 
 @lru_cache(maxsize=64)
 def detectable(n: int, df: int, alpha: float = ALPHA) -> float:
-    """The least w that n draws find with probability POWER: w**2 = sum((q - p)**2 / p) over the bins, q the faulty
-    probabilities, so that the noncentrality is n * w**2.  One bin's p times (1 + e) is w = e * sqrt(p * (1 - p)), to
-    first order in e once the others give way."""
-    return math.sqrt(bisect(lambda shift: power(shift, df, alpha) < POWER, 1e-3, 40.0 * df + 1000.0) / n)
+    """Return the smallest effect size w that ``n`` draws detect with probability ``POWER``.
+
+    With correct probabilities p and faulty probabilities q, w**2 = sum((q - p)**2 / p) over the bins, so the
+    noncentrality is n * w**2.  If one bin has probability p * (1 + e) and the other bins make room for it, then
+    w = e * sqrt(p * (1 - p)) to first order in e.
+    """
+    shift = bisect(lambda shift: power(shift, df, alpha) < POWER, 1e-3, 40.0 * df + 1000.0)
+    return math.sqrt(shift / n)
 
 
 def pooled(probs: Tensor, n: int) -> tuple[Tensor, int]:
-    """(bin of each cell i64, number of bins): cells expected less than 5 times of n share bins that are."""
+    """Merge cells into bins in which ``n`` draws are expected to fall at least 5 times.
+
+    Return the bin of each cell (int64 [cells]) and the number of bins.
+    """
     expected = (probs * n).tolist()
-    bins, last, mass = [0] * len(expected), 0, 0.0
+    bins = [0] * len(expected)
+    last = 0
+    mass = 0.0
     for cell in sorted(range(len(expected)), key=lambda c: expected[c]):
         if mass >= 5:
-            last, mass = last + 1, 0.0
+            last += 1
+            mass = 0.0
         bins[cell] = last
         mass += expected[cell]
-    if mass < 5 and last:  # what is left over joins the bin before
-        bins = [min(b, last - 1) for b in bins]
+    if mass < 5 and last:  # the last bin is too small: merge it with the previous bin
         last -= 1
+        bins = [min(b, last) for b in bins]
     return torch.tensor(bins), last + 1
 
 
 def check_draws(tokens: Tensor, probs: Tensor, what: str, alpha: float = ALPHA) -> None:
-    """That tokens i64 [n] come with probabilities f64 [cells]: none of probability 0, none that stays away, and no
-    chi-square beyond alpha.  ``what`` says in a failure what was drawn."""
-    n, tokens = len(tokens), tokens.cpu()
+    """Fail unless ``tokens`` (int64 [n]) look like draws from ``probs`` (float64 [cells]).
+
+    A token of probability 0 must not occur.  A token that is expected ``MUST_COME`` times must occur.  The
+    chi-square statistic must stay below its critical value of level ``alpha``.  ``what`` names the draws in messages.
+    """
+    n = len(tokens)
+    tokens = tokens.cpu()
     lost = int(((tokens < 0) | (tokens >= len(probs))).sum())
     assert not lost, f"{what}: {lost} of {n} tokens are outside 0 to {len(probs) - 1}, such as {tokens.min()}"
     count = torch.bincount(tokens, minlength=len(probs)).double()
     never = ((count > 0) & (probs == 0)).nonzero().flatten().tolist()
     if never:
-        shown = {t: int(count[t]) for t in never[:6]}
+        shown = {token: int(count[token]) for token in never[:6]}
         pytest.fail(f"{what}: drew tokens of probability 0: {shown} (token: times of {n})", pytrace=False)
     away = ((count == 0) & (probs * n >= MUST_COME)).nonzero().flatten().tolist()
     if away:
-        shown = {t: round(float(probs[t]), 6) for t in away[:6]}
+        shown = {token: round(float(probs[token]), 6) for token in away[:6]}
         pytest.fail(f"{what}: never drew {shown} (token: its probability) in {n} draws", pytrace=False)
+    _check_statistic(count, probs, n, what, alpha)
+
+
+def _check_statistic(count: Tensor, probs: Tensor, n: int, what: str, alpha: float) -> None:
+    """Fail if the counts of ``n`` draws (float64 [cells]) have a chi-square p value below ``alpha``."""
     bins, k = pooled(probs, n)
     if k < 2:
         return
-    got = torch.zeros(k, dtype=torch.float64).index_add_(0, bins, count)
-    want = torch.zeros(k, dtype=torch.float64).index_add_(0, bins, probs * n)
-    terms = (got - want) ** 2 / want
-    p_value = survival(float(terms.sum()), k - 1)
-    if p_value < alpha:
-        worst = int(((count - probs * n) ** 2 / (probs * n).clamp_min(5)).argmax())
-        pytest.fail(
-            f"{what}: {n} draws have chi-square {float(terms.sum()):.1f} with {k - 1} degrees of freedom, p = "
-            f"{p_value:.1g} < {alpha:g}; worst is token {worst}: drawn {int(count[worst])} times, want "
-            f"{float(probs[worst]) * n:.1f}",
-            pytrace=False,
-        )
+    expected = probs * n
+    observed = torch.zeros(k, dtype=torch.float64).index_add_(0, bins, count)
+    wanted = torch.zeros(k, dtype=torch.float64).index_add_(0, bins, expected)
+    statistic = float(((observed - wanted) ** 2 / wanted).sum())
+    p_value = survival(statistic, k - 1)
+    if p_value >= alpha:
+        return
+    worst = int(((count - expected) ** 2 / expected.clamp_min(5)).argmax())
+    pytest.fail(
+        f"{what}: {n} draws have chi-square {statistic:.1f} with {k - 1} degrees of freedom, p = {p_value:.1g} < "
+        f"{alpha:g}; worst is token {worst}: drawn {int(count[worst])} times, expected {float(expected[worst]):.1f}",
+        pytrace=False,
+    )

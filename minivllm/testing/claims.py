@@ -1,4 +1,8 @@
-"""Reading a spec: which values of a fact are claimed, and which lie just outside."""
+"""Values inside and just outside the limits that a spec claims, and engine queries made of them.
+
+A fact is a property of an engine's configuration, such as its dtype.  A limit is the set of its values that a plug-in
+serves.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,18 @@ from typing import Any
 
 from minivllm.registration.spec import ANY, AtLeast, AtMost, Kind, MultipleOf, PluginQuery, Range, Spec, allows
 
-USUAL = {  # a value to take where a limit is ANY
+USUAL = {  # the value of each fact to use if the limit allows it
     "architecture": "LlamaForCausalLM", "block": 16, "checkpoint": "none", "device": "cpu", "dim_qk": 64, "dim_v": 64,
     "dtype": "float32", "holds": "float32", "kv_format": "fp32", "model_type": "llama", "queries_per_kv": 1, "sm": 90,
     "tensor_parallel_size": 1,
 }  # fmt: skip
 
-ASKED_AT_TIMES = ("sm", "block", "holds")
-SIZES = ("dim_qk", "dim_v", "queries_per_kv")  # sets where the layers of a model differ
+OPTIONAL = ("sm", "block", "holds")  # facts that some queries of the engine do not contain
+SIZES = ("dim_qk", "dim_v", "queries_per_kv")  # facts that are sets of sizes if the layers of a model differ
 
 
 def inside(limit: Any, usual: Any) -> Any:
-    """A value that the limit allows: the usual one if it does."""
+    """Return a value that the limit allows, which is ``usual`` if possible."""
     if limit == ANY or allows(limit, usual):
         return usual
     if isinstance(limit, Set):
@@ -30,43 +34,70 @@ def inside(limit: Any, usual: Any) -> Any:
 
 
 def outside(limit: Any) -> list[Any]:
-    """The nearest values that a limit refuses; none for ANY and for limits of a type of the plug-in's own."""
+    """Return the nearest values that a limit refuses.
+
+    The list is empty for ANY and for a limit whose type the plug-in defines itself.
+    """
     if isinstance(limit, Set):
-        if limit and all(isinstance(v, (int, float)) for v in limit):
-            return [min(limit) - 1, max(limit) + 1]
-        return [f"not-{min(limit, key=str)}" if limit else "anything"]
+        return _outside_set(limit)
     if isinstance(limit, MultipleOf):
-        return [0, -limit.step, *([limit.step + 1] if limit.step > 1 else [])]
-    below = [_beyond(limit.least, -1)] if isinstance(limit, (AtLeast, Range)) else []
-    above = [_beyond(limit.most, 1)] if isinstance(limit, (AtMost, Range)) else []
-    return below + above
+        values = [0, -limit.step]
+        return [*values, limit.step + 1] if limit.step > 1 else values
+    values = []
+    if isinstance(limit, (AtLeast, Range)):
+        values.append(_beyond(limit.least, -1))
+    if isinstance(limit, (AtMost, Range)):
+        values.append(_beyond(limit.most, 1))
+    return values
+
+
+def _outside_set(limit: Set[Any]) -> list[Any]:
+    """Return values near a set that are not in it."""
+    if not limit:
+        return ["anything"]
+    if all(isinstance(value, (int, float)) for value in limit):
+        return [min(limit) - 1, max(limit) + 1]
+    return [f"not-{min(limit, key=str)}"]
 
 
 def _beyond(edge: float, direction: int) -> float:
+    """Return the number next to ``edge``, above it for direction 1 and below it for -1."""
     return edge + direction if isinstance(edge, int) else math.nextafter(edge, direction * math.inf)
 
 
 def claimed(spec: Spec, fact: str, candidates: Iterable[Any]) -> list[Any]:
-    """Those of the candidates that the spec claims for a fact."""
+    """Return the candidates that the spec claims for a fact."""
     if spec.limits == ANY:
         return list(candidates)
     limit = spec.limits.get(fact)
-    return [] if limit is None else [v for v in candidates if allows(limit, v)]
+    if limit is None:
+        return []
+    return [value for value in candidates if allows(limit, value)]
 
 
 def partly(facts: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The facts as the engine may ask them: without those that it asks only at times, and with sets of sizes."""
-    for absent in ((), *((name,) for name in ASKED_AT_TIMES), ASKED_AT_TIMES):
-        left = {name: value for name, value in facts.items() if name not in absent}
-        yield left
-        yield {name: frozenset({value}) if name in SIZES else value for name, value in left.items()}
-        yield {name: frozenset({value, 2 * value}) if name in SIZES else value for name, value in left.items()}
+    """Yield the forms in which a query of the engine may contain the facts.
+
+    The facts of ``OPTIONAL`` may be absent, alone or together.  A fact of ``SIZES`` may be a set of one or two sizes.
+    """
+    for absent in ((), *((name,) for name in OPTIONAL), OPTIONAL):
+        present = {name: value for name, value in facts.items() if name not in absent}
+        sizes = {name: value for name, value in present.items() if name in SIZES}
+        yield present
+        yield present | {name: frozenset({size}) for name, size in sizes.items()}
+        yield present | {name: frozenset({size, 2 * size}) for name, size in sizes.items()}
 
 
 def served(spec: Spec, kind: Kind) -> PluginQuery:
-    """A request that lies inside every limit of the spec and asks for all that it claims; of a fact for which the spec
-    claims no value (a KV format that holds no dtype without loss) it does not speak."""
+    """Return a query that lies inside every limit of the spec and requires every feature that it claims.
+
+    The query omits a fact for which the spec claims no value, such as ``holds`` of a KV format that stores no dtype
+    without loss.
+    """
     limits = {} if spec.limits == ANY else spec.limits
-    facts = {fact: limits.get(fact, ANY) for fact in kind.facts}
-    claimed = {fact: limit for fact, limit in facts.items() if not isinstance(limit, Set) or limit}
-    return PluginQuery({fact: inside(limit, USUAL[fact]) for fact, limit in claimed.items()}, spec.features)
+    facts = {}
+    for fact in kind.facts:
+        limit = limits.get(fact, ANY)
+        if not isinstance(limit, Set) or limit:
+            facts[fact] = inside(limit, USUAL[fact])
+    return PluginQuery(facts, spec.features)

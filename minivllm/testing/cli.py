@@ -1,7 +1,7 @@
-"""The kit's command line: which plug-ins, what each test said, a report as JSON.
+"""The command line of the conformance kit: it tests plug-ins, prints the result of each test and writes a JSON report.
 
-Exit status: 0 if every plug-in conforms, 1 if a test failed, 2 if the command cannot be carried out, 3 if no test
-failed and too little could be tested to say so.
+The exit status is 0 if every plug-in conforms, 1 if a test failed, 2 if the command cannot be carried out, and 3 if no
+test failed but too little could be tested for a verdict.
 """
 
 from __future__ import annotations
@@ -28,24 +28,27 @@ if TYPE_CHECKING:
     from .session import Outcome
 
 EPILOG = """
-A known-failures file has one test a line, then the reason: "test_sinks  not written yet, issue 12".  It is strict: a
-test on it that passes is an error.  In a test file of your own:
+Each line of a known-failures file has the name of a test and a reason, such as "test_sinks  not written yet, issue
+12".  A listed test that passes is an error.  A test class of your own can also run the suite:
 
     from minivllm.testing import AttentionConformance
 
     class TestFlash(AttentionConformance):
         plugin = "acme/flash"
 
-Only there can hooks be overridden, such as params() of a plug-in with parameters of its own, without which little of it
-is tested: "hardly tested" or "own parameters not tested" is not "conforms", and the exit status is 3.  The page of
-the seam (docs/plugins/) names them all.  A suite takes 1 to 20 seconds on an idle CPU, with --profile long
-up to 4 minutes; on a busy one a sampler's takes minutes (OMP_NUM_THREADS=1 may help).  On a GPU kernels are compiled
-for each size, the work of a core: say --processes 16 where there are 16.  -v shows each test, as it ends if there is
-one process.
+Only such a class can override methods of the suite.  A plug-in with parameters of its own needs this: without an
+override of params(), few of its rules are tested, the verdict is "hardly tested" or "own parameters not tested" rather
+than "conforms", and the exit status is 3.  The page of the seam in docs/plugins/ lists the methods that can be
+overridden.
+
+A suite takes 1 to 20 seconds on an idle CPU, and up to 4 minutes with --profile long.  On a busy CPU the suite of a
+sampler takes minutes (OMP_NUM_THREADS=1 may help).  On a GPU, a CPU core compiles kernels for each size, so pass
+--processes 16 if there are 16 cores.  With -v and one process, each test is shown as soon as it ends.
 """
 
 
 def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     p = argparse.ArgumentParser(
         prog="python -m minivllm.testing",
         epilog=EPILOG,
@@ -53,28 +56,29 @@ def parser() -> argparse.ArgumentParser:
         description="Test plug-ins against the contract of their seam, over all that their specs claim.",
     )
     p.add_argument("plugin", nargs="*", help="name, dist/name or module:Class")
-    p.add_argument("--seam", choices=sorted(KINDS), help="needed if the name is there in several seams")
+    p.add_argument("--seam", choices=sorted(KINDS), help="required if plug-ins of several seams have the name")
     p.add_argument("--builtins", action="store_true", help="test every plug-in of this package")
-    p.add_argument("--device", default="", help="cpu or cuda; default: the first claimed one that is here")
+    p.add_argument("--device", default="", help="cpu or cuda; default: the first claimed device of this machine")
     p.add_argument("--profile", choices=("fast", "long"), default="fast", help="long draws 12 times as many examples")
-    p.add_argument("--seed", type=int, help="draw other examples than always the same")
+    p.add_argument("--seed", type=int, help="draw other examples; without a seed, each run draws the same ones")
     p.add_argument("--processes", type=int, default=1, metavar="N", help="share the tests among N processes")
     p.add_argument("-k", dest="select", default="", metavar="EXPR", help="only tests whose names match (as in pytest)")
     p.add_argument("--known-failures", metavar="FILE", help="tests that are expected to fail, with a reason each")
     p.add_argument("--json", metavar="FILE", help="write every outcome to a file")
-    p.add_argument("-v", "--verbose", action="store_true", help="show what passed and was skipped too")
+    p.add_argument("-v", "--verbose", action="store_true", help="also show tests that passed or were skipped")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command with its arguments and return the exit status."""
     args = parser().parse_args(argv)
-    sys.path.insert(0, "")  # a module beside the caller can be named, as with `python -m pytest`
+    sys.path.insert(0, "")  # as with `python -m pytest`, a plug-in may be a module in the working directory
     try:
         plugins = _plugins(args)
         known = _known(args.known_failures)
         if args.json:
             files.check_output(args.json)
-        # after the arguments: --help and a wrong name need no pytest
+        # imported here because --help and wrong arguments must work without pytest
         from minivllm.testing import run
     except (MinivllmError, ImportError, OSError) as exc:
         missing = isinstance(exc, ImportError) and exc.name in ("pytest", "hypothesis")
@@ -84,12 +88,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     verdicts: dict[tuple[str, str], str] = {}
     start = time.perf_counter()
     try:
-        for _, done in _done(plugins, args, known, run):
-            outcomes += done
-            if done:
-                print(f"  {_count(done)} in {time.perf_counter() - start:.1f} s")
-                found = verdicts[done[0].seam, done[0].plugin] = verdict(done, bool(args.select))
-                if advised := advice(found):
+        for of_plugin in _run_suites(plugins, args, known, run):
+            outcomes += of_plugin
+            if of_plugin:
+                print(f"  {_count(of_plugin)} in {time.perf_counter() - start:.1f} s")
+                result = verdict(of_plugin, bool(args.select))
+                verdicts[of_plugin[0].seam, of_plugin[0].plugin] = result
+                if advised := advice(result):
                     print(f"  {advised}")
             print(flush=True)
             start = time.perf_counter()
@@ -105,52 +110,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_status(verdicts, args.builtins)
 
 
-def _done(
+def _run_suites(
     plugins: Sequence[tuple[str, str]],
     args: argparse.Namespace,
     known: dict[str, str],
     run: Callable[..., list[Outcome]],
-) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
-    """Each plug-in with the outcomes of its suite, which have been told; its headline stands before them."""
-    how: dict[str, Any] = dict(
+) -> Iterator[list[Outcome]]:
+    """Run the suite of each (seam, plug-in), print a headline and the outcomes, and yield the outcomes.
+
+    ``run`` is ``minivllm.testing.run``.
+    """
+    options: dict[str, Any] = dict(
         device=args.device, profile=args.profile, seed=args.seed, select=args.select, known=known
     )
     if args.processes > 1:
         from .parallel import run_parallel
 
-        for (seam, plugin), outcomes in run_parallel(plugins, args.processes, **how):
+        for (seam, plugin), outcomes in run_parallel(plugins, args.processes, **options):
             print(_headline(seam, plugin, args), flush=True)
-            for o in outcomes:
-                _tell(o, args.verbose)
-            yield (seam, plugin), outcomes
+            for outcome in outcomes:
+                _print_outcome(outcome, args.verbose)
+            yield outcomes
         return
     for seam, plugin in plugins:
         print(_headline(seam, plugin, args), flush=True)
-        yield (seam, plugin), run([(seam, plugin)], **how, tell=lambda o: _tell(o, args.verbose))
+        yield run([(seam, plugin)], **options, tell=lambda outcome: _print_outcome(outcome, args.verbose))
 
 
 def _plugins(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """(seam, plug-in) of all that are asked for; PluginError if a name is unknown or there in several seams."""
+    """Return the (seam, plug-in) pairs that the arguments select.
+
+    Raise PluginError if a name is unknown or plug-ins of several seams have it, and ConfigError for other wrong
+    arguments.
+    """
     from .session import builtins, seams_of
 
     if args.processes < 1:
-        raise ConfigError(f"--processes {args.processes}: want 1 or more")
+        raise ConfigError(f"--processes {args.processes}: expected 1 or more")
     if bool(args.plugin) == args.builtins:
-        raise ConfigError("want the names of plug-ins, or --builtins")
+        raise ConfigError("expected either the names of plug-ins or --builtins")
     if args.builtins:
-        return [(s, p) for s, p in builtins() if args.seam in (None, s)]
+        return [(seam, plugin) for seam, plugin in builtins() if args.seam in (None, seam)]
     found = []
     for name in args.plugin:
         seams = [args.seam] if args.seam else seams_of(name)
         if not seams:
             raise PluginError(f"no plug-in of any seam is called {name!r}; `minivllm plugins` lists what is installed")
         if len(seams) > 1:
-            raise PluginError(f"{name!r} is there in several seams: say --seam {' or --seam '.join(seams)}")
+            choices = " or --seam ".join(seams)
+            raise PluginError(f"plug-ins of several seams are called {name!r}: add --seam {choices}")
         found.append((seams[0], name))
     return found
 
 
 def _known(path: str | None) -> dict[str, str]:
+    """Return test -> reason of a known-failures file, or nothing without a file.
+
+    Raise ConfigError for a test without a reason.
+    """
     if path is None:
         return {}
     known = {}
@@ -159,49 +176,63 @@ def _known(path: str | None) -> dict[str, str]:
         if not name or name.startswith("#"):
             continue
         if not reason.strip():
-            raise ConfigError(f"{path}:{number}: {name} has no reason: want 'test_name  why it fails'")
+            raise ConfigError(f"{path}:{number}: {name} has no reason: expected 'test_name  why it fails'")
         known[name] = reason.strip()
     return known
 
 
 def _headline(seam: str, plugin: str, args: argparse.Namespace) -> str:
+    """Return the line that is printed above the outcomes of a plug-in."""
     from .base import find
 
     found = find(seam, plugin)
-    place = f" on {args.device}" if args.device else ""
-    api, release = version(found.spec.api), found.entry.version
-    of = f" ({release})" if release != "-" else ""  # a module:Class has none
-    return f"{seam} {found.entry.label}{of}, contract {api}, {args.profile} profile{place}"
+    device = f" on {args.device}" if args.device else ""
+    api = version(found.spec.api)
+    release = found.entry.version
+    of = f" ({release})" if release != "-" else ""  # a plug-in named by module:Class has no version
+    return f"{seam} {found.entry.label}{of}, contract {api}, {args.profile} profile{device}"
 
 
-def _tell(o: Outcome, verbose: bool) -> None:
-    """One outcome: what failed comes with the rule that it broke, the values and the place."""
-    if o.status == "failed":
-        print(f"  FAIL  {o.test}  ({o.seconds:.1f} s)")
-        for label, text in (("rule", o.rule), ("", o.text), ("at", o.where)):
-            for i, line in enumerate(_wrap(text) if text else ()):
+def _print_outcome(outcome: Outcome, verbose: bool) -> None:
+    """Print the outcome of a test.
+
+    A failed test is shown with its rule, the values and the place of the failure.  Other tests are shown only if
+    ``verbose``.
+    """
+    heading = f"{outcome.test}  ({outcome.seconds:.1f} s)"
+    if outcome.status == "failed":
+        print(f"  FAIL  {heading}")
+        for label, text in (("rule", outcome.rule), ("", outcome.text), ("at", outcome.where)):
+            for i, line in enumerate(_wrap(text)):
                 print(f"        {label if i == 0 else '':5} {line}")
     elif verbose:
-        mark = {"passed": "ok  ", "skipped": "-   ", "xfailed": "known"}[o.status]
-        print(f"  {mark}  {o.test}  ({o.seconds:.1f} s){'  ' + o.text if o.text else ''}")
+        mark = {"passed": "ok  ", "skipped": "-   ", "xfailed": "known"}[outcome.status]
+        print(f"  {mark}  {heading}{'  ' + outcome.text if outcome.text else ''}")
     sys.stdout.flush()
 
 
 def _wrap(text: str) -> list[str]:
+    """Return the first 24 lines of a text, wrapped at 105 characters."""
     lines = text.splitlines()
-    lines = [*lines[:24], f"... {len(lines) - 24} more lines"] if len(lines) > 24 else lines
+    if len(lines) > 24:
+        lines = [*lines[:24], f"... {len(lines) - 24} more lines"]
     return [part for line in lines for part in textwrap.wrap(line, 105, subsequent_indent="  ") or [""]]
 
 
 def _count(outcomes: Sequence[Outcome]) -> str:
-    n = Counter(o.status for o in outcomes)
+    """Return how many tests have each status, and how many were skipped for each reason."""
+    counts = Counter(outcome.status for outcome in outcomes)
     words = {"passed": "passed", "failed": "FAILED", "xfailed": "known failures", "skipped": "skipped"}
-    why = Counter(o.text.partition(": ")[0] for o in outcomes if o.status == "skipped")
-    text = ", ".join(f"{n[key]} {word}" for key, word in words.items() if n[key])
-    return f"{text} ({', '.join(f'{k} {v}' for k, v in why.items())})" if why else text
+    reasons = Counter(outcome.text.partition(": ")[0] for outcome in outcomes if outcome.status == "skipped")
+    text = ", ".join(f"{counts[status]} {word}" for status, word in words.items() if counts[status])
+    if not reasons:
+        return text
+    skipped = ", ".join(f"{reason} {n}" for reason, n in reasons.items())
+    return f"{text} ({skipped})"
 
 
 def _write(args: argparse.Namespace, outcomes: Sequence[Outcome], verdicts: Mapping[tuple[str, str], str]) -> None:
+    """Write the JSON report with the versions, the settings, the outcomes and the verdicts."""
     import platform
 
     import torch

@@ -1,4 +1,4 @@
-"""Parameters of requests: what a spec declares against what the class reads and looks for."""
+"""Tests of a plug-in's own request parameters: the spec declares each parameter that the class reads."""
 
 from __future__ import annotations
 
@@ -23,49 +23,60 @@ if TYPE_CHECKING:
 else:
     SpecConformance = object
 
-MOST = 100  # characters of a summary, as of a spec's
+LONGEST_SUMMARY = 100  # characters, as for the summary of a spec
 
 
 class Declaring(SpecConformance):
-    """Part of the suites of processors, samplers and strategies."""
+    """The checks of declared parameters in the suites of processors, samplers and strategies."""
 
     def check_declarations(self, reads: Collection[str]) -> None:
-        """Of the spec against ``reads`` of the class: each has the names of the other, fields not counted."""
+        """Fail unless the spec declares exactly the names in ``reads`` that are not fields of SamplingParams.
+
+        Each declaration must be valid, and its summary must be a single line.
+        """
         self._has_spec()
         own = set(reads) - NAMES
-        undeclared, unread = sorted(own - self.spec.reads), sorted(self.spec.reads - own)
+        undeclared = sorted(own - self.spec.reads)
+        unread = sorted(self.spec.reads - own)
         assert not undeclared, (
-            f"reads has {', '.join(undeclared)}, which the spec does not declare: say params=(Param({undeclared[0]!r}, "
-            "...),), so that a value is checked before it comes here, and requests can set it by its name"
+            f"reads has {', '.join(undeclared)}, which the spec does not declare: write params=(Param("
+            f"{undeclared[0]!r}, ...),), so that the engine checks its value and requests can set it by its name"
         )
         assert not unread, (
-            f"the spec declares {', '.join(unread)}, which reads does not name: a request that sets it is refused; say "
-            "reads = SPEC.reads"
+            f"the spec declares {', '.join(unread)}, which reads does not name, so a request that sets it is refused: "
+            "write reads = SPEC.reads"
         )
         for param in self.spec.params:
             text = declared_params.fault(self.subject.kind.name, param, is_own)
             assert not text, f"it declares the parameter {param.name!r}{text}"
-            line = param.summary.strip() and "\n" not in param.summary and len(param.summary) <= MOST
-            assert line, f"the summary of {param.name!r} is {param.summary!r}: want one line of at most {MOST}"
+            summary = param.summary
+            valid = summary.strip() and "\n" not in summary and len(summary) <= LONGEST_SUMMARY
+            assert valid, (
+                f"the summary of {param.name!r} is {summary!r}: expected one line of at most {LONGEST_SUMMARY} "
+                "characters"
+            )
 
-    def check_looked_for(self, asked: Collection[SamplingParams], look: Callable[[SamplingParams], Any]) -> None:
-        """``look`` has the plug-in decide on a request: over all of ``asked``, and the values that the declarations
-        allow, it has to look for every parameter that it declares."""
+    def check_looked_for(self, requests: Collection[SamplingParams], look: Callable[[SamplingParams], Any]) -> None:
+        """Fail unless the plug-in reads every parameter that its spec declares.
+
+        ``look`` lets the plug-in decide on the parameters of a request.  It is called for each of ``requests`` and for
+        requests with values that the declarations allow.
+        """
         if not self.spec.params:
             pytest.skip("it declares no parameters of its own")
         names: set[str] = set()
-        values = [SamplingParams(extra={p.name: value}) for p in self.spec.params for value in values_of_own(p)]
-        for params in (*asked, *values):
+        declared = [SamplingParams(extra={p.name: value}) for p in self.spec.params for value in values_of_own(p)]
+        for params in (*requests, *declared):
             noted = Noted(params.extra)
-            with contextlib.suppress(RequestError):  # it wants another beside it
+            with contextlib.suppress(RequestError):  # the value may be valid only together with other parameters
                 look(replace(params, extra=noted))
             names |= noted.names
         missed = sorted(self.spec.reads - names)
-        assert not missed, f"it declares {', '.join(missed)} and never looks for it: a request that sets it is ignored"
+        assert not missed, f"it declares {', '.join(missed)} but never reads it, so a request that sets it is ignored"
 
 
 class DeclaringOnRows(Declaring):
-    """Part of ``SamplingConformance``."""
+    """The tests of declared parameters in ``SamplingConformance``."""
 
     if TYPE_CHECKING:
         reads: frozenset[str]
@@ -74,30 +85,41 @@ class DeclaringOnRows(Declaring):
         params: Any
 
     def bound(self, made: Any, params: SamplingParams, n: int = 3) -> Any:
-        """The row that an instance gives for a prompt of n tokens."""
+        """Return the row that an instance of the plug-in creates for a request with a prompt of ``n`` tokens."""
         return made.bind_prompt(params, some_prompt(n, self.vocab))
 
     @since(1, 2)
     def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
-        """With kind, range and meaning; what is in ``reads`` and no field of SamplingParams is declared, and what is
-        declared is in ``reads``."""
+        """Check that the spec declares exactly the names in ``reads`` that are not fields of SamplingParams.
+
+        A declaration has a kind, a range and a meaning.
+        """
         self.check_declarations(self.reads)
 
     @since(1, 2)
     def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
-        """A request that sets one reaches the plug-in, which must not ignore it."""
-        made, asked = self.make(self.vocab), [SamplingParams.make(**p) for p in ({}, *self.params(self.vocab))]
-        self.check_looked_for(asked, lambda params: self.bound(made, params))
+        """Check that the plug-in reads each parameter that its spec declares, rather than ignore it."""
+        instance = self.make(self.vocab)
+        requests = [SamplingParams.make(**values) for values in ({}, *self.params(self.vocab))]
+        self.check_looked_for(requests, lambda params: self.bound(instance, params))
 
 
 def values_of_own(param: Param) -> Iterator[Any]:
-    """Some values that a declaration allows, its default not among them."""
-    ends = [getattr(param, name) for name in ("ge", "gt", "le", "lt")]
-    low, high = (next((x for x in pair if x is not None), None) for pair in (ends[:2], ends[2:]))
-    middle = [(low + high) / 2] if low is not None and high is not None else []
-    texts = param.choices or ("a", "b")
-    tried = [x for x in (low, high, *middle, 0, 1, 2, 0.5) if x is not None]
-    kinds = {bool: (True, False), str: texts, list: ([1],), dict: ({"a": 1},), int: map(int, tried), float: tried}
+    """Yield some values that the declaration of a parameter allows, without the default."""
+    low = param.gt if param.ge is None else param.ge
+    high = param.lt if param.le is None else param.le
+    numbers = [x for x in (low, high) if x is not None]
+    if low is not None and high is not None:
+        numbers.append((low + high) / 2)
+    numbers += [0, 1, 2, 0.5]
+    kinds = {
+        bool: (True, False),
+        str: param.choices or ("a", "b"),
+        list: ([1],),
+        dict: ({"a": 1},),
+        int: map(int, numbers),
+        float: numbers,
+    }
     for value in kinds[param.kind]:
         try:
             if param.check(value) != param.default:

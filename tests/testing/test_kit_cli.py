@@ -98,8 +98,8 @@ def test_a_known_failure_that_names_no_test_is_an_error(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("args", "text"),
     [
-        ([], "want the names of plug-ins"),
-        (["lru", "--builtins"], "want the names of plug-ins"),
+        ([], "expected either the names of plug-ins or --builtins"),
+        (["lru", "--builtins"], "expected either the names of plug-ins or --builtins"),
         (["nothere"], "no plug-in of any seam is called 'nothere'"),
         (["no.such:Module"], "could not be imported: ModuleNotFoundError"),
         (["wrong.evictors:Nothing"], "could not be imported: AttributeError"),
@@ -312,7 +312,7 @@ def test_a_class_where_a_name_is_wanted_is_told_its_name():
     with pytest.raises(ConfigError, match="hooks: Lru is a class"):
         EngineConfig(hooks=[Lru])
     with pytest.raises(
-        PluginError, match=r"want a name, dist/name or module:Class, here 'minivllm.plugins.evictor.lru:Lru'"
+        PluginError, match=r"expected a name, dist/name or module:Class, here 'minivllm.plugins.evictor.lru:Lru'"
     ):
         run([("evictor", Lru)])
 
