@@ -33,7 +33,7 @@ from minivllm.testing import base
 from minivllm.testing.cli import main as conformance
 
 ROOT = Path(__file__).resolve().parents[2]
-PARTED = ": parts first at "  # of a command that ends so with an exit code of its own
+PARTED = ": first difference at "  # of a command that ends so with an exit code of its own
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>(?:not compared|measured): [^>]*) -->\n)?^```(?P<kind>\w*)\n(?P<text>.*?)^```$", re.M | re.S
 )

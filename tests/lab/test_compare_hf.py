@@ -222,7 +222,10 @@ def test_the_place_that_is_named_is_where_the_fault_is(name, tmp_path):
     first = told.found.beyond[0]
     assert first.point == point and not told.found.within
     text = told.text()
-    assert f"parts first at {point}: " in text and words in text.partition("parts first at ")[2].partition("\n")[0]
+    assert (
+        f"first difference at {point}: " in text
+        and words in text.partition("first difference at ")[2].partition("\n")[0]
+    )
     if name not in ("EpsOfAll", "KAndV"):  # planted in one place
         assert {error.point.rpartition(".")[0] for error in told.found.beyond} == {point.rpartition(".")[0]}
     if name == "Window":
@@ -286,7 +289,7 @@ def test_a_norm_under_another_name_is_not_taken_for_none(tmp_path):
 
 def test_another_number_of_layers_and_a_directory_that_is_not_loaded_are_refused(tmp_path):
     path = directory(tmp_path, "LlamaForCausalLM")
-    with pytest.raises(ModelError, match=r"want a list of 3 layers.*its lists are: model.layers of 2"):
+    with pytest.raises(ModelError, match=r"expected a list of 3 layers.*its lists are: model.layers of 2"):
         Reference(path, "float32", "cpu", 3)
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match="transformers cannot load"):
@@ -350,7 +353,7 @@ def test_the_command_ends_with_5_where_models_part_and_with_0_where_not(tmp_path
     assert "float32: every operation is within the bound" in out and "bfloat16: every operation is within" in out
     wrong = planted("WrongTheta", Qwen3, table=OTHER_THETA)
     assert command(path, "--allow-target", HERE, "--set", f"model_arch={wrong}") == 5
-    assert "parts first at layers.1.q_rope: the rotary embedding of q" in capsys.readouterr().out
+    assert "first difference at layers.1.q_rope: the rotary embedding of q" in capsys.readouterr().out
     assert command(path, "--bound", "1e-9", "--json") == 5
     told = json.loads(capsys.readouterr().out)
     (one,) = told["comparisons"]

@@ -1,10 +1,11 @@
-"""``minivllm compare-hf``: where an engine and transformers part, by layer and operation.
+"""``minivllm compare-hf``: find the layer and operation where the engine and transformers compute different values.
 
     prompts ──► engine, greedy ──► tokens, values of every tap point ──┐
-                                          │ as inputs                  ├──► errors ──► the first place that parts
+                                          │ as inputs                  ├──► errors ──► the first point beyond its bound
                                           ▼                            │
                                     transformers' operations ──────────┘
 
-Each operation of transformers is given the engine's own inputs, so its error is its own and no earlier one's.  A second
-pass of transformers over the prompts alone shows what the errors come to along the way, and judges the tokens.
+Each operation of transformers gets the engine's inputs, so its error contains no error of an earlier operation.  A
+second pass of transformers computes the prompt alone.  It shows how errors grow from layer to layer, and its logits
+decide whether the engine's tokens are right.
 """

@@ -1,4 +1,4 @@
-"""The engine's side: greedy tokens, and the values of every tap point while they are computed."""
+"""Run the engine on prompts: greedy tokens, and the values of every tap point."""
 
 from __future__ import annotations
 
@@ -17,33 +17,40 @@ from minivllm.errors import MinivllmError, ModelError
 from .errors import EngineRun
 from .points import DERIVED, LOGITS, K, Q, layer_point
 
-AT_ONCE = 1 << 26  # bytes of values that a run of a prompt reads; it is run once for each such part of the points
+MOST_BYTES = 1 << 26  # bytes of tap values read in one run; a prompt runs again for each further group of points
 NO_DECODER = "the engine's model is not one that a DecoderSpec describes, or not in this process"
 
 
 def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[list[EngineRun], dict[str, str]]:
-    """Every prompt alone, greedily, with ``max_tokens`` tokens to come; and operation -> why there is no value of it.
-    A layer of which a point is read runs by its parts; the logits of its fused kernels come of another run.
-    ModelError if the model has no tap points, MinivllmError if the engine fails on a prompt."""
-    # which experts are chosen is seen in what they give: a number of one is not near to another
+    """Run every prompt (token ids) alone and greedily, and generate ``max_tokens`` tokens.
+
+    Return a run per prompt, and a dict that maps an operation without values to the reason.  Reading a tap point of a
+    layer makes the engine run the layer's operations separately, so a run of its own gives the logits of fused
+    kernels.  Raise ModelError if the model has no tap points, and MinivllmError if the engine fails on a prompt.
+    """
+    # the numbers of the chosen experts are left out: close numbers are not close values, and the MLP's output shows
+    # a wrong choice
     widths = {point: width for point, width in llm.tap_points().items() if not point.endswith(EXPERTS)}
     if not widths:
         raise ModelError(
-            "this model names no tap points, or its executor serves none, so no operation can be compared: want one "
-            "that describes its layers (ModelArch.describe), and executor=local or process"
+            "this model names no tap points, or its executor serves none, so no operation can be compared: expected a "
+            "model that describes its layers (ModelArch.describe), and executor=local or process"
         )
-    decoder = _decoder(llm)
-    runs = []
-    for ids in prompts:
-        found = _read(llm, ids, max_tokens, widths)
-        if decoder is not None:
-            dtype = getattr(torch, llm.engine.wiring.dtype)
-            found.values.update(_attention_inputs(decoder, found, len(ids) + max_tokens, dtype))
-        runs.append(found)
-    return runs, {} if decoder is not None else dict.fromkeys(DERIVED, NO_DECODER)
+    decoder = _find_decoder(llm)
+    runs = [_read_points(llm, ids, max_tokens, widths) for ids in prompts]
+    if decoder is None:
+        return runs, dict.fromkeys(DERIVED, NO_DECODER)
+    dtype = getattr(torch, llm.engine.wiring.dtype)
+    for ids, one_run in zip(prompts, runs, strict=True):
+        one_run.values.update(_attention_inputs(decoder, one_run, len(ids) + max_tokens, dtype))
+    return runs, {}
 
 
-def _read(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[str, int]) -> EngineRun:
+def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[str, int]) -> EngineRun:
+    """Run one prompt, once per group of points, and once more with fused kernels.
+
+    Raise MinivllmError if two runs give different tokens.
+    """
     from minivllm import Tap
 
     params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
@@ -57,34 +64,41 @@ def _read(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[str, in
 
     values: dict[str, Tensor] = {}
     tokens: list[int] = []
-    limit = min(AT_ONCE, llm.engine.wiring.max_tap_bytes)
-    for points in _parts(widths, 4 * (len(ids) + max_tokens), limit):
+    limit = min(MOST_BYTES, llm.engine.wiring.max_tap_bytes)
+    for points in _groups(widths, 4 * (len(ids) + max_tokens), limit):
         out = generate(points)
         if tokens and out.tokens != tokens:
-            raise MinivllmError(f"greedy runs of one prompt give other tokens each time: {tokens}, then {out.tokens}")
+            raise MinivllmError(f"greedy runs of one prompt give different tokens: {tokens}, then {out.tokens}")
         tokens = list(out.tokens)
         values |= {point: torch.from_numpy(rows) for point, rows in out.taps.items()}
     fused = generate([LOGITS])
-    same = next((i for i, (a, b) in enumerate(zip(tokens, fused.tokens, strict=True)) if a != b), len(tokens) - 1)
-    return EngineRun([*ids, *tokens[:-1]], tokens, values, torch.from_numpy(fused.taps[LOGITS][: same + 1]))
+    equal = 0  # behind the first different token the logits have different inputs
+    while equal < len(tokens) - 1 and fused.tokens[equal] == tokens[equal]:
+        equal += 1
+    fused_logits = torch.from_numpy(fused.taps[LOGITS][: equal + 1])
+    return EngineRun([*ids, *tokens[:-1]], tokens, values, fused_logits)
 
 
-def _parts(widths: Mapping[str, int], bytes_each: int, most: int) -> Iterator[list[str]]:
-    """The points, in parts whose values come to ``most`` bytes, or are one point's.  ``bytes_each``: of a point that is
-    one wide."""
-    part: list[str] = []
+def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Iterator[list[str]]:
+    """Yield the points in groups whose values take at most ``limit`` bytes; a larger point is a group of its own.
+
+    ``bytes_per_column`` is the size of the values of a point of width 1.
+    """
+    group: list[str] = []
     size = 0
     for point, width in widths.items():
-        if part and size + width * bytes_each > most:
-            yield part
-            part, size = [], 0
-        part.append(point)
-        size += width * bytes_each
-    yield part
+        nbytes = width * bytes_per_column
+        if group and size + nbytes > limit:
+            yield group
+            group = []
+            size = 0
+        group.append(point)
+        size += nbytes
+    yield group
 
 
-def _decoder(llm: Any) -> Any:
-    """The model as it was built, if it is the engine's own and in this process."""
+def _find_decoder(llm: Any) -> Any:
+    """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process."""
     from minivllm.device.layers.decoder import Decoder
 
     model = getattr(getattr(llm.engine.executor, "runner", None), "model", None)
@@ -92,27 +106,35 @@ def _decoder(llm: Any) -> Any:
 
 
 def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """q and k behind the norms and the rotary embedding of each layer, worked out with the model's own weights and
-    tables by the engine's operations for back ends without a kernel; in the order of the checkpoint, as taps have them.
+    """Compute q and k of each layer behind their norms, and behind the rotary embedding: the points ``DERIVED``.
+
+    They are no tap points.  This uses the model's weights and tables, and the operations for back ends without a fused
+    kernel.  Columns are in the checkpoint's order, as in tap values.  ``longest`` is the length of the whole request.
     """
-    found: dict[str, Tensor] = {}
-    switch, device = decoder.spec.switch, decoder.norm.weight.device
+    values: dict[str, Tensor] = {}
+    switch = decoder.spec.switch
+    device = decoder.norm.weight.device
     for number, (block, layer) in enumerate(zip(decoder.blocks, decoder.spec.layers, strict=True)):
-        dim, rope = layer.attention.dim_qk, layer.rope
-        pairs = rope is not None and rope.interleaved
-        order = order_of_halves(dim, rope.dim) if pairs else torch.arange(dim)
+        dim = layer.attention.dim_qk
+        rope = layer.rope
+        order = torch.arange(dim)
+        if rope is not None and rope.interleaved:
+            order = order_of_halves(dim, rope.dim)
         q, k = (_heads(run.values[layer_point(number, name)], dim)[..., order].to(device, dtype) for name in (Q, K))
         if block.wide:
             q, k = (_heads(norm(x.flatten(1))[0], dim) for norm, x in zip(block.wide, (q, k), strict=True))
         position = torch.arange(len(run.ids), device=device)
-        if switch is not None and longest > switch:  # the rows of another embedding are behind all positions
+        if switch is not None and longest > switch:
+            # the table of the long rotary embedding follows the rows of the short one
             position = position + len(block.pre.cos) // 2
         normed = prepare_qk(q, k, position, replace(block.pre, cos=None, sin=None))
         rotated = prepare_qk(q, k, position, block.pre)
+        checkpoint_order = order.argsort()
         for name, x in zip(DERIVED, (*normed, *rotated), strict=True):
-            found[layer_point(number, name)] = x[..., order.argsort()].flatten(1).float().cpu()
-    return found
+            values[layer_point(number, name)] = x[..., checkpoint_order].flatten(1).float().cpu()
+    return values
 
 
 def _heads(x: Tensor, dim: int) -> Tensor:
+    """Return [tokens, heads * dim] as [tokens, heads, dim]."""
     return x.unflatten(-1, (-1, dim))

@@ -1,4 +1,4 @@
-"""How far values are apart, point by point, and which point is the first beyond the bound."""
+"""Errors of the engine's values against transformers' values, and the first point beyond its bound."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 from .points import (
     ATTENTION,
     BEFORE_QKV,
+    DESCRIPTIONS,
     FUSED,
     INSIDE,
     K_ROPE,
     LOGITS,
     Q_ROPE,
-    SAYS,
     TOKEN,
     K,
     Q,
@@ -28,15 +28,18 @@ from .points import (
     split,
 )
 
-# relative error of one operation that is right; the numbers of each dtype are rounded to 2**-24, 2**-11 and 2**-8
+# relative error of one correct operation; the dtypes round to 2**-24, 2**-11 and 2**-8
 BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 
 
 @dataclass(frozen=True)
 class EngineRun:
-    """What the engine made of a prompt: ``ids`` are the tokens that were computed, the prompt's and all but the last of
-    those generated; ``values`` are float32 [tokens, width] by point, of ``logits`` the last rows alone; ``fused`` are
-    the first of these rows once more, of a run in which layers were not taken apart."""
+    """The engine's tokens and values of one prompt.
+
+    ``ids`` are the computed tokens: the prompt's, and the generated ones without the last.  ``values`` are float32
+    [tokens, width] by point; the point ``logits`` has the last rows only.  ``fused`` holds the first logits of a run
+    with fused kernels (taps of layers make the engine run their operations separately).
+    """
 
     ids: list[int]
     generated: list[int]
@@ -45,15 +48,18 @@ class EngineRun:
 
     @property
     def drawn(self) -> int:
-        """The position of the token whose logits the first one was drawn from."""
+        """Return the position of the token whose logits gave the first generated token."""
         return len(self.ids) - len(self.generated)
 
 
 @dataclass(frozen=True)
 class PointError:
-    """Of all tokens of all prompts: the largest difference, and the largest ratio of a token's difference to
-    transformers' value (Euclidean norms).  ``prompt`` and ``position``: the first token beyond the bound, or else that
-    of the largest ratio; counted from 0."""
+    """The error of one point over all tokens of all prompts.
+
+    ``largest`` is the largest absolute difference.  ``relative`` is the largest ratio of a token's difference to
+    transformers' value (Euclidean norms).  ``prompt`` and ``position`` give the first token beyond the bound, or the
+    token of the largest ratio if none is.  Both count from 0.
+    """
 
     point: str
     largest: float
@@ -62,25 +68,28 @@ class PointError:
     position: int
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: None in place of a number that is not finite."""
+        """Return the fields for JSON, with None for an infinite number."""
         return {name: None if value == math.inf else value for name, value in asdict(self).items()}
 
 
 @dataclass
 class TokenTally:
-    """Greedy tokens, each judged by transformers' logits behind the engine's tokens before it."""
+    """Counts of greedy tokens, compared with the best of transformers' logits after the same preceding tokens."""
 
     count: int = 0
     same: int = 0
-    ties: int = 0  # that differ, by less than the bound
-    # (prompt, number of the token, the engine's, transformers', how much higher its logit is)
+    ties: int = 0  # other tokens whose logit is lower than the best by less than the bound
+    # (prompt, number of the token, engine's token, transformers' token, difference of their logits)
     differing: list[tuple[int, int, int, int, float]] = field(default_factory=list)
 
 
 @dataclass
 class DtypeComparison:
-    """``errors`` of operations that were given the engine's inputs, ``along`` of a pass without them; both by point.
-    ``missing``: operation -> why no value of it is compared."""
+    """The comparison in one dtype.
+
+    ``errors`` are those of operations that got the engine's inputs, ``along`` those of a pass of transformers over the
+    prompt alone; both by point.  ``missing`` maps an operation without compared values to the reason.
+    """
 
     dtype: str
     bound: float
@@ -91,74 +100,89 @@ class DtypeComparison:
 
     @property
     def beyond(self) -> list[PointError]:
-        """Those beyond the bound, in the order of their computation."""
-        found = [e for e in self.errors.values() if not e.relative <= self.bound_of(e.point)]
-        return sorted(found, key=lambda e: place(e.point))
+        """Return the errors beyond their bounds, in the order of computation."""
+        return [e for e in self._sorted_errors() if not e.relative <= self.bound_of(e.point)]
+
+    def _sorted_errors(self) -> list[PointError]:
+        return sorted(self.errors.values(), key=lambda e: place(e.point))
 
     def bound_of(self, point: str) -> float:
-        """The logits of fused layers are those of a whole model: rounding counts as much as on the way through
-        transformers'."""
+        """Return the bound of a point's relative error.
+
+        The logits of fused layers contain the rounding of the whole model.  Their bound is therefore at least twice
+        the logits' error in transformers' pass over the prompt alone, which contains it too.
+        """
         if point == FUSED and LOGITS in self.along and self.along[LOGITS].relative < math.inf:
             return max(self.bound, 2 * self.along[LOGITS].relative)
         return self.bound
 
     @property
     def within(self) -> bool:
+        """Return whether every error is within its bound and every token is transformers' best, or nearly so."""
         return not self.beyond and not self.tokens.differing
 
     def as_dict(self) -> dict[str, Any]:
-        beyond, rows = self.beyond, sorted(self.errors.values(), key=lambda e: place(e.point))
+        """Return the comparison for JSON."""
+        beyond = self.beyond
+        first = {**beyond[0].as_dict(), "where": explain(self)} if beyond else None
         along = {point: error.as_dict()["relative"] for point, error in self.along.items()}
         return {
             "dtype": self.dtype,
             "bound": self.bound,
             "within": self.within,
-            "first": None if not beyond else {**beyond[0].as_dict(), "where": explained(self)},
-            "errors": [{**error.as_dict(), "along": along.get(error.point)} for error in rows],
+            "first": first,
+            "errors": [{**error.as_dict(), "along": along.get(error.point)} for error in self._sorted_errors()],
             "tokens": asdict(self.tokens),
             "not_compared": self.missing,
         }
 
     def take(self, number: int, run: EngineRun, own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
-        """Add a prompt.  ``own`` are transformers' values given the engine's, ``plain`` those of the prompt alone."""
-        for theirs, found in ((own, self.errors), (plain, self.along)):
+        """Add the values of prompt ``number``.
+
+        ``own`` are transformers' values with the engine's values as inputs, ``plain`` those of the prompt alone.
+        """
+        for theirs, errors in ((own, self.errors), (plain, self.along)):
             for point in run.values.keys() & theirs.keys():
                 ours = run.values[point]
-                new = measure(point, ours, theirs[point][-len(ours) :], self.bound, number, len(run.ids) - len(ours))
-                found[point] = worse(found[point], new, self.bound) if point in found else new
+                first = len(run.ids) - len(ours)
+                error = measure(point, ours, theirs[point][-len(ours) :], self.bound, number, first)
+                self._add(errors, error)
         if LOGITS in run.values:
-            self._check_draws(number, run, run.values[LOGITS])
+            logits = run.values[LOGITS]
+            chosen = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
+            best = logits.amax(-1, keepdim=True)
+            self._add(self.errors, measure(TOKEN, chosen, best, self.bound, number, run.drawn))
             if run.fused is not None:
-                self._add(
-                    measure(FUSED, run.fused, run.values[LOGITS][: len(run.fused)], self.bound, number, run.drawn)
-                )
-        self._judge(number, run, plain[LOGITS])
+                separate = logits[: len(run.fused)]
+                self._add(self.errors, measure(FUSED, run.fused, separate, self.bound, number, run.drawn))
+        self._judge_tokens(number, run, plain[LOGITS])
 
-    def _check_draws(self, number: int, run: EngineRun, logits: Tensor) -> None:
-        """Greedy tokens are the best of the engine's own logits: the point ``token``."""
-        drawn = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
-        self._add(measure(TOKEN, drawn, logits.amax(-1, keepdim=True), self.bound, number, run.drawn))
+    def _add(self, errors: dict[str, PointError], new: PointError) -> None:
+        """Merge a prompt's error with the error of earlier prompts at the same point."""
+        before = errors.get(new.point)
+        errors[new.point] = new if before is None else worse(before, new, self.bound)
 
-    def _add(self, new: PointError) -> None:
-        before = self.errors.get(new.point)
-        self.errors[new.point] = new if before is None else worse(before, new, self.bound)
-
-    def _judge(self, number: int, run: EngineRun, logits: Tensor) -> None:
+    def _judge_tokens(self, number: int, run: EngineRun, logits: Tensor) -> None:
+        """Count the greedy tokens of prompt ``number`` that are the best of transformers' logits."""
         tally = self.tokens
-        for at, (token, row) in enumerate(zip(run.generated, logits[-len(run.generated) :], strict=True)):
-            best = int(row.argmax())
+        for i, (token, row) in enumerate(zip(run.generated, logits[-len(run.generated) :], strict=True)):
             tally.count += 1
+            best = int(row.argmax())
+            margin = float(row[best] - row[token])
             if token == best:
                 tally.same += 1
-            elif (more := float(row[best] - row[token])) <= self.bound * float(row.abs().max()):
+            elif margin <= self.bound * float(row.abs().max()):
                 tally.ties += 1
             else:
-                tally.differing.append((number, at, token, best, more))
+                tally.differing.append((number, i, token, best, margin))
 
 
 def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int, first: int = 0) -> PointError:
-    """Of [tokens, width] each, the first token at position ``first`` of its prompt; what is not finite, or not of one
-    shape, is infinitely far apart."""
+    """Return the error of ``ours`` against ``theirs``, both [tokens, width].
+
+    ``first`` is the position of their first row in the prompt.  The error is infinite for tensors of different shapes
+    and for values that are not finite.
+    """
     if ours.shape != theirs.shape:
         return PointError(point, math.inf, math.inf, prompt, first)
     off = (ours - theirs).double()
@@ -166,26 +190,30 @@ def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int,
     ratio[off.abs().amax(-1) == 0] = 0.0  # zeros on both sides
     ratio.nan_to_num_(math.inf, math.inf)
     beyond = (ratio > bound).nonzero()
-    at = int(beyond[0]) if len(beyond) else int(ratio.argmax())
+    row = int(beyond[0]) if len(beyond) else int(ratio.argmax())
     largest = float(off.abs().max().nan_to_num(math.inf, math.inf))
-    return PointError(point, largest, float(ratio.max()), prompt, first + at)
+    return PointError(point, largest, float(ratio.max()), prompt, first + row)
 
 
 def worse(a: PointError, b: PointError, bound: float) -> PointError:
-    """Both in one: of where they part the first is told."""
+    """Merge the errors of an earlier prompt ``a`` and a later prompt ``b``.
+
+    The position is that of the first error beyond the bound, else that of the larger one.
+    """
     where = a if a.relative > bound or a.relative >= b.relative else b
-    largest, relative = max(a.largest, b.largest), max(a.relative, b.relative)
-    return PointError(a.point, largest, relative, where.prompt, where.position)
+    largest = max(a.largest, b.largest)
+    return PointError(a.point, largest, max(a.relative, b.relative), where.prompt, where.position)
 
 
-def explained(found: DtypeComparison) -> str:
-    """What stands at the first place that parts."""
+def explain(found: DtypeComparison) -> str:
+    """Return a description of the operations that may be wrong at the first point beyond its bound."""
     first = found.beyond[0].point
     layer, operation = split(first)
     if layer is not None:
-        parted = {e.point for e in found.beyond}
-        if operation == Q and {layer_point(layer, one) for one in (K, V)} <= parted:
+        differing = {e.point for e in found.beyond}
+        if operation == Q and {layer_point(layer, K), layer_point(layer, V)} <= differing:
             return BEFORE_QKV
-        if operation == ATTENTION and not {layer_point(layer, one) for one in (Q_ROPE, K_ROPE)} <= found.errors.keys():
+        rotated = {layer_point(layer, Q_ROPE), layer_point(layer, K_ROPE)}
+        if operation == ATTENTION and not rotated <= found.errors.keys():
             return INSIDE
-    return SAYS.get(operation, operation)
+    return DESCRIPTIONS.get(operation, operation)

@@ -1,4 +1,7 @@
-"""The values that are compared: tap points of the engine, and what is worked out between projection and attention."""
+"""The points whose values are compared: the engine's tap points, and q and k behind their norms and rotary embedding.
+
+The ``token`` and ``fused`` points compare the engine with itself (see ``DESCRIPTIONS``).
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,26 @@ Q, K, V = "q", "k", "v"
 Q_NORM, K_NORM, Q_ROPE, K_ROPE = "q_norm", "k_norm", "q_rope", "k_rope"
 INPUT, ATTENTION, ROUTER, MLP, RESIDUAL = "input", "attention", "router", "mlp", "residual"
 EMBEDDING, NORM, LOGITS, TOKEN, FUSED = "embedding", "norm", "logits", "token", "fused"
-# of a layer, in the order of their computation
+# the operations of a layer, in the order of their computation
 OPERATIONS = (INPUT, Q, K, V, Q_NORM, K_NORM, Q_ROPE, K_ROPE, ATTENTION, ROUTER, MLP, RESIDUAL)
-DERIVED = (Q_NORM, K_NORM, Q_ROPE, K_ROPE)  # no tap points: computed of q and k with the weights of the engine's model
-NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without such a norm has the same values at both
+DERIVED = (
+    Q_NORM,
+    K_NORM,
+    Q_ROPE,
+    K_ROPE,
+)  # not tap points; computed from q and k with the weights of the engine's model
+NORM_OF = {Q_NORM: Q, K_NORM: K}  # a model without this norm has equal values at both points
 _LAYER = re.compile(r"layers\.(\d+)\.(\w+)")
 
-# what stands between a point and those before it, whose values both sides share
-SAYS = {
+# what can be wrong if a point is the first that differs: the operations since the points before it
+DESCRIPTIONS = {
     EMBEDDING: "the embedding: its table, scale or learned positions",
-    INPUT: "what the layer is given",
+    INPUT: "the input of the layer",
     Q: "the projection of q",
     K: "the projection of k",
     V: "the projection of v",
-    Q_NORM: "the norm of q: weight, eps, or what it goes over",
-    K_NORM: "the norm of k: weight, eps, or what it goes over",
+    Q_NORM: "the norm of q: weight, eps, or the dimensions that it normalizes",
+    K_NORM: "the norm of k: weight, eps, or the dimensions that it normalizes",
     Q_ROPE: "the rotary embedding of q",
     K_ROPE: "the rotary embedding of k",
     ATTENTION: "attention: back end, window, softmax scale, cap, output projection, norm or multiplier behind it",
@@ -32,32 +40,34 @@ SAYS = {
     RESIDUAL: "the sum of the residual stream",
     NORM: "the final norm",
     LOGITS: "the head: weight, scale or cap",
-    FUSED: "the fused kernels: layers that run as they do without taps give other logits than by their parts",
+    FUSED: "the fused kernels: without taps, layers run fused and give other logits than their separate operations",
     TOKEN: "the choice of the token: it is not the best of the engine's own logits",
 }
-BEFORE_QKV = "the norm before attention, or its projections: q, k and v part together"
+BEFORE_QKV = "the norm before attention, or its projections: q, k and v differ together"
 INSIDE = "attention from the projections on: norms of q and k, rotary embedding, back end, output projection"
 
 
 def layer_point(layer: int, operation: str) -> str:
+    """Return the name of the point of an operation in a layer."""
     return f"layers.{layer}.{operation}"
 
 
 def split(point: str) -> tuple[int | None, str]:
-    """(layer or None, operation)."""
-    found = _LAYER.fullmatch(point)
-    return (int(found[1]), found[2]) if found else (None, point)
+    """Return a point's layer, None for a point outside the layers, and its operation."""
+    match = _LAYER.fullmatch(point)
+    return (int(match[1]), match[2]) if match else (None, point)
 
 
 def place(point: str) -> tuple[int, int]:
-    """By which points are put in the order of their computation."""
+    """Return a sort key that puts points in the order of their computation."""
     layer, operation = split(point)
-    if layer is None:
-        ends = (NORM, LOGITS, TOKEN, FUSED)
-        return (1 << 30, ends.index(operation)) if operation in ends else (-1, 0)
-    return layer, OPERATIONS.index(operation) if operation in OPERATIONS else len(OPERATIONS)
+    if layer is not None:
+        return layer, OPERATIONS.index(operation) if operation in OPERATIONS else len(OPERATIONS)
+    behind_layers = (NORM, LOGITS, TOKEN, FUSED)
+    return (1 << 30, behind_layers.index(operation)) if operation in behind_layers else (-1, 0)
 
 
 def layers_of(points: Iterable[str]) -> int:
-    """How many layers the points are of."""
-    return 1 + max((layer for layer, _ in map(split, points) if layer is not None), default=-1)
+    """Return the number of layers that the points belong to."""
+    layers = [layer for layer, _ in map(split, points) if layer is not None]
+    return 1 + max(layers, default=-1)

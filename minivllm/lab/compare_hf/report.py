@@ -1,73 +1,85 @@
-"""A comparison as text: a table of errors, the tokens, and the first place that parts."""
+"""Format a comparison as text: a table of errors, the tokens, and the first point that differs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .errors import DtypeComparison, EngineRun, PointError, TokenTally, explained
+from .errors import DtypeComparison, EngineRun, PointError, TokenTally, explain
 from .points import RESIDUAL, layer_point, place, split
 
-MOST_NAMED = 8  # places, and tokens
+MOST_NAMED = 8  # points, and tokens, that the text lists
 
 
 def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]:
-    """A dtype's table and verdict."""
+    """Yield the lines of one dtype: its table, its tokens and its verdict."""
     tokens = sum(len(run.ids) for run in prompts)
-    many = f"{len(prompts)} prompt{'s' * (len(prompts) != 1)}, {tokens} tokens"
-    yield f"{found.dtype}: {many}; relative errors of each operation, bound {found.bound:g}"
+    plural = "s" if len(prompts) != 1 else ""
+    size = f"{len(prompts)} prompt{plural}, {tokens} tokens"
+    yield f"{found.dtype}: {size}; relative errors of each operation, bound {found.bound:g}"
     yield from table(found)
-    for why in dict.fromkeys(found.missing.values()):
-        names = ", ".join(operation for operation, other in found.missing.items() if other == why)
-        yield f"not compared: {names} ({why})"
+    for reason in dict.fromkeys(found.missing.values()):
+        names = ", ".join(operation for operation, other in found.missing.items() if other == reason)
+        yield f"not compared: {names} ({reason})"
     yield from _tokens(found.tokens)
-    if not (beyond := found.beyond):
-        yield f"{found.dtype}: every operation is within the bound" + (", the tokens are not" * (not found.within))
+    beyond = found.beyond
+    if not beyond:
+        tokens_too = "" if found.within else ", the tokens are not"
+        yield f"{found.dtype}: every operation is within the bound{tokens_too}"
         return
     first = beyond[0]
-    where = f"from token {first.position} of prompt {first.prompt + 1} on"
-    yield f"{found.dtype}: parts first at {first.point}: {explained(found)}"
+    yield f"{found.dtype}: first difference at {first.point}: {explain(found)}"
     bound = found.bound_of(first.point)
+    where = f"from token {first.position} of prompt {first.prompt + 1} on"
     yield f"  relative {first.relative:.1e}, bound {bound:.2g}, largest difference {first.largest:.1e}, {where}"
-    if rest := [e.point for e in beyond[1:]]:
-        more = f" and {len(rest) - MOST_NAMED} more" if len(rest) > MOST_NAMED else ""
-        yield f"  beyond the bound too: {', '.join(rest[:MOST_NAMED])}{more}"
+    others = [e.point for e in beyond[1:]]
+    if others:
+        more = f" and {len(others) - MOST_NAMED} more" if len(others) > MOST_NAMED else ""
+        yield f"  beyond the bound too: {', '.join(others[:MOST_NAMED])}{more}"
 
 
 def _tokens(tally: TokenTally) -> Iterator[str]:
-    ties = f", {tally.ties} within the bound of it" * bool(tally.ties)
+    """Yield the lines about greedy tokens."""
+    ties = f", {tally.ties} within the bound of it" if tally.ties else ""
     yield f"greedy tokens: {tally.same} of {tally.count} are transformers' best{ties}"
-    for prompt, at, ours, theirs, more in tally.differing[:MOST_NAMED]:
-        yield f"  prompt {prompt + 1}, token {at}: {ours} here, {theirs} there, whose logit is higher by {more:.2g}"
+    for prompt, number, ours, theirs, margin in tally.differing[:MOST_NAMED]:
+        yield f"  prompt {prompt + 1}, token {number}: {ours} here, {theirs} there; its logit is higher by {margin:.2g}"
 
 
 def table(found: DtypeComparison) -> list[str]:
-    """A row a layer, a column an operation; then the largest of each column, relative and absolute."""
+    """Return a table with a row per layer and a column per operation, and a table of the points outside the layers.
+
+    The last rows of the first table hold the largest error of each column, relative and absolute.
+    """
     layers: dict[int, dict[str, PointError]] = {}
-    single: dict[str, PointError] = {}
-    for point, error in sorted(found.errors.items(), key=lambda item: place(item[0])):
+    outside: dict[str, PointError] = {}
+    for point in sorted(found.errors, key=place):
         layer, operation = split(point)
-        (single if layer is None else layers.setdefault(layer, {}))[operation] = error
+        row = outside if layer is None else layers.setdefault(layer, {})
+        row[operation] = found.errors[point]
     columns = list(dict.fromkeys(name for row in layers.values() for name in row))
     rows = [["layer", *columns, "along"]]
     for layer, row in layers.items():
-        along = _along(found, layer_point(layer, RESIDUAL))
-        rows.append([str(layer), *(_number(row[name].relative) if name in row else "-" for name in columns), along])
-    for title, kind in (("largest", "relative"), ("absolute", "largest")):
-        most = [max(getattr(row[name], kind) for row in layers.values() if name in row) for name in columns]
-        rows.append([title, *map(_number, most), ""])
+        cells = [_number(row[name].relative) if name in row else "-" for name in columns]
+        rows.append([str(layer), *cells, _along(found, layer_point(layer, RESIDUAL))])
+    by_column = [[row[name] for row in layers.values() if name in row] for name in columns]
+    rows.append(["largest", *(_number(max(e.relative for e in errors)) for errors in by_column), ""])
+    rows.append(["absolute", *(_number(max(e.largest for e in errors)) for errors in by_column), ""])
     rest = [["", "relative", "absolute", "along"]]
-    for operation, error in single.items():
+    for operation, error in outside.items():
         rest.append([operation, _number(error.relative), _number(error.largest), _along(found, operation)])
-    return [*aligned(rows), *aligned(rest)]
+    return [*align(rows), *align(rest)]
 
 
 def _along(found: DtypeComparison, point: str) -> str:
+    """Return the relative error of a point in the pass over the prompt alone, or "" if it has none."""
     return _number(found.along[point].relative) if point in found.along else ""
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows as lines whose columns have equal width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(n) for cell, n in zip(row, widths, strict=True)).rstrip() for row in rows]
+    padded = [[cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def _number(value: float) -> str:
