@@ -171,5 +171,5 @@ def serve(args: argparse.Namespace) -> int:
     find_modules([name.partition(":")[0] if ":" in name else name.rpartition(".")[0] for name in names], ())
     logs.set_up(loaded.server.log_format, loaded.server.log_level)
     for note in (*args.notes, *loaded.notes):
-        logs.event("note", told=note, note=note)
+        logs.event("note", sentence=note, note=note)
     return run(args, loaded)

@@ -1,6 +1,6 @@
-"""The application: every route, what its document says of it, and the guard around all of them.
+"""Build the ASGI application: the routes, their OpenAPI descriptions, the error handlers and the request guard.
 
-Guard ── keys, headers, ids, log ──► router ──► route(request, service)
+request ──► Guard (keys, headers, ids, log) ──► router ──► route(request, service)
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 
     from .openai.generate import Service
 
-AGAIN = "the engine has ended and is started again"
+RESTARTING = "the engine has ended and is being restarted"
 JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 499, 500, 503)
-# path, route, method, body, kinds of answer, codes beside those of the guard
-Routes = tuple[tuple[str, Callable[..., Any], str, Any, tuple[str, ...], tuple[int, ...]], ...]
+# Columns: path, route, method, model of the body, content types of the answer, status codes of the route's errors.
+# The guard's status codes are not listed, because every route has them.
+Routes = tuple[tuple[Any, ...], ...]
 ROUTES: Routes = (
     ("/v1/completions", completions.completions, "POST", CompletionBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/chat/completions", chat.chat_completions, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),
@@ -51,32 +52,34 @@ ROUTES: Routes = (
     ("/version", operations.version, "GET", None, (JSON,), (503,)),
     ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
 )
-ADMIN: Routes = (
-    ("/start_profile", operations.start_profile, "POST", None, (JSON,), (500, 503)),
-    ("/stop_profile", operations.stop_profile, "POST", None, (JSON,), (500, 503)),
-    ("/debug/state", operations.debug_state, "GET", None, (JSON,), (500, 503)),
-    ("/reset_prefix_cache", operations.reset_prefix_cache, "POST", None, (JSON,), (500, 503)),
+_OPERATIONS: Routes = (
+    ("/start_profile", operations.start_profile, "POST"),
+    ("/stop_profile", operations.stop_profile, "POST"),
+    ("/debug/state", operations.debug_state, "GET"),
+    ("/reset_prefix_cache", operations.reset_prefix_cache, "POST"),
 )
+ADMIN: Routes = tuple((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS)
 OPERATORS = frozenset(route for _, route, *_ in ADMIN)
-_ERROR = {
-    "type": "object", "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object", "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"}, "type": {"type": "string"},
-                "param": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "code": {"type": "integer"},
-            },
-        }
-    },
-}  # fmt: skip
+
+
+def _object(properties: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object whose properties are all required."""
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_STRING = {"type": "string"}
+_PARAM = {"anyOf": [_STRING, {"type": "null"}]}
+_FIELDS = _object({"message": _STRING, "type": _STRING, "param": _PARAM, "code": {"type": "integer"}})
+_ERROR = _object({"error": _FIELDS})
 
 
 class Application:
-    """An ASGI application.  ``service`` is None until the engine is there; until then only /health answers, with 503.
+    """The server's ASGI application.
 
-    ``reason`` says why there is no engine, or why it takes nothing more; ``admin_token`` is what the routes of
-    ``--admin`` want, None where any key will do; with keys it is one of them, for every other route.
+    ``service`` is None until the engine has started.  Until then every route answers 503.
+    ``reason`` is the text of that answer.  ``admin_token`` is the key that the operator routes of ``--admin`` require;
+    None means that any accepted key opens them.  If the server has API keys, the admin token is one of them.
+    ``generated_token`` is the admin token if the server made it up, so that the operator must be informed, else None.
     """
 
     def __init__(
@@ -85,9 +88,12 @@ class Application:
         self.service: Service | None = None
         self.reason = "the model is loading"
         keys = list(keys)
-        self.admin, self.admin_token = server.admin, admin_token(server, keys, admin_key)
-        self.told_token = None if self.admin_token == admin_key else self.admin_token  # which nobody knows yet
-        keys += [self.admin_token] if keys and self.admin_token is not None else []
+        self.admin = server.admin
+        self.admin_token = admin_token(server, keys, admin_key)
+        self.generated_token = None if self.admin_token == admin_key else self.admin_token
+        if keys and self.admin_token is not None:
+            keys.append(self.admin_token)
+        accepted = ApiKeys(keys)
         app = FastAPI(
             title="minivllm",
             version=minivllm.__version__,
@@ -96,31 +102,26 @@ class Application:
             redirect_slashes=False,
             openapi_url="/openapi.json",
         )
-        for path, route, method, body, kinds, codes in (*ROUTES, *(ADMIN if server.admin else ())):
+        self.api = app
+        routes = (*ROUTES, *ADMIN) if server.admin else ROUTES
+        endpoints: list[tuple[Any, ...]] = [(path, self._endpoint(route), *about) for path, route, *about in routes]
+        for path, probe in (("/health", self.health), ("/ready", self.ready)):
+            endpoints.append((path, probe, "GET", None, (JSON,), (503,)))
+        for path, endpoint, method, body, kinds, codes in endpoints:
             app.add_api_route(
                 path,
-                self._endpoint(route),
+                endpoint,
                 methods=[method],
                 response_model=None,
-                name=route.__name__,
                 response_class=Response,
                 responses=_documented(kinds, codes),
                 openapi_extra=_documented_input(path, body),
             )
-        for path, probe in (("/health", self.health), ("/ready", self.ready)):
-            app.add_api_route(
-                path,
-                probe,
-                methods=["GET"],
-                response_model=None,
-                response_class=Response,
-                responses=_documented((JSON,), (503,)),
-            )
-        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, ApiKeys(keys)))
+        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, accepted))
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
-        app.add_exception_handler(Exception, _api_error)  # the framework's own 500 is a word of plain text
-        self.guard = Guard(around(app, middleware), ApiKeys(keys), server)
+        app.add_exception_handler(Exception, _api_error)  # FastAPI would answer 500 with plain text
+        self.guard = Guard(around(app, middleware), accepted, server)
         self.asgi: Any = self.guard
         if server.allowed_origins:
             self.asgi = Cors(
@@ -130,43 +131,47 @@ class Application:
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "x-warnings"],
             )
-        self.api = app
 
     def open(self, service: Service) -> None:
-        """The engine is there."""
-        self.service, self.guard.metrics = service, service.metrics
+        """Serve requests with a service whose engine has started."""
+        self.service = service
+        self.guard.metrics = service.metrics
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await contained(self.asgi, without_slash(scope), receive, send)
 
     async def health(self, request: Request) -> Response:
-        """200 only if the engine stepped or idled in the last 5 seconds."""
-        ok, why = (False, self.reason) if self.service is None else self.service.client.healthy()
-        again = 0 if self.service is None else self.service.client.restarted
-        status = {"status": "ok", **({"restarts": again} if again else {})}
-        return (
-            JSONResponse(status)
-            if ok
-            else _answer(_unavailable(why if self.service is None else AGAIN * self.service.client.restarting))
-        )
+        """Return 200 if the engine ran a step or was idle within the last 5 seconds, else 503."""
+        if self.service is None:
+            return _answer(_unavailable(self.reason))
+        client = self.service.client
+        healthy, _ = client.healthy()
+        if not healthy:
+            return _answer(_unavailable(RESTARTING if client.restarting else ""))
+        restarts = {"restarts": client.restarted} if client.restarted else {}
+        return JSONResponse({"status": "ok", **restarts})
 
     async def ready(self, request: Request) -> Response:
-        """200 if a request would be taken: the model is loaded and nobody has told the server to end."""
+        """Return 200 if the server accepts requests: the engine is healthy and the server is not shutting down."""
         if self.service is not None and self.service.door.closed:
             return _answer(_unavailable("the server is shutting down"))
         return await self.health(request)
 
     def _endpoint(self, route: Callable[..., Any]) -> Callable[..., Any]:
-        """The route; ``scope["state"]["operator"]`` says whether who asks may ask the routes of ``--admin``."""
-        held = ApiKeys([] if self.admin_token is None else [self.admin_token])
+        """Return the FastAPI endpoint of a route.
+
+        The endpoint refuses requests to operator routes without the operator's key (401), and all requests while there
+        is no engine (503).  It turns other exceptions into ``ApiError``.  It stores in ``scope["state"]["operator"]``
+        whether the client may use the operator routes of ``--admin``.
+        """
+        operator_keys = ApiKeys([] if self.admin_token is None else [self.admin_token])
 
         async def endpoint(request: Request) -> Any:
-            known = held.tenant(dict(request.scope["headers"])) is not None
-            request.scope["state"]["operator"] = self.admin and known
-            if route in OPERATORS and not known:
-                what = (
-                    f"want Authorization: Bearer KEY, with {ADMIN_KEY} or the token that the server told at its start"
-                )
+            has_key = operator_keys.tenant(dict(request.scope["headers"])) is not None
+            request.scope["state"]["operator"] = self.admin and has_key
+            if route in OPERATORS and not has_key:
+                key = f"the value of {ADMIN_KEY} or the token that the server logged at its start"
+                what = f"expected Authorization: Bearer KEY, where KEY is {key}"
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             if self.service is None:
                 raise _unavailable(self.reason)
@@ -176,18 +181,19 @@ class Application:
                 raise
             except Exception as exc:
                 error = errors.of(exc)
-                if error.status == 500 and route in OPERATORS:  # an operator may know what went wrong inside
+                if error.status != 500:
+                    raise error from exc
+                if route in OPERATORS:  # an operator may read the cause of an internal error
                     raise ApiError(500, f"{route.__name__} failed: {describe_error(exc)}") from exc
-                if error.status == 500:
-                    raise
-                raise error from exc
+                raise
 
+        endpoint.__name__ = route.__name__
         endpoint.__doc__ = route.__doc__
         return endpoint
 
 
 class Cors(CORSMiddleware):
-    """Starlette's, whose refusals say what to do in the form of every other error."""
+    """Starlette's CORS middleware, with refusals in the JSON form of all other errors."""
 
     def preflight_response(self, request_headers: Any) -> Response:
         found = super().preflight_response(request_headers)
@@ -197,12 +203,17 @@ class Cors(CORSMiddleware):
 
 
 def without_slash(scope: Any) -> Any:
-    """Return the scope with its path as routes have it: one slash at the end of a path means nothing."""
+    """Return the scope without the single slash at the end of its path, since routes are declared without it."""
     path = scope.get("path", "")
-    if not path.endswith("/") or path.endswith("//") or not path[:-1].removeprefix(scope.get("root_path", "")):
+    if not path.endswith("/") or path.endswith("//"):
         return scope
+    if path[:-1] in ("", scope.get("root_path", "")):
+        return scope
+    found = {**scope, "path": path[:-1]}
     raw = scope.get("raw_path")
-    return {**scope, "path": path[:-1], **({"raw_path": raw[:-1]} if raw and raw.endswith(b"/") else {})}
+    if raw and raw.endswith(b"/"):
+        found["raw_path"] = raw[:-1]
+    return found
 
 
 def _unavailable(why: str) -> ApiError:
@@ -219,40 +230,42 @@ async def _api_error(request: Request, exc: Exception) -> Response:
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
-    """The router's own: no such route, or not by this method."""
-    status, headers, path = getattr(exc, "status_code", 500), getattr(exc, "headers", None), asked_path(request.scope)
-    if status == 404:
+    """Return the answer to an error of the router: an unknown path (404) or method (405)."""
+    assert isinstance(exc, HTTPException)
+    path = asked_path(request.scope)
+    if exc.status_code == 404:
         routes = [route.path for route in request.app.routes if "{" not in route.path and hasattr(route, "methods")]
         return _answer(unknown_routes.missing(path, routes))
-    if status == 405:
-        return _answer(unknown_routes.refused(request.scope["method"], path, headers))
-    return _answer(ApiError(status, str(exc), headers=headers))
+    if exc.status_code == 405:
+        return _answer(unknown_routes.refused(request.scope["method"], path, exc.headers))
+    return _answer(ApiError(exc.status_code, str(exc), headers=exc.headers))
 
 
-def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    good = {kind: {"schema": {"type": "object"} if kind == JSON else {"type": "string"}} for kind in kinds}
-    bad = {"description": "an error", "content": {JSON: {"schema": _ERROR}}}
-    answers: dict[int | str, dict[str, Any]] = {200: {"description": "the answer", "content": good}}
-    return answers | dict.fromkeys(sorted({400, 401, 403, 405, 431, *codes}), bad)
+def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[Any, dict[str, Any]]:
+    """Return the OpenAPI descriptions of a route's answers, by status code."""
+    content = {kind: {"schema": {"type": "object"} if kind == JSON else _STRING} for kind in kinds}
+    error = {"description": "an error", "content": {JSON: {"schema": _ERROR}}}
+    answers = dict.fromkeys(sorted({400, 401, 403, 405, 431, *codes}), error)
+    return {200: {"description": "the answer", "content": content}, **answers}
 
 
 def _documented_input(path: str, body: Any) -> dict[str, Any]:
+    """Return the OpenAPI description of a route's body or, without a body model, of the parameters in its path."""
     if body is None:
         names = re.findall(r"{(\w+)", path)
-        one = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        return {"parameters": [{"name": name, **one} for name in names]} if names else {}
+        about = {"in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        return {"parameters": [{"name": name, **about} for name in names]} if names else {}
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
-    inner = schema.pop("$defs", {})
-    schema = _inline(schema, inner)
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": schema}}}}
+    definitions = schema.pop("$defs", {})
+    return {"requestBody": {"required": True, "content": {JSON: {"schema": _inline(schema, definitions)}}}}
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:
-    """Without references: there are few definitions, and none refers to itself."""
+    """Return a JSON schema with each reference replaced by its definition.  No definition refers to itself."""
     if isinstance(node, list):
-        return [_inline(one, definitions) for one in node]
+        return [_inline(element, definitions) for element in node]
     if not isinstance(node, dict):
         return node
     if "$ref" in node:
         return _inline(definitions[node["$ref"].rpartition("/")[2]], definitions)
-    return {key: _inline(one, definitions) for key, one in node.items()}
+    return {key: _inline(value, definitions) for key, value in node.items()}

@@ -1,7 +1,7 @@
-"""Errors as OpenAI's clients read them: ``{"error": {"message", "type", "param", "code"}}``, whatever went wrong.
+"""Errors in the JSON form that OpenAI's clients read: ``{"error": {"message", "type", "param", "code"}}``.
 
-A message is bounded and printable.  What went wrong inside is in the log, not in the answer: an answer names no path,
-address or traceback.
+A message is short and printable.  The cause of an internal error is written to the log.  The answer does not contain
+it, because it could reveal a path, an address or a traceback.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError
+from minivllm.errors import EngineDeadError, RequestError
 
 MOST = 600  # characters of a message
 TYPES = {
@@ -23,39 +23,40 @@ INTERNAL = "the server failed on this request; its log says why"
 
 
 class ApiError(Exception):
-    """An answer that is no success: HTTP ``status``, and the field of the request that it is about."""
+    """An error answer with an HTTP ``status``.  ``param`` names the field of the request that caused it, if any."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.headers = status, param, dict(headers or {})
+        self.status = status
+        self.param = param
+        self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        return {
-            "error": {
-                "message": printable(str(self)),
-                "type": TYPES.get(self.status, "APIError"),
-                "param": None if self.param is None else printable(self.param),
-                "code": self.status,
-            }
-        }
+        """Return the answer's body, to be written as JSON."""
+        message = printable(str(self))
+        kind = TYPES.get(self.status, "APIError")
+        param = None if self.param is None else printable(self.param)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.status}}
 
 
 def printable(text: str, most: int = MOST) -> str:
-    """The text with control characters escaped, cut to ``most`` characters."""
-    text = text if len(text) <= most else f"{text[: most - 4]} ..."
+    """Cut a text to ``most`` characters and escape its control characters."""
+    if len(text) > most:
+        text = f"{text[: most - 4]} ..."
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def of(exc: BaseException) -> ApiError:
-    """The answer to whatever was raised."""
+    """Return the error answer for an exception.
+
+    A ``RequestError`` becomes 400, a dead engine 503 and any unexpected exception 500.
+    """
     if isinstance(exc, ApiError):
         return exc
     if isinstance(exc, RequestError):
         return ApiError(400, str(exc), exc.param)
     if isinstance(exc, EngineDeadError):
         return ApiError(503, "the engine is not running; the server's log says why", headers={"Retry-After": "5"})
-    if isinstance(exc, MinivllmError):
-        return ApiError(500, INTERNAL)
     return ApiError(500, INTERNAL)

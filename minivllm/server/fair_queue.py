@@ -1,10 +1,10 @@
-"""A queue in which owners take turns: whoever has many in it waits for the own ones, not others for them.
+"""A queue in which owners take turns, so that an owner with many items delays nobody else's.
 
     owner "a"   a1 a2 a3 a4 ...        pop: a1, b1, c1, a2, c2, a3, ...
     owner "b"   b1
     owner "c"   c1 c2
 
-An *owner* is an API key, or an address where no key is needed (``owner_of``): whose budget something is.
+The *owner* of a request is the API key that it came with.  Without API keys it is the client's address (``owner_of``).
 """
 
 from __future__ import annotations
@@ -15,65 +15,74 @@ from collections.abc import Container
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
-NETWORK = 64  # leading bits of an IPv6 address that one client has: the rest is its own to choose
+NETWORK = 64  # bits of an IPv6 network prefix: a client can choose the other bits of its address itself
 
 
 class FairQueue(Generic[T]):
-    """Items by number.  First come, first served among those of an owner; owners in turn, first the one that was served
-    longest ago.  Every operation takes constant time, however many wait (``pop`` with ``but``: one step an owner).
+    """A queue of items, each with an owner and a unique number.
 
-    Invariant: an owner in ``_lanes`` has an item; ``_owner`` has the numbers of all items.
+    The owner that was served longest ago comes next.  An owner's own items leave in the order in which they came.
+    Every operation takes constant time, but ``pop`` with ``but`` takes time linear in the number of owners.
+
+    Invariant: each owner in ``_queues`` has at least one item, and ``_owner`` has the number of every item.
     """
 
     def __init__(self) -> None:
-        self._lanes: OrderedDict[str, OrderedDict[int, T]] = OrderedDict()
+        self._queues: OrderedDict[str, OrderedDict[int, T]] = OrderedDict()
         self._owner: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self._owner)
 
     def push(self, owner: str, number: int, item: T) -> None:
-        """``number`` is that of no other item here."""
-        self._lanes.setdefault(owner, OrderedDict())[number] = item
+        """Add an item.  Its ``number`` must differ from those of all other items in the queue."""
+        self._queues.setdefault(owner, OrderedDict())[number] = item
         self._owner[number] = owner
 
     def pop(self, but: Container[str] = ()) -> tuple[str, int, T] | None:
-        """(owner, number, item) of whose turn it is, those ``but`` left out; None if nobody else waits."""
-        owner = next((one for one in self._lanes if one not in but), None) if but else next(iter(self._lanes), None)
+        """Remove the next item and return (owner, number, item), or None if there is none.
+
+        Owners in ``but`` are skipped.
+        """
+        owner = next((name for name in self._queues if name not in but), None)
         if owner is None:
             return None
-        lane = self._lanes[owner]
-        number, item = lane.popitem(last=False)
+        queue = self._queues[owner]
+        number, item = queue.popitem(last=False)
         del self._owner[number]
-        if lane:
-            self._lanes.move_to_end(owner)
+        if queue:
+            self._queues.move_to_end(owner)
         else:
-            del self._lanes[owner]
+            del self._queues[owner]
         return owner, number, item
 
     def remove(self, number: int) -> T | None:
-        """The item leaves without having had its turn; None if it is not here."""
+        """Remove the item with a number out of turn and return it, or None if the queue does not have it."""
         owner = self._owner.pop(number, None)
         if owner is None:
             return None
-        item = self._lanes[owner].pop(number)
-        if not self._lanes[owner]:
-            del self._lanes[owner]
+        item = self._queues[owner].pop(number)
+        if not self._queues[owner]:
+            del self._queues[owner]
         return item
 
     def clear(self) -> None:
-        self._lanes.clear()
+        self._queues.clear()
         self._owner.clear()
 
 
 def owner_of(tenant: str, client: object) -> str:
-    """Whose budget a request is: the key's name, else the address of ``client``, ASGI's (host, port) or None."""
+    """Return the owner of a request: the name of its API key, else its client's address.
+
+    ``tenant`` is the name of the key, "" without one.  ``client`` is ASGI's (host, port) or None.
+    An IPv6 address is shortened to its network, an IPv4 address inside IPv6 is unpacked.
+    """
     if tenant:
         return tenant
     host = str(client[0]) if isinstance(client, (tuple, list)) and client else ""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a socket in the file system has none
+    except ValueError:  # the client of a Unix socket has no IP address
         return f"address {host[:64]}"
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: slots that many ask for, one at a time of each who asks, and those who wait in turns."""
+"""A fixed number of slots that owners take in turns, each owner at most one at a time."""
 
 from __future__ import annotations
 
@@ -7,46 +7,49 @@ from collections import deque
 
 from .errors import ApiError
 
-MOST_WAITING = 256  # of one who asks
+MOST_WAITING = 256  # waiting jobs of an owner
 
 
 class FairSlots:
-    """``slots`` at once, and at most one of each asker while there are two or more.
+    """Slots for the jobs of owners (see ``fair_queue``).  Each owner holds at most one slot.
 
-    Invariant: a free slot and an asker without one never wait for each other.  So who sends thousands of jobs delays
-    its own, and those of others by one job at most for every other asker who holds a slot.
+    Invariant: while a slot is free, every waiting owner holds a slot already.  So an owner with thousands of jobs
+    delays another owner by one job at most.
     """
 
     def __init__(self, slots: range) -> None:
         self._free = list(reversed(slots))
         self._busy: set[str] = set()
-        self._waiting: dict[str, deque[asyncio.Future[int]]] = {}  # who was served longest ago first
+        self._waiting: dict[str, deque[asyncio.Future[int]]] = {}  # the owner that was served longest ago is first
 
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of waiting jobs."""
         return sum(map(len, self._waiting.values()))
 
-    async def take(self, who: str, refuses: bool = True) -> int:
-        """A slot, which ``give`` gives back.  ApiError (429) if too many jobs of the same asker wait, unless they are
-        bounded in another way and not to be refused."""
-        queue = self._waiting.get(who)
-        if queue is None and who not in self._busy and self._free:
-            self._busy.add(who)
+    async def take(self, owner: str, refuses: bool = True) -> int:
+        """Wait for a slot and return it.  The caller must release it by ``give``.
+
+        Raise ApiError (429) if the owner has too many waiting jobs.  ``refuses=False`` lets a job wait in any case.
+        """
+        queue = self._waiting.get(owner)
+        if queue is None and owner not in self._busy and self._free:
+            self._busy.add(owner)
             return self._free.pop()
         if refuses and queue is not None and len(queue) >= MOST_WAITING:
             what = f"{len(queue)} of your requests wait to be read"
             raise ApiError(429, f"{what}; try again later", headers={"Retry-After": "1"})
         turn: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(who, deque()).append(turn)
+        self._waiting.setdefault(owner, deque()).append(turn)
         try:
             return await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given a slot at the same moment
-                self.give(who, turn.result())
+            if turn.done() and not turn.cancelled():  # the slot came in the same round of the event loop
+                self.give(owner, turn.result())
             raise
 
-    def give(self, who: str, slot: int) -> None:
-        self._busy.discard(who)
+    def give(self, owner: str, slot: int) -> None:
+        """Release an owner's slot and hand free slots to the owners that wait."""
+        self._busy.discard(owner)
         self._free.append(slot)
         for name in list(self._waiting):
             if not self._free:
@@ -54,14 +57,16 @@ class FairSlots:
             if name not in self._busy:
                 self._next(name)
 
-    def _next(self, who: str) -> None:
-        """The next job of an asker, if one still waits; then it is the last in turn."""
-        queue = self._waiting.pop(who)
+    def _next(self, owner: str) -> None:
+        """Give a slot to the oldest waiting job of an owner, and put the owner at the end of the order.
+
+        Jobs that were cancelled while they waited are dropped."""
+        queue = self._waiting.pop(owner)
         while queue:
             turn = queue.popleft()
             if not turn.done():
-                self._busy.add(who)
+                self._busy.add(owner)
                 turn.set_result(self._free.pop())
                 break
         if queue:
-            self._waiting[who] = queue
+            self._waiting[owner] = queue

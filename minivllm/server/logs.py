@@ -1,6 +1,6 @@
-"""The server's log: one line an event on standard error, JSON or text, whatever is in it.
+"""The server's log on standard error: one line for each event, as JSON or as text.
 
-A request's line has its ids, route, status, times and token counts; never a prompt, an answer or a key.
+The line of a request has its ids, route, status, times and token counts.  It never has a prompt, an answer or a key.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from typing import Any
 
 from .errors import printable
 
+MOST = 20_000  # characters of a line of text
 log = logging.getLogger("minivllm.server")
 
 
 class JsonLines(logging.Formatter):
+    """Formats each record as one JSON object."""
+
     def format(self, record: logging.LogRecord) -> str:
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         row: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
+            "time": f"{seconds}.{int(record.msecs):03}Z",
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
@@ -31,21 +35,25 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """For people.  An event with ``told`` is that sentence."""
+    """Formats each record as one line of text: the event's sentence if it has one, else its message and values."""
 
     def format(self, record: logging.LogRecord) -> str:
-        if sentence := getattr(record, "told", ""):
-            return printable(f"minivllm: {sentence}", 20_000)
-        more = " ".join(f"{key}={value}" for key, value in getattr(record, "event", {}).items() if value is not None)
-        line = f"minivllm: {record.levelname.lower()}: {record.getMessage()} {more}".rstrip()
+        if sentence := getattr(record, "sentence", ""):
+            return printable(f"minivllm: {sentence}", MOST)
+        values = getattr(record, "event", {})
+        words = [f"{key}={value}" for key, value in values.items() if value is not None]
+        line = " ".join([f"minivllm: {record.levelname.lower()}: {record.getMessage()}", *words]).rstrip()
         if record.exc_info:
             line += " | " + self.formatException(record.exc_info)
-        return printable(line, 20_000)
+        return printable(line, MOST)
 
 
 def set_up(form: str, level: str = "info") -> None:
-    """Write the logs of the server, the engine and uvicorn to standard error; what others set up is left alone.
-    ``form``: json, text, or auto, which is text on a terminal and JSON elsewhere."""
+    """Write the logs of the server, the engine, uvicorn and asyncio to standard error.
+
+    Loggers of other packages are not changed.
+    ``form`` is "json", "text" or "auto".  "auto" means text on a terminal and JSON elsewhere.
+    """
     if form == "auto":
         form = "text" if sys.stderr.isatty() else "json"
     handler = logging.StreamHandler(sys.stderr)
@@ -58,6 +66,6 @@ def set_up(form: str, level: str = "info") -> None:
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
 
 
-def event(message: str, level: int = logging.INFO, told: str = "", **values: Any) -> None:
-    """``told``: the event as a sentence, for text logs."""
-    log.log(level, message, extra={"event": values, "told": told})
+def event(message: str, level: int = logging.INFO, sentence: str = "", **values: Any) -> None:
+    """Log an event with its values.  Text logs show the ``sentence`` instead of them, if there is one."""
+    log.log(level, message, extra={"event": values, "sentence": sentence})

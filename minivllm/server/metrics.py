@@ -1,6 +1,7 @@
-"""Prometheus metrics: vLLM's names where they exist, so that its dashboards work, and ours by seam.
+"""Metrics of the server in Prometheus' format.
 
-What happens here is counted as it happens; what the engine knows is asked of it when somebody looks.
+Metrics that vLLM has carry vLLM's names, so that its dashboards work.  Others are named ``minivllm:...``.
+Events of the server are counted as they happen.  The engine's figures are read when the metrics are requested.
 """
 
 from __future__ import annotations
@@ -17,118 +18,142 @@ if TYPE_CHECKING:
     from .link.client import EngineInfo, Stream
 
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# Upper edges of histogram buckets: seconds to the first token, between tokens, of a whole request; numbers of tokens.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
-# engine's name of a running total -> ours
+# running total in the engine's statistics -> name and description of the counter
 TOTALS = {
-    "preemptions": ("vllm:num_preemptions", "sequences that had to give back their blocks"),
+    "preemptions": ("vllm:num_preemptions", "sequences that lost their KV blocks to others and had to wait again"),
     "prefix_queries": ("vllm:prefix_cache_queries", "prompt tokens that were looked up in the prefix cache"),
     "prefix_hits": ("vllm:prefix_cache_hits", "prompt tokens that were found in the prefix cache"),
-    "evictions": ("minivllm:evictions", "cached blocks that had to go"),
-    "overshoot_tokens": ("minivllm:overshoot_tokens", "tokens computed behind the end of an answer"),
+    "evictions": ("minivllm:evictions", "cached blocks that were evicted"),
+    "overshoot_tokens": ("minivllm:overshoot_tokens", "tokens that were computed after the end of an answer"),
     "drafted": ("vllm:spec_decode_num_draft_tokens", "tokens that were drafted (speculative decoding)"),
-    "accepted": ("vllm:spec_decode_num_accepted_tokens", "and those that were right"),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "drafted tokens that were accepted"),
     "steps": ("minivllm:steps", "steps of the engine"),
 }  # fmt: skip
-
-
 PARTS = {
-    "queue": "from arrival to a place in the batch", "prefill": "from there to the first token",
+    "queue": "from arrival to a place in the batch", "prefill": "from a place in the batch to the first token",
     "decode": "from the first token to the end", "inference": "from a place in the batch to the end",
 }  # fmt: skip
+# part of a request's time -> the times in ``RequestMetrics`` at which the part begins and ends
+SPANS = {
+    "queue": ("arrival_time", "scheduled_time"),
+    "prefill": ("scheduled_time", "first_token_time"),
+    "decode": ("first_token_time", "finished_time"),
+    "inference": ("scheduled_time", "finished_time"),
+    "ttft": ("arrival_time", "first_token_time"),
+    "whole": ("arrival_time", "finished_time"),
+}
 
 
 class Gaps(Collector):
-    """``vllm:inter_token_latency_seconds``: one observation a token but the first, cheap enough for every token."""
+    """The histogram ``vllm:inter_token_latency_seconds``: the time between two tokens of an answer.
+
+    prometheus_client's own histogram is too slow to be updated for every token.
+    """
 
     def __init__(self, labels: Mapping[str, str]) -> None:
-        self.labels, self.counts, self.sum = labels, [0] * (len(EACH) + 1), 0.0
+        self.labels = labels
+        self.counts = [0] * (len(EACH) + 1)
+        self.sum = 0.0
 
     def add(self, seconds: float, count: int) -> None:
+        """Record ``count`` gaps of ``seconds`` each."""
         self.counts[bisect_left(EACH, seconds)] += count
         self.sum += seconds * count
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
-        whole, buckets = 0, []
-        for edge, count in zip((*map(str, map(float, EACH)), "+Inf"), self.counts, strict=True):
-            whole += count
-            buckets.append((edge, whole))
+        total = 0
+        buckets = []
+        edges = (*(str(float(edge)) for edge in EACH), "+Inf")
+        for edge, count in zip(edges, self.counts, strict=True):
+            total += count
+            buckets.append((edge, total))
         text = "from a token to the next of the same answer"
-        made = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=tuple(self.labels))
-        made.add_metric(list(self.labels.values()), buckets, self.sum)
-        yield made
+        family = HistogramMetricFamily("vllm:inter_token_latency_seconds", text, labels=tuple(self.labels))
+        family.add_metric(list(self.labels.values()), buckets, self.sum)
+        yield family
 
 
 class Metrics:
-    """One per server: its registry is its own."""
+    """All metrics of one server, in a registry of the server's own."""
 
     def __init__(self, model: str, info: EngineInfo) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self._labels = {"model_name": model, "engine": "0"}
-        names = tuple(self._labels)
-        self._seen: dict[str, float] = {}
-
-        def counter(name: str, text: str, *more: str) -> Any:
-            made = Counter(name, text, (*names, *more), registry=self.registry)
-            return made if more else made.labels(**self._labels)
-
-        def gauge(name: str, text: str, *more: str) -> Any:
-            made = Gauge(name, text, (*names, *more), registry=self.registry)
-            return made if more else made.labels(**self._labels)
-
-        def histogram(name: str, text: str, buckets: Any) -> Any:
-            return Histogram(name, text, names, buckets=buckets, registry=self.registry).labels(**self._labels)
-
+        self._seen: dict[str, float] = {}  # running total -> its value when it was last read
+        counter, gauge = self._counter, self._gauge
         self.running = gauge("vllm:num_requests_running", "sequences that run")
         self.waiting = gauge("vllm:num_requests_waiting", "sequences that wait")
         self.cache = gauge("vllm:kv_cache_usage_perc", "share of the KV cache in use, 0 to 1")
         self.prompt = counter("vllm:prompt_tokens", "tokens of prompts")
-        self.cached = counter("vllm:prompt_tokens_cached", "of those, found in the prefix cache")
+        self.cached = counter("vllm:prompt_tokens_cached", "prompt tokens that were found in the prefix cache")
         self.generation = counter("vllm:generation_tokens", "tokens of answers")
         self.success = counter("vllm:request_success", "requests that ended", "finished_reason")
-        self.refused = counter("vllm:admission_rejections", "requests refused at the door", "reason")
-        self.first = histogram("vllm:time_to_first_token_seconds", "from arrival to the first token", FIRST)
-        self.each = histogram(
-            "vllm:request_time_per_output_token_seconds", "after the first, the mean of a request", EACH
-        )
-        self.whole = histogram("vllm:e2e_request_latency_seconds", "from arrival to the end", WHOLE)
-        self.prompts = histogram("vllm:request_prompt_tokens", "of a request", SIZES)
-        self.generations = histogram("vllm:request_generation_tokens", "of a request", SIZES)
-        self.n = histogram("vllm:request_params_n", "answers asked for", (1, 2, 5, 10, 20, 50, 100))
-        self.most = histogram("vllm:request_params_max_tokens", "tokens asked for", SIZES)
-        self.times = {part: histogram(f"vllm:request_{part}_time_seconds", text, WHOLE) for part, text in PARTS.items()}
+        self.refused = counter("vllm:admission_rejections", "requests that were refused with 429 or 503", "reason")
+        self.first = self._histogram("vllm:time_to_first_token_seconds", "from arrival to the first token", FIRST)
+        text = "mean time of a request's tokens after the first"
+        self.each = self._histogram("vllm:request_time_per_output_token_seconds", text, EACH)
+        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "from arrival to the end", WHOLE)
+        self.prompts = self._histogram("vllm:request_prompt_tokens", "prompt tokens of a request", SIZES)
+        self.generations = self._histogram("vllm:request_generation_tokens", "output tokens of a request", SIZES)
+        self.n = self._histogram("vllm:request_params_n", "answers requested (n)", (1, 2, 5, 10, 20, 50, 100))
+        self.most = self._histogram("vllm:request_params_max_tokens", "tokens requested (max_tokens)", SIZES)
+        self.times = {part: self._histogram(f"vllm:request_{part}_time_seconds", PARTS[part], WHOLE) for part in PARTS}
         self.gaps = Gaps(self._labels)
         self.registry.register(self.gaps)
         self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
-        self.restarts = counter("minivllm:engine_restarts", "times that an engine which had ended was started again")
+        self.restarts = counter("minivllm:engine_restarts", "restarts of an engine that had ended")
         self.parts = gauge("minivllm:step_part_seconds", "median host time of a part of a step", "part")
-        self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in a step", "seam", "plugin")
-        self.figures = gauge("minivllm:plugin_figure", "what a plug-in counts", "seam", "figure")
-        self.joules = counter("minivllm:energy_joules", "of the counter that is read, while the engine", "state")
-        self.each_token = Gauge(
-            "minivllm:joules_per_output_token", "busy joules a token", names, registry=self.registry
-        )
+        self.seams = gauge("minivllm:seam_seconds", "mean host time of a plug-in in a step", "seam", "plugin")
+        self.figures = gauge("minivllm:plugin_figure", "a figure that a plug-in reports", "seam", "figure")
+        self.joules = counter("minivllm:energy_joules", "energy used while the engine was busy or idle", "state")
+        text = "energy of an output token, idle time excluded"
+        # without a child until the energy is known, so that no 0 is shown
+        names = tuple(self._labels)
+        self.each_token = Gauge("minivllm:joules_per_output_token", text, names, registry=self.registry)
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}
-        self._plugins = dict(info.selections)
-        selected = Gauge("minivllm:plugin_info", "what was chosen", (*names, "seam", "plugin"), registry=self.registry)
-        for seam, plugin in self._plugins.items():
-            for one in plugin if isinstance(plugin, list) else [plugin]:
-                selected.labels(**self._labels, seam=seam, plugin=str(one)).set(1)
-        size = Gauge("vllm:cache_config_info", "the KV cache", (*names, "kv_tokens"), registry=self.registry)
+        self._plugins = {seam: _names_of(plugin) for seam, plugin in info.selections.items()}
+        selected = gauge("minivllm:plugin_info", "the plug-ins that were chosen", "seam", "plugin")
+        for seam, plugins in self._plugins.items():
+            for plugin in plugins:
+                selected.labels(**self._labels, seam=seam, plugin=plugin).set(1)
+        size = gauge("vllm:cache_config_info", "the KV cache", "kv_tokens")
         size.labels(**self._labels, kv_tokens=str(info.kv_tokens)).set(1)
 
+    def _counter(self, name: str, text: str, *labels: str) -> Any:
+        """Return a new counter; one without ``labels`` of its own already has the server's labels set."""
+        metric = Counter(name, text, (*self._labels, *labels), registry=self.registry)
+        return metric if labels else metric.labels(**self._labels)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Any:
+        """Return a new gauge; one without ``labels`` of its own already has the server's labels set."""
+        metric = Gauge(name, text, (*self._labels, *labels), registry=self.registry)
+        return metric if labels else metric.labels(**self._labels)
+
+    def _histogram(self, name: str, text: str, buckets: Any) -> Any:
+        """Return a new histogram with the server's labels set."""
+        metric = Histogram(name, text, tuple(self._labels), buckets=buckets, registry=self.registry)
+        return metric.labels(**self._labels)
+
     def http(self, route: Any, status: int) -> None:
-        """An answer; ``route`` is the router's, so that paths which nobody serves do not become labels."""
+        """Count an HTTP answer.
+
+        ``route`` is the router's route, None for an unknown path.  All unknown paths share one label, since clients
+        could otherwise create any number of labels.
+        """
         path = getattr(route, "path", "other")
         self.answers.labels(**self._labels, route=path, status=str(status)).inc()
         if status in (429, 503):
-            self.refused.labels(**self._labels, reason="queue_full" if status == 429 else "unavailable").inc()
+            reason = "queue_full" if status == 429 else "unavailable"
+            self.refused.labels(**self._labels, reason=reason).inc()
 
     def finished(self, stream: Stream) -> None:
-        """A request that has left, whole or not."""
-        about, tokens = stream.metrics, stream.completion_tokens
+        """Count a request that has ended, completely or not."""
+        tokens, answers = stream.completion_tokens, stream.params.n
         reasons = [text.finish_reason or "abort" for text in stream.texts]
         reason = next((r for r in ("error", "abort", "length") if r in reasons), "stop")
         self.success.labels(**self._labels, finished_reason=reason).inc()
@@ -137,72 +162,80 @@ class Metrics:
         self.generation.inc(tokens)
         self.prompts.observe(stream.prompt_tokens)
         self.generations.observe(tokens)
-        self.n.observe(stream.params.n)
+        self.n.observe(answers)
         if stream.params.max_tokens is not None:
             self.most.observe(stream.params.max_tokens)
-        for part, seconds in times_of(stream).items():
-            if part in self.times:
-                self.times[part].observe(seconds)
-        if about.first_token_time is not None:
-            self.first.observe(max(about.first_token_time - about.arrival_time, 0))
-            if about.finished_time is not None:
-                after = max(about.finished_time - about.first_token_time, 0)
-                self.whole.observe(max(about.finished_time - about.arrival_time, 0))
-                if tokens > stream.params.n:
-                    self.each.observe(after / (tokens / stream.params.n - 1))
+        times = times_of(stream)
+        for part, histogram in self.times.items():
+            if part in times:
+                histogram.observe(times[part])
+        if "ttft" in times:
+            self.first.observe(times["ttft"])
+        if "decode" in times:
+            self.whole.observe(times["whole"])
+            if tokens > answers:
+                self.each.observe(times["decode"] / (tokens / answers - 1))
 
     def text(self, stats: Mapping[str, Any], restarts: int = 0) -> bytes:
-        """Return all of it, with what the engine says of itself and how often it was started again."""
-        self.restarts.inc(max(restarts - self._seen.get("restarts", 0), 0))
-        self._seen["restarts"] = restarts
+        """Return all metrics in Prometheus' text format.
+
+        ``stats`` are the engine's statistics, empty if the engine does not answer.
+        ``restarts`` is the number of times that the engine was restarted.
+        """
+        self._advance(self.restarts, "restarts", restarts)
         if stats:
-            self.running.set(stats["running"])
-            self.waiting.set(stats["waiting"])
-            total = max(stats["blocks_total"], 1)
-            self.cache.set((total - stats["blocks_free"] - stats["blocks_cached"]) / total)
-            guessed = stats.get("speculation", {})
-            totals = {**stats, "drafted": guessed.get("proposed", 0), "accepted": guessed.get("accepted", 0)}
-            for key, total_counter in self._totals.items():
-                total_counter.inc(max(totals.get(key, 0) - self._seen.get(key, 0), 0))
-                self._seen[key] = totals.get(key, 0)
-            self._count_joules(stats.get("energy"))
-            for part in ("plan", "submit", "wait", "publish"):
-                self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
-            for seam, ms in stats["seam_ms"].items():
-                name, _, plugin = seam.partition(":")
-                found = self._plugins.get(name, "")
-                chosen = plugin or (",".join(map(str, found)) if isinstance(found, list) else str(found))
-                self.seams.labels(**self._labels, seam=name, plugin=chosen).set(ms / 1e3)
-            self.figures.clear()  # one that a plug-in gives no longer is not shown with its last number
-            for seam, figures in stats.get("figures", {}).items():
-                for name, number in figures.items():
-                    self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
+            self._read(stats)
         return generate_latest(self.registry)
 
+    def _advance(self, counter: Any, key: str, total: float) -> None:
+        """Add the growth of a running total to its counter.  The total of a restarted engine begins at 0 again."""
+        counter.inc(max(total - self._seen.get(key, 0), 0))
+        self._seen[key] = total
+
+    def _read(self, stats: Mapping[str, Any]) -> None:
+        """Update the metrics that come from the engine's statistics."""
+        self.running.set(stats["running"])
+        self.waiting.set(stats["waiting"])
+        blocks = max(stats["blocks_total"], 1)
+        used = blocks - stats["blocks_free"] - stats["blocks_cached"]
+        self.cache.set(used / blocks)
+        drafts = stats.get("speculation", {})
+        totals = {**stats, "drafted": drafts.get("proposed", 0), "accepted": drafts.get("accepted", 0)}
+        for key, counter in self._totals.items():
+            self._advance(counter, key, totals.get(key, 0))
+        self._count_joules(stats.get("energy"))
+        for part in ("plan", "submit", "wait", "publish"):
+            self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
+        for key, ms in stats["seam_ms"].items():
+            seam, _, plugin = key.partition(":")
+            plugin = plugin or ",".join(self._plugins.get(seam, ()))
+            self.seams.labels(**self._labels, seam=seam, plugin=plugin).set(ms / 1e3)
+        self.figures.clear()  # otherwise a figure that is no longer reported would keep its last number
+        for seam, figures in stats.get("figures", {}).items():
+            for name, number in figures.items():
+                self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
+
     def _count_joules(self, energy: Mapping[str, Any] | None) -> None:
-        """Nothing is shown where no counter is read."""
-        for state in ("busy", "idle") if energy else ():
-            found, key = energy[f"{state}_joules"], f"joules:{state}"  # type: ignore[index]
-            self.joules.labels(**self._labels, state=state).inc(max(found - self._seen.get(key, 0), 0))
-            self._seen[key] = found
-        if energy and energy["joules_per_output_token"] is not None:
+        """Update the metrics of energy.  ``energy`` is None if the engine reads no counter of joules."""
+        if not energy:
+            return
+        for state in ("busy", "idle"):
+            counter = self.joules.labels(**self._labels, state=state)
+            self._advance(counter, f"joules:{state}", energy[f"{state}_joules"])
+        if energy["joules_per_output_token"] is not None:
             self.each_token.labels(**self._labels).set(energy["joules_per_output_token"])
 
 
+def _names_of(plugin: Any) -> list[str]:
+    """Return the names of the plug-ins chosen for a seam, which has one or a list of them."""
+    return [str(name) for name in plugin] if isinstance(plugin, list) else [str(plugin)]
+
+
 def times_of(stream: Stream) -> dict[str, float]:
-    """Seconds of the parts of a request, as far as it came."""
-    about = stream.metrics
-    arrival, entered, first, end = (
-        about.arrival_time,
-        about.scheduled_time,
-        about.first_token_time,
-        about.finished_time,
-    )
-    spans = {
-        "queue": (arrival, entered),
-        "prefill": (entered, first),
-        "decode": (first, end),
-        "inference": (entered, end),
-        "ttft": (arrival, first),
-    }
-    return {part: max(b - a, 0.0) for part, (a, b) in spans.items() if a is not None and b is not None}
+    """Return the seconds of each part of a request (``SPANS``) that has both begun and ended."""
+    times = {}
+    for part, names in SPANS.items():
+        begin, end = (getattr(stream.metrics, name) for name in names)
+        if begin is not None and end is not None:
+            times[part] = max(end - begin, 0.0)
+    return times

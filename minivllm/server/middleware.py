@@ -1,7 +1,8 @@
 """Middleware of the operator: classes and functions around the routes, named on the command line.
 
-A class is ASGI middleware, ``MyMiddleware(app)`` with ``async __call__(scope, receive, send)``; a function is
-``async f(request, call_next)``, which returns the response.  They stand behind the checks of keys, hosts and origins.
+A class is ASGI middleware: ``MyMiddleware(app)`` with ``async __call__(scope, receive, send)``.
+A function is ``async f(request, call_next)`` and returns the response.
+A request reaches them after the checks of its key, host and origin.
 """
 
 from __future__ import annotations
@@ -17,40 +18,47 @@ from minivllm.errors import ConfigError, describe_error, shown
 
 
 def load(names: Sequence[str]) -> list[Any]:
-    """Return what ``module:attribute``, or ``module.attribute``, names.  ConfigError if it cannot be had or is neither
-    a class nor an async function."""
+    """Import the classes and functions named by ``module:attribute`` or ``module.attribute``.
+
+    Raise ConfigError if the import fails or the object is neither a class nor an async function.
+    """
     return [_load(name) for name in names]
 
 
 def _load(name: str) -> Any:
-    said = f"--middleware {shown(name)}"
+    option = f"--middleware {shown(name)}"
     module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
     if not module or not attribute:
-        raise ConfigError(f"{said}: want module:attribute, a class or an async function")
+        raise ConfigError(f"{option}: expected module:attribute, the name of a class or an async function")
     try:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
     except Exception as exc:
-        raise ConfigError(f"{said}: {describe_error(exc)}; want module:attribute that can be imported") from exc
+        what = describe_error(exc)
+        raise ConfigError(f"{option}: {what}; expected module:attribute that can be imported") from exc
     if not (inspect.isclass(found) or inspect.iscoroutinefunction(found)):
-        raise ConfigError(f"{said} is {type(found).__name__}: want an ASGI middleware class or an async function")
+        kind = type(found).__name__
+        raise ConfigError(f"{option} is {kind}: expected an ASGI middleware class or an async function")
     return found
 
 
-def around(app: Any, found: Sequence[Any]) -> Any:
-    """Return the application within all of them, the first outermost."""
-    if not found:
+def around(app: Any, middleware: Sequence[Any]) -> Any:
+    """Wrap an application in middleware, the first outermost, and return the result."""
+    if not middleware:
         return app
-    inner: Any = Undirected(app)
-    for one in reversed(found):
-        made: Any = one
-        inner = made(inner) if inspect.isclass(one) else BaseHTTPMiddleware(inner, dispatch=made)
-    return inner
+    wrapped: Any = NoDirectSending(app)
+    for one in reversed(middleware):
+        layer: Any = one
+        wrapped = layer(wrapped) if inspect.isclass(one) else BaseHTTPMiddleware(wrapped, dispatch=layer)
+    return wrapped
 
 
-class Undirected:
-    """Takes away the way from the engine straight to the connection: middleware sees all that is sent."""
+class NoDirectSending:
+    """ASGI middleware that makes every answer go through ``send``, where the operator's middleware can see it.
+
+    It removes the connection's ``Direct`` writer from the scope, by which text would bypass ``send``.
+    """
 
     def __init__(self, app: Any) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Routes about the server and the model: health, names, tokens, metrics, and what an operator may do."""
+"""Routes about the server and the model: model names, tokens, version, metrics, and the operator's routes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,20 @@ from .openai.generate import Service, read_body
 from .openai.protocol.tokens import DetokenizeBody, TokenizeBody
 from .openai.tokens import MANY
 
-MOST_IDS = 1 << 20  # of /detokenize
+MOST_IDS = 1 << 20  # token ids of a request to /detokenize
 
 
 async def models(request: Request, service: Service) -> Any:
+    """List the names of the model that is served."""
     return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.names]})
 
 
 async def model(request: Request, service: Service) -> Any:
-    if not request.path_params["model"]:
+    """Describe the model with the name in the path."""
+    name = request.path_params["model"]
+    if not name:
         raise unknown_routes.missing("/v1/models/", ["/v1/models"])
-    return JSONResponse(_card(service, service.check_model(request.path_params["model"])))
+    return JSONResponse(_card(service, service.check_model(name)))
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -50,53 +53,72 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 
 
 async def version(request: Request, service: Service) -> Any:
+    """Return minivllm's version."""
     return JSONResponse({"version": minivllm.__version__})
 
 
 async def tokenize(request: Request, service: Service) -> Any:
+    """Return the token ids of a prompt or of a chat."""
     body = await read_body(request, service, TokenizeBody)
     _, warnings = fields.check(body)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "prompt: want either prompt or messages", "prompt")
-    salt, who = (request.scope["state"]["tenant"], ""), request.scope["state"]["owner"]
+        raise ApiError(400, "prompt: expected either prompt or messages", "prompt")
+    tenant, owner = (request.scope["state"][name] for name in ("tenant", "owner"))
+    salt = tenant, ""
     if body.prompt is not None:
-        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt, who=who)
+        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt, who=owner)
     else:
-        asked = chat.tools.read_tools(body.tools, None, None)
-        ids = await chat.render(service, chat.check_messages(body.messages), asked.shown, body, salt, who)
-    out = {"count": len(ids), "max_model_len": service.client.info.max_model_len, "tokens": ids, "token_strs": None}
-    if body.return_token_strs:
-        spelled: list[str | None] = []
-        out["token_strs"] = spelled
-        for at in range(0, len(ids), MANY):
-            spelled += map(service.tokens.need().token, ids[at : at + MANY])
-            await asyncio.sleep(0)  # others have their turn
-    return _json({**out, "warnings": warnings} if warnings else out)
+        tool_choice = chat.tools.read_tools(body.tools, None, None)
+        messages = chat.check_messages(body.messages)
+        ids = await chat.render(service, messages, tool_choice.shown, body, salt, owner)
+    spelled = await _spelled(service, ids) if body.return_token_strs else None
+    answer = {
+        "count": len(ids),
+        "max_model_len": service.client.info.max_model_len,
+        "tokens": ids,
+        "token_strs": spelled,
+    }
+    if warnings:
+        answer["warnings"] = warnings
+    return _json(answer)
+
+
+async def _spelled(service: Service, ids: list[int]) -> list[str | None]:
+    """Return the tokenizer's strings of token ids, and let other tasks run in between."""
+    spelled: list[str | None] = []
+    for at in range(0, len(ids), MANY):
+        spelled += map(service.tokens.need().token, ids[at : at + MANY])
+        await asyncio.sleep(0)
+    return spelled
 
 
 async def detokenize(request: Request, service: Service) -> Any:
+    """Return the text of token ids."""
     body = await read_body(request, service, DetokenizeBody)
     fields.check(body)
     service.check_model(body.model)
-    ids, vocab = body.tokens, service.client.info.vocab_size
+    ids = body.tokens
+    vocab = service.client.info.vocab_size
     if isinstance(ids, np.ndarray):
-        ok = len(ids) <= MOST_IDS and ids.min() >= 0 and ids.max() < vocab
+        valid = len(ids) <= MOST_IDS and ids.min() >= 0 and ids.max() < vocab
     else:
-        ok = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
-    if not ok:
-        raise ApiError(400, f"tokens: want a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}", "tokens")
+        valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < vocab for i in ids)
+    if not valid:
+        what = f"tokens: expected a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}"
+        raise ApiError(400, what, "tokens")
     return _json({"prompt": await service.tokens.decode(ids, False, request.scope["state"]["owner"])})
 
 
 def _json(value: Any) -> Response:
-    """An answer that may be long: ten times as fast as JSONResponse."""
+    """Return a JSON answer.  It is written ten times as fast as by JSONResponse, since it may be long."""
     return Response(dump(value), media_type="application/json")
 
 
 async def tokenizer_info(request: Request, service: Service) -> Any:
+    """Return the tokenizer's special tokens, its sizes and its chat template."""
     tokenizer = service.tokens.need()
-    special = {"bos_token": None, "eos_token": None, "pad_token": None, "unk_token": None, **tokenizer.special_tokens}
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | tokenizer.special_tokens
     if special["eos_token"] is None and tokenizer.eos_ids:
         special["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
     return JSONResponse(
@@ -111,13 +133,14 @@ async def tokenizer_info(request: Request, service: Service) -> Any:
 
 
 async def prometheus(request: Request, service: Service) -> Any:
-    ok, _ = service.client.healthy()
-    stats = await service.client.stats() if ok else {}
+    """Return the metrics in Prometheus' text format."""
+    healthy, _ = service.client.healthy()
+    stats = await service.client.stats() if healthy else {}
     return Response(service.metrics.text(stats, service.client.restarted), headers={"Content-Type": metrics.TYPE})
 
 
 async def start_profile(request: Request, service: Service) -> Any:
-    """Begin a profile, if its file can be written."""
+    """Start a profile.  The request fails if a file cannot be written in the server's folder."""
     try:
         with tempfile.TemporaryFile(dir="."):
             pass
@@ -128,7 +151,7 @@ async def start_profile(request: Request, service: Service) -> Any:
 
 
 async def stop_profile(request: Request, service: Service) -> Any:
-    """End a profile and name its file."""
+    """End the profile and return the name of its file."""
     path = await service.client.profile(False)
     if not os.path.isfile(path) or not os.path.getsize(path):
         raise _unwritten("the file is not there")
@@ -136,20 +159,26 @@ async def stop_profile(request: Request, service: Service) -> Any:
 
 
 def _unwritten(why: str) -> ApiError:
-    what = f"the profile cannot be written: {why}; profiles go into the folder that the server was started in"
-    return ApiError(500, f"{what}: start it in one that is there, in which it may write")
+    what = f"the profile cannot be written: {why}; profiles are written to the folder in which the server was started"
+    return ApiError(500, f"{what}: start the server in an existing, writable folder")
 
 
 async def debug_state(request: Request, service: Service) -> Any:
-    """Return what the engine and the server hold; this request itself is not counted."""
+    """Return the sizes of the tables and the memory of the engine and the server.
+
+    This request itself is not counted.  ``?trim=1`` first returns free memory of the heap to the operating system.
+    """
     trim = request.query_params.get("trim", "") == "1"
-    of_engine = await service.client.state(trim)
-    tables = {**service.client.tables(), "inside": service.door.inside, "tasks": len(asyncio.all_tasks())}
+    engine = await service.client.state(trim)
+    tables = service.client.tables()
+    tables["inside"] = service.door.inside
+    tables["tasks"] = len(asyncio.all_tasks())
     tables["body_bytes"] = sum(service.bodies.held.values())
     memory = {"token_cache_bytes": service.tokens.cached_bytes}
-    of_server = {"tables": tables, "memory": memory, "process": state.process(trim)}
-    return JSONResponse({"engine": of_engine, "server": of_server})
+    server = {"tables": tables, "memory": memory, "process": state.process(trim)}
+    return JSONResponse({"engine": engine, "server": server})
 
 
 async def reset_prefix_cache(request: Request, service: Service) -> Any:
+    """Empty the prefix cache.  ``reset`` tells whether that was done."""
     return JSONResponse({"reset": await service.client.reset_prefix_cache()})

@@ -1,4 +1,9 @@
-"""Do the jobs of the worker pool, in processes that ``minivllm.runtime.processes.confined`` keeps."""
+"""The functions that the worker pool's processes run.
+
+``WorkerPool`` sends a job and parts of bytes.  The job is a JSON object that has the name of a function under ``op``.
+A function returns the parts of the answer.  The first part is a JSON object with the small values, ``{}`` if there are
+none.
+"""
 
 from __future__ import annotations
 
@@ -22,28 +27,20 @@ from .openai.logprobs import Speller
 from .openai.params import whole_form
 from .openai.tokens import too_long
 
-WARM = 5  # times the limits of a chat, for what is made once: a second tokenizer, perhaps
-FEW = 256  # ids that may as well travel as JSON
+WARM = 5  # times a chat's limits: the first use of the tokenizer and the template creates objects that are kept
+FEW = 256  # token ids that are sent as JSON, since arrays pay only for more
 
 
 def make(hello: bytes) -> Work:
-    told = json.loads(hello)
-    tokenizer = None if told["tokenizer"] is None else Tokenizer.from_json(told["tokenizer"])
+    """Return the function that runs a job.  ``hello`` is the pool's JSON of the tokenizer and the limits of a chat."""
+    setup = json.loads(hello)
+    tokenizer = None if setup["tokenizer"] is None else Tokenizer.from_json(setup["tokenizer"])
     if tokenizer is not None:
-        prepare(lambda: warm(tokenizer), WARM * told["seconds"], WARM * told["megabytes"])
+        prepare(lambda: warm(tokenizer), WARM * setup["seconds"], WARM * setup["megabytes"])
 
     def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
         try:
-            if job["op"] == "read":
-                return read(parts[0], job["inner"])
-            if job["op"] == "form":
-                return form(parts[0])
-            if job["op"] == "shape":
-                return shape(tokenizer, job, parts)
-            if job["op"] == "places":
-                return places(tokenizer, job, *parts)
-            assert tokenizer is not None
-            return JOBS[job["op"]](tokenizer, job, parts[0])
+            return run(tokenizer, job, parts)
         except ApiError as e:
             return [dump({"error": [e.status, str(e), e.param]})]
         except RequestError as e:
@@ -52,8 +49,22 @@ def make(hello: bytes) -> Work:
     return work
 
 
+def run(tokenizer: Tokenizer | None, job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+    """Run a job and return the parts of its answer."""
+    if job["op"] == "read":
+        return read(parts[0], job["inner"])
+    if job["op"] == "form":
+        return form(parts[0])
+    if job["op"] == "shape":
+        return shape(tokenizer, job, parts)
+    if job["op"] == "places":
+        return places(tokenizer, job, *parts)
+    assert tokenizer is not None
+    return JOBS[job["op"]](tokenizer, job, parts[0])
+
+
 def warm(tokenizer: Tokenizer) -> None:
-    """Make what is made by need."""
+    """Encode a short text and chat, so that workers inherit the objects that their first use creates."""
     tokenizer.encode("a")
     if tokenizer.chat_template is not None:
         tokenizer.encode_chat(tokenizer.chat_prompt([{"role": "user", "content": "<a>"}]))
@@ -64,61 +75,77 @@ def dump(value: Any) -> bytes:
 
 
 def read(raw: bytes, inner: str) -> list[bytes]:
-    """The body without its token ids, and these."""
+    """Parse and check a request body.  Return its JSON, with long lists of token ids moved to arrays of their own.
+
+    ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
+    """
     bounds.check_shape(raw)
     value = load_object(raw) if inner else parse_object(raw)
     body = value.get(inner) if inner else value
-    columns, parts = [], []
+    columns, arrays = [], []
     if isinstance(body, dict):
         bounds.check_fields(body)
-        for name in bounds.IDS:  # token ids travel as arrays
-            if (found := ids_of(body.get(name))) is not None:
+        for name in bounds.IDS:
+            found = ids_of(body.get(name))
+            if found is not None:
                 ids, lengths = found
                 columns.append([name, lengths])
-                parts.append(ids.tobytes())
+                arrays.append(ids.tobytes())
                 body[name] = None
     rest = json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
     bounds.check_values(bounds.shape_of(rest).values)
-    return [dump({"columns": columns}), rest, *parts]
+    return [dump({"columns": columns}), rest, *arrays]
 
 
 def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
-    """The ids (i64) of a list of many whole numbers, or of a list of lists of them and the lengths of these; None if it
-    is anything else."""
+    """Return a long list of token ids as an array (i64 [n]) and None.
+
+    For a list of lists, return the array of all their ids and the length of each list.
+    Return None for every other value, for short lists and for numbers that i64 cannot hold.
+    """
     if not isinstance(value, list) or not value:
         return None
-    nested = all(type(one) is list for one in value)
-    flat = [i for one in value for i in one] if nested else value
-    if len(flat) <= FEW or set(map(type, flat)) != {int} or (nested and not all(value)):
+    nested = all(type(row) is list for row in value)
+    flat = [i for row in value for i in row] if nested else value
+    if len(flat) <= FEW or set(map(type, flat)) != {int}:
         return None
+    if nested and not all(value):  # an empty list is an error, which the reader of the JSON reports
+        return None
+    lengths = [len(row) for row in value] if nested else None
     try:
-        return np.array(flat, np.int64), [len(one) for one in value] if nested else None
+        return np.array(flat, np.int64), lengths
     except OverflowError:
         return None
 
 
 def form(part: bytes) -> list[bytes]:
-    """What the text must fit; a schema is closed where it has to be, and text."""
+    """Return the ``structured_outputs`` of a body, from the JSON of the body's fields in ``worker_pool.FORMS``.
+
+    A JSON schema is returned as the final text of the schema.
+    """
     body = SimpleNamespace(**json.loads(part))
     asked = whole_form(body, tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls))
-    made = StructuredOutputsParams.of(asked)
-    if made is not None and made.source.kind == "json":
-        of = made.source
-        asked = {"json": of.text, "disable_any_whitespace": not of.any_whitespace}
-        asked |= {} if of.whitespace is None else {"whitespace_pattern": of.whitespace}
+    params = StructuredOutputsParams.of(asked)
+    if params is not None and params.source.kind == "json":
+        source = params.source
+        asked = {"json": source.text, "disable_any_whitespace": not source.any_whitespace}
+        if source.whitespace is not None:
+            asked["whitespace_pattern"] = source.whitespace
     return [b"{}", dump(asked)]
 
 
 def chat(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
-    """Return the ids of a conversation.  The template has limits of its own; tokenizing what it printed has the rest
-    of the job's."""
-    asked = json.loads(part)
+    """Return the token ids (i32) of a conversation.
+
+    Filling the template is limited to ``job["render"]`` seconds, and encoding its text to the rest of the job's time.
+    """
+    conversation = json.loads(part)
     allow(job["render"])
     if job["split"]:
-        prompt = tokenizer.chat_prompt(**asked)
+        prompt = tokenizer.chat_prompt(**conversation)
         text = prompt.text
     else:
-        text = str(tokenizer.apply_chat_template(tokenize=False, **asked))
+        text = str(tokenizer.apply_chat_template(tokenize=False, **conversation))
     allow(job["seconds"] - job["render"])
     too_long(text, job["most"], "messages")
     ids = tokenizer.encode_chat(prompt) if job["split"] else tokenizer.encode(text, False)
@@ -126,21 +153,27 @@ def chat(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
 
 
 def encode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
-    found = [tokenizer.encode(text, job["special"]) for text in json.loads(part)]
-    return [dump({"lengths": list(map(len, found))}), np.array([i for ids in found for i in ids], np.int32).tobytes()]
+    """Return the token ids (i32) of texts in one array, and the number of ids of each text."""
+    encoded = [tokenizer.encode(text, job["special"]) for text in json.loads(part)]
+    ids = [i for row in encoded for i in row]
+    return [dump({"lengths": list(map(len, encoded))}), np.array(ids, np.int32).tobytes()]
 
 
 def decode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
+    """Return the text of token ids (i64), in UTF-8 that may have halves of surrogate pairs."""
     ids = np.frombuffer(part, np.int64).tolist()
-    return [b"{}", tokenizer.decode(ids, skip_special_tokens=job["skip"]).encode("utf-8", "surrogatepass")]
+    text = tokenizer.decode(ids, skip_special_tokens=job["skip"])
+    return [b"{}", text.encode("utf-8", "surrogatepass")]
 
 
 def shape(tokenizer: Tokenizer | None, job: dict[str, Any], columns: list[bytes]) -> list[bytes]:
+    """Return the JSON of a part of an answer's log-probabilities, which come as ``Scored.pack`` packs them."""
     speller = Speller(tokenizer, job["as_ids"], job["detokenize"])
     return [b"{}", *answers.shaped(job["kind"], Scored.unpack(columns).rows(), job["top"], speller)]
 
 
 def places(tokenizer: Tokenizer | None, job: dict[str, Any], tokens: bytes, text: bytes) -> list[bytes]:
+    """Return the position in the answer's text (i64) at which each token begins."""
     prompt = text.decode("utf-8", "surrogatepass") if job["given"] else None
     ids = np.frombuffer(tokens, np.int64).tolist()
     return [b"{}", answers.places(tokenizer, ids, job["skip"], job["begin"], prompt).tobytes()]

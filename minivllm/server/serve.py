@@ -1,10 +1,12 @@
-"""``minivllm serve``: the engine, the application and the socket, from the first byte to a clean end.
+"""``minivllm serve``: start the engine, the application and the listening socket, and shut them down.
 
-The socket is bound first, so that a port in use is told before a model is loaded; /health says 503 until it is.
+The socket is bound first, so that a port in use is reported before a model is loaded.  /health answers 503 until the
+model is loaded.
 
-    SIGTERM, SIGINT   no new requests; running ones have ``drain_timeout`` seconds; exit 0, or 6 if some had to go
-    once more         everything ends now
-    a dead engine     every stream is told; exit 7
+    SIGTERM, SIGINT   refuse new requests and wait ``drain_timeout`` seconds for running ones; exit with 0, or with 6 if
+                      some did not finish
+    a second signal   end at once
+    a dead engine     report it to every stream; exit with 7
 """
 
 from __future__ import annotations
@@ -54,20 +56,22 @@ if TYPE_CHECKING:
 
     from .link.client import EngineClient, EngineInfo
 
-NOT_DRAINED = 6
-LAST = 3  # seconds for connections to close at the end
-LOOK = 1.0  # seconds between looks at the engine
-HEAP_GROWN = 2 << 20  # bytes that the resident memory may rise before unused pages of the heap are given back
+NOT_DRAINED = 6  # exit status
+LAST = 3  # seconds for connections to close at shutdown
+LOOK = 1.0  # seconds between checks of the engine
+HEAP_GROWN = 2 << 20  # bytes by which the resident memory may grow before free heap pages are returned to the system
 
 
 def serve(args: argparse.Namespace, loaded: Loaded) -> int:
-    """The command, with its configuration.  Returns the exit code."""
+    """Run the command ``minivllm serve`` with its arguments and configuration, and return the exit code."""
     keys = list(args.api_key or ())
     if not keys and os.environ.get(ENVIRONMENT):
         keys = [os.environ[ENVIRONMENT]]
     admin_key = os.environ.get(ADMIN, "")
-    if any(not key.strip() or not is_text(key) for key in [*keys, *([admin_key] if admin_key else ())]):
-        raise ConfigError(f"--api-key, {ENVIRONMENT} or {ADMIN}: is empty, or no Unicode text; want a key")
+    for key in (*keys, admin_key) if admin_key else keys:
+        if not key.strip() or not is_text(key):
+            names = f"--api-key, {ENVIRONMENT} or {ADMIN}"
+            raise ConfigError(f"{names}: the key is empty or not valid Unicode text; expected a key")
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
     if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
@@ -80,22 +84,28 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def fair_to(keys: Sequence[str], loaded: Loaded) -> Loaded:
-    """Return the configuration with the policy ``fair`` where several keys share the engine and no policy was chosen:
-    keys are tenants that shall be served as much as each other."""
+    """Return the configuration, with the scheduler ``fair`` if there are several API keys and no scheduler was chosen.
+
+    Several keys mean several tenants, and each should get the same share of the engine.
+    """
     engine = loaded.engine
     if len(set(keys)) < 2 or "scheduler" in engine.model_fields_set:
         return loaded
-    chosen = type(engine)(**engine.model_dump(exclude_unset=True), scheduler="fair")
-    return replace(loaded, engine=chosen, origins={**loaded.origins, "scheduler": "several keys"})
+    fair = type(engine)(**engine.model_dump(exclude_unset=True), scheduler="fair")
+    return replace(loaded, engine=fair, origins={**loaded.origins, "scheduler": "several keys"})
 
 
 def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
-    """Return what the routes need, over a client that is open.  ``model``: as the configuration has it; ``sampling``:
-    its ``[sampling]`` table."""
+    """Return the state that the routes share.
+
+    ``client`` must be open.  ``model`` is the model's name or path in the configuration, and ``sampling`` its
+    ``[sampling]`` table.
+    """
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
     info = client.info
-    declared_params.installed()  # now, and not in a request: it imports the specs of other packages
+    # imports the specs of other packages, which would delay the first request
+    declared_params.installed()
     metrics = Metrics(names[0], info)
     client.on_gap = metrics.gaps.add
     pool = WorkerPool(client.tokenizer, server.template_seconds, server.template_mb)
@@ -106,39 +116,44 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
 
 
 async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequence[Any] = ()) -> int:
-    """Serve until somebody says stop.  ``around``: middleware of the operator.
+    """Serve until a signal comes or the engine dies, and return the exit code.
 
-    ResourceError if the address is taken; the engine's own errors at start."""
+    ``around`` is the operator's middleware.
+    Raise ResourceError if the address is in use, the errors of ``LLM(...)`` if the engine cannot start, and
+    EngineDeadError if it dies.
+    """
     server = loaded.server
     app = Application(server, keys, admin_key, around)
     context = tls(server)
     bound = bind(server)
     client: EngineClient = ProcessClient(loaded, server.stuck_after, server.restart)
     http = Http(app, server, context)
-    url, start, stop = url_of(server, bound), time.monotonic(), Stop()
+    url = url_of(server, bound)
+    start = time.monotonic()
+    stop = Stop()
     model = loaded.engine.model
-    logs.event("loading", told=f"loading {model}; {url} answers 503 until it is there", address=url, model=model)
+    sentence = f"loading {model}; {url} answers 503 until it is loaded"
+    logs.event("loading", sentence=sentence, address=url, model=model)
     serving = asyncio.create_task(http.serve(sockets=[bound]))
     opening = asyncio.create_task(client.open())
-    asked = asyncio.create_task(stop.first.wait())
+    stopping = asyncio.create_task(stop.first.wait())
     try:
         with stop.listening():
-            await asyncio.wait({serving, opening, asked}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({serving, opening, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not opening.done():
                 return 0
-            await opening  # its error is the command's
-            service = make_service(client, server, loaded.engine.model, loaded.sampling)
+            await opening  # raises the engine's error, with which the command ends
+            service = make_service(client, server, model, loaded.sampling)
             service.tokens.pool.start()
             app.open(service)
             state.freeze_loaded()
-            _tell_token(app)
-            assert app.service is not None
-            seconds = time.monotonic() - start
-            _tell(client.info, url, app.service.names, seconds, keys=len(keys), connections=http.room)
-            return await _until_the_end(app, client, serving, stop)
+            _log_token(app)
+            _log_loaded(client.info, time.monotonic() - start)
+            _log_serving(url, service.names, len(keys), http.room)
+            return await _until_the_end(service, serving, stop)
     finally:
         opening.cancel()
-        asked.cancel()
+        stopping.cancel()
         http.should_exit = True
         http.force_exit = stop.second.is_set()
         with contextlib.suppress(asyncio.CancelledError):
@@ -149,51 +164,66 @@ async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequ
         release(bound, server)
 
 
-def _tell(info: EngineInfo, url: str, names: Sequence[str], seconds: float, keys: int, connections: int) -> None:
-    """What was loaded, and where it is served."""
-    part = info.selections.get("attention", "?")
-    what = f"{info.device}, {info.dtype}, attention {part}"
+def _log_loaded(info: EngineInfo, seconds: float) -> None:
+    """Log which engine was loaded and how long that took."""
+    attention = info.selections.get("attention", "?")
+    engine = f"{info.device}, {info.dtype}, attention {attention}"
     room = f"the KV cache holds {info.kv_tokens:,} tokens, a request may have {info.max_model_len:,}"
-    told = f"loaded in {seconds:.1f} s ({what}): {room}, {info.max_num_seqs:,} run at once"
-    size = {"kv_tokens": info.kv_tokens, "max_model_len": info.max_model_len, "max_num_seqs": info.max_num_seqs}
-    used = {"device": info.device, "dtype": info.dtype, "attention": part}
-    logs.event("loaded", told=told, ms=round(1e3 * seconds), **used, **size)
-    who = f"{keys} keys" if keys > 1 else "one key" if keys else "no key is asked for"
-    told = f"ready at {url} as {', '.join(names)} ({who}); Ctrl-C ends it"
+    logs.event(
+        "loaded",
+        sentence=f"loaded in {seconds:.1f} s ({engine}): {room}, {info.max_num_seqs:,} run at once",
+        ms=round(1e3 * seconds),
+        device=info.device,
+        dtype=info.dtype,
+        attention=attention,
+        kv_tokens=info.kv_tokens,
+        max_model_len=info.max_model_len,
+        max_num_seqs=info.max_num_seqs,
+    )
+
+
+def _log_serving(url: str, names: Sequence[str], keys: int, connections: int) -> None:
+    """Log the address, the names of the model, and the numbers of API keys and of connections that fit."""
+    required = "no key is required"
+    if keys:
+        required = "one key" if keys == 1 else f"{keys} keys"
+    sentence = f"ready at {url} as {', '.join(names)} ({required}); Ctrl-C ends it"
     if url.startswith("unix:"):
-        told += f"; try: curl --unix-socket {url[5:]} http://localhost/v1/models"
-    logs.event("serving", told=told, url=url, model=names[0], keys=keys, connections=connections)
+        sentence += f"; try: curl --unix-socket {url[5:]} http://localhost/v1/models"
+    logs.event("serving", sentence=sentence, url=url, model=names[0], keys=keys, connections=connections)
 
 
-def _tell_token(app: Application) -> None:
-    if app.told_token is not None:
-        what = f"the routes of --admin want {ADMIN}, or else this token: Authorization: Bearer TOKEN"
-        logs.event(what, logging.WARNING, token=app.told_token)
+def _log_token(app: Application) -> None:
+    """Log the token of the operator's routes if the server generated it."""
+    if app.generated_token is not None:
+        what = f"the routes of --admin require {ADMIN}, or else this token: Authorization: Bearer TOKEN"
+        logs.event(what, logging.WARNING, token=app.generated_token)
 
 
-async def _until_the_end(app: Application, client: EngineClient, serving: asyncio.Task[None], stop: Stop) -> int:
+async def _until_the_end(service: Service, serving: asyncio.Task[None], stop: Stop) -> int:
+    """Wait for a signal, then drain the server and return the exit code.  Raise EngineDeadError if the engine dies."""
+    door = service.door
     first = asyncio.create_task(stop.first.wait())
-    watch = asyncio.create_task(_watch(client))
-    figures = asyncio.create_task(throughput.tell(client, app.service.server.stats_interval if app.service else 0))
-    assert app.service is not None
-    door = app.service.door
+    watch = asyncio.create_task(_watch(service.client))
+    figures = asyncio.create_task(throughput.report(service.client, service.server.stats_interval))
     try:
         await asyncio.wait({first, watch, serving}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
             door.closed = True
             raise watch.result()
         start = time.monotonic()
-        drain = asyncio.create_task(door.drain(app.service.server.drain_timeout))
-        again = asyncio.create_task(stop.second.wait())
-        await asyncio.wait({drain, again}, return_when=asyncio.FIRST_COMPLETED)
-        whole = drain.done() and drain.result()
+        drain = asyncio.create_task(door.drain(service.server.drain_timeout))
+        second = asyncio.create_task(stop.second.wait())
+        await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+        drained = drain.done() and drain.result()
         if not drain.done():
             drain.cancel()
             door.end()
-        again.cancel()
-        await asyncio.sleep(0.1)  # the last words of the streams
-        logs.event("stopped", drained=whole, ms=round(1e3 * (time.monotonic() - start), 1))
-        return 0 if whole else NOT_DRAINED
+        second.cancel()
+        await asyncio.sleep(0.1)  # until the streams have written their last events
+        ms = 1e3 * (time.monotonic() - start)
+        logs.event("stopped", drained=drained, ms=round(ms, 1))
+        return 0 if drained else NOT_DRAINED
     finally:
         first.cancel()
         watch.cancel()
@@ -201,14 +231,17 @@ async def _until_the_end(app: Application, client: EngineClient, serving: asynci
 
 
 async def _watch(client: EngineClient) -> EngineDeadError:
-    """Returns once the engine is dead; one that only takes long for a step is not.  Meanwhile pages of the heap are
-    given back that a burst of requests left without objects."""
+    """Return the error of the engine once it is dead.
+
+    An engine that is being restarted, or whose step only takes long, is not dead.
+    Meanwhile return free heap pages to the system, which a burst of requests leaves behind.
+    """
     heap = HeapTrimmer(grown=HEAP_GROWN)
     while True:
         await asyncio.sleep(LOOK)
         heap.look()
-        ok, why = client.healthy()
-        if ok or client.restarting:
+        healthy, why = client.healthy()
+        if healthy or client.restarting:
             continue
         try:
             await asyncio.wait_for(client.stats(), LOOK)
@@ -217,33 +250,35 @@ async def _watch(client: EngineClient) -> EngineDeadError:
         except EngineDeadError:
             if client.restarting:
                 continue
-            await asyncio.sleep(LOOK)  # for the streams to be told
+            await asyncio.sleep(LOOK)  # until the streams have received the error
             return EngineDeadError(why)
 
 
 class Stop:
-    """The signals that end the server: the first, and one more."""
+    """The signals that end the server.  ``first`` is set by the first signal, ``second`` by each later one."""
 
     def __init__(self) -> None:
         self.first, self.second = asyncio.Event(), asyncio.Event()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
+        """Handle SIGTERM and SIGINT within the context."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.tell)
+            loop.add_signal_handler(number, self._on_signal)
         try:
             yield
         finally:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.remove_signal_handler(number)
 
-    def tell(self) -> None:
-        (self.second if self.first.is_set() else self.first).set()
+    def _on_signal(self) -> None:
+        event = self.second if self.first.is_set() else self.first
+        event.set()
 
 
 class Http(uvicorn.Server):
-    """uvicorn without its signal handlers: when to end is decided above."""
+    """uvicorn's server without signal handlers (``Stop`` has them) and with our ``Acceptor`` of connections."""
 
     def __init__(self, app: Application, server: ServerConfig, context: ssl.SSLContext | None = None) -> None:
         self.room = room_for(open_files())
@@ -268,12 +303,11 @@ class Http(uvicorn.Server):
                 ssl_context_factory=None if context is None else lambda config, default: context,
             )
         )
-
         self._sweep = Sweep(server.write_timeout)
         self._handshake = server.header_timeout
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's, with servers of our own, which know what to do without descriptors."""
+        """Start to accept connections as uvicorn does, but with servers that survive a lack of file descriptors."""
         await super().startup(sockets=[])
         config, shared = self.config, self.server_state
 
@@ -281,13 +315,13 @@ class Http(uvicorn.Server):
             kind: Any = config.http_protocol_class
             return kind(config=config, server_state=shared, app_state=self.lifespan.state)
 
-        found = [
-            Acceptor(bound, make, shared.connections, self.room, config.ssl, self._handshake) for bound in sockets or ()
-        ]
-        self.servers = found  # type: ignore[assignment]
+        servers: list[Any] = []
+        for bound in sockets or ():
+            servers.append(Acceptor(bound, make, shared.connections, self.room, config.ssl, self._handshake))
+        self.servers = servers
 
     async def on_tick(self, counter: int) -> bool:
-        if counter % 10 == 0:  # a second
+        if counter % 10 == 0:  # uvicorn calls this ten times a second
             self._sweep.look(self.server_state.connections)
         return await super().on_tick(counter)
 

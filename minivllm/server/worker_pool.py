@@ -1,11 +1,11 @@
-"""What a client's text costs is paid for in other processes: large bodies, chat templates, long texts, and answers with
-many log-probabilities.
+"""The worker pool: processes that do the work whose amount a client chooses.
 
-    route ──► WorkerPool ──turns──► quick workers: chats of ordinary size, where nobody waits for a long job
-                        └───► bulk workers: large bodies and texts, parts of answers; they stand back from others
+    route ──► WorkerPool ──turns──► quick workers: chats of ordinary size, which must not wait for long jobs
+                        └───► bulk workers: large bodies and texts, parts of answers; they run at a lower priority
 
-The event loop never does work whose amount a client chooses: what is small it does at once, the rest is asked here.
-Each asker (a key, else an address) has one job at a time of each kind; see ``FairSlots``.
+The jobs are to read large bodies, fill chat templates, tokenize long texts and write many log-probabilities.
+The event loop does small work itself.  Each owner (an API key, else an address) has at most one quick and one bulk job
+at a time (``FairSlots``).
 """
 
 from __future__ import annotations
@@ -25,114 +25,132 @@ from .fair_slots import FairSlots
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-QUICK, BULK = range(2), range(2, 4)  # workers
-BACK = 5  # how far bulk workers stand back (nice)
-LARGE = 1 << 16  # bytes of a job that is bulk
-READ_SECONDS, READ_MB = 10.0, 64  # CPU time and memory for a body, beside what its bytes take
-BYTES_A_BYTE = 16  # of memory, for each byte of a body: ids in a list, characters beyond Unicode's first 65,536
-SECONDS_A_BYTE = 1e-5  # of CPU time, for tokenizing
-FORM = 4096  # bytes of a form that are worked out elsewhere: a schema takes some milliseconds
+QUICK, BULK = range(2), range(2, 4)  # numbers of the workers
+BULK_NICE = 5  # nice value (priority) of bulk workers
+LARGE = 1 << 16  # bytes of a job above which it is bulk
+READ_SECONDS, READ_MB = 10.0, 64  # CPU time and memory for a body, without the memory that its bytes take
+BYTES_A_BYTE = 16  # of memory for each byte of a body: ids in a list, characters beyond Unicode's first 65,536
+SECONDS_A_BYTE = 1e-5  # of CPU time for tokenizing
+FORM = 4096  # bytes of structured output's fields from which a worker reads them: a schema may take milliseconds
 FORMS = ("structured_outputs", "response_format", "tool_choice", "tools", "parallel_tool_calls")
 
 Parts = tuple[dict[str, Any], list[bytes]]
 
 
 class WorkerPool:
-    """Asked from one event loop.  ``seconds`` of CPU time and ``megabytes`` for one filling of the chat template."""
+    """Runs jobs in worker processes for one event loop.
+
+    Filling a chat template may take ``seconds`` of CPU time and ``megabytes`` of memory.  Every method takes the job's
+    ``owner`` and raises ApiError: 400 for a job beyond its limits, 429 if too many of the owner's jobs wait.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None, seconds: float = 2.0, megabytes: int = 256) -> None:
-        self.seconds, self.megabytes = seconds, megabytes
+        self.seconds = seconds
+        self.megabytes = megabytes
         self._tokenizer = tokenizer
-        nices = [0] * len(QUICK) + [BACK] * len(BULK)
+        nices = [0] * len(QUICK) + [BULK_NICE] * len(BULK)
         self._confined = Confined("minivllm.server.pool_jobs:make", self._hello, nices)
         self._turns = {True: FairSlots(BULK), False: FairSlots(QUICK)}
         self._running: set[asyncio.Task[Parts]] = set()
 
     def _hello(self) -> bytes:
-        """What the other side makes its tokenizer of: this one, wherever its files are now."""
-        told = None if self._tokenizer is None else self._tokenizer.to_json()
-        return json.dumps({"tokenizer": told, "seconds": self.seconds, "megabytes": self.megabytes}).encode()
+        """Return the JSON from which ``pool_jobs.make`` makes the workers' tokenizer and limits.
+
+        It contains the whole tokenizer, since the tokenizer's files may have been moved."""
+        tokenizer = None if self._tokenizer is None else self._tokenizer.to_json()
+        return json.dumps({"tokenizer": tokenizer, "seconds": self.seconds, "megabytes": self.megabytes}).encode()
 
     def start(self) -> None:
-        """The first who asks need not wait for it."""
+        """Start the processes, so that the first job need not wait for them."""
         self._confined.start()
 
     async def close(self) -> None:
+        """Cancel all jobs and end the processes."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         await self._confined.close()
 
-    async def read(self, raw: bytes, who: str, inner: str = "") -> dict[str, Any]:
-        """The body as ``body.parse_object`` reads it, within the bounds of its shape; token ids of ``prompt`` and
-        ``tokens`` as arrays (i64 [n], or a list of them).  ``inner``: the field that holds the body, of a WebSocket's
-        message.  ApiError as there."""
-        most = READ_MB + (BYTES_A_BYTE * len(raw) >> 20)
-        told, parts = await self._ask(who, {"op": "read", "inner": inner}, [raw], READ_SECONDS, most)
+    async def read(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
+        """Return a request body as ``body.parse_object`` reads it, after the checks of ``bounds``.
+
+        Long lists of token ids in ``prompt`` and ``tokens`` become arrays: i64 [n], or a list of them.
+        ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
+        Raise the ApiErrors of ``parse_object`` and ``bounds``.
+        """
+        megabytes = READ_MB + (BYTES_A_BYTE * len(raw) >> 20)
+        about, parts = await self._ask(owner, {"op": "read", "inner": inner}, [raw], READ_SECONDS, megabytes)
         value = json.loads(parts[0])
         body = value[inner] if inner else value
-        for (name, lengths), column in zip(told["columns"], parts[1:], strict=True):
+        for (name, lengths), column in zip(about["columns"], parts[1:], strict=True):
             ids = np.frombuffer(column, np.int64)
             body[name] = ids if lengths is None else np.split(ids, np.cumsum(lengths)[:-1])
         return value
 
-    async def chat(self, conversation: bytes, split: bool, most: int, who: str) -> list[int]:
-        """Return the token ids of a conversation, which is JSON of the arguments of ``Tokenizer.chat_prompt``.
-        ``most``: characters that the prompt may have.  ApiError (400) if the template refuses the conversation or takes
-        too much time or memory for it."""
+    async def chat(self, conversation: bytes, split: bool, most: int, owner: str) -> list[int]:
+        """Return the token ids of a conversation, given as JSON of the arguments of ``Tokenizer.chat_prompt``.
+
+        With ``split``, text of the conversation that spells a special token stays text.
+        ``most`` is the maximum number of characters of the prompt.
+        Raise ApiError (400) if the template refuses the conversation or exceeds its time or memory.
+        """
         job = {"op": "chat", "split": split, "most": most, "render": self.seconds}
         seconds = self.seconds + READ_SECONDS + SECONDS_A_BYTE * len(conversation)
-        most_mb = self.megabytes + (BYTES_A_BYTE * len(conversation) >> 20)
+        megabytes = self.megabytes + (BYTES_A_BYTE * len(conversation) >> 20)
         what = "the chat template takes more {} for this conversation than it may ({}); send less"
-        _, parts = await self._ask(who, job, [conversation], seconds, most_mb, "messages", what)
+        _, parts = await self._ask(owner, job, [conversation], seconds, megabytes, "messages", what)
         return np.frombuffer(parts[0], np.int32).tolist()
 
-    async def encode(self, texts: Sequence[str], special: bool, who: str) -> list[list[int]]:
-        """Token ids of each text; ``special``: with those that the tokenizer puts round a text."""
-        parts = [json.dumps(list(texts)).encode()]
-        seconds = READ_SECONDS + SECONDS_A_BYTE * len(parts[0])
-        most = READ_MB + (4 * BYTES_A_BYTE * len(parts[0]) >> 20)
-        told, got = await self._ask(who, {"op": "encode", "special": special}, parts, seconds, most, "prompt")
-        ids = np.frombuffer(got[0], np.int32)
-        return [one.tolist() for one in np.split(ids, np.cumsum(told["lengths"])[:-1])]
+    async def encode(self, texts: Sequence[str], special: bool, owner: str) -> list[list[int]]:
+        """Return the token ids of each text.  ``special`` adds the tokens that the tokenizer puts around a text."""
+        raw = json.dumps(list(texts)).encode()
+        job = {"op": "encode", "special": special}
+        about, parts = await self._ask(owner, job, [raw], *_limits(len(raw)), "prompt")
+        ids = np.frombuffer(parts[0], np.int32)
+        return [row.tolist() for row in np.split(ids, np.cumsum(about["lengths"])[:-1])]
 
-    async def decode(self, ids: Any, skip: bool, who: str) -> str:
-        """The text of token ids; ``skip``: without special ones."""
+    async def decode(self, ids: Any, skip: bool, owner: str) -> str:
+        """Return the text of token ids.  ``skip`` leaves special tokens out."""
         column = np.asarray(ids, np.int64).tobytes()
-        seconds = READ_SECONDS + SECONDS_A_BYTE * len(column)
-        most = READ_MB + (4 * BYTES_A_BYTE * len(column) >> 20)
-        _, parts = await self._ask(who, {"op": "decode", "skip": skip}, [column], seconds, most, "tokens")
+        _, parts = await self._ask(owner, {"op": "decode", "skip": skip}, [column], *_limits(len(column)), "tokens")
         return parts[0].decode("utf-8", "surrogatepass")
 
-    async def form(self, body: Any, who: str) -> dict[str, Any] | None:
-        """``params.whole_form`` of a body, of which nothing is left to work out.  Its errors."""
-        given = vars(body)  # the fields that the body declares
-        values = {name: given.get(name) for name in FORMS}
+    async def form(self, body: Any, owner: str) -> dict[str, Any] | None:
+        """Return ``params.whole_form`` of a body, or None if the event loop can do that itself quickly.
+
+        Raise the errors of ``whole_form`` as ApiError.
+        """
+        declared = vars(body)
+        values = {name: declared.get(name) for name in FORMS}
         asked = values["structured_outputs"] or values["response_format"]
         if not asked and values["tool_choice"] in (None, "none", "auto"):
             return None
         part = to_json(values)
         if len(part) < FORM:
             return None
-        seconds, most = READ_SECONDS, READ_MB + (4 * BYTES_A_BYTE * len(part) >> 20)
-        _, parts = await self._ask(who, {"op": "form"}, [part], seconds, most, "structured_outputs")
+        _, megabytes = _limits(len(part))
+        _, parts = await self._ask(owner, {"op": "form"}, [part], READ_SECONDS, megabytes, "structured_outputs")
         return json.loads(parts[0])
 
-    async def shape(self, asked: dict[str, Any], columns: Sequence[bytes], who: str) -> list[bytes]:
-        """A part of an answer: ``answers.shaped`` of log-probabilities (``Scored.pack``) with what is ``asked``."""
-        return (await self._ask(who, {"op": "shape", **asked}, columns, READ_SECONDS, READ_MB, answers=True))[1]
+    async def shape(self, job: dict[str, Any], columns: Sequence[bytes], owner: str) -> list[bytes]:
+        """Return the JSON (``answers.shaped``) of log-probabilities that ``Scored.pack`` has packed.
 
-    async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, who: str) -> np.ndarray:
-        """``answers.places``."""
-        column, text = np.asarray(tokens, np.int64).tobytes(), (prompt or "").encode("utf-8", "surrogatepass")
+        ``job`` has the other arguments of ``pool_jobs.shape``.
+        """
+        _, parts = await self._ask(owner, {"op": "shape", **job}, columns, READ_SECONDS, READ_MB, answers=True)
+        return parts
+
+    async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, owner: str) -> np.ndarray:
+        """Return the result of ``answers.places``, i64 [n], for n tokens."""
+        column = np.asarray(tokens, np.int64).tobytes()
+        text = (prompt or "").encode("utf-8", "surrogatepass")
         job = {"op": "places", "skip": skip, "begin": begin, "given": prompt is not None}
-        seconds, most = READ_SECONDS + SECONDS_A_BYTE * len(column), READ_MB + (4 * BYTES_A_BYTE * len(column) >> 20)
-        _, parts = await self._ask(who, job, [column, text], seconds, most, answers=True)
+        _, parts = await self._ask(owner, job, [column, text], *_limits(len(column)), answers=True)
         return np.frombuffer(parts[0], np.int64)
 
     async def _ask(
         self,
-        who: str,
+        owner: str,
         job: dict[str, Any],
         parts: Sequence[bytes],
         seconds: float,
@@ -141,31 +159,44 @@ class WorkerPool:
         what: str = "reading this takes more {} than it may ({}); send less",
         answers: bool = False,
     ) -> Parts:
-        """``answers``: a part of an answer, whose request was let in: it is bulk, and waits as long as it has to."""
-        turns = self._turns[answers or sum(map(len, parts)) > LARGE]
-        worker = await turns.take(who, refuses=not answers)
+        """Run a job when it is the owner's turn, and return the JSON object and the other parts of its answer.
 
-        async def run() -> Parts:
+        Raise the job's error as ApiError, or ApiError (400) with the message ``what`` and the field ``param`` if the
+        job takes more than ``seconds`` of CPU time or ``megabytes`` of memory.
+        ``answers`` marks the writing of an answer.  Such a job is bulk, and is never refused, since its request has
+        been accepted.
+        """
+        turns = self._turns[answers or sum(map(len, parts)) > LARGE]
+        worker = await turns.take(owner, refuses=not answers)
+
+        async def run_job() -> Parts:
             try:
                 return await self._confined.ask(worker, job, parts, seconds=seconds, megabytes=megabytes)
             finally:
-                turns.give(who, worker)
+                turns.give(owner, worker)
 
-        task = asyncio.create_task(run())  # who asked may leave: the worker is taken until its answer has come
+        # a task of its own: if the caller is cancelled, the worker stays busy until its answer has come
+        task = asyncio.create_task(run_job())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
-            told, found = await asyncio.shield(task)
+            about, found = await asyncio.shield(task)
         except Exceeded as e:
             limit = f"{job.get('render', seconds):g} s" if e.what == "time" else f"{megabytes} MB"
             raise ApiError(400, what.format(e.what, limit), param) from None
-        if (error := told.get("error")) is not None:
+        error = about.get("error")
+        if error is not None:
             raise ApiError(*error)
-        return told, found
+        return about, found
+
+
+def _limits(size: int) -> tuple[float, int]:
+    """Return the CPU seconds and the megabytes that a job may take to tokenize ``size`` bytes."""
+    return READ_SECONDS + SECONDS_A_BYTE * size, READ_MB + (4 * BYTES_A_BYTE * size >> 20)
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON that ``json.loads`` reads back as it was, halves of surrogate pairs too."""
+    """Return compact JSON that ``json.loads`` reads back unchanged, halves of surrogate pairs included."""
     from pydantic_core import PydanticSerializationError
     from pydantic_core import to_json as fast
 

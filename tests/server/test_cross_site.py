@@ -261,7 +261,7 @@ def test_the_keys_of_several_users_are_no_operators_keys(given):
     config = ServerConfig(admin=True)
     app = Application(config, ["one", "two"], given)
     token = app.admin_token
-    assert (token == given) == bool(given) and app.told_token == (None if given else token)
+    assert (token == given) == bool(given) and app.generated_token == (None if given else token)
     assert token not in ("one", "two") and len(token) >= 8
     client = TestClient(app, base_url="http://localhost")
     for path, method in (("/debug/state", "GET"), ("/reset_prefix_cache", "POST"), ("/start_profile", "POST")):

@@ -272,9 +272,9 @@ def test_a_terminal_is_told_in_sentences_what_goes_on(tmp_path):
         os.close(ours)
     note, loading, loaded, ready = (line.removeprefix("minivllm: ") for line in said.decode().splitlines())
     assert note == "--enable-auto-tool-choice: tool_choice=auto is always served"
-    assert loading == f"loading pocket; unix:{path} answers 503 until it is there"
+    assert loading == f"loading pocket; unix:{path} answers 503 until it is loaded"
     assert "KV cache holds" in loaded and "256" in loaded
-    assert ready.startswith(f"ready at unix:{path} as pocket (no key is asked for)")
+    assert ready.startswith(f"ready at unix:{path} as pocket (no key is required)")
     assert not path.exists()
 
 

@@ -203,7 +203,7 @@ def test_throughput_is_told_for_the_time_in_which_something_was_done():
     assert again["generation_tokens_per_s"] == 0.0
 
     async def main():
-        told = asyncio.create_task(throughput.tell(SimpleNamespace(stats=None), 0))
+        told = asyncio.create_task(throughput.report(SimpleNamespace(stats=None), 0))
         await asyncio.wait_for(told, 1)  # never
 
     asyncio.run(main())
