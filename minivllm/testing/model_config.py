@@ -1,5 +1,5 @@
-"""Fields of a Hugging Face config: which a decoder need not read, other values for them, and who reads what; and what
-transformers' model computes."""
+"""Fields of a Hugging Face config (which a decoder may ignore, other values to test, reads that happened), and the
+logits of a model of transformers."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from torch import Tensor
 
 from minivllm.device.loading.overrides import BY_ENGINE, UNREAD
 
-IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder here need read, and why
-UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # of those, not ones to vary
+IGNORED = {**BY_ENGINE, **UNREAD}  # fields that no decoder need read -> the reason
+UNCHANGED = {"architectures", "model_type", "return_dict", "is_encoder_decoder"}  # fields that keep their value
 
 
-def names(values: Any) -> Iterator[str]:
-    """Names of fields, and of those inside of them."""
+def field_names(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of fields, and of the fields nested in their values."""
     for key, value in values.items():
         yield str(key)
         if isinstance(value, Mapping):
-            yield from names(value)
+            yield from field_names(value)
 
 
-def others(value: Any) -> list[Any]:
-    """Values to try in place of one; none for what is no number."""
+def other_values(value: Any) -> list[Any]:
+    """Return values to test in place of a number or a switch; empty for a value of another type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -32,13 +32,13 @@ def others(value: Any) -> list[Any]:
     return [value * 1.5 + 0.05] if isinstance(value, float) else []
 
 
-def record(cfg: Any) -> set[str]:
-    """The set that holds, from now on, the names of all attributes that are read of a config."""
+def record_reads(cfg: Any) -> set[str]:
+    """Return a set that receives, from now on, the name of each attribute of a config that is read."""
     cls: Any = type(cfg)
     read: set[str] = set()
 
     def recorder(self: Any, name: str) -> Any:
-        read.update((name, cls.attribute_map.get(name, name)))  # a class may have a name of its own for it
+        read.update((name, cls.attribute_map.get(name, name)))  # a config class may store a field under another name
         return cls.__getattribute__(self, name)
 
     cfg.__class__ = type(cls.__name__, (cls,), {"__getattribute__": recorder})
@@ -46,21 +46,24 @@ def record(cfg: Any) -> set[str]:
 
 
 def logits(hf: Any, tokens: Sequence[int]) -> Tensor:
-    """float32 [tokens, V]."""
+    """Return the logits that a model of transformers computes, float32 [tokens, vocabulary]."""
     with torch.inference_mode():
         return hf(torch.tensor([list(tokens)])).logits[0].float()
 
 
-def jumps(hf: Any, tokens: Sequence[int], far: float) -> bool:
-    """Whether logits move by more than ``far`` where embeddings do by some 1e-5 of themselves: two experts are nearly
-    as good as each other to a router, and rounding decides."""
+def unstable(hf: Any, tokens: Sequence[int], limit: float) -> bool:
+    """Return whether logits move by more than ``limit`` when noise of 1e-5 of their size is added to the embeddings.
 
-    def shaken(module: Any, args: Any, out: Tensor) -> Tensor:
+    Then two experts are nearly equal to a router, and rounding decides between them.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def add_noise(module: Any, args: Any, out: Tensor) -> Tensor:
         return out * (1 + 1e-5 * torch.randn(out.shape, generator=generator).to(out))
 
-    want, generator = logits(hf, tokens), torch.Generator().manual_seed(0)
-    handle = hf.get_input_embeddings().register_forward_hook(shaken)
+    want = logits(hf, tokens)
+    handle = hf.get_input_embeddings().register_forward_hook(add_noise)
     try:
-        return any(float((logits(hf, tokens) - want).abs().max()) > far for _ in range(8))
+        return any(float((logits(hf, tokens) - want).abs().max()) > limit for _ in range(8))
     finally:
         handle.remove()

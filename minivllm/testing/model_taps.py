@@ -1,4 +1,4 @@
-"""Models: the points that requests may tap."""
+"""Tests of the points of a model whose values requests may record or change (taps)."""
 
 from __future__ import annotations
 
@@ -17,24 +17,34 @@ from .base import since
 from .harness import Harness
 from .spec import SpecConformance
 
+FEED = {0: [5, 9, 3, 17, 11, 2, 8], 1: [4]}  # slot -> tokens of a step
+
 
 class Passed:
-    """``model.StepTaps`` that keeps what passes through each point, and adds up to ``add`` to that of ``point``: a
-    vector for each token, as one that all keys have in common changes nothing without a rotary embedding."""
+    """Taps of a step (``model.StepTaps``) that store the tensor of each point, and add a vector at one point.
 
-    def __init__(self, points: Mapping[str, int], point: str = "", add: float = 0.0) -> None:
-        self.points, self.point, self.add = frozenset(points), point, add
+    The vector differs between tokens, because a model without rotary embedding may ignore a vector that all keys have
+    in common.  Its largest element is ``add``.
+    """
+
+    def __init__(self, points: Mapping[str, int], changed_point: str = "", add: float = 0.0) -> None:
+        self.points = frozenset(points)
+        self.changed_point = changed_point
+        self.add = add
         self.found: list[tuple[str, Tensor]] = []
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
         self.found.append((point, x.clone()))
-        if point != self.point:
+        if point != self.changed_point:
             return x
-        token, place = torch.linspace(0, 1, len(x)), torch.linspace(-1, 1, x.shape[1])
-        return x + self.add * (token[:, None] * place).to(x)
+        token = torch.linspace(0, 1, len(x))[:, None]
+        channel = torch.linspace(-1, 1, x.shape[1])
+        return x + self.add * (token * channel).to(x)
 
 
 class ModelTaps(SpecConformance):
+    """Part of the suite of model architectures."""
+
     families: Callable[..., Mapping[str, Any]]
     case: Callable[..., Any]
     harness: Callable[..., Harness]
@@ -42,34 +52,42 @@ class ModelTaps(SpecConformance):
 
     @since(2, 1)
     def test_each_point_passes_once_and_what_comes_back_goes_on(self, tmp_path: Path) -> None:
-        """``tap_points``: of each name one tensor [tokens, width] in a step, ``step.taps`` being there; the logits are
-        the same, and others if something is added, also where only one of the points is asked for."""
-        some = False
+        """Check that a step with ``step.taps`` calls them once for each name of ``tap_points``, with a tensor [tokens,
+        width], and continues with the returned tensor.  Taps that change nothing leave the logits as they are; a vector
+        added at a point changes them, also if only one point is tapped."""
+        tapped = False
         for name, cls in self.families().items():
             case = self.case(cls, tmp_path / name)
             harness = self.harness(case.path)
-            points, feed = tap_points(harness.model), [[5, 9, 3, 17, 11, 2, 8], [4]]
-            if not points:
-                continue
-            some, rows = True, dict(enumerate(feed))
-            plain, _ = harness.logits(rows)
-            harness.known = [0] * len(harness.known)
-            harness.taps = whole = Passed(points)
-            got, _ = harness.logits(rows)
-            shapes = sorted((point, list(x.shape)) for point, x in whole.found)
-            want = sorted((point, [8, width]) for point, width in points.items())
-            assert shapes == want, f"{name}: these passed through a step of 8 tokens: {shapes}; want {want}"
-            off = float((got - plain).abs().max())
-            assert off <= case.room, f"{name}: with taps logits are off by {off:.1e} (allowed {case.room:.1e})"
-            for point, width in points.items():
-                harness.known = [0] * len(harness.known)
-                harness.taps = one = Passed({point: width}, point, 5.0)
-                off = float((harness.logits(rows)[0] - plain).abs().max())
-                passed = [x for found, x in one.found if found == point]
-                assert len(passed) == 1, f"{name}: {point} passed {len(passed)} times, asked for alone: want once"
-                assert off > case.room or read_only(point), f"{name}: what is added at {point} changes no logit"
-                before = next(x for found, x in whole.found if found == point)
-                far = float((passed[0] - before).abs().max())
-                assert far <= case.room, f"{name}: {point} is off by {far:.1e} where it is asked for alone"
-        if not some:
+            points = tap_points(harness.model)
+            if points:
+                tapped = True
+                self._check_points(harness, points, case.tolerance, name)
+        if not tapped:
             pytest.skip("names no points: requests with taps are refused")
+
+    def _check_points(self, harness: Harness, points: Mapping[str, int], tolerance: float, name: str) -> None:
+        """Run a step without taps, with taps at all points, and with a change at each point alone."""
+        plain, _ = harness.logits(FEED)
+        every = Passed(points)
+        got = self._tapped_logits(harness, every)
+        shapes = sorted((point, list(x.shape)) for point, x in every.found)
+        want = sorted((point, [8, width]) for point, width in points.items())
+        assert shapes == want, f"{name}: in a step of 8 tokens the taps received {shapes}; expected {want}"
+        off = float((got - plain).abs().max())
+        assert off <= tolerance, f"{name}: with taps logits are off by {off:.1e} (tolerance {tolerance:.1e})"
+        for point, width in points.items():
+            alone = Passed({point: width}, point, 5.0)
+            off = float((self._tapped_logits(harness, alone) - plain).abs().max())
+            passed = [x for found, x in alone.found if found == point]
+            assert len(passed) == 1, f"{name}: {point} passed {len(passed)} times when tapped alone: expected once"
+            assert off > tolerance or read_only(point), f"{name}: a vector added at {point} changes no logit"
+            before = next(x for found, x in every.found if found == point)
+            far = float((passed[0] - before).abs().max())
+            assert far <= tolerance, f"{name}: {point} is off by {far:.1e} when tapped alone"
+
+    def _tapped_logits(self, harness: Harness, taps: Passed) -> Tensor:
+        """Return the logits of a step of new sequences with taps."""
+        harness.known = [0] * len(harness.known)
+        harness.taps = taps
+        return harness.logits(FEED)[0]

@@ -11,27 +11,33 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
+from minivllm.core.interfaces.quantizer import ModuleInfo, Shard, WeightScheme
 
 DTYPES = ("float32", "bfloat16", "float16")
 TOKENS = (1, 2, 3, 8, 33, 65, 300)
 SHAPES = (((24, 8), 64), ((3, 17, 1), 33), ((129,), 31), ((5,), 1), ((128, 64, 64), 256))  # (rows of parts, inputs)
-LONG = ((5, 3), 4100)  # a sum longer than the loops of most kernels take at once, and of an odd end
+LONG = ((5, 3), 4100)  # more inputs than one iteration of most kernels reads, and not a multiple of it
 SHARED = (((24, 12), 48), ((768, 384), 1536))  # sizes that 2, 3 and 4 processes share evenly
 KINDS = ("linear", "linear", "linear", "lm_head", "embedding")
 
 
+def dtype_of(info: ModuleInfo) -> torch.dtype:
+    """Return the dtype of a module's products."""
+    return getattr(torch, info.dtype)
+
+
+def random_weight(info: ModuleInfo) -> Tensor:
+    """Return normally distributed numbers, float32 [out, in]."""
+    return torch.randn(info.out_features, info.in_features)
+
+
 def numbers(traits: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "bits": traits["bits"],
-        "exponent": traits.get("exponent", 0),
-        "table": traits.get("table", ()),
-        "group": traits.get("group", 0),
-    }
+    """Return the traits that describe the numbers of a format, as arguments of ``step`` and ``grid``."""
+    return {name: traits[name] for name in ("bits", "exponent", "table", "group") if name in traits}
 
 
 def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a tiny config.json: ``model``, with inputs of each layer that the ``group`` of a format divides."""
+    """Return fields of a tiny config.json: ``model``, with sizes that the ``group`` of a format divides."""
     group = traits.get("group", 0)
     if group <= 32:
         return dict(model)
@@ -39,121 +45,155 @@ def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any
 
 
 def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
-    """Distance of neighbouring numbers at each element, where the largest of a row is the largest of the format; of a
-    ``table`` the largest of each ``group`` of inputs."""
+    """Return the distance of neighbouring numbers of a format at each element of a weight [out, in].
+
+    The scale of a row makes its largest element the largest number of the format.  With a ``table`` each ``group`` of
+    inputs has a scale, and group 0 means the whole row.
+    """
     if table:
-        points, spread = torch.tensor(table, dtype=torch.float64), min(group or weight.shape[1], weight.shape[1])
-        largest = torch.stack([part.abs().amax(1) for part in weight.split(spread, 1)], 1)
-        largest = largest.repeat_interleave(spread, 1)[:, : weight.shape[1]]
-        above = torch.bucketize(weight / largest.clamp(min=1e-300), points).clamp(1, len(points) - 1)
-        return (points[above] - points[above - 1]) * largest
+        return _table_step(weight, torch.tensor(table, dtype=torch.float64), group)
     largest = weight.abs().amax(1, keepdim=True)
     if not exponent:
         return (largest / (2 ** (bits - 1) - 1)).expand_as(weight)
     digits = bits - 1 - exponent
-    return torch.maximum(weight.abs() * 2.0**-digits, largest * 2.0 ** (2 - 2**exponent - digits))
+    smallest = largest * 2.0 ** (2 - 2**exponent - digits)
+    return torch.maximum(weight.abs() * 2.0**-digits, smallest)
+
+
+def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
+    """Return the distance of neighbouring numbers of a sorted table at each element."""
+    inputs = weight.shape[1]
+    size = min(group or inputs, inputs)
+    largest = torch.stack([part.abs().amax(1) for part in weight.split(size, 1)], 1)
+    largest = largest.repeat_interleave(size, 1)[:, :inputs]
+    scaled = weight / largest.clamp(min=1e-300)
+    above = torch.bucketize(scaled, table).clamp(1, len(table) - 1)
+    return (table[above] - table[above - 1]) * largest
 
 
 def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
-    """Numbers of the format, of which the largest is in each row and each group of 16 (of float8: 1.75 times a power
-    of two)."""
-    shape, top = (info.out_features, info.in_features), 2 ** (bits - 1) - 1
+    """Return a weight [out, in] of numbers of a format, times a power of two for each row.
+
+    Every 16th element is the largest number, so that it is in each row and group.  For float8 this is 1.75 times a
+    power of two.
+    """
+    shape = (info.out_features, info.in_features)
+    top: float = 2 ** (bits - 1) - 1
     if table:
-        values, top = torch.tensor(table, dtype=torch.float64)[torch.randint(0, len(table), shape)], max(table)
+        values = torch.tensor(table, dtype=torch.float64)[torch.randint(0, len(table), shape)]
+        top = max(table)
     elif exponent:
         digits = bits - 1 - exponent
         top = 7 * 2 ** (digits - 2)
         sizes = torch.randint(2**digits, top + 1, shape) * 2.0 ** -torch.randint(0, 5, shape)
-        values = sizes.double() * (2 * torch.randint(0, 2, shape) - 1)
+        signs = 2 * torch.randint(0, 2, shape) - 1
+        values = sizes.double() * signs
     else:
         values = torch.randint(-top, top + 1, shape).double()
     values[:, ::16] = top
     return values * 2.0 ** -torch.randint(0, 6, (shape[0], 1))
 
 
-def rounded(x: Tensor, held: Tensor, traits: Mapping[str, Any], dtype: str) -> Tensor | float:
-    """What rounding the rows of x may move the products by, in units of what a product may be off by."""
+def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor | float:
+    """Return how far the rounding of the rows of x may move products, in units of their allowed relative error.
+
+    The result is 0 for a format that uses x as it is (without the trait ``inputs``).
+    """
     if "inputs" not in traits:
         return 0.0
-    wide = x.cpu().double()
-    moved = step(wide, traits["inputs"], traits.get("exponent", 0)) / 2
-    return 1.01 * (moved @ held.abs().T) / (6 * torch.finfo(getattr(torch, dtype)).eps)
+    moved = step(x.cpu().double(), traits["inputs"], traits.get("exponent", 0)) / 2
+    return 1.01 * (moved @ held.abs().T) / (6 * torch.finfo(x.dtype).eps)
 
 
 def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
-    """float64 [out, in] on the CPU: what the scheme multiplies by, rounded to the dtype of its products."""
-    one = torch.eye(info.in_features, dtype=getattr(torch, info.dtype), device=info.device)
-    return scheme.apply(one).double().cpu().T.contiguous()
+    """Return the weight that a scheme multiplies by, float64 [out, in] on the CPU.
+
+    It is the product with the identity matrix, so it is rounded to the dtype of the products.
+    """
+    identity = torch.eye(info.in_features, dtype=dtype_of(info), device=info.device)
+    return scheme.apply(identity).double().cpu().T.contiguous()
 
 
 def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
-    """Part -> its rows."""
-    return dict(zip(dict(info.parts), weight.split([n for _, n in info.parts]), strict=True))
+    """Split a merged weight [out, in] into part -> rows."""
+    return dict(zip(dict(info.parts), weight.split([rows for _, rows in info.parts]), strict=True))
 
 
-def cut(weight: Tensor, info: ModuleInfo, split: str, rank: int, size: int) -> Tensor:
-    """A process's share of a merged weight."""
-    if split == "row":
-        return weight.chunk(size, 1)[rank]
-    return torch.cat([rows.chunk(size)[rank] for rows in by_part(weight, info).values()])
+def cut(weight: Tensor, info: ModuleInfo, shard: Shard) -> Tensor:
+    """Return the shard of a merged weight that a process holds."""
+    if info.split == "row":
+        return weight.chunk(shard.size, 1)[shard.rank]
+    return torch.cat([rows.chunk(shard.size)[shard.rank] for rows in by_part(weight, info).values()])
 
 
-def compare(held: Tensor, want: Tensor, room: Tensor, info: ModuleInfo, what: str) -> None:
-    assert held.shape == want.shape, f"{what}: holds {list(held.shape)}, want {list(want.shape)}"
+def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, what: str) -> None:
+    """Fail if a held weight [out, in] differs from the expected one by more than the tolerance of an element."""
+    assert held.shape == want.shape, f"{what}: holds {list(held.shape)}, expected {list(want.shape)}"
     off = (held - want).abs()
-    bad = ~(off <= room.expand_as(off))
-    if bad.any():
-        row, column = (int(i) for i in bad.nonzero()[0])
-        edges = torch.tensor([n for _, n in info.parts]).cumsum(0)
-        part = info.parts[int((row >= edges).sum())][0]
-        limit = float(room.expand_as(off)[row, column])
-        pytest.fail(
-            f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
-            f"{column}: holds {held[row, column]:.6g}, want {want[row, column]:.6g} within {limit:.2g}",
-            pytrace=False,
-        )
+    allowed = tolerance.expand_as(off)
+    bad = ~(off <= allowed)
+    if not bad.any():
+        return
+    row, column = (int(i) for i in bad.nonzero()[0])
+    ends = torch.tensor([rows for _, rows in info.parts]).cumsum(0)
+    part = info.parts[int((row >= ends).sum())][0]
+    pytest.fail(
+        f"{what}: {int(bad.sum())} of {bad.numel()} elements are off; output row {row} (part {part!r}), input "
+        f"{column}: holds {held[row, column]:.6g}, expected {want[row, column]:.6g} within "
+        f"{float(allowed[row, column]):.2g}",
+        pytrace=False,
+    )
 
 
 def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
-    x = torch.randn(tokens, info.in_features + 3).to(info.device, getattr(torch, info.dtype))
+    """Yield the name of a memory layout and random inputs [tokens, in] that have it."""
+    x = torch.randn(tokens, info.in_features + 3).to(info.device, dtype_of(info))
     yield "contiguous", x[:, :-3].contiguous()
     yield "columns of a wider tensor", x[:, 3:]
     yield "transposed", x[:, :-3].T.contiguous().T
 
 
 def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
-    """The product, with and without ``out``; neither touches x nor what was returned before."""
-    before, got = x.clone(), scheme.apply(x)
-    assert got.dtype == x.dtype, f"{what}: gives {got.dtype}, want {x.dtype}"
-    kept, out = got.clone(), torch.full_like(got, torch.nan)
-    x.neg_()  # the next step's inputs may lie in the same memory; a format may round large inputs in another way
-    other = scheme.apply(x)
+    """Return the product of a scheme, after a check that ``out`` gets it too and that no call changes other tensors.
+
+    A call may write neither to x nor to a product that was returned before.
+    """
+    before = x.clone()
+    got = scheme.apply(x)
+    assert got.dtype == x.dtype, f"{what}: returns {got.dtype}, expected {x.dtype}"
+    kept = got.clone()
+    out = torch.full_like(got, torch.nan)
+    rounding = 8 * torch.finfo(x.dtype).eps
+    largest = float(got.abs().max())
+    x.neg_()  # the next step's inputs may lie in the same memory; a format may round large inputs differently
+    negated = scheme.apply(x)
     assert torch.equal(got, kept), f"{what}: the next call writes into the tensor that was returned"
     x.copy_(before)
-    near = torch.allclose(other, -got, rtol=8 * torch.finfo(x.dtype).eps, atol=2e-4 * float(got.abs().max()))
-    assert near, f"{what}: -x in the memory of x gives something else than the product with another sign"
+    near = torch.allclose(negated, -got, rtol=rounding, atol=2e-4 * largest)
+    assert near, f"{what}: for -x in the memory of x the result is not the negated product"
     back = scheme.apply(x, out)
-    assert back is out or back.data_ptr() == out.data_ptr(), f"{what}: does not return the out that it is given"
-    near = torch.allclose(out, got, rtol=8 * torch.finfo(x.dtype).eps, atol=1e-4 * float(got.abs().max()))
-    assert near, f"{what}: out is not written, or with something else"
+    assert back is out or back.data_ptr() == out.data_ptr(), f"{what}: does not return the tensor passed as out"
+    near = torch.allclose(out, got, rtol=rounding, atol=1e-4 * largest)
+    assert near, f"{what}: out does not hold the product"
     assert torch.equal(x, before), f"{what}: x is changed"
     return got
 
 
 def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
-    """A row of the product has the bits that it has by itself, and beside fewer."""
-    for a, b in {(0, 1), (len(x) // 2, len(x) // 2 + 1), (len(x) // 3, len(x))}:
-        assert torch.equal(scheme.apply(x[a:b]), got[a:b]), f"{what}: rows {a} to {b} have other bits by themselves"
+    """Fail unless some rows of a product have the same bits when they are computed without the other rows."""
+    for start, end in {(0, 1), (len(x) // 2, len(x) // 2 + 1), (len(x) // 3, len(x))}:
+        same = torch.equal(scheme.apply(x[start:end]), got[start:end])
+        assert same, f"{what}: rows {start} to {end} have other bits by themselves"
 
 
 def storages() -> dict[int, int]:
-    """Address -> bytes of the memory of every tensor there is."""
+    """Return the memory of all tensors of this process, as address -> bytes."""
     gc.collect()
-    found = [o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, Parameter) and _plain(o)]
+    found = [o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, Parameter) and _has_memory(o)]
     return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
 
 
-def _plain(t: Tensor) -> bool:
+def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and t.device.type != "meta"
 
 

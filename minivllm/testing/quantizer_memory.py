@@ -1,4 +1,4 @@
-"""What a quantizer holds in memory: what it says, before it was used and afterwards."""
+"""Tests of the memory that a quantizer holds, before and after products."""
 
 from __future__ import annotations
 
@@ -13,25 +13,31 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 from .base import since
-from .quantizer_data import storages
+from .quantizer_data import dtype_of, storages
 
-USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is looked at
+USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is measured
 SLACK = 8192  # bytes that may lie beside the tensors: a workspace, never a copy
+ELEMENTS = 512 * 256  # of the weight
 
 
 def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elements: int) -> None:
-    """That the weights take what is claimed and the scales what is allowed; ``elements`` of the weight.
+    """Fail unless the weight takes the claimed bits an element, and scales and zero points at most ``scale_bits``.
 
-    The weights are the largest tensors, until ``bits`` an element have come together (they may lie in two planes); what
-    remains are scales and zero points.  Scales that lie among the weights are in one tensor with them."""
-    each = sorted((8 * t.numel() * t.element_size() / elements for t in tensors.values()), reverse=True)
-    total, weights, parts = sum(each), 0.0, list(each)
-    while parts and weights < bits:
-        weights += parts.pop(0)
-    shown = ", ".join(f"{n} {8 * t.numel() * t.element_size() / elements:.3f}" for n, t in tensors.items())
+    ``elements`` is their number in the weight.  The largest tensors, until ``bits`` an element have come together,
+    count as the weight, which may lie in two planes.  The remaining tensors are scales and zero points.  A single
+    tensor may hold weights and scales together.
+    """
+    used = {name: 8 * t.numel() * t.element_size() / elements for name, t in tensors.items()}
+    total = sum(used.values())
+    weights = 0.0
+    for taken in sorted(used.values(), reverse=True):
+        if weights < bits:
+            weights += taken
+    shown = ", ".join(f"{name} {taken:.3f}" for name, taken in used.items())
     assert total >= bits, f"claims {bits} bits, an element takes {total:.3f} of memory ({shown})"
-    assert total <= bits + scale_bits and (weights < bits + 1 or len(each) == 1), (
-        f"claims {bits} bits, an element takes {total:.3f} of memory ({shown}): want less than {bits} + 1 "
+    separate = weights < bits + 1 or len(used) == 1
+    assert total <= bits + scale_bits and separate, (
+        f"claims {bits} bits, an element takes {total:.3f} of memory ({shown}): expected less than {bits} + 1 "
         f"of weights, and of scales and zero points {scale_bits} at most (a test class may override scale_bits)"
     )
 
@@ -47,49 +53,55 @@ class Memory:
 
     @since(1, 0)
     def test_what_lives_on_the_device_is_told(self) -> None:
-        """Memory accounting reads ``tensors``: nothing is kept beside them, in the first product or later either, on
-        the host or the device; ``bytes`` is their sum, then as before, and ``bits`` is true but for the scales."""
+        """Check that ``tensors`` holds all memory of a scheme, which is what the engine's accounting reads.  Nothing
+        else may be kept on the host or the device, neither by the first product nor by later ones.  ``bytes`` is the
+        sum of the tensors before and after, and they take ``bits`` an element beside the scales."""
         torch.manual_seed(3)
         for info in self.quantized((((256, 128, 128), 256),)):
-            weight, dtype = torch.randn(512, 256), getattr(torch, info.dtype)
-            self._used(self.loaded(info, weight), info, dtype)  # what is made once in a process is there now
+            weight = torch.randn(512, 256)
+            self._use(self.loaded(info, weight), info)  # memory that is allocated once in a process exists from here on
             before = storages()
             scheme = self.loaded(info, weight)
-            assert scheme is not None
-            total = self._told(scheme, info, before, "")
+            total = self._measure(scheme, info, before, "")
             for tokens in (USED[:1], USED[1:]):
-                self._used(scheme, info, dtype, tokens)
-                now = self._told(scheme, info, before, f" after products with {' and '.join(map(str, tokens))} tokens")
+                self._use(scheme, info, tokens)
+                when = f" after products with {' and '.join(map(str, tokens))} tokens"
+                now = self._measure(scheme, info, before, when)
                 assert now == total, f"the tensors hold {now} bytes after some products, {total} before"
             if bits := self.spec.traits.get("bits"):
-                check_bits(bits, self.scale_bits, scheme.tensors, 512 * 256)
+                check_bits(bits, self.scale_bits, scheme.tensors, ELEMENTS)
             tracemalloc.start()
-            self._used(scheme := self.loaded(info, weight), info, dtype)
+            scheme = self.loaded(info, weight)
+            self._use(scheme, info)
             gc.collect()
             kept = tracemalloc.get_traced_memory()[0]
             tracemalloc.stop()
-            assert kept < 512 * 256, f"{kept} bytes of Python's or numpy's are held beside tensors after some products"
+            assert kept < ELEMENTS, f"{kept} bytes of Python's or numpy's are held beside tensors after some products"
 
-    def _used(self, scheme: Any, info: ModuleInfo, dtype: torch.dtype, tokens: Sequence[int] = USED) -> None:
-        """Products with and without ``out``, as a server has them, in inference mode and not."""
+    def _use(self, scheme: WeightScheme, info: ModuleInfo, tokens: Sequence[int] = USED) -> None:
+        """Compute products with and without ``out``, in inference mode as a server does, and outside of it."""
         for n in tokens:
             for mode in (True, False):
                 with torch.inference_mode(mode):
-                    x = torch.ones(n, info.in_features, dtype=dtype, device=info.device)
+                    x = torch.ones(n, info.in_features, dtype=dtype_of(info), device=info.device)
                     scheme.apply(x)
-                    scheme.apply(x, torch.empty(n, info.out_features, dtype=dtype, device=info.device))
+                    scheme.apply(x, x.new_empty(n, info.out_features))
 
-    def _told(self, scheme: WeightScheme, info: ModuleInfo, before: Mapping[int, int], when: str) -> int:
-        """Bytes of the tensors of a scheme, all of which is told; ``before``: what there was without it."""
-        own = {t.untyped_storage().data_ptr() for t in scheme.tensors.values()}
-        total = sum(t.numel() * t.element_size() for t in scheme.tensors.values())
-        found = {at: n for at, n in storages().items() if at not in before or at in own}
-        beside = sum(found.values()) - total
-        dense = 512 * 256 * getattr(torch, info.dtype).itemsize
-        assert beside <= SLACK, (
-            f"{beside} bytes are held beside tensors{when}; a dense copy of the weight has {dense} in {info.dtype}"
+    def _measure(self, scheme: WeightScheme, info: ModuleInfo, before: Mapping[int, int], when: str) -> int:
+        """Return the bytes of a scheme's tensors, after a check that it holds no other memory.
+
+        ``before`` is the memory that existed without the scheme, as address -> bytes.
+        """
+        tensors = scheme.tensors
+        own = {t.untyped_storage().data_ptr() for t in tensors.values()}
+        total = sum(t.numel() * t.element_size() for t in tensors.values())
+        found = sum(size for at, size in storages().items() if at not in before or at in own)
+        assert found - total <= SLACK, (
+            f"{found - total} bytes are held beside tensors{when}; a dense copy of the weight has "
+            f"{ELEMENTS * dtype_of(info).itemsize} in {info.dtype}"
         )
         assert scheme.bytes == total, f"bytes says {scheme.bytes}{when}, the tensors hold {total}"
-        away = {k: str(t.device) for k, t in scheme.tensors.items() if t.device.type != info.device.split(":")[0]}
+        place = info.device.split(":")[0]
+        away = {name: str(t.device) for name, t in tensors.items() if t.device.type != place}
         assert not away, f"tensors that are not on {info.device}{when}: {away}"
         return total

@@ -1,8 +1,7 @@
-"""Quantizers beyond small modules and steps, and what loading does to the tensors of a checkpoint."""
+"""Tests of a quantizer on large modules and steps, and of the tensors of a checkpoint during a load."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,55 +26,58 @@ class QuantizerSizes:
 
     @since(1, 0)
     def test_large_modules_and_steps_lose_nothing(self) -> None:
-        """4,096 outputs, 9,216 inputs, 1,200 tokens: no grid, tile or index ends before them."""
+        """Check modules of 4,096 outputs and of 9,216 inputs, and steps of 1,200 tokens: no grid, tile or index may end
+        before them."""
         infos = [self.info(rows, inp) for rows, inp in WIDE]
         for info in (i for i in infos if self.scheme(i) is not None):
             torch.manual_seed(9)
             scheme = self.loaded(info, torch.rand(info.out_features, info.in_features) + 0.5)
-            assert scheme is not None
             for tokens in TOKENS:
-                x = torch.zeros(tokens, info.in_features, dtype=getattr(torch, info.dtype), device=info.device)
-                at = torch.arange(tokens) * 7 % info.in_features
-                x[torch.arange(tokens), at] = 1  # rows of the identity: what is held comes out
-                got = scheme.apply(x).cpu().double()
+                column = torch.arange(tokens) * 7 % info.in_features
+                got = scheme.apply(self._one_hot(column, info)).cpu().double()
+                label = f"{info.parts}, {tokens} tokens"
                 first: dict[int, int] = {}
-                for row, column in enumerate(at.tolist()):  # the same input gives the same outputs in every row
-                    same = first.setdefault(column, row)
+                for row, at in enumerate(column.tolist()):  # equal inputs must have equal outputs in every row
+                    same = first.setdefault(at, row)
                     near = torch.allclose(got[row], got[same], rtol=1e-2, atol=1e-6)
-                    assert near, f"{info.parts}, {tokens} tokens: token {row} differs from token {same}, its equal"
+                    assert near, f"{label}: token {row} differs from token {same}, whose inputs are equal"
                 lost = (got[0] == 0).float().mean()
-                assert not lost, f"{info.parts}, {tokens} tokens: {100 * lost:.0f} % of the outputs are 0"
-            last = torch.zeros(1, info.in_features, dtype=getattr(torch, info.dtype), device=info.device)
-            last[0, -1] = 1
-            assert (scheme.apply(last) != 0).all(), f"{info.in_features} inputs: the last one is lost"
+                assert not lost, f"{label}: {100 * lost:.0f} % of the outputs are 0"
+            last = self._one_hot(torch.tensor([info.in_features - 1]), info)
+            assert (scheme.apply(last) != 0).all(), f"{info.in_features} inputs: the last input has no effect"
+
+    def _one_hot(self, column: torch.Tensor, info: Any) -> torch.Tensor:
+        """Return rows of the identity matrix: products with them are columns of the held weight."""
+        x = torch.zeros(len(column), info.in_features, dtype=data.dtype_of(info), device=info.device)
+        x[torch.arange(len(column)), column] = 1
+        return x
 
     @since(1, 0)
     def test_loading_leaves_the_checkpoint_as_it_is(self) -> None:
-        """A tensor may be another module's too (tied weights), or a file that is mapped into memory; it comes in any
-        floating dtype, float64 among them, and not always contiguous."""
+        """Check that ``load`` does not write to the tensors that it reads: a tensor may belong to another module too
+        (tied weights), or lie in a mapped file.  Weights come in any floating dtype, float64 too, and not always
+        contiguous."""
         for info in self.quantized():
             torch.manual_seed(10)
-            weight = torch.randn(info.out_features, info.in_features)
+            weight = data.random_weight(info)
             for dtype in (torch.float32, torch.bfloat16, torch.float64):
-                scheme = self.scheme(info)
-                assert scheme is not None
-                for part, rows in data.by_part(weight, info).items():
-                    for param, tensor in self._given(info, part, rows, dtype).items():
-                        before = tensor.clone()
-                        scheme.load(param, tensor, part)
-                        assert torch.equal(tensor, before), f"load writes to {param} of part {part!r}, {dtype}"
-                scheme.finish()
-                if info.dtype == "float32":
-                    held = weight.to(dtype) if self._plain(info) else weight  # who packs it had all of its bits
-                    self._within(scheme, info, held.double(), f"a checkpoint in {dtype}")
+                self._load_as(info, weight, dtype)
 
-    def _plain(self, info: Any) -> bool:
-        """Whether a checkpoint has the weight itself."""
-        part, rows = next(iter(data.by_part(torch.zeros(info.out_features, info.in_features), info).items()))
-        made = self.checkpoint_tensors(info, part, rows)
-        return set(made) == {"weight"} and made["weight"].is_floating_point()
-
-    def _given(self, info: Any, part: str, rows: torch.Tensor, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Tensors of a checkpoint, of which one that holds the weight itself has the dtype, and lies transposed."""
-        made, plain = self.checkpoint_tensors(info, part, rows), self._plain(info)
-        return {k: t.to(dtype).T.contiguous().T if plain else t for k, t in made.items()}
+    def _load_as(self, info: Any, weight: torch.Tensor, dtype: torch.dtype) -> None:
+        """Load a weight from a checkpoint of a dtype; plain weights come transposed, packed ones as they are."""
+        scheme = self.scheme(info)
+        plain = False
+        for part, rows in data.by_part(weight, info).items():
+            tensors = self.checkpoint_tensors(info, part, rows)
+            plain = set(tensors) == {"weight"} and tensors["weight"].is_floating_point()
+            for param, tensor in tensors.items():
+                if plain:
+                    tensor = tensor.to(dtype).T.contiguous().T
+                before = tensor.clone()
+                scheme.load(param, tensor, part)
+                assert torch.equal(tensor, before), f"load writes to {param} of part {part!r}, {dtype}"
+        scheme.finish()
+        if info.dtype == "float32":
+            # packed codes are written from the float32 weight
+            written = weight.to(dtype) if plain else weight
+            self._within(scheme, info, written.double(), f"a checkpoint in {dtype}")

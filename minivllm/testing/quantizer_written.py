@@ -1,7 +1,7 @@
-"""Weights written as quantized checkpoints are, by the documented layouts, each element rounded to the nearest.
+"""Write weights in the documented layouts of quantized checkpoints, with each element rounded to the nearest code.
 
-The suite gives them to quantizers that read such checkpoints.  What is written is symmetric, of groups of 32 inputs or
-of rows, with scales in float32, so that numbers of any size can be written.
+The suite loads them into quantizers that read such checkpoints.  The codes are symmetric around 0.  A scale belongs to
+a group of 32 inputs or to a row, and is float32, so that numbers of any size can be written.
 """
 
 from __future__ import annotations
@@ -16,90 +16,96 @@ from torch import Tensor
 from minivllm.registration.spec import ANY, Spec, allows
 
 GROUP = 32
-BLOCK = 128  # of float8
-TOP = 7  # of codes around 0
+BLOCK = 128  # rows, and inputs, of a block that has one float8 scale
+TOP = 7  # largest 4-bit code around 0
+TINY = torch.finfo(torch.float32).tiny
 
 
 class WrittenMethod(NamedTuple):
-    """One method: its ``quantization_config``, and a weight [out, in] -> parameter -> tensor."""
+    """A method of quantized checkpoints, and functions that write a weight [out, in] by it."""
 
-    config: Mapping[str, Any]
-    tensors: Callable[[Tensor], dict[str, Tensor]]
-    step: Callable[[Tensor], Tensor]  # distance of neighbouring numbers at each element of a weight
+    config: Mapping[str, Any]  # the ``quantization_config`` of config.json
+    tensors: Callable[[Tensor], dict[str, Tensor]]  # weight -> {parameter: tensor}
+    step: Callable[[Tensor], Tensor]  # weight -> distance of neighbouring numbers at each element
     bits: int = 4
     exponent: int = 0
-    outs: tuple[int, ...] = (5, 8, 64, 136)  # output rows of a part, tried with
-    scales: str = ""  # "float16": larger numbers than its own cannot be written
+    outs: tuple[int, ...] = (5, 8, 64, 136)  # numbers of output rows of a part to test
+    scales: str = ""  # "float16" if the scales have this dtype, which limits the size of numbers
 
 
 def packed(codes: Tensor, bits: int) -> Tensor:
-    """Codes [rows, n] -> i32 [rows, n * bits / 32], low first, rows filled up with zeros."""
-    each = (codes.numpy().astype(np.uint8)[..., None] >> np.arange(bits, dtype=np.uint8)) & 1
-    stream = each.reshape(len(codes), -1)
+    """Pack codes [rows, n] into int32 words [rows, n * bits / 32], low bits first, each row padded with zeros."""
+    numbers = codes.numpy().astype(np.uint8)
+    shifts = np.arange(bits, dtype=np.uint8)
+    stream = ((numbers[..., None] >> shifts) & 1).reshape(len(codes), -1)
     stream = np.pad(stream, ((0, 0), (0, -stream.shape[1] % 32)))
-    return torch.from_numpy(np.packbits(stream, axis=1, bitorder="little").view(np.int32).copy())
+    words = np.packbits(stream, axis=1, bitorder="little").view(np.int32)
+    return torch.from_numpy(words.copy())
 
 
 def largest(weight: Tensor) -> Tensor:
-    """[out, groups], of which the last may be shorter."""
+    """Return the largest absolute value of each group of ``GROUP`` inputs, [out, groups].
+
+    The last group may be shorter.
+    """
     return torch.stack([group.abs().amax(1) for group in weight.split(GROUP, dim=1)], dim=1)
 
 
+def per_input(groups: Tensor, weight: Tensor) -> Tensor:
+    """Repeat a value of each group [out, groups] for each input of a weight [out, in]."""
+    return groups.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+
+
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes -7 to 7 [out, in], scale f32 [out, groups])."""
-    tiny = torch.finfo(torch.float32).tiny
-    scale = (largest(weight.float()) / TOP).clamp(min=tiny)
-    steps = weight.float() / scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    """Return (codes from -7 to 7 [out, in], scales float32 [out, groups]) of a weight."""
+    scale = (largest(weight.float()) / TOP).clamp(min=TINY)
+    steps = weight.float() / per_input(scale, weight)
     return steps.round().clamp(-TOP, TOP).long(), scale
 
 
 def step(weight: Tensor) -> Tensor:
-    """Distance of neighbouring numbers of int4 in groups, at each element [out, in]."""
-    return (largest(weight.double()) / TOP).repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    """Return the distance of neighbouring numbers of grouped int4 at each element of a weight [out, in]."""
+    return per_input(largest(weight.double()) / TOP, weight)
 
 
 def _gptq(weight: Tensor) -> dict[str, Tensor]:
     codes, scale = rounded(weight)
-    return {
-        "qweight": packed(codes + 8, 4).t().contiguous(),
-        "qzeros": packed(torch.full_like(scale, 7).t(), 4),
-        "scales": scale.t().contiguous(),
-        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // GROUP,
-    }
+    tensors = {"qweight": packed(codes + 8, 4).t().contiguous()}
+    tensors["qzeros"] = packed(torch.full_like(scale, 7).t(), 4)
+    tensors["scales"] = scale.t().contiguous()
+    tensors["g_idx"] = torch.arange(weight.shape[1], dtype=torch.int32) // GROUP
+    return tensors
 
 
 def _awq(weight: Tensor) -> dict[str, Tensor]:
     codes, scale = rounded(weight)
-    return {
-        "qweight": awq_words((codes + 8).t()),
-        "qzeros": awq_words(torch.full_like(scale, 8).t()),
-        "scales": scale.t().contiguous(),
-    }
+    tensors = {"qweight": awq_words((codes + 8).t())}
+    tensors["qzeros"] = awq_words(torch.full_like(scale, 8).t())
+    tensors["scales"] = scale.t().contiguous()
+    return tensors
 
 
 def awq_words(codes: Tensor) -> Tensor:
-    """Codes [n, out] -> i32 [n, out / 8], whose fields have outputs 0, 2, 4, 6, 1, 3, 5, 7 of the 8."""
+    """Pack 4-bit codes [n, out] into int32 words [n, out / 8].
+
+    The fields of a word, low bits first, hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of its 8.
+    """
     by_field = codes.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
     return packed(by_field.flatten(1), 4)
 
 
 def _compressed(weight: Tensor) -> dict[str, Tensor]:
     codes, scale = rounded(weight)
-    return {
-        "weight_packed": packed(codes + 8, 4),
-        "weight_scale": scale,
-        "weight_shape": torch.tensor(weight.shape),
-    }
+    words = packed(codes + 8, 4)
+    return {"weight_packed": words, "weight_scale": scale, "weight_shape": torch.tensor(weight.shape)}
 
 
 def _fp8(weight: Tensor) -> dict[str, Tensor]:
-    """Of all blocks the same scale."""
-    scale = (weight.float().abs().amax() / 448).clamp(min=torch.finfo(torch.float32).tiny)
+    """Return a weight in float8 with the same scale in all blocks."""
+    scale = (weight.float().abs().amax() / 448).clamp(min=TINY)
     blocks = [-(-n // BLOCK) for n in weight.shape]
-    return {
-        "weight": (weight.float() / scale).to(torch.float8_e4m3fn),
-        "weight_scale_inv": scale.expand(blocks).clone(),
-    }
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale_inv": scale.expand(blocks).clone()}
 
 
 def _fp8_step(weight: Tensor) -> Tensor:
@@ -108,7 +114,7 @@ def _fp8_step(weight: Tensor) -> Tensor:
 
 
 def _int8(weight: Tensor) -> dict[str, Tensor]:
-    largest = weight.float().abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny * 127)
+    largest = weight.float().abs().amax(1).clamp(min=TINY * 127)
     codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
     return {"weight": codes, "SCB": largest}
 
@@ -118,62 +124,58 @@ def _int8_step(weight: Tensor) -> Tensor:
 
 
 def _q8_0(weight: Tensor) -> dict[str, Tensor]:
-    """Blocks of 32 inputs: a scale as float16, and their codes."""
+    """Return a weight in blocks of 32 inputs, each a float16 scale followed by 32 int8 codes."""
     groups = weight.float().unflatten(1, (-1, GROUP))
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
     steps = groups / scale.float().clamp(min=torch.finfo(torch.float16).tiny)
     codes = steps.round().clamp(-127, 127).to(torch.int8)
-    return {"q8_0": torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), dim=-1).flatten(1)}
+    blocks = torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), dim=-1)
+    return {"q8_0": blocks.flatten(1)}
 
 
 def _q8_0_step(weight: Tensor) -> Tensor:
-    """A float16 may be larger than the scale that it is rounded from."""
+    """Return the largest distance of neighbouring numbers: rounding to float16 may make a scale larger."""
     scale = largest(weight.double()) / 127 * (1 + 2.0**-10) + 2.0**-24
-    return scale.repeat_interleave(GROUP, 1)[:, : weight.shape[1]]
+    return per_input(scale, weight)
 
 
-def _config_groups(**weights: Any) -> dict[str, Any]:
-    return {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", **weights}}}
-
+_INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP, "symmetric": True}
+_COMPRESSED = {"format": "pack-quantized", "ignore": ["lm_head"]}
+_COMPRESSED["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": _INT4}}
+_FP8 = {"activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 WRITTEN: Mapping[str, WrittenMethod] = {
-    "awq": WrittenMethod({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq, step),
-    "bitsandbytes": WrittenMethod({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8, _int8_step, bits=8),
-    "compressed-tensors": WrittenMethod(
-        {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            "config_groups": _config_groups(strategy="group", group_size=GROUP, symmetric=True),
-            "ignore": ["lm_head"],
-        },
-        _compressed,
-        step,
-    ),
-    "fp8": WrittenMethod(
-        {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]},
-        _fp8,
-        _fp8_step,
-        bits=8,
-        exponent=4,
-    ),
-    "gguf": WrittenMethod({"quant_method": "gguf"}, _q8_0, _q8_0_step, bits=8, scales="float16"),
-    "gptq": WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
+    method.config["quant_method"]: method
+    for method in (
+        WrittenMethod({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, _awq, step),
+        WrittenMethod({"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8, _int8_step, bits=8),
+        WrittenMethod({"quant_method": "compressed-tensors", **_COMPRESSED}, _compressed, step),
+        WrittenMethod({"quant_method": "fp8", **_FP8}, _fp8, _fp8_step, bits=8, exponent=4),
+        WrittenMethod({"quant_method": "gguf"}, _q8_0, _q8_0_step, bits=8, scales="float16"),
+        WrittenMethod({"quant_method": "gptq", "bits": 4, "group_size": GROUP}, _gptq, step),
+    )
 }
 
 
 def methods(spec: Spec) -> Any:
-    """Those that a quantizer reads."""
+    """Return the limit of a quantizer on the methods of checkpoints that it reads."""
     return ANY if spec.limits == ANY else spec.limits["checkpoint"]
 
 
-def sizes(spec: Spec, own: tuple[float, float], *dtypes: str) -> tuple[float, float]:
-    """Of the smallest and the largest numbers that a weight is tried with: ``own``, or what float16 holds where a dtype
-    or the scales are that."""
-    made = of(spec)
-    return (1e-2, 1e4) if "float16" in dtypes or (made and made.scales == "float16") else own
+def sizes(spec: Spec, default: tuple[float, float], *dtypes: str) -> tuple[float, float]:
+    """Return the sizes of the smallest and the largest numbers to test a weight with.
+
+    The default is narrowed to the range of float16 if a dtype, or the dtype of the scales, is float16.
+    """
+    method = of(spec)
+    half = "float16" in dtypes or (method is not None and method.scales == "float16")
+    return (1e-2, 1e4) if half else default
 
 
 def of(spec: Spec) -> WrittenMethod | None:
-    """What a quantizer that reads one of the methods is given; None: it quantizes plain weights, or reads another."""
+    """Return the method that writes checkpoints for a quantizer.
+
+    None means that the quantizer quantizes plain weights, or that no method here writes its checkpoints.
+    """
     limit = methods(spec)
     return None if allows(limit, "none") else WRITTEN.get(min(limit))

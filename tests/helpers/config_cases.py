@@ -20,7 +20,7 @@ from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.errors import ModelError
 from minivllm.plugins.model import spec as specs
 from minivllm.testing.harness import Harness
-from minivllm.testing.model_config import jumps, logits
+from minivllm.testing.model_config import logits, unstable
 from minivllm.testing.tiny import SMALL, quiet, save
 
 FULL, NEAR = "full_attention", "sliding_attention"
@@ -175,7 +175,7 @@ def judge(raw: Mapping[str, Any], folder: Path) -> tuple[str, str]:
     except Exception as exc:
         return "wrong", f"raises {type(exc).__name__}: {exc}"
     off, room = float((got - want).abs().max()), max(1e-4, 2e-5 * float(want.abs().max()))
-    if off <= room or jumps(hf, PROMPT, 10 * room):
+    if off <= room or unstable(hf, PROMPT, 10 * room):
         return "equal", ""
     return "wrong", f"logits differ by {off:.3g}, allowed are {room:.1e}"
 

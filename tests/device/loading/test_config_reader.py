@@ -13,7 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minivllm.device.loading.plain_config import FIELDS, plain_config
 from minivllm.errors import ModelError
-from minivllm.testing.model_config import names
+from minivllm.testing.model_config import field_names
 from minivllm.testing.tiny import quiet
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -64,7 +64,7 @@ def check(family, raw, folder):
     status, why = judge(raw, folder)
     assert status != "wrong", (why, json.dumps(raw))
     if status == "refused":
-        assert any(re.search(rf"\b{name}\b", why) for name in names(raw)), f"names no key of the file: {why}"
+        assert any(re.search(rf"\b{name}\b", why) for name in field_names(raw)), f"names no key of the file: {why}"
     return status
 
 
