@@ -26,9 +26,7 @@ from .http.body import Refusal
 from .http.guard import Guard, asked_path, contained
 from .middleware import around
 from .openai import chat, completions, websocket
-from .openai.protocol.chat import ChatBody
-from .openai.protocol.completion import CompletionBody
-from .openai.protocol.tokens import DetokenizeBody, TokenizeBody
+from .openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig

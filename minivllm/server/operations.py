@@ -19,8 +19,8 @@ from .http import unknown_routes
 from .http.sse import dump
 from .link import state
 from .openai import chat, fields
+from .openai.bodies import DetokenizeBody, TokenizeBody
 from .openai.generate import Service, read_body
-from .openai.protocol.tokens import DetokenizeBody, TokenizeBody
 from .openai.tokens import MANY
 
 MOST_IDS = 1 << 20  # token ids of a request to /detokenize

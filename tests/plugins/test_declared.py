@@ -24,10 +24,9 @@ from minivllm.frontend.record.tally import plain_params
 from minivllm.registration.parameters import Param
 from minivllm.registration.spec import ASKED, KINDS, Spec
 from minivllm.registry import Catalog
+from minivllm.server.openai.bodies import CompletionBody, read
 from minivllm.server.openai.fields import check
 from minivllm.server.openai.params import make_params
-from minivllm.server.openai.protocol.common import read
-from minivllm.server.openai.protocol.completion import CompletionBody
 from minivllm.testing.tiny import tiny_dir
 
 torch.set_num_threads(1)

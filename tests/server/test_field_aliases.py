@@ -19,10 +19,8 @@ from http_helpers import served
 from minivllm.core import declared_params
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.server.errors import ApiError
-from minivllm.server.openai import field_aliases
-from minivllm.server.openai.protocol.chat import ChatBody
-from minivllm.server.openai.protocol.common import read
-from minivllm.server.openai.protocol.completion import CompletionBody
+from minivllm.server.openai import field_table, fields
+from minivllm.server.openai.bodies import ChatBody, CompletionBody, read
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -32,7 +30,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 
 
 def translated(**values):
-    return field_aliases.translate(values, CompletionBody.model_fields)
+    return fields.translate(values, CompletionBody.model_fields)
 
 
 # peer's field, its value, what it is in our names
@@ -114,22 +112,27 @@ def test_a_pattern_of_whitespace_goes_with_a_form_of_json():
         assert [warning["field"] for warning in made.warnings] == ["guided_whitespace_pattern"]
 
 
-def test_every_mapped_field_is_tried_and_its_target_is_there():
-    assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(field_aliases.MAPPED)
+def test_every_alias_is_tried_and_its_target_is_there():
+    aliases = {name: row for name, row in field_table.OTHER.items() if row.use == field_table.ALIAS}
+    assert {one[0] for one in SAME} | {"guided_whitespace_pattern"} == set(aliases)
     ours = {*CompletionBody.model_fields, *SamplingParams().__dict__, *declared_params.builtin()}
-    assert {peer.to for peer in field_aliases.MAPPED.values()} <= ours
-    own = {*CompletionBody.model_fields, *ChatBody.model_fields} - {
-        "echo",
-        "max_completion_tokens",
-    }  # each of one route
-    assert not own & (set(field_aliases.MAPPED) | set(field_aliases.IDLE)) and not set(field_aliases.MAPPED) & set(
-        field_aliases.IDLE
-    )
+    assert {row.to.partition(".")[0] for row in aliases.values()} <= ours
+
+
+def test_no_name_has_two_treatments_in_one_body():
+    other = [row.name for row in field_table.TABLE if row.use != field_table.DECLARED]
+    assert len(other) == len(set(other))
+    of_both = {*CompletionBody.model_fields, *ChatBody.model_fields} - {"echo", "max_completion_tokens"}
+    assert not of_both & {*field_table.names_of(field_table.ALIAS), *field_table.names_of(field_table.IGNORED)}
+    for model, route in ((ChatBody, field_table.CHAT), (CompletionBody, field_table.COMPLETION)):
+        declared = [row for row in field_table.TABLE if route in row.routes]
+        assert [row.name for row in declared] == list(model.model_fields)
 
 
 def test_every_field_without_effect_is_told_unless_it_asks_for_nothing(server):
     """One request with all of them: none is refused, none is passed over."""
-    names = sorted(field_aliases.IDLE)
+    ignored = [row for row in field_table.TABLE if row.use == field_table.IGNORED]
+    names = sorted(row.name for row in ignored)
     for start in range(0, len(names), 30):
         some = names[start : start + 30]
         answer = server.post(CHAT, {**HI, **dict.fromkeys(some, 0.37)})
@@ -137,10 +140,10 @@ def test_every_field_without_effect_is_told_unless_it_asks_for_nothing(server):
         told = answer.json()["warnings"]
         assert sorted(w["field"] for w in told) == some == sorted(answer.headers["x-warnings"].split(","))
         assert all(w["message"].startswith(f"{w['field']} has no effect here: ") for w in told)
-    for name, (_, neutral) in field_aliases.IDLE.items():
-        for value in (None, *neutral):
-            made = translated(**{name: value})
-            assert made.values == {} and made.warnings == [], name
+    for row in ignored:
+        for value in (None, *row.neutral):
+            made = translated(**{row.name: value})
+            assert made.values == {} and made.warnings == [], row.name
     assert translated(top_a=False).warnings  # which is no 0
 
 
@@ -341,10 +344,10 @@ def test_unknown_names_are_what_they_were():
 
 def test_the_page_has_the_whole_table():
     page = PAGE.read_text()
-    for line in field_aliases.table():
+    for line in field_table.documented():
         assert line in page, line
-    assert page.count("| no effect: ") == sum("| no effect: " in line for line in field_aliases.table())
+    assert page.count("| no effect: ") == sum("| no effect: " in line for line in field_table.documented())
 
 
 if __name__ == "__main__":
-    print("\n".join(field_aliases.table()))
+    print("\n".join(field_table.documented()))

@@ -15,11 +15,8 @@ from minivllm.server import pool_jobs
 from minivllm.server.errors import ApiError
 from minivllm.server.http import bounds
 from minivllm.server.http.body import SMALL, parse_object
-from minivllm.server.openai import field_aliases, fields
-from minivllm.server.openai.protocol import common
-from minivllm.server.openai.protocol.chat import ChatBody
-from minivllm.server.openai.protocol.completion import CompletionBody
-from minivllm.server.openai.protocol.tokens import TokenizeBody
+from minivllm.server.openai import bodies, field_table, fields
+from minivllm.server.openai.bodies import ChatBody, CompletionBody, TokenizeBody
 
 TEXT = st.text(st.sampled_from('ab"\\[]{},:\n\u00e9\U0001f98a'), max_size=6)
 JSON = st.recursive(
@@ -92,10 +89,8 @@ def test_a_body_of_more_than_a_request_can_need_is_refused_by_the_limit(name):
 FIELDS = [
     *CompletionBody.model_fields,
     *ChatBody.model_fields,
-    *field_aliases.MAPPED,
-    *field_aliases.IDLE,
-    *field_aliases.NESTED,
-    *fields.PASSED,
+    *(name for name, row in field_table.OTHER.items() if row.use != field_table.REFUSED),
+    *fields.NESTED,
 ]
 MANY = {
     "a list": lambda n: [5] * n,
@@ -163,7 +158,7 @@ def searches(monkeypatch):
 def test_a_near_name_is_looked_for_for_the_first_few_unknown_ones(searches, name):
     body = CompletionBody(prompt="a", **{name.format(i): 1 for i in range(10_000)})
     _, warnings = fields.check(body)
-    assert len(searches) == fields.LOOKED_AT and len(warnings) == 32
+    assert len(searches) == fields.SEARCHES and len(warnings) == 32
     body = CompletionBody(prompt="a", max_tokenz=1)
     with pytest.raises(ApiError, match="Did you mean 'max_tokens'"):
         fields.check(body)
@@ -179,7 +174,7 @@ def test_a_near_name_is_looked_for_for_the_first_few_unknown_ones(searches, name
 )
 def test_faults_of_a_model_cost_a_few_searches_however_many_they_are(searches, model, values):
     with pytest.raises(ApiError):
-        common.read(model, values)
+        bodies.read(model, values)
     assert len(searches) <= 64
 
 

@@ -10,8 +10,8 @@ from http_helpers import Running, served
 
 from minivllm.errors import RequestError
 from minivllm.runtime.text.messages import check_messages, cut_at, marked
+from minivllm.server.openai.bodies import CompletionBody
 from minivllm.server.openai.prompts import around, truncated, truncation
-from minivllm.server.openai.protocol.completion import CompletionBody
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -318,8 +318,8 @@ def test_a_schema_beside_the_type_of_a_form_is_used(server, form):
 
 
 def test_a_form_without_a_schema_is_any_object_and_one_of_another_kind_is_refused(server):
+    from minivllm.server.openai.bodies import ChatBody
     from minivllm.server.openai.params import form_of
-    from minivllm.server.openai.protocol.chat import ChatBody
 
     for form in (
         {"type": "json_object"},

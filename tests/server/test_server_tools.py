@@ -194,8 +194,8 @@ def test_schemas_that_say_nothing_of_other_properties_end(openai, maker):
 
 
 def test_strict_false_is_the_letter_of_json_schema(openai):
+    from minivllm.server.openai.bodies import ChatBody
     from minivllm.server.openai.params import form_of
-    from minivllm.server.openai.protocol.chat import ChatBody
     from minivllm.server.openai.tools import read_tools
 
     for strict, opens in ((None, False), (True, False), (False, True)):
@@ -214,7 +214,7 @@ def test_strict_false_is_the_letter_of_json_schema(openai):
     ):
         import openai as client
 
-        with pytest.raises(client.BadRequestError, match="strict: want true or false"):
+        with pytest.raises(client.BadRequestError, match="strict: expected true or false"):
             openai.chat.completions.create(model="pocket", **CHAT, **more)
 
 

@@ -10,7 +10,7 @@ from http_helpers import served
 
 from minivllm.server.app import ROUTES
 from minivllm.server.http import unknown_routes
-from minivllm.server.openai.fields import REFUSED
+from minivllm.server.openai.field_table import REFUSED, names_of
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -106,7 +106,7 @@ def test_an_unknown_model_is_told_those_that_are_served(server):
 
 @pytest.mark.slow
 def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(server):
-    for name in REFUSED:
+    for name in names_of(REFUSED):
         for path, body in ((CHAT, {**HI, "max_tokens": 1}), (COMPLETIONS, {"prompt": "a", "max_tokens": 1})):
             if name in body:
                 continue
@@ -120,9 +120,9 @@ def test_what_an_answer_would_lack_is_refused_and_empty_it_asks_for_nothing(serv
 @pytest.mark.parametrize(
     ("path", "body", "words"),
     [
-        (CHAT, {"prompt": "hi"}, "it belongs to /v1/completions"),
+        (CHAT, {"prompt": "hi"}, "it is a field of /v1/completions"),
         (CHAT, {"input": "hi"}, "send messages"),
-        (CHAT, {"prompt": [5] * 9000}, "it belongs to /v1/completions"),
+        (CHAT, {"prompt": [5] * 9000}, "it is a field of /v1/completions"),
         (COMPLETIONS, {"messages": [{"role": "user", "content": "hi"}]}, "/v1/chat/completions"),
         (COMPLETIONS, {"inputs": "hi", "parameters": {"max_new_tokens": 3}}, "a prompt"),
         (COMPLETIONS, {"input_ids": [5]}, "token ids as the prompt"),

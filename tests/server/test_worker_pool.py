@@ -16,8 +16,8 @@ from minivllm.runtime.text.tokenizer import Tokenizer
 from minivllm.server import pool_jobs, worker_pool
 from minivllm.server.errors import ApiError
 from minivllm.server.http.body import Bodies, parse_object
+from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.params import whole_form
-from minivllm.server.openai.protocol.chat import ChatBody
 from minivllm.server.openai.tokens import LONG, MANY, Tokens
 from minivllm.server.openai.tools import read_tools
 from minivllm.server.worker_pool import WorkerPool

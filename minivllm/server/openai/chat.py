@@ -13,6 +13,7 @@ from minivllm.server.errors import ApiError
 
 from . import fields, logprobs, tools
 from .answers import TokenScores
+from .bodies import ChatBody, named, naming, sent_names
 from .generate import (
     SCORES,
     TEXT,
@@ -28,8 +29,6 @@ from .generate import (
 )
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
-from .protocol.chat import ChatBody
-from .protocol.common import named, naming, sent_names
 from .reader import Reader, end_of_calls
 from .taps import check_reads, read_taps
 from .usage import asks_energy, stream_options

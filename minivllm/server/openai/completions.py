@@ -13,6 +13,7 @@ from minivllm.server.errors import ApiError
 
 from . import answers, fields, logprobs
 from .answers import Stretch, TokenScores
+from .bodies import CompletionBody, named, naming, sent_names
 from .generate import (
     SCORES,
     TEXT,
@@ -30,8 +31,6 @@ from .generate import (
 from .offsets import Placed, Places
 from .params import asked_tokens, fit, limited, make_params, note_default, whole_form
 from .prompts import truncated, truncation
-from .protocol.common import named, naming, sent_names
-from .protocol.completion import CompletionBody
 from .taps import check_reads, read_taps
 from .tokens import Ids, read_prompts
 from .usage import asks_energy, stream_options

@@ -1,147 +1,323 @@
-"""Names in a body that the engine does not know: a slip is refused, what changes the answer is refused, and what has
-no effect is accepted and said so in ``warnings`` of the answer."""
+"""Read the fields of a request body that its route does not declare.
+
+Aliases become the fields of this server, fields without effect become warnings of the answer, and names that are
+misspelled or cannot be served raise an error.  ``field_table.py`` lists the names.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any
 
 from minivllm.core import declared_params
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.structured import FORMS
 from minivllm.server.errors import ApiError
 
-from .field_aliases import IDLE, MAPPED
+from .field_table import (
+    ALIAS,
+    BEAM_PARAMETERS,
+    FORM,
+    IGNORED,
+    OPTIONAL,
+    OTHER,
+    PARAMETER,
+    REFUSED,
+    TAU,
+    BodyField,
+    names_of,
+)
 
 MOST = 32  # warnings of an answer
-OF_BEAMS = ("length_penalty", "early_stopping")
+ENDLESS = (-1, -2)  # values of n_predict and num_predict that request the rest of the context
+NESTED = ("options", "parameters", "sampling_params")  # objects of fields in Ollama, TGI and SGLang
+SYNONYMS = {"max_tokens": "max_completion_tokens"}  # declared fields with the same meaning
+SEARCHES = 8  # unknown names of a body that are compared with all known names; each search takes about 1 ms
+SIMILARITY = 0.8  # least difflib ratio of a misspelled name: accepts max_token for max_tokens, rejects user_data
 NEUTRAL = {
-    **{field.name: field.default for field in fields(SamplingParams)},
-    **{name: one.param.default for name, one in declared_params.builtin().items()},
+    **{one.name: one.default for one in fields(SamplingParams)},
+    **{name: declaration.param.default for name, declaration in declared_params.builtin().items()},
 }
-LOOKED_AT = 8  # unknown names for which a near one is looked for: each takes a millisecond
-NEAR = 0.8  # of difflib: max_token is as near to max_tokens, user_data to nothing
-# what cannot be left out without a different answer
-REFUSED = {
-    "functions": "use tools", "function_call": "use tool_choice", "audio": "text only",
-    "prompt_embeds": "send text or token ids", "kv_transfer_params": "there is nothing to transfer from",
-    "lora_request": "adapters are not served",
-    "logprob_token_ids": "use logprobs", "return_prompt_text": "it is what was sent",
-    "return_token_offsets": "use return_token_ids", "ec_transfer_params": "there is nothing to transfer from",
-    "output_format": "use response_format", "output_config": "use response_format",
-    "response_schema": "use response_format",
-    **dict.fromkeys(("system", "system_prompt", "instructions", "tool_prompt"), "send a first message of role system"),
-    **dict.fromkeys(("input", "inputs", "contents", "text"), "send messages or a prompt"),
-    **dict.fromkeys(("input_ids", "input_embeds"), "send text, or token ids as the prompt of /v1/completions"),
-    "prompt": "it belongs to /v1/completions; send messages", "messages": "they belong to /v1/chat/completions",
-    **dict.fromkeys(
-        (
-            "images", "image", "image_data", "video", "videos", "video_data", "audios", "audio_data", "multimodal_data",
-            "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "files", "attachments",
-        ),
-        "text only",
-    ),
-    **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder are not served"),
-    **dict.fromkeys(("input_prefix", "input_suffix", "input_extra", "suffix"), "put it into the prompt"),
-    "template": "the model's own is used, never a request's",
-    **dict.fromkeys(("lora", "lora_path", "adapter_id", "adapter_source"), "adapters are not served"),
-    **dict.fromkeys(
-        ("context", "previous_response_id", "conversation"), "nothing is kept here; send the whole conversation"
-    ),
-    "mcp_servers": "tools are the client's to run",
-}  # fmt: skip
-# passed on to SamplingParams
-PASSED = {
-    "allowed_token_ids", "bad_words", "prompt_logprobs", "best_of", "beam_width", "use_beam_search", "length_penalty",
-    "early_stopping", *declared_params.builtin(),
-}  # fmt: skip
-# of those, what other servers' clients send without knowing the configuration: without effect where nothing reads it
-OPTIONAL = (
-    "typical_p", "mirostat_tau", "mirostat_eta", "no_repeat_ngram_size", "encoder_repetition_penalty", "guidance_scale",
-    "negative_prompt",
-)  # fmt: skip
+
+
+@dataclass
+class Translation:
+    """A body in the field names of this server.
+
+    ``sent`` maps a field of this server to the name under which the client sent it.  ``endless`` is set if the client
+    requested as many tokens as the context can hold."""
+
+    values: dict[str, Any]
+    warnings: list[dict[str, str]] = field(default_factory=list)
+    sent: dict[str, str] = field(default_factory=dict)
+    endless: bool = False
+
+    def warn(self, name: str, reason: str) -> None:
+        """Add the warning that a field has no effect."""
+        self.warnings.append(_warning(name, reason))
+
+    def set(self, alias: str, to: str, value: Any, sent: Any) -> None:
+        """Set the field ``to`` to the value that an alias requests.
+
+        A ``value`` of None only records the alias.  ApiError (400) if the body has another value for the field;
+        ``sent`` is the alias's value in that message."""
+        for name in (to, SYNONYMS.get(to, "")):
+            other = self.values.get(name)
+            if other is not None and value not in (other, [other]) and other != [value]:
+                other_name = self.sent.get(name, name)
+                raise _contradiction(f"{alias}={_shown(sent)}", f"{other_name}={_shown(other)}", alias)
+        if value is not None:
+            self.values[to] = value
+        self.sent.setdefault(to, alias)
+
+
+def translate(values: Mapping[str, Any], declared: Collection[str]) -> Translation:
+    """Return a body in the field names of this server.
+
+    ``declared`` has the names that are not translated: the fields of the route and the parameters of plug-ins.
+    ApiError (400) for values without meaning and for contradictions; the message has the names that the client sent."""
+    body = Translation(dict(values))
+    _flatten(body, declared)
+    for row in _rows_in(body, IGNORED, declared):
+        value = body.values.pop(row.name)
+        if value is not None and not _is_one_of(value, row.neutral):
+            body.warn(row.name, row.text)
+    for row in _rows_in(body, ALIAS, declared):
+        value = body.values.pop(row.name)
+        if value is not None and not _is_one_of(value, row.neutral):
+            _apply_alias(body, row, value, declared)
+    form = body.values.get(FORM)
+    if FORM in body.sent and "whitespace_pattern" in form and form.keys().isdisjoint(("json", "json_object")):
+        body.values[FORM] = {key: value for key, value in form.items() if key != "whitespace_pattern"} or None
+        body.warn("guided_whitespace_pattern", "it applies to JSON, and the request has no form of JSON")
+    return body
+
+
+def _rows_in(body: Translation, use: str, declared: Collection[str]) -> list[BodyField]:
+    """Return the rows with a treatment whose names are in a body and not declared."""
+    rows = [OTHER[name] for name in body.values if name in OTHER and name not in declared]
+    return [row for row in rows if row.use == use]
+
+
+def _apply_alias(body: Translation, row: BodyField, value: Any, declared: Collection[str]) -> None:
+    """Set the field that an alias stands for."""
+    name = row.name
+    to, _, key = row.to.partition(".")
+    if to == "mirostat_tau":
+        return _set_mirostat(body, name, value)
+    if to == "echo" and "prompt" not in declared:
+        return body.warn(name, "the answer of a chat is a separate message")
+    if to == "max_tokens" and name in ("n_predict", "num_predict") and value in ENDLESS:
+        body.endless = True
+        return body.set(name, to, None, value)
+    meaning = {key: value} if key else _converted(row, value)
+    if to == FORM:
+        return _merge_form(body, name, meaning)
+    if name == "do_sample" and value is False:
+        return _disable_sampling(body)
+    if meaning is not None:
+        return body.set(name, to, meaning, value)
+    if name == "do_sample" and body.values.get("temperature") == 0:
+        raise _contradiction(f"{name}=true", "temperature=0", name)
+    return None
+
+
+def _converted(row: BodyField, value: Any) -> Any:
+    """Return the value of the field that an alias stands for.  ApiError (400) for a value without meaning."""
+    if row.convert is None:
+        return value
+    try:
+        return row.convert(value)
+    except ValueError as exc:
+        raise ApiError(400, f"{row.name}={_shown(value)}: expected {exc}", row.name) from None
+
+
+def _disable_sampling(body: Translation) -> None:
+    """Set the temperature to 0, and warn of another temperature.
+
+    transformers also ignores the parameters of sampling if ``do_sample`` is false."""
+    if body.values.get("temperature"):
+        sent = body.sent.get("temperature", "temperature")
+        body.warn(sent, "do_sample=false requests the most likely token")
+    body.values["temperature"] = 0.0
+    body.sent.setdefault("temperature", "do_sample")
+
+
+def _flatten(body: Translation, declared: Collection[str]) -> None:
+    """Move the fields of objects such as Ollama's ``options`` to the first level of a body."""
+    for outer in NESTED:
+        inner = body.values.get(outer)
+        if outer in declared or inner is None:
+            continue
+        if not isinstance(inner, dict):
+            raise ApiError(400, f"{outer}: expected an object of names and values", outer)
+        del body.values[outer]
+        for name, value in inner.items():
+            row = OTHER.get(name)
+            if name in declared or (row is not None and row.use in (ALIAS, IGNORED)):
+                _move_up(body, outer, name, value)
+            elif len(body.warnings) < MOST:
+                body.warn(f"{outer}.{str(name)[:64]}", "the name is unknown")
+
+
+def _move_up(body: Translation, outer: str, name: str, value: Any) -> None:
+    """Set a field of the first level to its value in an object, unless the first level has it already."""
+    present = body.values.get(name)
+    if present is None:
+        body.values[name] = value
+    elif value is not None and value != present:
+        raise _contradiction(f"{outer}.{name}={_shown(value)}", f"{name}={_shown(present)}", name)
+
+
+def _set_mirostat(body: Translation, name: str, version: Any) -> None:
+    """Apply llama.cpp's version of mirostat: 0 (off), 1 (not supported) or 2 (this server's)."""
+    if version == 2 and not isinstance(version, bool):
+        if body.values.get("mirostat_tau") is None:
+            body.values["mirostat_tau"] = TAU
+        body.sent["mirostat_tau"] = name
+        return
+    for other in ("mirostat_tau", "mirostat_eta"):
+        body.values.pop(other, None)
+    if version == 1:
+        body.warn(name, "this server supports version 2 only")
+    elif version != 0:
+        raise ApiError(400, f"{name}={_shown(version)}: expected 0, 1 or 2", name)
+
+
+def _merge_form(body: Translation, name: str, part: dict[str, Any]) -> None:
+    """Add one alias's part to the form of the answer, such as guided_whitespace_pattern to guided_json.
+
+    ApiError (400) if the body has ``structured_outputs`` itself, two forms, or two values of one part."""
+    form = body.values.get(FORM)
+    if form is None:
+        body.values[FORM] = part
+        body.sent.setdefault(FORM, name)
+        return
+    other = body.sent.get(FORM, FORM)
+    merged = {**form, **part} if FORM in body.sent else {}
+    forms = merged.keys() & set(FORMS)
+    if not merged or len(forms) > 1 or any(form.get(key, value) != value for key, value in part.items()):
+        raise ApiError(400, f"{name} and {other} contradict each other: send only one of them", name)
+    body.values[FORM] = merged
+
+
+def check_required(values: Mapping[str, Any], model: Any) -> None:
+    """Raise ApiError (400) if a body has a refused field in place of a field that it must have.
+
+    The message names the missing field and what to send instead of the refused one."""
+    missing = [name for name, info in model.model_fields.items() if info.is_required() and name not in values]
+    for name in missing:
+        for row in OTHER.values():
+            if row.use != REFUSED or row.name in model.model_fields or _is_nothing(values.get(row.name)):
+                continue
+            raise ApiError(400, f"{name} is missing, and {row.name} is not supported: {row.text}", name)
 
 
 def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """What of a body's further fields is for SamplingParams, and the warnings.  ``reads``: parameters that a processor,
-    the sampler or a strategy of this engine reads; those of other packages come in ``extra``.  ApiError (400) for what
-    is refused."""
-    peers = getattr(body, "_peers", None)
-    own: dict[str, Any] = {}
-    passed, warnings = {}, [*(peers.warnings if peers is not None else ())]
-    looked_at = 0
+    """Return the parameters of ``SamplingParams`` among a body's further fields, and the warnings of the answer.
+
+    ``reads`` lists the parameters that a processor, the sampler or a strategy of this engine reads; those of other
+    packages are returned in ``extra``.  ApiError (400) for refused and misspelled names."""
+    translation = getattr(body, "_translation", None)
+    warnings = [] if translation is None else [*translation.warnings]
+    parameters: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, value in (body.model_extra or {}).items():
-        if name in PASSED:
-            passed[name] = value
-        elif name in REFUSED:
-            if not _is_nothing(value):
-                raise ApiError(400, f"{name} is not supported: {REFUSED[name]}", name)
+        row = OTHER.get(name)
+        use = "" if row is None else row.use
+        if row is not None and use == REFUSED and not _is_nothing(value):
+            raise ApiError(400, f"{name} is not supported: {row.text}", name)
+        if use == REFUSED or (value is None and use in (PARAMETER, IGNORED)):
+            continue
+        if use == PARAMETER:
+            parameters[name] = value
         elif name in reads and name not in NEUTRAL:
             if value is not None:
-                own[name] = value
-        elif name in IDLE:
-            if value is not None:
-                warnings.append({"field": name, "message": f"{name} has no effect here"})
+                extra[name] = value
+        elif use == IGNORED:
+            warnings.append(_warning(name))
         else:
-            looked_at += 1
-            near = _near(name, type(body), looked_at <= LOOKED_AT)
-            if near:
-                raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {near[0]!r}?", name[:64])
+            unknown.append(name)
+            similar = _similar(name, type(body), len(unknown) <= SEARCHES)
+            if similar:
+                raise ApiError(400, f"unknown field {name[:64]!r}. Did you mean {similar!r}?", name[:64])
             warnings.append({"field": name[:64], "message": "unknown field; it has no effect here"})
-    passed = {name: value for name, value in passed.items() if value is not None}
-    if peers is not None:
-        _drop(passed, warnings, reads, peers.sent)
-    return {**passed, **({"extra": own} if own else {})}, warnings[:MOST]
+    if translation is not None:
+        _drop_unread(parameters, warnings, reads, translation.sent)
+    if extra:
+        parameters["extra"] = extra
+    return parameters, warnings[:MOST]
+
+
+def _drop_unread(
+    parameters: dict[str, Any], warnings: list[dict[str, str]], reads: Sequence[str], sent: Mapping[str, str]
+) -> None:
+    """Remove the parameters that no part of this engine reads and that clients send by habit.  Warn of their values."""
+    unread = [name for name in OPTIONAL if name in parameters and name not in reads]
+    for name in unread:
+        if parameters.pop(name) != NEUTRAL.get(name):
+            reason = f"no sampler, processor or strategy of this server reads {name}"
+            warnings += [_warning(shown, reason) for shown in dict.fromkeys((sent.get(name, name), name))]
+    if parameters.get("beam_width") is not None or parameters.get("use_beam_search") not in (None, False):
+        return
+    for name in BEAM_PARAMETERS:
+        if parameters.pop(name, NEUTRAL[name]) != NEUTRAL[name]:
+            warnings.append(_warning(name, "it applies to beam search only; set beam_width"))
+
+
+def _warning(name: str, reason: str = "") -> dict[str, str]:
+    """Return the warning that a field has no effect."""
+    message = f"{name} has no effect here"
+    return {"field": name, "message": f"{message}: {reason}" if reason else message}
+
+
+def _contradiction(one: str, other: str, param: str) -> ApiError:
+    """Return the error for two fields, each as "name=value", that contradict each other."""
+    return ApiError(400, f"{one} and {other} contradict each other", param)
 
 
 @cache
-def _known(model: type[Any]) -> tuple[list[str], dict[str, str]]:
-    """Names that a slip may have meant, those without effect not among them, and each by its letters alone."""
-    names = [*model.model_fields, *REFUSED, *PASSED]
-    return names, {_plain(one): one for one in (*MAPPED, *names)}
+def _known_names(model: Any) -> tuple[list[str], dict[str, str]]:
+    """Return the names that a misspelled name may stand for, and a map to them from their letters alone."""
+    names = [*model.model_fields, *names_of(REFUSED), *names_of(PARAMETER)]
+    return names, {_letters(name): name for name in (*names_of(ALIAS), *names)}
 
 
-def _near(name: str, model: type[Any], closely: bool) -> list[str]:
-    """The known name that is meant, if any.  ``closely``: look for one that is spelt nearly so as well."""
-    names, plain = _known(model)  # type: ignore[arg-type]  # mypy takes type[Any] for unhashable
-    if (found := plain.get(_plain(name))) is not None:
-        return [found]
-    return difflib.get_close_matches(name[:64], names, n=1, cutoff=NEAR) if closely else []
+def _similar(name: str, model: Any, search: bool) -> str:
+    """Return the known name that a misspelled name stands for, or "".
+
+    Without ``search`` only names with the same letters are found, such as top_k for topK."""
+    names, by_letters = _known_names(model)
+    found = by_letters.get(_letters(name), "")
+    if found or not search:
+        return found
+    return next(iter(difflib.get_close_matches(name[:64], names, n=1, cutoff=SIMILARITY)), "")
 
 
-def _is_nothing(value: Any) -> bool:
-    """Whether a value asks for nothing; token ids may be an array."""
-    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
-
-
-def _plain(name: str) -> str:
-    """As ``topK`` and ``top-k`` are written too."""
+def _letters(name: str) -> str:
+    """Return the letters of a name, which are the same for ``top_k``, ``topK`` and ``top-k``."""
     return name[:64].replace("_", "").replace("-", "").lower()
 
 
-def misplaced(values: Mapping[str, Any], model: Any) -> None:
-    """ApiError (400) that names what came where a field is missing that the body must have."""
-    for name, field in model.model_fields.items():
-        if not field.is_required() or name in values:
-            continue
-        for other in (other for other in REFUSED if other not in model.model_fields):
-            if not _is_nothing(values.get(other)):
-                raise ApiError(400, f"{name} is missing, and {other} is not supported: {REFUSED[other]}", name)
+def _is_nothing(value: Any) -> bool:
+    """Return whether a value requests nothing.  An array of token ids is a request."""
+    return value is None or value is False or (isinstance(value, (str, list, dict)) and not value)
 
 
-def _drop(
-    passed: dict[str, Any], warnings: list[dict[str, str]], reads: Sequence[str], sent: Mapping[str, str]
-) -> None:
-    """Leave out, with a warning, what clients send by habit and nothing here reads."""
-    for name in [name for name in OPTIONAL if name in passed and name not in reads]:
-        if passed.pop(name) != NEUTRAL.get(name):
-            why = f"no sampler, processor or strategy of this server reads {name}"
-            for shown in dict.fromkeys((sent.get(name, name), name)):
-                warnings.append({"field": shown, "message": f"{shown} has no effect here: {why}"})
-    if passed.get("beam_width") is None and passed.get("use_beam_search") in (None, False):
-        for name in [name for name in OF_BEAMS if name in passed]:
-            if passed.pop(name) not in (NEUTRAL[name], None):
-                why = "it is of beam search, which beam_width asks for"
-                warnings.append({"field": name, "message": f"{name} has no effect here: {why}"})
+def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    """Return whether a value is one of the neutral values: 0 equals 0.0, but not False."""
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral)
+
+
+def _shown(value: Any) -> str:
+    """Return a value for a message, at most 42 characters long.  Only the brackets of a list or object are shown."""
+    if isinstance(value, str):
+        return repr(value[:40])
+    if isinstance(value, (int, float)):
+        return json.dumps(value)[:40]
+    return "{...}" if isinstance(value, dict) else "[...]"

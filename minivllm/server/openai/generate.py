@@ -30,7 +30,7 @@ from minivllm.server.metrics import times_of
 from minivllm.server.worker_pool import to_json
 
 from .answers import Shaper, Slices, pieces
-from .protocol import common
+from .bodies import Generation, read
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -299,8 +299,8 @@ async def read_body(request: Request, service: Service, model: type[Any]) -> Any
 
 async def checked(service: Service, model: type[Any], values: Mapping[str, Any], who: str) -> Any:
     """The values as a body, its form worked out where that takes long."""
-    body = common.read(model, values)
-    if isinstance(body, common.Generation):
+    body = read(model, values)
+    if isinstance(body, Generation):
         body._known_form = await service.tokens.pool.form(body, who)
     return body
 

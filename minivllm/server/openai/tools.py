@@ -227,7 +227,7 @@ def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
             want = 'want {"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
             raise ApiError(400, f"tools[{number}]: {want}", "tools")
         if not isinstance(function.get("strict"), (bool, type(None))):
-            raise ApiError(400, f"tools[{number}].function.strict: want true or false", "tools")
+            raise ApiError(400, f"tools[{number}].function.strict: expected true or false", "tools")
         for key in function.keys() - set(OF_FUNCTION):  # others are for the template, which prints them
             if near := suggest(str(key), OF_FUNCTION, 0.8):
                 raise ApiError(400, f"tools[{number}].function.{str(key)[:64]}: unknown field.{near}", "tools")

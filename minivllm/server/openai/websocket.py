@@ -38,11 +38,10 @@ from minivllm.server.http.body import check_text, parse_object
 from minivllm.server.http.sse import supervise
 from minivllm.validation import is_text
 
+from .bodies import ChatBody, CompletionBody
 from .chat import Chat
 from .completions import Completion
 from .generate import Service, checked, seconds_of
-from .protocol.chat import ChatBody
-from .protocol.completion import CompletionBody
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
