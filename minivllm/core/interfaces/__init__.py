@@ -1,5 +1,8 @@
-"""The seams.  One file each: the class that a plug-in implements, its contract, and the small frozen context it gets.
+"""Contracts of the plug-ins, which this project calls seams.
 
-Importing this package imports numpy and no torch.  ``API`` in each file is the contract's (major, minor): a new
-optional method, context field or feature raises the minor, a changed meaning the major.
+Each file defines one seam: the base class that a plug-in implements, the rules of its methods, and a small frozen
+context object that the plug-in receives when it is constructed.  Importing this package imports numpy, but not torch.
+
+``API`` in each file is the (major, minor) version of the contract.  A new optional method, context field or feature
+raises the minor version.  A changed meaning raises the major version.
 """

@@ -1,17 +1,19 @@
-"""The attention seam: where keys and values live, and how queries read them.
+"""The attention seam: how keys and values are stored in the cache, and how queries read them.
 
-A back end sees three things: the *spec* of a layer (heads, dimensions, window ...), the *cache* of that layer (named
-tensors whose first axis is the block), and the *meta* of the step (which rows, how long, where).  It decides the
-layout of a block; the engine decides which block belongs to whom.
+An attention back end receives three objects: the *spec* of a layer (heads, dimensions, window), the *cache* of the
+layer (named tensors whose first axis is the block), and the *meta* of the step (its rows, their lengths and their block
+tables).  The back end chooses the layout inside a block.  The engine assigns blocks to sequences.
 
-Layout of a step.  Rows are sequences, tokens are packed row after row, rows that bring one token come first::
+Layout of a step.  Each row is a sequence.  The tokens of all rows are packed one row after another.  Rows with one
+token come first::
 
     row        0   1   2        3                4
     q_len      1   1   1        4                3
     token      a   b   c   d0 d1 d2 d3   e0 e1 e2          T = 10 tokens, R = 5 rows, decode_rows = 3
     cu_q       0   1   2   3             7          10
 
-KV layer groups (G) are layers that share a geometry (KV heads, dimensions, window); each has a block table of its own.
+A KV group is a set of layers with the same geometry (KV heads, dimensions, window).  The layers of a group share a
+block table.  G is the number of KV groups.
 """
 
 from __future__ import annotations
@@ -29,60 +31,68 @@ if TYPE_CHECKING:
 
     from .kvformat import KVFormat, KVLayout
 
-# 1.1: AttentionContext.prepare_qk; 1.2: forward is asked for no scores; 1.3: AttnMeta.position;
+# 1.1: AttentionContext.prepare_qk; 1.2: forward no longer returns scores; 1.3: AttnMeta.position;
 # 1.4: AttnSpec.alibi; 1.5: the trait ``approximate``, AttentionBackend.selected and most_keys
 API = (1, 5)
-# Never handed to a sequence.  Padded, stopped and failed rows write there, so it may hold NaN; ``write`` may clear it.
+# No sequence owns this block.  Padded, stopped and failed rows write to it, so it may hold NaN.
+# ``AttentionBackend.write`` may clear it.
 NULL_BLOCK = 0
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """The captured shape that a step runs in: ``rows`` and ``tokens`` are the padded sizes; eager steps have none.
+    """The key of the CUDA graph that a step runs in.  ``rows`` and ``tokens`` are the padded sizes.  An eager step,
+    which runs without a graph, has the default values.
 
-    A back end that declares ``plan: device`` has ``plan`` captured with the step.  In a captured mixed step only the
-    device knows who brings how much: ``AttnMeta.decode_rows`` is then the number of rows, and ``q_len`` is 1 for those
-    that decode (they still come first), more for those behind them, and 0 for what fills up the rows.
+    If a back end declares the feature ``plan: device``, its ``plan`` is captured in the graph together with the step.
+    In a captured mixed step the host does not know the number of tokens of each row.  ``AttnMeta.decode_rows`` is then
+    the total number of rows.  On the device, ``q_len`` is 1 for decoding rows (they come first), larger for prefilling
+    rows, and 0 for padding rows.
     """
 
     kind: str = "eager"  # eager | decode | mixed
     rows: int = 0
     tokens: int = 0
-    span: int = 0  # no row's context is longer
+    span: int = 0  # upper bound of the rows' context lengths
 
 
 @dataclass
 class AttnMeta:
-    """Tensors that describe a step, on the device.  R rows, T tokens, G KV groups, S slots, M table columns.
+    """Device tensors that describe a step.  R rows, T tokens, G KV groups, S slots, M columns of a block table.
 
-    ``kv_len`` and the host copies count the tokens of this step too, so a row's queries are the last ``q_len`` of
-    ``kv_len`` positions (bottom-right causal).  For a row that met its end on the device while the step was on its way
-    they count on; what is computed for it goes to the null block and is dropped.
+    ``kv_len`` and the host copies include the tokens of this step.  The queries of a row are therefore the last
+    ``q_len`` of its ``kv_len`` positions (bottom-right causal mask).  A sequence may end on the device before the host
+    can see it.  Its lengths then continue to grow in the next steps; the results of such rows go to the null block and
+    are dropped.
     """
 
     slots: Tensor  # i64 [R] row -> slot
     cu_q: Tensor  # i32 [R + 1]
     q_len: Tensor  # i32 [R]
     kv_len: Tensor  # i32 [G, R]
-    # i64 [T] the row of ``QKPre.cos`` for each token: its position, or behind all positions for
-    # requests whose rotary embedding is another one
+    # i64 [T] the row of ``QKPre.cos`` for each token.  It is the position of the token.  Requests that use the
+    # rotary embedding of long contexts read a second table behind the first, so max_model_len + 1 is added.
     position: Tensor
     row: Tensor  # i64 [T] the row of each token
     table: Tensor  # i32 [G, S, M] (slot, index) -> block
-    slot_map: Tensor  # i64 [G, T] block * block_size + offset where the token's K and V go
+    slot_map: (
+        Tensor  # i64 [G, T] block * block_size + offset at which the token's K and V are stored
+    )
     block: int  # tokens per block
-    decode_rows: int  # rows [0, decode_rows) bring one token each
+    decode_rows: int  # rows [0, decode_rows) have one token each
     host_q_len: np.ndarray  # i32 [R]
     host_kv_len: np.ndarray  # i32 [G, R]
-    # what ``plan`` prepared, shared by the layers of a step
+    # results of ``AttentionBackend.plan``, shared by the layers of a step
     work: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass
 class QKPre:
-    """What happens to q and k between projection and attention: optional per-head RMSNorm, then rotary embedding.
+    """The operations on q and k between projection and attention: an optional RMSNorm per head, then the rotary
+    embedding.
 
-    ``cos`` and ``sin`` are [rows, rotary_dim] float32, halves repeated (the "rotate half" convention).
+    ``cos`` and ``sin`` are float32 [rows, rotary_dim].  Their second half repeats the first (the "rotate half"
+    convention).
     """
 
     cos: Tensor | None = None
@@ -90,13 +100,13 @@ class QKPre:
     q_norm: Tensor | None = None  # [dim_qk]
     k_norm: Tensor | None = None
     eps: float = 1e-6
-    # q_norm and k_norm for each head of q and k, kept by who has use for it
+    # [q heads + k heads, dim_qk] the norm weight of each head; a kernel that needs it fills and reuses it
     both: Tensor | None = None
 
 
 @dataclass
 class AttnLayer:
-    """One attention layer as a back end sees it; ``cache`` is filled when the KV memory is allocated."""
+    """One attention layer, as the back end receives it.  The engine fills ``cache`` when it allocates the KV memory."""
 
     index: int
     group: int
@@ -109,10 +119,11 @@ class AttnLayer:
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What a back end is told when it is made.
+    """The arguments with which the engine constructs a back end.
 
-    ``prepare_qk(q, k, position, pre)`` gives q and k [T, heads, dim_qk] normalised and rotated as ``pre`` says, at
-    ``position`` i64 [T]: the engine's own operations, for a back end that has no kernel for them.
+    ``prepare_qk(q, k, position, pre)`` applies the norms and the rotary embedding of ``pre`` to q and k, both [T,
+    heads, dim_qk], at ``position`` i64 [T].  It returns new q and k.  It is the engine's own implementation, for back
+    ends without a fused kernel.
     """
 
     device: str
@@ -123,32 +134,39 @@ class AttentionContext:
     max_len: int
     prepare_qk: Callable[[Tensor, Tensor, Tensor, QKPre], tuple[Tensor, Tensor]]
     batch_invariant: bool = False
-    fuse: bool = True  # False: no fused kernels, so that their share can be measured
+    fuse: bool = True  # False disables fused kernels, so that their effect can be measured
 
 
 class AttentionBackend(ABC):
-    """Reads and writes the paged KV cache.  One instance serves all layers; state that belongs to a step goes into
-    ``meta.work``.  Contract: a query sees exactly the positions ``<=`` its own of its own row (within the window), read
-    from the cache after ``write``; blocks that the row does not own are never read; ``write`` touches the named slots
-    and nothing else.
+    """Reads and writes the paged KV cache.  One instance serves all layers.  Store the state of a step in
+    ``meta.work``.
+
+    Contract.  A query sees exactly the positions ``<=`` its own position in its own row, within the window.  It reads
+    them from the cache after ``write``.  Blocks that the row does not own are never read.  ``write`` changes the slots
+    of ``meta.slot_map`` and nothing else.
     """
 
     def __init__(self, options: Any, ctx: AttentionContext) -> None:
         self.options, self.ctx = options, ctx
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
-        """Named tensors of one block.  Default: ``k`` [block, kv_heads, dim_qk] and ``v`` [block, kv_heads, dim_v]."""
+        """Return the named tensors of one block of a layer.
+
+        The default is the layout of the KV format, usually ``k`` [block, kv_heads, dim_qk] and ``v`` [block, kv_heads,
+        dim_v].
+        """
         return fmt.layout(spec, block)
 
     def plan(self, meta: AttnMeta, key: GraphKey) -> None:  # noqa: B027  (optional)
-        """Once a step, before the layers run: prepare what all layers share in ``meta.work``."""
+        """Prepare the data that all layers share, once per step before the layers run.  Store it in ``meta.work``."""
 
     def write(
         self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None
     ) -> Tensor:
-        """Normalise and rotate q and k, store k and v at ``meta.slot_map[layer.group]``; returns q [T, heads, dim_qk].
+        """Normalize and rotate q and k, then store k and v in the cache at ``meta.slot_map[layer.group]``.
 
-        q [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  This default is unfused.
+        q is [T, heads, dim_qk], k [T, kv_heads, dim_qk], v [T, kv_heads, dim_v].  Return the prepared q [T, heads,
+        dim_qk].  This default uses separate operations and no fused kernel.
         """
         if pre is not None:
             q, k = self.ctx.prepare_qk(q, k, meta.position, pre)
@@ -164,21 +182,24 @@ class AttentionBackend(ABC):
         out: Tensor,
         lse: Tensor | None = None,
     ) -> None:
-        """Attend, writing all of ``out`` [T, heads, dim_v] and changing nothing else.
+        """Compute the attention output of a layer.  Write every element of ``out`` [T, heads, dim_v], and no other
+        memory.
 
-        Where claimed, write ``lse`` [T, heads] float32, the natural logarithm of the softmax's denominator (sink
-        included), with which the answers over parts of a context are merged.  Where it is not claimed it is refused:
-        PluginError unless None.
+        ``lse`` is float32 [T, heads] or None.  A back end that declares the feature ``lse`` writes the natural
+        logarithm of the softmax denominator to it (sinks included).  The engine merges attention over parts of a
+        context with it.  A back end without the feature raises PluginError if ``lse`` is not None.
         """
 
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta) -> Sequence[Tensor]:
-        """Return the keys that ``forward`` attends to, bool [q_len, heads, kv_len] of each row; nothing is written.
+        """Return the keys that ``forward`` attends to, as one tensor bool [q_len, heads, kv_len] for each row.
 
-        For the trait ``approximate`` only.  ``forward`` is exact attention over these keys.  They are keys that the
-        query may see, at least one and at most ``most_keys``, and depend on the row itself alone.
+        Only back ends with the trait ``approximate`` implement it.  It writes nothing.  ``forward`` must equal exact
+        attention over the selected keys.  A query selects at least one and at most ``most_keys`` of the keys that it
+        may see.  The selection depends on its own row alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not say which keys it selects")
 
     def most_keys(self, visible: int, queries: int) -> int:
-        """Return how many of ``visible`` keys a query attends to at most, in a row of ``queries`` queries."""
+        """Return the largest number of keys that a query attends to, if ``visible`` keys are visible to it and its row
+        has ``queries`` queries."""
         return visible

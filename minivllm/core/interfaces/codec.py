@@ -1,13 +1,16 @@
-"""Plans, late inputs and results as bytes, for an executor whose worker is in another process or on another machine.
+"""Encode plans, late inputs and results as bytes, for an executor whose worker is in another process or on another
+machine.
 
-    head      magic, version, kind, bytes in all                       24 bytes
-    numbers   scalars, and the length of each column                   as many as the kind has
-    columns   those of 8 bytes an item, of 4, of 1; no gaps            lengths as above
-    rest      JSON (names and messages), behind it the arrays of rows that processors bound, at multiples of 8
+A message has four parts::
 
-Only numbers, text and arrays: nothing that is read is run.  Both sides have the same version of minivllm, so bytes of
-another ``VERSION`` are refused, as are foreign ones and those that end too early or too late: ``CodecError``.  What is
-decoded lies in the bytes that were given, and its arrays can be written to if those can.
+    head      magic, version, kind, total size in bytes                    24 bytes
+    numbers   the scalars, then the length of each column                  fixed for a kind
+    columns   items of 8 bytes first, then of 4, then of 1; no gaps        lengths as above
+    rest      JSON (names and messages), then the arrays that processors bound, each at a multiple of 8
+
+Messages hold numbers, text and arrays only, so decoding never runs code.  Both sides must have the same version of
+minivllm.  Bytes of another ``VERSION``, foreign bytes, and bytes that are too short or too long raise ``CodecError``.
+Decoded arrays are views of the received bytes; they are writable if the bytes are.
 """
 
 from __future__ import annotations
@@ -42,65 +45,78 @@ ALIGN = 8
 
 
 class CodecError(ValueError):
-    """Bytes that no encoder of this version has made, or a value that has no place in them."""
+    """Bytes that no encoder of this version wrote, or a value that the format cannot represent."""
 
 
 class ColumnSpec(NamedTuple):
-    """An array ``name`` of the object ``of``: its first dimension is count ``length``, its second ``width`` items, if
-    that is not 0."""
+    """An array ``name`` of the object called ``owner``.
 
-    of: str
+    Its first dimension is the count called ``length``.  ``width`` is the size of its second dimension; 0 means that it
+    has one dimension.
+    """
+
+    owner: str
     name: str
     dtype: np.dtype
     length: str
     width: int = 0
 
 
-def _columns(of: str, dtype: np.dtype, length: str, names: str, width: int = 0) -> list[ColumnSpec]:
-    return [ColumnSpec(of, name, dtype, length or name, width) for name in names.split()]
+def _columns(
+    owner: str, dtype: np.dtype, length: str, names: str, width: int = 0
+) -> list[ColumnSpec]:
+    """Return the specs of columns that all have the length ``length``.  ``names`` is separated by spaces."""
+    return [ColumnSpec(owner, name, dtype, length, width) for name in names.split()]
 
 
-def _own(of: str, names: Sequence[tuple[str, int]], dtype: np.dtype = I4) -> list[ColumnSpec]:
-    """Columns that have a length of their own, under their names."""
-    return [ColumnSpec(of, name, dtype, f"{of}.{name}", width) for name, width in names]
+def _own(owner: str, names: Sequence[tuple[str, int]], dtype: np.dtype = I4) -> list[ColumnSpec]:
+    """Return the specs of columns that each have a separate length.  ``names`` is (name, width) pairs."""
+    return [ColumnSpec(owner, name, dtype, f"{owner}.{name}", width) for name, width in names]
 
 
 class Layout:
-    """The numbers and columns of one kind."""
+    """The scalars and columns of one kind of message."""
 
     def __init__(self, kind: int, scalars: str, columns: Sequence[ColumnSpec]) -> None:
-        """``scalars``: their struct codes."""
+        """Compute the layout.  ``scalars`` are the ``struct`` codes of the scalars."""
         self.kind = kind
         self.columns = sorted(columns, key=lambda c: -c.dtype.itemsize)
         self.lengths = tuple(dict.fromkeys(c.length for c in self.columns))
-        # the last: bytes of the JSON
+        # the last number is the size of the JSON in bytes
         self.numbers = struct.Struct(f"<{scalars}{len(self.lengths)}QQ")
         self.start = HEAD.size + -(-self.numbers.size // ALIGN) * ALIGN
-        # most columns of a step are empty, and numpy takes 1 us to make one
+        # Most columns of a step are empty.  They are shared, because numpy takes 1 us to create an array.
         self.empty: dict[str, dict[str, np.ndarray]] = {}
         for c in self.columns:
-            nothing = np.empty((0, c.width) if c.width else 0, c.dtype)
-            self.empty.setdefault(c.of, {})[c.name] = nothing
+            shape = (0, c.width) if c.width else 0
+            self.empty.setdefault(c.owner, {})[c.name] = np.empty(shape, c.dtype)
 
     def encode(
         self,
-        of: Mapping[str, Any],
+        owners: Mapping[str, Any],
         scalars: Sequence[Any],
         rest: bytes,
         arrays: Sequence[np.ndarray],
     ) -> list:
-        """``of``: the objects that have the columns, None: none of them."""
+        """Return a message as a list of byte strings.
+
+        ``owners`` maps the owner names of the columns to the objects.  None means that the object is absent and its
+        columns are empty.  ``rest`` is the JSON; ``arrays`` follow it.  CodecError for a column of a wrong dtype or
+        shape.
+        """
         counts: dict[str, int] = {}
         parts: list[Any] = [b"", b""]
         for owner, name, dtype, length, width in self.columns:
-            if (thing := of[owner]) is None:
+            source = owners[owner]
+            if source is None:
                 continue
-            column = getattr(thing, name)
+            column = getattr(source, name)
             n = len(column)
-            known = counts.setdefault(length, n)
-            if column.dtype != dtype or known != n or (width and column.shape[1] != width):
-                want = f"{dtype} [{known}{f', {width}' if width else ''}]"
-                raise CodecError(f"{name}: {column.dtype} {list(column.shape)}; want {want}")
+            count = counts.setdefault(length, n)
+            if column.dtype != dtype or count != n or (width and column.shape[1] != width):
+                shape = [count, width] if width else [count]
+                found = f"{column.dtype} {list(column.shape)}"
+                raise CodecError(f"{name}: {found}; want {dtype} {shape}")
             if n:
                 parts.append(column.tobytes())
         if rest:
@@ -120,7 +136,10 @@ class Layout:
     def decode(
         self, data: bytearray | bytes | memoryview
     ) -> tuple[tuple, dict[str, dict[str, Any]], Any, int]:
-        """Scalars; columns by object and name; the JSON; where the arrays behind it begin."""
+        """Return (scalars, columns by owner and name, decoded JSON, offset of the arrays that follow it).
+
+        CodecError if the bytes are not a complete message of this kind.
+        """
         if len(data) < self.start:
             raise CodecError(f"{len(data)} bytes; want at least {self.start}")
         magic, version, kind, size = HEAD.unpack_from(data)
@@ -129,19 +148,20 @@ class Layout:
                 f"bytes of {magic!r} {version}, kind {kind}; want {MAGIC!r} {VERSION}, kind {self.kind}"
             )
         if size != len(data):
-            raise CodecError(f"{len(data)} bytes; want the {size} that their head tells of")
+            raise CodecError(f"{len(data)} bytes; want {size}, the size in their head")
         numbers = self.numbers.unpack_from(data, HEAD.size)
-        at, end = self.start, len(data) - numbers[-1]
+        at = self.start
+        end = len(data) - numbers[-1]
         counts = dict(zip(self.lengths, numbers[-1 - len(self.lengths) : -1], strict=True))
-        found: dict[str, dict[str, Any]] = {of: dict(empty) for of, empty in self.empty.items()}
+        found: dict[str, dict[str, Any]] = {
+            owner: dict(columns) for owner, columns in self.empty.items()
+        }
         for owner, name, dtype, length, width in self.columns:
             n = counts[length] * (width or 1)
             if n == 0:
                 continue
             if n * dtype.itemsize > end - at:
-                raise CodecError(
-                    f"{name}: {n} items; want no more than the {end - at} bytes that are left"
-                )
+                raise CodecError(f"{name}: {n} items; want at most the remaining {end - at} bytes")
             column = np.frombuffer(data, dtype, n, at)
             found[owner][name] = column.reshape(-1, width) if width else column
             at += n * dtype.itemsize
@@ -149,7 +169,7 @@ class Layout:
         try:
             rest = json.loads(text) if text else None
         except (ValueError, RecursionError) as e:
-            raise CodecError(f"its JSON cannot be read: {e}") from e
+            raise CodecError(f"the JSON of the message cannot be read: {e}") from e
         return numbers[: -1 - len(self.lengths)], found, rest, at + len(text)
 
 
@@ -162,9 +182,18 @@ _PLAN = Layout(
         *_columns("plan", I4, "rows", "slots q_len computed"),
         *_own(
             "plan",
-            [("samples", 0), ("late", 0), ("host", 0), ("held", 0), ("prompt", 2), ("draft", 0)],
+            [
+                ("samples", 0),
+                ("late", 0),
+                ("host", 0),
+                ("held", 0),
+                ("prompt", 2),
+                ("draft", 0),
+                ("guided", 2),
+                ("taps", 3),
+                ("steered", 0),
+            ],
         ),
-        *_own("plan", [("guided", 2), ("taps", 3), ("steered", 0)]),
         *_own("plan", [("scale", 0)], F4),
         *_own(
             "delta",
@@ -182,7 +211,8 @@ _PLAN = Layout(
 
 
 def encode_plan(plan: StepPlan) -> list[bytes]:
-    """Its bytes, in parts.  CodecError names a column of another dtype or shape than ``StepPlan`` says."""
+    """Encode a plan as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
+    ``StepPlan``."""
     join = plan.delta.join
     rest, arrays = (b"", []) if join is None else _encode_rows(join.bound)
     scalars = plan.id, plan.topk, plan.prompt_topk, join is not None
@@ -190,6 +220,7 @@ def encode_plan(plan: StepPlan) -> list[bytes]:
 
 
 def decode_plan(data: bytearray | bytes) -> StepPlan:
+    """Decode the bytes of ``encode_plan``.  CodecError if they are malformed."""
     (step, topk, prompt_topk, joined), found, rest, at = _PLAN.decode(data)
     join = None
     if joined:
@@ -206,12 +237,14 @@ def decode_plan(data: bytearray | bytes) -> StepPlan:
 
 
 def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.ndarray]]:
-    """What processors bound: numbers and names as JSON, values as arrays in the same order."""
+    """Encode the rows that processors bound.  Return the numbers and names as JSON, and the values as arrays in the
+    same order."""
     if not any(bound):
         return json.dumps(len(bound)).encode(), []
-    told, arrays = [], []
+    described: list[Any] = []
+    arrays: list[np.ndarray] = []
     for rows in bound:
-        mine: list[Any] = []
+        entries: list[Any] = []
         for i, row in rows.items():
             values = []
             for name, value in row.values.items():
@@ -220,43 +253,48 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
                     raise CodecError(
                         f"column {name} is bound to {array.dtype}; want numbers of up to 8 bytes"
                     )
-                values.append([name, array.dtype.newbyteorder("<").str, *np.shape(value)])
-                arrays.append(array.astype(array.dtype.newbyteorder("<"), copy=False))
-            mine.append([int(i), int(row.variant), values])
-        told.append(mine)
-    return json.dumps(told).encode(), arrays
+                stored = array.dtype.newbyteorder("<")
+                values.append([name, stored.str, *np.shape(value)])
+                arrays.append(array.astype(stored, copy=False))
+            entries.append([int(i), int(row.variant), values])
+        described.append(entries)
+    return json.dumps(described).encode(), arrays
 
 
-def _decode_rows(told: Any, data: bytearray | bytes, at: int) -> tuple[dict[int, Row], ...]:
+def _decode_rows(described: Any, data: bytearray | bytes, at: int) -> tuple[dict[int, Row], ...]:
+    """Decode the rows of ``_encode_rows``, whose arrays begin at offset ``at``.
+
+    ``described`` is the decoded JSON.  A number n means that none of n processors bound a row.
+    """
+    bound: list[dict[int, Row]] = []
     try:
-        if type(told) is int and told >= 0:
-            bound: tuple[dict[int, Row], ...] = tuple({} for _ in range(told))
-        else:
-            made: list[dict[int, Row]] = []
-            for rows in told:
-                mine = {}
-                for i, variant, values in rows:
-                    columns = {}
-                    for name, dtype, *shape in values:
-                        columns[name], at = _array(data, at, np.dtype(dtype), shape)
-                    mine[i] = Row(columns, variant)
-                made.append(mine)
-            bound = tuple(made)
+        if type(described) is int and described >= 0:
+            described = [[]] * described
+        for entries in described:
+            rows = {}
+            for i, variant, values in entries:
+                columns = {}
+                for name, dtype, *shape in values:
+                    columns[name], at = _array(data, at, np.dtype(dtype), shape)
+                rows[i] = Row(columns, variant)
+            bound.append(rows)
     except (TypeError, ValueError, AttributeError) as e:
-        raise CodecError(f"its rows cannot be read: {e}") from e
+        raise CodecError(f"the rows of the message cannot be read: {e}") from e
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
-    return bound
+    return tuple(bound)
 
 
 def _array(
     data: bytearray | bytes, at: int, dtype: np.dtype, shape: Sequence[int]
 ) -> tuple[np.ndarray, int]:
+    """Return the array at or after offset ``at``, aligned to 8 bytes, and the offset of its end."""
     at += -at % ALIGN
     n = math.prod(shape)
-    if dtype.kind not in "biuf" or n < 0 or n * dtype.itemsize > len(data) - at:
+    size = n * dtype.itemsize
+    if dtype.kind not in "biuf" or n < 0 or size > len(data) - at:
         raise CodecError(f"an array of {n} {dtype}; want numbers within the {len(data)} bytes")
-    return np.frombuffer(data, dtype, n, at).reshape(shape), at + n * dtype.itemsize
+    return np.frombuffer(data, dtype, n, at).reshape(shape), at + size
 
 
 # ---- late inputs -----------------------------------------------------------------------------------------------------
@@ -265,13 +303,14 @@ _LATE = Layout(LATE, "qI", _own("late", [("mask", 0)]))
 
 
 def encode_late(step: int, late: LateInputs) -> list[bytes]:
+    """Encode the late inputs of step ``step`` as a list of byte strings."""
     mask = np.ascontiguousarray(late.mask)
-    return _LATE.encode(
-        {"late": SimpleNamespace(mask=mask.reshape(-1))}, (step, mask.shape[1]), b"", []
-    )
+    flat = SimpleNamespace(mask=mask.reshape(-1))
+    return _LATE.encode({"late": flat}, (step, mask.shape[1]), b"", [])
 
 
 def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
+    """Decode the bytes of ``encode_late``.  Return (step number, late inputs).  CodecError if they are malformed."""
     (step, words), found, _, at = _LATE.decode(data)
     flat = found["late"]["mask"]
     if at != len(data) or words == 0 or len(flat) % words:
@@ -293,8 +332,8 @@ _RESULT = Layout(
         *_own("result", [("drafted", 0)]),
         *_own("result", [("taps", 0)], F4),
         *(
-            ColumnSpec(of, name, dtype, f"{of}.{name}")
-            for of in ("logprobs", "prompt")
+            ColumnSpec(owner, name, dtype, f"{owner}.{name}")
+            for owner in ("logprobs", "prompt")
             for name, dtype in _TABLES
         ),
         ColumnSpec("logits", "logits", F4, "logits.logits"),
@@ -303,63 +342,64 @@ _RESULT = Layout(
 
 
 def encode_result(result: StepResult) -> list[bytes]:
-    """Its bytes, in parts.  CodecError names a column of another dtype or shape than ``StepResult`` says."""
-    of = {
+    """Encode a result as a list of byte strings.  CodecError names a column whose dtype or shape is not that of
+    ``StepResult``."""
+    k = [-1 if lp is None else lp.top.shape[1] for lp in (result.logprobs, result.prompt)]
+    logits = None
+    vocab = -1
+    if result.logits is not None:
+        logits = SimpleNamespace(logits=result.logits.reshape(-1))
+        vocab = result.logits.shape[1]
+    rest = b""
+    if result.errors or result.seams:
+        errors = [[e.scope, e.plugin, e.message, list(map(int, e.rows))] for e in result.errors]
+        rest = json.dumps([errors, dict(result.seams)]).encode()
+    owners = {
         "result": result,
         "logprobs": _flat(result.logprobs),
         "prompt": _flat(result.prompt),
-        "logits": None
-        if result.logits is None
-        else SimpleNamespace(logits=result.logits.reshape(-1)),
+        "logits": logits,
     }
-    k = [-1 if lp is None else lp.top.shape[1] for lp in (result.logprobs, result.prompt)]
-    vocab = -1 if result.logits is None else result.logits.shape[1]
-    told: Any = None
-    if result.errors or result.seams:
-        told = [
-            [[e.scope, e.plugin, e.message, list(map(int, e.rows))] for e in result.errors],
-            dict(result.seams),
-        ]
-    rest = b"" if told is None else json.dumps(told).encode()
-    return _RESULT.encode(of, (result.id, result.device_ms, *k, vocab), rest, [])
+    return _RESULT.encode(owners, (result.id, result.device_ms, *k, vocab), rest, [])
 
 
 def decode_result(data: bytearray | bytes) -> StepResult:
+    """Decode the bytes of ``encode_result``.  CodecError if they are malformed."""
     (step, ms, k, prompt_k, vocab), found, rest, at = _RESULT.decode(data)
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
-        errors, seams = rest or ((), {})
-        told = tuple(
+        described, seams = rest or ((), {})
+        errors = tuple(
             StepError(scope, plugin, message, tuple(rows))
-            for scope, plugin, message, rows in errors
+            for scope, plugin, message, rows in described
         )
         return StepResult(
             id=step,
             **found["result"],
             logprobs=_tables(found["logprobs"], k),
-            errors=told,
+            errors=errors,
             device_ms=ms,
             seams=seams,
             prompt=_tables(found["prompt"], prompt_k),
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
         )
     except (TypeError, ValueError) as e:
-        raise CodecError(f"its parts do not fit: {e}") from e
+        raise CodecError(f"the parts of the result do not match: {e}") from e
 
 
 def _flat(lp: LogProbs | None) -> LogProbs | None:
-    return (
-        None
-        if lp is None
-        else LogProbs(lp.chosen, lp.rank, lp.top_ids.reshape(-1), lp.top.reshape(-1))
-    )
+    """Return the log-probabilities with one-dimensional tables."""
+    if lp is None:
+        return None
+    return LogProbs(lp.chosen, lp.rank, lp.top_ids.reshape(-1), lp.top.reshape(-1))
 
 
 def _tables(found: Mapping[str, np.ndarray], k: int) -> LogProbs | None:
+    """Return the log-probabilities with tables of ``k`` columns, or None if k is negative."""
     if k < 0:
         return None
-    n = len(found["chosen"])
-    return LogProbs(
-        found["chosen"], found["rank"], found["top_ids"].reshape(n, k), found["top"].reshape(n, k)
-    )
+    chosen = found["chosen"]
+    shape = len(chosen), k
+    top_ids, top = found["top_ids"].reshape(shape), found["top"].reshape(shape)
+    return LogProbs(chosen, found["rank"], top_ids, top)

@@ -1,7 +1,8 @@
-"""A decoder as data: what its layers consist of, and what a checkpoint calls their weights.
+"""A decoder model as data: the parts of its layers, and the names of their weights in a checkpoint.
 
-``ModelArch.describe`` gives a ``DecoderSpec``; the engine builds it, fuses what can be fused, and reads its weights.
-An architecture that fits is a table of fields; ``ModelArch.build`` is for what does not::
+``ModelArch.describe`` returns a ``DecoderSpec``.  The engine builds the model from it, fuses operations where it can,
+and reads the weights.  An architecture that this table can express needs no code; any other one implements
+``ModelArch.build``::
 
     ids ─ embedding (x scale, + learned positions) ─┐
     stream h ──────────────────────────────────────►┴─ layer 0 ─ ... ─ layer n-1 ─ norm ─ head (x scale, cap) ─► logits
@@ -10,8 +11,8 @@ An architecture that fits is a table of fields; ``ModelArch.build`` is for what 
     h += s * A(n1(h))        h += s * n1(A(h))        h += s * n2(A(n1(h)))        y = n1(h)
     h += s * M(n2(h))        h += s * n2(M(h))        h += s * n4(M(n3(h)))        h += s * (A(y) + M(z))
 
-A is attention, M the MLP or the experts, n1 to n4 are norms, s is ``residual_scale``; z is n2(h) where a layer has
-``mlp_norm``, and y elsewhere.
+A is the attention, M the MLP or the experts, n1 to n4 are norms, and s is ``residual_scale``.  In a parallel layer, z
+is n2(h) if the layer has ``mlp_norm``, and y otherwise.
 """
 
 from __future__ import annotations
@@ -28,22 +29,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BEFORE, AFTER, AROUND = "before", "after", "around"
-# a norm of q and k: one for all heads, one over all heads, one for each head with weights of its own
+# norms of q and k: HEAD normalizes each head with shared weights, WIDTH normalizes all heads as one
+# vector, HEADS normalizes each head with separate weights
 HEAD, WIDTH, HEADS = "head", "width", "heads"
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-CLAMPED = "swiglu_oai"  # of experts, see ``Experts``
-# how a router turns logits into weights: the softmax of all, or of the chosen ones, or a sigmoid
+CLAMPED = "swiglu_oai"  # an activation of experts, see ``Experts``
+# how a router turns logits into weights: softmax over all experts, softmax over the chosen experts, or sigmoid
 SOFTMAX, CHOSEN_SOFTMAX, SIGMOID = "softmax", "chosen_softmax", "sigmoid"
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
 class Norm:
-    """RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) where ``centered``."""
+    """RMSNorm (arXiv:1910.07467), or LayerNorm (arXiv:1607.06450) if ``centered``."""
 
     eps: float
-    offset: float = 0.0  # added to the weight: 1 where a checkpoint holds its difference from 1
-    centered: bool = False  # the mean is subtracted
+    offset: float = 0.0  # added to the weight; 1 if the checkpoint stores weight - 1
+    centered: bool = False  # subtract the mean
     bias: bool = False
 
 
@@ -51,106 +53,112 @@ class Norm:
 class Rope:
     """Rotary embedding (arXiv:2104.09864) of the first ``dim`` elements of a head.
 
-    ``kind`` is transformers' ``rope_type``, ``numbers`` are its parameters by name.  ``switch`` is the length, in
-    tokens, up to which a request keeps the frequencies it was trained with; a longer one has others from its first
-    token on ("longrope", "dynamic").  Which it is, is known when it is admitted: its prompt and ``max_tokens`` say how
-    long it can become.  None: the same for all.
+    ``kind`` is the ``rope_type`` of transformers, and ``numbers`` are its parameters by name.  ``switch`` is a length
+    in tokens, for the kinds "longrope" and "dynamic".  A request that can become longer than ``switch`` (prompt plus
+    ``max_tokens``) uses other frequencies, from its first token on.  The choice is made when the request is admitted.
+    ``switch`` None means that all requests use the same frequencies.
     """
 
     dim: int
     theta: float
-    kind: str = "default"  # of ROPE_KINDS
+    kind: str = "default"  # one of ROPE_KINDS
     numbers: tuple[tuple[str, Any], ...] = ()
     switch: int | None = None
-    # pairs are (0, 1), (2, 3) ... in the checkpoint; the rows of q and k are put in order when it is loaded
+    # The checkpoint rotates the pairs (0, 1), (2, 3) ... of a head.  The loader reorders the rows of q and k
+    # into halves, which the engine's kernels expect.
     interleaved: bool = False
 
 
 @dataclass(frozen=True)
 class MLP:
-    """``down(activation(gate) * up)``, or without a gate ``down(activation(up))``."""
+    """A feed-forward layer: ``down(activation(gate) * up)``, or ``down(activation(up))`` if not ``gated``."""
 
     inner: int
-    activation: str = "silu"  # of ACTIVATIONS
+    activation: str = "silu"  # one of ACTIVATIONS
     gated: bool = True
     bias: bool = False
 
 
 @dataclass(frozen=True)
 class Router:
-    """Which experts a token goes to, and with what weights: the highest scores, of equal ones the
-    lower number.  Computed in float32."""
+    """How the experts of a token and their weights are chosen, in float32.
+
+    The experts with the highest scores are chosen.  Of equal scores, the expert with the lower number wins.
+    """
 
     score: str = SOFTMAX  # or CHOSEN_SOFTMAX, SIGMOID
-    normalize: bool = False  # the weights of a token are divided by their sum
-    scale: float = 1.0  # and multiplied by this
-    bias: bool = False  # added to the logits
-    # a number of each expert (``e_score_correction_bias``) is added to its score for the choice alone
+    normalize: bool = False  # divide the weights of a token by their sum
+    scale: float = 1.0  # then multiply the weights by this factor
+    bias: bool = False  # add a bias to the logits
+    # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
+    # weights do not include it.
     choice_bias: bool = False
-    rounded: bool = True  # to the dtype of the logits at the end
+    rounded: bool = True  # round the weights to the dtype of the logits at the end
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (arXiv:1701.06538) in place of an MLP: a token goes to ``chosen`` of
-    ``count`` gated MLPs, whose outputs are added, times their weights::
+    """A mixture of experts (arXiv:1701.06538) in place of an MLP.
+
+    Each token goes to ``chosen`` of ``count`` gated MLPs, and the weighted outputs are added::
 
         sum over chosen e: weight[e] * down[e](activation(gate[e](x)) * up[e](x))  (+ shared(x))
 
-    With ``activation`` "swiglu_oai" an expert is ``down((up' + 1) * gate' * sigmoid(alpha * gate'))``
-    with gate' = min(gate, limit), up' = up clamped to +-limit.  ``shared`` is an MLP that every token
-    goes to; with ``shared_gate`` its output is multiplied by the sigmoid of one number a token.
+    With ``activation`` "swiglu_oai", an expert computes ``down((up' + 1) * gate' * sigmoid(alpha * gate'))`` with gate'
+    = min(gate, limit) and up' = up clamped to +-limit.  Every token also goes to the MLP ``shared``, if there is one.
+    With ``shared_gate``, the output of ``shared`` is multiplied by the sigmoid of one learned number per token.
     """
 
     count: int
     chosen: int
     inner: int
-    activation: str = "silu"  # of ACTIVATIONS, or CLAMPED
+    activation: str = "silu"  # one of ACTIVATIONS or CLAMPED
     router: Router = Router()
     bias: bool = False
-    limit: float | None = None  # of CLAMPED
-    alpha: float = 1.702  # likewise
+    limit: float | None = None  # for CLAMPED
+    alpha: float = 1.702  # for CLAMPED
     shared: MLP | None = None
     shared_gate: bool = False
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer: attention, then an MLP, or both beside each other (``parallel``)."""
+    """One layer: attention followed by an MLP, or both applied to the same input if ``parallel``."""
 
     attention: AttnSpec
     mlp: MLP | Experts
-    rope: Rope | None  # None: positions are not told to attention
+    rope: Rope | None  # None means no rotary embedding
     norms: str = BEFORE  # or AFTER, AROUND
-    parallel: bool = False  # with norms BEFORE
+    parallel: bool = False  # requires norms BEFORE
     qk_norm: str | None = None  # HEAD, WIDTH or HEADS
     qkv_bias: bool = False
     out_bias: bool = False
-    residual_scale: float = 1.0  # what is added to the stream is multiplied by it first
-    mlp_norm: bool = False  # a parallel MLP has a norm of its own, n2
-    qkv_clip: float | None = None  # q, k and v are clamped to +-qkv_clip
+    residual_scale: float = 1.0  # factor of each output before it is added to the residual stream
+    mlp_norm: bool = False  # a parallel MLP reads n2(h) instead of n1(h)
+    qkv_clip: float | None = None  # clamp q, k and v to +-qkv_clip
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """One form in which checkpoints hold the experts of a layer.
+    """The module names of one form in which checkpoints store the experts of a layer.
 
-    ``{e}`` in the name of a module is the number of an expert.  A name without it is that of a tensor
-    of all experts, [count, out, in]; its bias [count, out] is the tensor of that name with "_bias".
-    ``params``: a quantized weight is several tensors, whose names go on with "_" and these words,
-    which are the parameters of its scheme; [count, out, ...] each.
+    ``{e}`` in a module name is the number of an expert.  A name without ``{e}`` is a tensor that holds all experts,
+    [count, out, in].  The bias [count, out] of such a tensor has the same name with the suffix "_bias".
+
+    ``params`` are parameter names of a quantized format.  The weight is then stored as several tensors [count, out,
+    ...], named with "_" and these words as suffixes.
     """
 
     form: str
     router: str = "mlp.gate"
     gate_up: tuple[str, ...] = ("mlp.experts.{e}.gate_proj", "mlp.experts.{e}.up_proj")
     down: str = "mlp.experts.{e}.down_proj"
-    transposed: bool = False  # matrices of the tensors of all experts lie as [in, out]
-    interleaved: bool = False  # the rows of gate and up take turns
+    transposed: bool = False  # tensors of all experts hold matrices as [in, out]
+    interleaved: bool = False  # rows of gate and up alternate
     params: tuple[str, ...] = ()
 
 
-# as it is on the hub, and as transformers 5 has it in memory
+# the form of checkpoints on the hub, and the form of transformers 5 in memory
 EXPERT_NAMES = (
     ExpertNames("one tensor each"),
     ExpertNames("stacked", "mlp.gate", ("mlp.experts.gate_up_proj",), "mlp.experts.down_proj"),
@@ -159,9 +167,10 @@ EXPERT_NAMES = (
 
 @dataclass(frozen=True)
 class WeightNames:
-    """What a checkpoint calls its modules; those of a layer stand behind ``layer``, in which ``{i}`` is its number.
+    """The module names of a checkpoint.  Names of a layer's modules are relative to ``layer``, in which ``{i}`` is the
+    layer number.
 
-    One name for q, k and v, or gate and up, stands for a tensor that holds them one after another.
+    If ``qkv`` or ``gate_up`` has one name, that tensor holds q, k and v (or gate and up) one after another.
     """
 
     embed: str = "model.embed_tokens"
@@ -171,50 +180,57 @@ class WeightNames:
     head: str = "lm_head"
     layer: str = "model.layers.{i}."
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    # groups of rows in a tensor of all three, each of which holds its share of q, then of k and of v
+    # number of row groups of a joint qkv tensor; each group holds a share of q, then of k, then of v
     qkv_groups: int = 1
     out: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
-    sinks: str = "self_attn"  # whose parameter ``sinks`` is
-    gate_up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")  # without a gate the last one
+    sinks: str = "self_attn"  # module that has a parameter ``sinks``
+    gate_up: tuple[str, ...] = (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )  # an MLP without a gate uses the last name
     down: str = "mlp.down_proj"
     experts: tuple[ExpertNames, ...] = EXPERT_NAMES  # a checkpoint has one of these forms
     shared_gate_up: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_down: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
-    # in the order n1 .. n4 above, as many as the layers have
+    # in the order n1 .. n4 of the table at the top of this file
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    transposed: bool = False  # matrices of the layers lie as [in, out]
+    transposed: bool = False  # the layers' matrices are stored as [in, out]
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole model, not a process's share."""
+    """A whole decoder model.  Sizes are those of the whole model, not of a tensor-parallel process's share."""
 
     vocab: int
     hidden: int
     layers: tuple[LayerSpec, ...]
-    norm: Norm  # of all layers, and the last one
-    tied: bool = False  # the head's weight is the embedding's
-    embed_scale: float = 1.0  # rounded to the dtype of the model first
-    # rows of a table of learned positions, and the row of position 0; 0 rows: there is none
+    norm: Norm  # all norms of the layers, and the final norm
+    tied: bool = False  # the output head uses the weight of the embedding
+    embed_scale: float = 1.0  # factor of the embedding, rounded to the model's dtype first
+    # rows of the table of learned positions (0 means no table), and the row of position 0
     positions: int = 0
     first_position: int = 0
     logit_scale: float = 1.0
     logit_cap: float | None = None  # logits become cap * tanh(logits / cap), after the scale
     names: WeightNames = field(default_factory=WeightNames)
-    embed_norm: bool = False  # the stream begins with ``norm`` of the embedding
-    # (number of the layer, logits [T, E], weights f32 [T, k], ids i32 [T, k]) -> (weights, ids) that
-    # go on in their place; on the device, where a step may be captured: it asks no tensor for values
+    embed_norm: bool = False  # apply ``norm`` to the embedding
+    # Replaces the choice of a router: (layer number, logits [T, E], weights f32 [T, k], ids i32 [T, k])
+    # -> (weights, ids).  It runs on the device and may be captured in a CUDA graph, so it must not read
+    # tensor values on the host.
     router_hook: Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
     @property
     def switch(self) -> int | None:
-        """The length at which the rotary embedding of a request is another one, see ``Rope``."""
+        """Return the length in tokens above which a request uses other rotary frequencies (see ``Rope``), or None.
+
+        ModelError if layers have different lengths.
+        """
         ropes = [layer.rope for layer in self.layers if layer.rope is not None]
-        found = {rope.switch for rope in ropes if rope.switch is not None}
-        if len(found) > 1:
+        lengths = {rope.switch for rope in ropes if rope.switch is not None}
+        if len(lengths) > 1:
             raise ModelError(
-                f"the rotary embedding of layers changes at {sorted(found)} tokens: want one length"
+                f"the rotary embedding of layers changes at {sorted(lengths)} tokens: want one length"
             )
-        return min(found, default=None)
+        return min(lengths, default=None)

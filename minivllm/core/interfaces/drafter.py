@@ -1,16 +1,16 @@
-"""The drafter seam: guesses at the next tokens, which the model checks in one step.
+"""The drafter seam: guesses of the next tokens, which the model verifies in one step.
 
-Speculative decoding (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318).  A row with t known tokens and
-k drafts brings 1 + k tokens to a step; from the logits of each the sampler draws the token of its position, with the
-row's own noise there.  Drafts are accepted as long as they are equal to what was drawn::
+This is speculative decoding (Leviathan et al., arXiv:2211.17192; Chen et al., arXiv:2302.01318).  A row with t known
+tokens and k drafts has 1 + k tokens in a step.  The sampler draws a token from the logits of each of these positions,
+with the row's own noise for that position.  Drafts are accepted up to the first one that differs from the drawn token::
 
     position    t - 1   t    t + 1  t + 2         history and drafts
     token       x       d0   d1     d2            q_len = 1 + k
     drawn at    t       t+1  t+2    t+3           y0  y1  y2  y3
     y0 = d0, y1 = d1, y2 != d2:   y0 y1 y2 are accepted, y3 is dropped
 
-What is accepted was drawn from the model's own logits, each under the history that it has without drafts: so a drafter
-changes how many steps there are, and no token.
+Each accepted token was drawn from the logits of the model under the same history as without drafts.  A drafter
+therefore changes the number of steps, but no token.
 """
 
 from __future__ import annotations
@@ -30,53 +30,67 @@ API = (1, 0)
 
 @dataclass(frozen=True)
 class Ask:
-    """What a drafter is asked: N rows that decode, on the device (``rows``) and on the host.
+    """The arguments of ``Drafter.propose``: N decoding rows, on the device (``rows``) and on the host (``slots``,
+    ``known``).
 
-    ``rows.position`` is the number of known tokens, ``rows.history()`` has them.  All rows are at rest: the host knows
-    how long they are.
+    ``rows.position`` is the number of known tokens, and ``rows.history()`` returns them.  None of the rows has a step
+    in flight, so the host knows their exact lengths.
     """
 
     rows: Rows
-    k: int  # drafts wanted of each row
+    k: int  # largest number of drafts for a row
     slots: np.ndarray  # i32 [N]
-    known: np.ndarray  # i32 [N] known tokens; drafts are for positions known, known + 1 ...
+    known: (
+        np.ndarray
+    )  # i32 [N] number of known tokens; drafts are for positions known, known + 1 ...
 
 
 class DraftModel(ABC):
-    """A second model that the engine has loaded and keeps a KV cache for, in the blocks of the first one."""
+    """A second, usually smaller model.  The engine loads it and stores its keys and values in the blocks of the main
+    model."""
 
     @abstractmethod
     def logits(self, ask: Ask, j: int) -> Tensor:
-        """Logits [N, V] for position ``known + j`` of each row.  j counts up from 0, the tokens before it written by
-        ``draw``; what the model has not read of a row yet it reads in the call for j = 0."""
+        """Return the logits [N, V] for position ``known + j`` of each row.
+
+        Call it for j = 0, 1, 2 ... in order; ``draw`` must write the token of each position before the next call.  The
+        call for j = 0 also runs the model on the tokens of a row that it has not processed yet.
+        """
 
     @abstractmethod
     def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
-        """Tokens i64 [N] for position ``known + j``, drawn as the engine draws them (processors, sampler, the row's
-        noise at that position), and written to the history.  Where both models agree the draws do."""
+        """Draw a token for position ``known + j`` of each row, and append it to the row's history.  Return the tokens,
+        i64 [N].
+
+        The token is drawn as the engine draws: same processors, same sampler, and the row's noise for that position.
+        If both models have the same logits, they therefore draw the same token.
+        """
 
 
 @dataclass(frozen=True)
 class DrafterContext:
-    """What a drafter is told when it is made."""
+    """The arguments with which the engine constructs a drafter."""
 
     vocab_size: int
     max_model_len: int
     device: str
-    # for those that claim ``draft_model``: the one that their option ``model`` names
+    # The model that the drafter's option ``model`` names; None unless the drafter claims ``draft_model``.
     model: DraftModel | None = None
 
 
 class Drafter(ABC):
-    """Stateless but for what ``ctx.model`` keeps: drafts depend on the rows that are asked about, and a row's drafts
-    not on the rows beside it."""
+    """Proposes drafts.  It keeps no state except in ``ctx.model``.  The drafts of a row depend on the data of that row
+    only, not on the other rows of the call."""
 
     def __init__(self, options: Any, ctx: DrafterContext) -> None:
         self.options, self.ctx = options, ctx
 
     @abstractmethod
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
-        """(tokens i64 [N, k], count i64 [N]) on the device, 0 to k drafts a row, the first ``count[i]`` of row i, which
-        are tokens of the vocabulary; what is behind them may be anything.  It never waits for the device, and writes to
-        nothing that it was given.  A drafter that raises, or answers with something else, costs the rows of this step
-        their drafts, and is not asked again."""
+        """Return drafts for each row, as device tensors (tokens i64 [N, k], count i64 [N]).
+
+        Row i has ``count[i]`` drafts, 0 to k.  They are the first ``count[i]`` columns of ``tokens`` and must be ids of
+        the vocabulary; the engine ignores the remaining columns.  Do not wait for the device and do not write to the
+        arguments.  If a drafter raises or returns anything else, the rows of this step have no drafts, and the engine
+        does not call that drafter again.
+        """

@@ -1,4 +1,7 @@
-"""The evictor seam: in which order cached blocks that nobody uses are given up.  The same class serves every tier."""
+"""The evictor seam: the order in which unused cached blocks are evicted.
+
+The same class serves every tier of the cache: device, CPU memory and disk.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,21 @@ API = (1, 1)  # 1.1: Evictor.figures
 
 @dataclass(frozen=True)
 class BlockInfo:
-    """Columns beside the keys of ``add``."""
+    """Properties of cached blocks, one array element for each key of ``Evictor.add``."""
 
-    # u64 key of the block before it; 0: the first of a sequence, or (depth > 0) one of a sliding
-    # window's group, whose blocks hang on those of another group and not on each other
+    # u64 key of the preceding block.  0 means that the block is the first of its sequence, or (depth > 0)
+    # that it belongs to a sliding-window group.  Blocks of such a group depend on the blocks of another
+    # group, not on each other.
     parent: np.ndarray
-    depth: np.ndarray  # i32 blocks before it
-    bytes: np.ndarray  # i64
-    cost: np.ndarray  # f64 tokens to recompute if it is lost
-    tenant: np.ndarray  # i32
+    depth: np.ndarray  # i32 number of preceding blocks
+    bytes: np.ndarray  # i64 size of the block
+    cost: np.ndarray  # f64 number of tokens to recompute if the block is lost
+    tenant: np.ndarray  # i32 number of the tenant whose request computed the block
 
 
 @dataclass(frozen=True)
 class EvictorContext:
-    """What an evictor is told when it is made."""
+    """The arguments with which the engine constructs an evictor."""
 
     capacity: int  # blocks in the tier
     block: int  # tokens per block
@@ -35,12 +39,15 @@ class EvictorContext:
 
 
 class Evictor(ABC):
-    """Keys are u64 hashes of content: a key that was evicted or dropped may be added again, as a new block.  In every
-    call parents come before children.  A ``hit`` is followed by a ``hold`` of those of its keys that nobody holds.
+    """Chooses the cached blocks that are evicted when their tier is full.
+
+    Keys are u64 hashes of block contents.  A key that was evicted or dropped may be added again, as a new block.  In
+    every call, parents come before their children.  After ``hit``, the engine calls ``hold`` for the found keys that no
+    sequence holds yet.
 
     A key is *held* from ``add`` until ``free``, and again from ``hold`` until ``free``.  ``victims(n)`` returns exactly
-    ``min(n, free keys)`` distinct keys, none of them held, children before parents; they are gone from the evictor
-    afterwards.  A call costs O(keys in it) or O(log n) each.
+    ``min(n, number of free keys)`` distinct keys.  None of them is held, and children come before their parents.  The
+    evictor must forget these keys.  A call may take O(number of its keys) time, or O(log n) time for each key.
     """
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
@@ -48,27 +55,27 @@ class Evictor(ABC):
 
     @abstractmethod
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
-        """New cached blocks, held."""
+        """Add new cached blocks.  They are held until ``free``."""
 
     def hit(self, keys: np.ndarray) -> None:  # noqa: B027  (optional)
-        """A lookup found these keys (held or not)."""
+        """Record that a prefix lookup found these keys, held or not."""
 
     @abstractmethod
     def hold(self, keys: np.ndarray) -> None:
-        """A sequence refers to these keys: not evictable until ``free``."""
+        """Mark these keys as used by a sequence.  They must not be evicted until ``free``."""
 
     @abstractmethod
     def free(self, keys: np.ndarray) -> None:
-        """Nobody refers to these keys any longer."""
+        """Mark these keys as evictable, because no sequence uses them any longer."""
 
     @abstractmethod
     def drop(self, keys: np.ndarray) -> None:
-        """Gone for another reason (a reset): forget them."""
+        """Forget these keys.  The engine removed their blocks for another reason, such as a reset of the cache."""
 
     @abstractmethod
     def victims(self, n: int) -> np.ndarray:
-        """u64 keys to give up, at most n."""
+        """Choose at most ``n`` keys to evict, forget them and return them as u64."""
 
     def figures(self) -> Mapping[str, float]:
-        """What it counts, as ``SchedulerPolicy.figures``."""
+        """Return the evictor's own counters, with the same rules as ``SchedulerPolicy.figures``."""
         return {}

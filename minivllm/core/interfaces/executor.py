@@ -1,4 +1,4 @@
-"""The executor seam: where steps run.  In this process, in worker processes, on other machines."""
+"""The executor seam: the place where steps run, such as this process, worker processes or other machines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ API = (2, 4)
 
 @dataclass(frozen=True)
 class DraftWiring:
-    """The model of a drafter or processor.  Its layers keep their KV in the blocks of the target's leading group."""
+    """The second model of a drafter or processor.  Its layers store keys and values in the blocks of the main model's
+    first KV group."""
 
     model_dir: str
-    parts: Mapping[str, Part]  # seam -> part, for model and quantizer
+    parts: Mapping[str, Part]  # seam -> plug-in and options, for the seams model and quantizer
 
 
 @dataclass(frozen=True)
 class CacheWiring:
-    """The KV cache."""
+    """The options of the KV cache."""
 
     kvcache_block_size: int
     num_kvcache_blocks: int = -1  # -1 = as many as fit
@@ -38,37 +39,37 @@ class CacheWiring:
 
 @dataclass(frozen=True)
 class StepWiring:
-    """How steps run."""
+    """The options of how steps run."""
 
-    graph: str = "auto"  # captured steps: auto | mixed | decode | off
-    fuse: bool = True  # fused kernels, where the device has them
-    # but for these: pairs | norms | gate | draw
+    graph: str = "auto"  # kinds of steps captured in CUDA graphs: auto | mixed | decode | off
+    fuse: bool = True  # use fused kernels on devices that have them
+    # kinds of fused kernels that are not used: pairs | norms | gate | draw
     unfused: tuple[str, ...] = ()
-    # steps in flight beside the newest; None = the executor's choice
+    # steps in flight besides the newest one; None lets the executor choose
     run_ahead: int | None = None
 
 
 @dataclass(frozen=True)
 class SpeculationWiring:
-    num_speculative_tokens: int = (
-        0  # drafts a row may bring to a step, by parts["drafter"]; 0: none
-    )
-    speculate: str = "auto"  # always: also where it was measured to lose
-    draft_model: DraftWiring | None = None  # for a drafter that has one
+    """The options of speculative decoding."""
+
+    num_speculative_tokens: int = 0  # largest number of drafts of a row in a step
+    speculate: str = "auto"  # "always" also speculates where measurements showed it to be slower
+    draft_model: DraftWiring | None = None  # the model of a drafter that uses one
 
 
 @dataclass(frozen=True)
 class ParallelWiring:
-    """Which share of the model a process has."""
+    """The place of a process in a tensor-parallel group."""
 
-    tensor_parallel_size: int = 1  # processes that share it
-    rank: int = 0  # of this one among them
+    tensor_parallel_size: int = 1  # processes that share the model
+    rank: int = 0  # number of this process, from 0
 
 
 @dataclass(frozen=True)
 class Wiring:
-    """Everything that a process needs to build its share of the engine; goes over as JSON, never as pickle.  Options
-    have their names of the configuration."""
+    """Everything that a process needs to build its share of the engine.  It is sent as JSON, never as pickle.  Options
+    have the same names as in the configuration."""
 
     model_dir: str
     load_format: str  # auto | safetensors | pt | dummy
@@ -79,53 +80,56 @@ class Wiring:
     max_model_len: int
     batch_invariant: bool
     seed: int
-    # seam -> part, for model, quantizer, kvformat, attention, sampler, drafter
+    # seam -> plug-in and options, for model, quantizer, kvformat, attention, sampler and drafter
     parts: Mapping[str, Part]
     cache: CacheWiring
     steps: StepWiring = StepWiring()
     speculation: SpeculationWiring = SpeculationWiring()
     parallel: ParallelWiring = ParallelWiring()
     processors: tuple[Part, ...] = ()
-    # name of a processor that claims ``own_model`` -> that model
+    # second models, by the name of the processor that uses it (feature ``own_model``)
     own_models: Mapping[str, DraftWiring] = field(default_factory=dict)
     eos_ids: tuple[int, ...] = ()
-    # or "processed_logprobs": of what the sampler draws from
+    # raw_logprobs: of the model's logits; processed_logprobs: of the logits that the sampler draws from
     logprobs_mode: str = "raw_logprobs"
-    max_logprobs: int = 20  # that a request may ask for; -1: as many as there are tokens
-    max_tap_bytes: int = 256 << 20  # float32 values that a request may read by taps
-    # a request that may become longer has another rotary embedding (decoder.Rope.switch)
+    max_logprobs: int = 20  # limit of a request's logprobs; -1 means the whole vocabulary
+    max_tap_bytes: int = 256 << 20  # limit of the float32 values that a request reads with taps
+    # requests that can become longer than this use other rotary frequencies (decoder.Rope.switch)
     rope_switch: int | None = None
-    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # over the served config.json
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # replace values of config.json
 
     @property
     def block(self) -> int:
-        """Tokens of a block of the KV cache."""
+        """Return the number of tokens in a block of the KV cache."""
         return self.cache.kvcache_block_size
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the executor found room for."""
+    """The memory and features that the executor has after ``start``."""
 
-    blocks: tuple[int, ...]  # per KV group, the null block included
-    block_bytes: tuple[int, ...]  # over all layers of the group
+    blocks: tuple[int, ...]  # number of blocks of each KV group, the null block included
+    block_bytes: tuple[
+        int, ...
+    ]  # size of a block of each KV group, all layers of the group together
     vocab_size: int
     weight_bytes: int
-    depth: int  # steps that may be in flight beside the newest
-    notes: tuple[str, ...] = ()
-    guides: bool = False  # ``StepPlan.guided`` is obeyed; else requests with a guide are refused
-    # ``Wiring.own_models`` are run; else processors that have one are refused
+    depth: int  # steps that may be in flight besides the newest one
+    notes: tuple[str, ...] = ()  # messages for the user
+    # whether the executor implements ``StepPlan.guided``; if not, requests with a guide are refused
+    guides: bool = False
+    # whether the executor runs ``Wiring.own_models``; if not, processors with a second model are refused
     own_models: bool = False
-    # points of the model that requests may tap and their widths, in the order that ``StepPlan.taps``
-    # counts; None: the executor serves no taps, and such requests are refused
+    # Points of the model that requests may tap, and their widths.  ``StepPlan.taps`` numbers them in this
+    # order.  None means that the executor serves no taps; requests with taps are then refused.
     taps: Mapping[str, int] | None = None
 
 
 class Executor(ABC):
-    """Runs steps in order.  Nothing here raises for a failed step: the failure is in its result."""
+    """Runs steps in order.  No method raises because a step failed; the result of the step reports the failure."""
 
-    # seconds of a clock of its own, which then is the engine's: policies and requests see its
-    # time; None: time.monotonic
+    # The clock of the engine in seconds, for policies and requests.  None means time.monotonic.  A
+    # simulator sets it to its simulated time.
     now: Callable[[], float] | None = None
 
     def __init__(self, options: Any = None) -> None:
@@ -133,34 +137,42 @@ class Executor(ABC):
 
     @abstractmethod
     def start(self, wiring: Wiring) -> Capacity:
-        """Load the model, take the memory.  ModelError, PluginError or ResourceError."""
+        """Load the model and allocate its memory.  Raises ModelError, PluginError or ResourceError."""
 
     @abstractmethod
     def submit(self, plan: StepPlan) -> None:
-        """Enqueue a step; returns without waiting for it."""
+        """Enqueue a step and return without waiting for it."""
 
     @abstractmethod
     def supply(self, step: int, late: LateInputs) -> None:
-        """Masks for the late rows of a submitted step."""
+        """Deliver the token masks for the late rows of a step that was submitted."""
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """i32 [rows, words], of any content: host memory that the engine writes late masks to, whose leading rows then
-        are ``LateInputs.mask``.  An executor overrides it to give memory that its device reads without a copy."""
+        """Return host memory i32 [rows, words] of any content, in which the engine writes late masks.
+
+        ``LateInputs.mask`` is then the first rows of this array.  Override it to return memory that the device can read
+        without a copy, such as pinned memory.
+        """
         return np.empty((rows, words), np.int32)
 
     @abstractmethod
     def collect(self, in_flight: int) -> Sequence[StepResult]:
-        """All finished steps, in order; waits until at most ``in_flight`` remain."""
+        """Return the results of all finished steps, in order.  Wait until at most ``in_flight`` steps remain
+        unfinished."""
 
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """Rare verbs ("profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident": bytes of the KV
-        cache in this machine's memory whose pages were taken, "devices": those that compute, "cpu" or a GPU's UUID);
-        JSON in and out.  NotImplementedError names the verb."""
+        """Run a rare operation, named by ``verb``.  Arguments and result must be JSON values.
+
+        Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
+        are resident in this machine's memory) and "devices" (the devices that compute, "cpu" or a GPU's UUID).
+        NotImplementedError names a verb that the executor does not implement.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")
 
     @abstractmethod
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Return False if the executor cannot run further steps, for example because a worker died."""
 
     @abstractmethod
     def stop(self, deadline: float = 10.0) -> None:
-        """Give everything back within ``deadline`` seconds; idempotent."""
+        """Free all resources within ``deadline`` seconds.  A second call does nothing."""

@@ -1,8 +1,9 @@
-"""The grammar seam: what an answer may look like (a JSON schema, a regular expression, a grammar), as masks of tokens.
+"""The grammar seam: rules for the text of an answer (JSON schema, regular expression, grammar), applied as token masks.
 
-A grammar is compiled once, by any thread, and gives one matcher for each sequence.  Before a row draws, the engine
-tells its matcher the tokens that were drawn since, and asks for those that may come next; both for all such rows of a
-step in one call, so that a library can spread them over its threads.  That happens on the host while the layers run.
+A grammar is compiled once, on any thread.  A compiled grammar creates one matcher for each sequence.  Before a row
+draws a token, the engine passes the tokens drawn since the last call to the row's matcher (``accept``), and then
+requests the mask of allowed next tokens (``fill``).  Each call handles all such rows of a step, so that a library can
+use several threads.  The calls run on the host while the device computes the layers.
 """
 
 from __future__ import annotations
@@ -14,44 +15,49 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 1)  # 1.1: neither rollback nor clone
+API = (1, 1)  # 1.1: rollback and clone are no longer needed
 
 
 @dataclass(frozen=True)
 class GrammarContext:
-    """The vocabulary, and what may be spent."""
+    """The vocabulary and the number of threads, with which the engine constructs a grammar plug-in."""
 
-    # by id, what a token adds to the text; b"" for special tokens and ids that are none
+    # bytes that each token id adds to the text; b"" for special tokens and unused ids
     tokens: Sequence[bytes]
     vocab_size: int  # width of the logits, >= len(tokens)
-    eos_ids: tuple[int, ...]  # at least one; their ``tokens`` are b""
-    threads: int = 1  # that ``fill`` and ``accept`` may use
+    eos_ids: tuple[int, ...]  # end-of-sequence ids, at least one; their entry in ``tokens`` is b""
+    threads: int = 1  # number of threads that ``fill`` and ``accept`` may use
 
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """What a client asked for."""
+    """The grammar of a request, as text."""
 
-    kind: str  # json: a JSON schema; regex; choice: a JSON list of strings; grammar: Lark or GBNF
+    kind: str  # json (a JSON schema) | regex | choice (a JSON list of strings) | grammar (Lark or GBNF)
     text: str
-    # json: spaces and line ends are free between tokens of JSON; False: there are none
+    # for json: True allows any spaces and line ends between JSON tokens, False allows none
     any_whitespace: bool = True
-    whitespace: str | None = None  # json: a regular expression for them instead
+    whitespace: str | None = (
+        None  # for json: a regular expression for the whitespace between JSON tokens
+    )
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A grammar that is ready, shared by the sequences that use it; never changed."""
+    """A compiled grammar.  Sequences share it, and nothing changes it."""
 
-    handle: Any  # the plug-in's
-    nbytes: int = 0  # memory that it takes, as far as that is known
+    handle: Any  # an object of the plug-in
+    nbytes: int = 0  # size in memory, or 0 if it is unknown
 
 
 class Grammar(ABC):
-    """Matchers are the plug-in's own objects: the engine keeps one a sequence and looks at none.
+    """Compiles grammars and computes token masks.
 
-    The text of a sequence is what its tokens add, one after another.  It *fits* if the grammar derives it, and is
-    *viable* if it can be continued to a text that fits.
+    The plug-in defines the type of its matchers.  The engine stores one matcher for each sequence and never looks
+    inside.
+
+    The text of a sequence is the concatenation of its tokens' bytes.  A text *fits* if the grammar derives it.  It is
+    *viable* if some continuation of it fits.
     """
 
     def __init__(self, options: Any, ctx: GrammarContext) -> None:
@@ -59,22 +65,31 @@ class Grammar(ABC):
 
     @abstractmethod
     def compile(self, source: GrammarSource) -> Compiled:
-        """ValueError, whose message is for the client, if it is malformed, asks for what the library does not hold an
-        answer to, or nothing can fit it.  Several threads may call it at once, also beside the other methods."""
+        """Compile a grammar.  Several threads may call it at once, also while other methods run.
+
+        ValueError, with a message for the client, if the grammar is malformed, uses a construct that the library does
+        not support, or derives no text at all.
+        """
 
     @abstractmethod
     def start(self, compiled: Compiled) -> Any:
-        """A matcher at the beginning of the text."""
+        """Return a new matcher, at the beginning of the text."""
 
     @abstractmethod
     def accept(self, matchers: Sequence[Any], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
-        """Each matcher moves on by its tokens; how many of them it took.  It takes what the mask before it allows; a
-        matcher that took fewer than it was given is not used again."""
+        """Advance each matcher by its new tokens.  Return the number of accepted tokens for each matcher.
+
+        A matcher accepts each token that the preceding mask allowed.  The engine stops using a matcher that accepted
+        fewer tokens than it received.
+        """
 
     @abstractmethod
     def fill(
         self, matchers: Sequence[Any], mask: np.ndarray, rows: Sequence[int]
     ) -> Mapping[int, str]:
-        """What may come next: bit t % 32 of ``mask[rows[i], t // 32]``, i32 [n, ceil(vocab_size / 32)], is 1 if the
-        text stays viable with token t after it, and the bits of the end-of-sequence ids are 1 if it fits as it is.
-        Rows that are not named stay as they are.  Returns i -> message for matchers that cannot go on."""
+        """Write the mask of allowed next tokens of each matcher to row ``rows[i]`` of ``mask``.
+
+        ``mask`` is i32 [n, ceil(vocab_size / 32)].  Bit t % 32 of ``mask[rows[i], t // 32]`` must be 1 if the text
+        followed by token t is viable.  The bits of the end-of-sequence ids must be 1 if the text fits as it is.  Do not
+        change other rows.  Return a message for each matcher that cannot go on, by its index i.
+        """

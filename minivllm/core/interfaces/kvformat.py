@@ -1,7 +1,8 @@
-"""The KV format seam: how one block of keys and values is stored, byte for byte.
+"""The KV format seam: the byte layout of a block of keys and values.
 
-The format names the tensors of a block (scales included), encodes what a layer writes and decodes what an attention
-back end without a kernel of its own for the format reads.  Tiers, hashes and tensor parallelism read the same names.
+A format names the tensors of a block (its scales included).  It encodes the keys and values that a layer writes.  It
+also decodes blocks for attention back ends that have no kernel for the format.  Cache tiers, content hashes and tensor
+parallelism use the same tensor names.
 """
 
 from __future__ import annotations
@@ -23,38 +24,44 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1,
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape of the tensor *per block* and its torch dtype's name."""
+    """The shape of a tensor within one block, and the name of its torch dtype."""
 
     shape: tuple[int, ...]
     dtype: str
 
     @property
     def bytes(self) -> int:
+        """Return the size in bytes of the tensor within one block."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class KVLayout:
-    """Named tensors of one block of ``block`` tokens of one layer."""
+    """The named tensors of one block of one layer.  ``block`` is the number of tokens in a block."""
 
     block: int
     tensors: Mapping[str, TensorSpec]
 
     @property
     def bytes(self) -> int:
+        """Return the size of a block in bytes."""
         return sum(t.bytes for t in self.tensors.values())
 
 
 class KVFormat(ABC):
-    """Storage of keys and values; stateless."""
+    """Encodes and decodes keys and values.  It keeps no state."""
 
-    dtype: str  # torch dtype name of the stored elements
+    dtype: str  # name of the torch dtype of the stored elements
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
     def layout(self, spec: AttnSpec, block: int) -> KVLayout:
-        """The plain layout: ``k`` [block, kv_heads, dim_qk], ``v`` [block, kv_heads, dim_v]."""
+        """Return the tensors of a block of ``block`` tokens for a layer.
+
+        The default is ``k`` [block, kv_heads, dim_qk] and ``v`` [block, kv_heads, dim_v], without ``v`` if
+        ``spec.v_in_k``.
+        """
         tensors = {"k": TensorSpec((block, spec.kv_heads, spec.dim_qk), self.dtype)}
         if not spec.v_in_k:
             tensors["v"] = TensorSpec((block, spec.kv_heads, spec.dim_v), self.dtype)
@@ -62,11 +69,18 @@ class KVFormat(ABC):
 
     @abstractmethod
     def store(self, cache: Mapping[str, Tensor], k: Tensor, v: Tensor, slot_map: Tensor) -> None:
-        """Encode k [T, kv_heads, dim_qk] and v [T, kv_heads, dim_v] into the flat slots ``slot_map`` i64 [T]."""
+        """Encode k [T, kv_heads, dim_qk] and v [T, kv_heads, dim_v], and write them to the flat slots ``slot_map`` i64
+        [T].
+
+        A flat slot is block number * tokens per block + offset in the block.
+        """
 
     @abstractmethod
     def load(
         self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: Any
     ) -> tuple[Tensor, Tensor]:
-        """Decode blocks i64 [..., n] to k [..., n * block, kv_heads, dim_qk] and v likewise, in the torch ``dtype``.
-        No later call writes to what it gave."""
+        """Decode the blocks i64 [..., n] into k [..., n * block, kv_heads, dim_qk] and v [..., n * block, kv_heads,
+        dim_v].
+
+        Both have the torch ``dtype``.  Later calls must not overwrite the returned tensors.
+        """

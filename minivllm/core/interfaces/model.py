@@ -1,4 +1,4 @@
-"""The model seam: an architecture describes its layers, or builds them itself, and says where its weights go."""
+"""The model seam: an architecture describes its layers or builds them itself, and maps checkpoint names to weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from .attention import AttnMeta, AttnSpec, QKPre
     from .decoder import ExpertNames, Norm, Rope, WeightNames
 
-# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices (1.1: wanted, picks);
+# 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices;
 # 2.1: StepTensors.taps and Model.tap_points
 # 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
 # ModelArch.conversion, ModelArch.notes, Parts.tensors
@@ -23,25 +23,29 @@ API = (2, 3)
 
 @dataclass(frozen=True)
 class Rule:
-    """Checkpoint name -> module, parameter and part.  ``{i}`` stands for one number, the same on both sides::
+    """Maps the tensors of a checkpoint to a module, a parameter and a part of the model.
+
+    ``{i}`` stands for a number that is the same in ``source`` and ``module``::
 
         Rule("model.layers.{i}.self_attn.q_proj", "layers.{i}.attn.qkv", part="q")
 
-    matches ``model.layers.3.self_attn.q_proj.weight`` (and ``.bias``, ``.scales`` ...): what follows the source name is
-    the parameter.  A name that no rule matches is an error, so is a parameter that nothing filled.  ``module=None``
-    says that the tensor is known and not needed.
+    matches ``model.layers.3.self_attn.q_proj.weight`` (and ``.bias``, ``.scales`` ...).  The text after the source name
+    is the parameter.  A checkpoint name that matches no rule is an error, and so is a parameter that no tensor fills.
+    ``module=None`` means that the tensor is known and not needed.
 
-    A tensor may hold several parts one after another: ``part=("q", "k", "v")``.  ``pairs=(dim, turned)``: of each head
-    of ``dim`` rows the first ``turned`` lie as pairs (0, 1), (2, 3) ... and come to lie as halves, as the rotary
-    embedding here wants them.  ``transposed``: matrices lie as [in, out], and not as [out, in].
+    A tensor may hold several parts one after another: ``part=("q", "k", "v")``.  ``pairs=(dim, turned)`` describes
+    heads of ``dim`` rows whose first ``turned`` rows are rotated as the pairs (0, 1), (2, 3) ...; the loader reorders
+    them into halves for the engine's rotary embedding.  ``transposed`` means that matrices are stored as [in, out]
+    instead of [out, in].
 
-    ``{e}`` stands for the number of an expert, in the source and in the part: ``part="{e}.up"``.  A source without it
-    whose parts have it is a tensor of all experts, [experts, rows, in] or for a bias [experts, rows].  ``interleaved``:
-    the rows of its parts take turns.  ``groups``: the rows are so many groups, each of which holds an equal share of
-    every part, one part after another.  ``param``: the source is the whole name of a tensor, which is this parameter.
+    ``{e}`` stands for the number of an expert, in the source and in the part: ``part="{e}.up"``.  If only the part has
+    ``{e}``, the source is a tensor of all experts, [experts, rows, in], or [experts, rows] for a bias.  ``interleaved``
+    means that the rows of its parts alternate.  ``groups`` is a number of row groups; each group holds an equal share
+    of every part, one part after another.  If ``param`` is set, ``source`` is the complete name of a tensor, and the
+    tensor is this parameter.
 
-    ``form``: of the rules that name one, those of a single form hold: of the first of which the checkpoint has a
-    tensor.
+    ``form`` names an alternative storage form.  If rules have different forms, the loader uses the first form of which
+    the checkpoint has a tensor, and ignores the rules of the other forms.
     """
 
     source: str
@@ -56,43 +60,51 @@ class Rule:
 
 
 class StepTaps(Protocol):
-    """What the rows of a step read from points of the model, and add there (``Model.tap_points``)."""
+    """Access of a step's rows to points of the model (``Model.tap_points``): rows may read the value of a point and add
+    to it."""
 
-    points: frozenset[str]  # those that some row of the step has to do with
+    points: frozenset[str]  # points that at least one row of the step reads or adds to
 
     def __call__(self, point: str, x: Tensor) -> Tensor:
-        """x [T, width] is the value of a point; what comes back goes on in its place, and x is not written to.  Of a
-        point that nobody has to do with it is x itself."""
+        """Process the value x [T, width] of a point, and return the value with which the model must continue.
+
+        x is not changed.  If no row uses the point, the result is x itself.
+        """
         ...
 
 
 @dataclass
 class StepTensors:
-    """What a model is called with: T tokens."""
+    """The arguments of a model for a step of T tokens."""
 
-    ids: Tensor  # i64 [T]
-    # i64 [T] of each token in its sequence; AttnMeta.position is where the rotary embedding's tables have it
+    ids: Tensor  # i64 [T] token ids
+    # i64 [T] position of each token in its sequence.  ``AttnMeta.position`` is the row in the rotary tables.
     position: Tensor
     meta: AttnMeta
-    # i64 [N] numbers of the tokens whose hidden states are asked for; None: all
+    # i64 [N] indices of the tokens whose hidden states the engine needs; None means all tokens
     logits_indices: Tensor | None = None
-    # None: no row has taps.  Never beside ``logits_indices``: a point has a vector of every token
+    # None if no row has taps.  Never set together with ``logits_indices``, because taps see every token.
     taps: StepTaps | None = None
 
 
 class LinearModule(Protocol):
+    """A linear layer: x [T, in] -> [T, out]."""
+
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class Attention(Protocol):
+    """The attention of one layer. q, k and v have T rows; each row holds all heads of a token, flat or as [heads, dim].
+    The result is [T, heads * dim_v]."""
+
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors, pre: QKPre | None = None
     ) -> Tensor: ...
 
 
 class Parts(Protocol):
-    """The engine's building blocks, handed to ``build``: quantization, tensor parallelism and the attention back end
-    are inside them, a model does not see them.  ``heads(n)`` is this process's share of n heads."""
+    """The building blocks that ``ModelArch.build`` uses.  They implement quantization, tensor parallelism and
+    attention, so a model contains none of these.  ``heads(n)`` is this process's share of n heads."""
 
     def heads(self, n: int) -> int: ...
     def linear(
@@ -104,15 +116,15 @@ class Parts(Protocol):
         bias: bool = False,
         split: str | None = None,
     ) -> LinearModule: ...
-    # weights that the architecture computes with itself: name -> shape, and dtype (None: the model's)
+    # weights without a module: name -> (shape, dtype); dtype None means the dtype of the model
     def tensors(
         self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]
     ) -> Mapping[str, Tensor]: ...
     def embedding(self, name: str, rows: int, dim: int) -> Any: ...
     def lm_head(self, name: str, inp: int, vocab: int, tied: Any = None) -> Any: ...
-    # a number is the epsilon of RMSNorm
+    # ``kind`` as a number is the epsilon of an RMSNorm
     def norm(self, name: str, dim: int, kind: Norm | float) -> Any: ...
-    # Pairs of layers that are one kernel where the rows are few; what passes between them is layers.fused.Normed.
+    # Pairs of layers that run as one kernel for small batches.  They exchange a layers.fused.Normed object.
     def normed_linear(self, linear: LinearModule) -> Callable[[Any], Tensor]: ...
     def gated_linear(
         self, linear: LinearModule, activation: str = "silu"
@@ -125,29 +137,31 @@ class Parts(Protocol):
         after: Any = None,
         scale: float = 1.0,
     ) -> Callable[[Tensor, Tensor], tuple[Any, Tensor]]: ...
-    # router, experts and shared MLP of a layer, by one name: x [T, hidden] -> [T, hidden]; ``hook``
-    # is ``DecoderSpec.router_hook`` of the layer
+    # router, experts and shared MLP of a layer: x [T, hidden] -> [T, hidden].  ``hook`` is the
+    # ``DecoderSpec.router_hook`` without its first argument.
     def experts(self, name: str, hidden: int, spec: Experts, hook: Any = None) -> LinearModule: ...
     def attention(self, index: int, spec: AttnSpec) -> Attention: ...
-    # cos and sin for ``QKPre``; ``twice``: also for requests longer than ``rope.switch``, behind the others
+    # cos and sin for ``QKPre``; ``twice`` appends a second table for requests longer than ``rope.switch``
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
     def activation(self, name: str) -> Callable[[Tensor], Tensor]: ...
     def decoder(self, spec: DecoderSpec) -> Model: ...
 
 
 class Model(Protocol):
-    """``__call__`` gives hidden states [T, H] (final norm applied); ``logits`` maps [N, H] to [N, V].
+    """A model, called once per step.  ``__call__`` returns hidden states [T, H] after the final norm.  ``logits`` maps
+    hidden states [N, H] to logits [N, V].
 
-    A class with ``takes_logits_indices = True`` beside its ``__call__`` gives those of
-    ``step.logits_indices`` alone, [N, H] in that order, where it is not None: what follows the last attention is
-    computed for no other token.  Keys and values of all T are written in every layer all the same.  They are on the
-    device and not to be read by the host (the step may be captured); a token may be there twice, and in any place.
-    Without the attribute a model gives all.
+    A class that defines ``takes_logits_indices = True`` next to its ``__call__`` may skip work: if
+    ``step.logits_indices`` is not None, it returns the hidden states of these N tokens only, [N, H] in that order.
+    After the last attention it need not compute other tokens.  It still writes the keys and values of all T tokens in
+    every layer.  The indices are on the device and must not be read by the host, because the step may be captured in a
+    CUDA graph.  They may contain a token twice and are in no particular order.  Without the attribute, ``__call__``
+    returns the hidden states of all tokens.
 
-    A class with ``tap_points`` beside its ``__call__``, a mapping of names to widths, passes the tensor [T, width] of
-    each through ``step.taps`` where that is not None, once in each call, so that requests may read it and add to it.
-    The point "logits", which needs no word of the model, is what ``logits`` gives.  Without the attribute a model has
-    no points, and requests with taps are refused.
+    A class that defines ``tap_points`` next to its ``__call__`` (a mapping of point names to widths) lets requests read
+    and change values inside the model.  If ``step.taps`` is not None, the model passes the tensor [T, width] of each
+    point through it exactly once per call.  The point "logits" is the output of ``logits``; the model does not declare
+    it.  Without the attribute, a model has no points, and requests with taps are refused.
     """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
@@ -155,72 +169,86 @@ class Model(Protocol):
 
 
 def takes_logits_indices(model: Model) -> bool:
-    """Whether the class that has the model's ``__call__`` says so: one that overrides it says it again, or does not."""
+    """Return whether the model's ``__call__`` implements ``StepTensors.logits_indices``.
+
+    Only the class that defines ``__call__`` counts: a subclass that overrides ``__call__`` must declare the attribute
+    again.
+    """
     return bool(vars(_caller(model)).get("takes_logits_indices", False))
 
 
 def tap_points(model: Model) -> dict[str, int]:
-    """The points that a model's ``__call__`` passes through ``StepTensors.taps``, and their widths; likewise."""
+    """Return the points that the model's ``__call__`` passes through ``StepTensors.taps``, and their widths.
+
+    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    """
     return dict(getattr(model, "tap_points", {})) if "tap_points" in vars(_caller(model)) else {}
 
 
 def _caller(model: Model) -> type:
-    """The class that has the model's ``__call__``."""
+    """Return the class that defines the model's ``__call__``."""
     return next((c for c in type(model).__mro__ if "__call__" in vars(c)), type(model))
 
 
 class Conversion(Protocol):
-    """What comes between a checkpoint and the rules, where its tensors are not those that the rules speak of."""
+    """Converts the tensors of a checkpoint into the tensors that the rules expect, where the two differ."""
 
     def name(self, source: str) -> str | None:
-        """The rules' name of a checkpoint's tensor; None: it is not needed, or one of several that are made into
-        another."""
+        """Return the name in the rules of a checkpoint's tensor.
+
+        None means that the tensor is not needed, or that it is combined with others into a tensor of another name.
+        """
         ...
 
     def tensors(self, found: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """All tensors of a checkpoint by its names -> those that the rules speak of, in any order."""
+        """Yield the tensors that the rules expect, in any order, from all (name, tensor) pairs of the checkpoint."""
         ...
 
 
 class ModelArch:
-    """One architecture.  ``cfg`` is transformers' config object of the text model.
+    """One architecture.  ``cfg`` is the transformers config object of the text model.
 
-    One whose models a ``DecoderSpec`` can say overrides ``describe`` and nothing else; any other one overrides
-    ``attention``, ``build`` and ``weights``.  ModelError, naming the field, for a config value that changes the
-    arithmetic and is not implemented.
+    If a ``DecoderSpec`` can describe its models, override ``describe`` only.  Otherwise override ``attention``,
+    ``build`` and ``weights``.  Raise ModelError, naming the field, for a config value that changes the arithmetic and
+    is not implemented.
     """
 
     def describe(self, cfg: Any) -> DecoderSpec:
+        """Return the description of the model, from which the engine builds it."""
         raise NotImplementedError(
-            f"{type(self).__name__} says of no model what it is: want describe, or attention, build and weights"
+            f"{type(self).__name__} describes no model: want describe(), or attention(), build() and weights()"
         )
 
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:
-        """One spec per layer, for the whole model (not a process's share)."""
+        """Return the attention spec of each layer, with the sizes of the whole model, not of a tensor-parallel
+        process's share."""
         return [layer.attention for layer in self.describe(cfg).layers]
 
     def build(self, cfg: Any, parts: Parts) -> Model:
+        """Build the model from the parts of the engine."""
         return parts.decoder(self.describe(cfg))
 
     def weights(self, cfg: Any) -> Sequence[Rule]:
+        """Return the rules that map the checkpoint's tensors to the model."""
         return decoder_rules(self.describe(cfg))
 
     def conversion(self, cfg: Any) -> Conversion | None:
-        """None: the rules speak of the checkpoint's tensors as they are."""
+        """Return a converter of the checkpoint's tensors, or None if the rules match them as they are."""
         return None
 
     def notes(self, cfg: Any) -> Mapping[str, str]:
-        """What the user may want to know of how the model is built, by a word that says of what."""
+        """Return messages for the user about how the model is built, each under a word for its subject."""
         return {}
 
     def switch(self, cfg: Any) -> int | None:
-        """The length, in tokens, beyond which a request has another rotary embedding (``decoder.Rope``)."""
+        """Return the length in tokens above which a request uses other rotary frequencies (``decoder.Rope``), or
+        None."""
         described = type(self).describe is not ModelArch.describe
         return self.describe(cfg).switch if described else None
 
 
 def decoder_rules(spec: DecoderSpec) -> list[Rule]:
-    """Where the weights of a decoder come from, by ``spec.names``."""
+    """Return the rules for the weights of a decoder, with the names in ``spec.names``."""
     names = spec.names
     rules = [Rule(names.embed, "embed"), Rule(names.norm, "norm")]
     rules.append(Rule(names.head, None if spec.tied else "lm_head"))
@@ -228,24 +256,28 @@ def decoder_rules(spec: DecoderSpec) -> list[Rule]:
         rules.append(Rule(names.embed_norm, "embed_norm"))
     if spec.positions:
         rules.append(Rule(names.positions, "positions"))
-    alike: dict[tuple, list[int]] = {}
+    layers_of_kind: dict[tuple, list[int]] = {}
     for i, layer in enumerate(spec.layers):
-        alike.setdefault(_weights_of(layer), []).append(i)
-    for kind, members in alike.items():
-        numbers = ["{i}"] if len(alike) == 1 else [str(i) for i in members]
+        layers_of_kind.setdefault(_weights_of(layer), []).append(i)
+    for kind, members in layers_of_kind.items():
+        # rules for all layers if they are alike, else rules for each layer by its number
+        numbers = ["{i}"] if len(layers_of_kind) == 1 else [str(i) for i in members]
         for n in numbers:
             rules += _layer_rules(names.layer.replace("{i}", n), f"layers.{n}.", spec, *kind)
     return rules
 
 
 def _weights_of(layer: LayerSpec) -> tuple:
-    """What of a layer its rules go by."""
-    rope, mlp = layer.rope, layer.mlp
+    """Return the properties of a layer that determine its rules: the last arguments of ``_layer_rules``."""
+    rope, mlp, attention = layer.rope, layer.mlp, layer.attention
     turned = rope.dim if rope is not None and rope.interleaved else 0
-    kind: Any = mlp.gated if isinstance(mlp, MLP) else mlp
-    a, norms = layer.attention, layer.norms
-    count = 4 if norms == AROUND else 1 if layer.parallel and not layer.mlp_norm else 2
-    return count, layer.qk_norm, kind, a.dim_qk, a.sinks, turned
+    mlp_kind: Any = mlp.gated if isinstance(mlp, MLP) else mlp
+    norms = 2
+    if layer.norms == AROUND:
+        norms = 4
+    elif layer.parallel and not layer.mlp_norm:
+        norms = 1
+    return norms, layer.qk_norm, mlp_kind, attention.dim_qk, attention.sinks, turned
 
 
 def _layer_rules(
@@ -259,6 +291,11 @@ def _layer_rules(
     sinks: bool,
     turned: int,
 ) -> list[Rule]:
+    """Return the rules of one layer, or of all layers if the prefixes contain ``{i}``.
+
+    ``hf`` and ``our`` are name prefixes in the checkpoint and in the model.  ``norms`` is the number of norms.  ``mlp``
+    is the expert spec, or whether the MLP is gated.  ``turned`` of ``dim`` rows of a head are rotated as pairs.
+    """
     names = spec.names
     pairs = (dim, turned) if turned else None
     rules = [Rule(hf + names.out, our + "attn.o")]
@@ -291,6 +328,7 @@ def _layer_rules(
 
 
 def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bool) -> list[Rule]:
+    """Return the rules of an MLP, with the same prefixes as ``_layer_rules``."""
     rules = [Rule(hf + down, our + "down")]
     if not gated:
         return [*rules, Rule(hf + gate_up[-1], our + "up")]
@@ -301,7 +339,7 @@ def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bo
 
 
 def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[Rule]:
-    """Those of every form."""
+    """Return the rules of a mixture of experts, in every form in which checkpoints store it."""
     rules: list[Rule] = []
     for form in names.experts:
         rules.append(Rule(hf + form.router, our + "router", form=form.form))
@@ -324,18 +362,17 @@ def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[
 
 
 def _stacked(source: str, module: str, parts: tuple[str, ...], form: ExpertNames) -> list[Rule]:
-    """Of a tensor of all experts, and its bias."""
-    turns = form.interleaved and len(parts) > 1
+    """Return the rules of a tensor that holds all experts, and of its bias."""
     weight = Rule(
         source,
         module,
         parts,
         transposed=form.transposed,
-        interleaved=turns,
+        interleaved=form.interleaved and len(parts) > 1,
         param="weight",
         form=form.form,
     )
     plain = replace(weight, transposed=False)
-    several = [replace(plain, source=f"{source}_{param}", param=param) for param in form.params]
+    quantized = [replace(plain, source=f"{source}_{param}", param=param) for param in form.params]
     bias = replace(plain, source=source + "_bias", param="bias")
-    return [*(several or [weight]), bias]
+    return [*(quantized or [weight]), bias]

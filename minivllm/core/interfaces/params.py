@@ -1,4 +1,4 @@
-"""What a client asks of one request: how tokens are drawn, and when it ends.  Checked where it is made."""
+"""The parameters of one request: how its tokens are drawn and when it ends.  They are checked on construction."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from .structured import StructuredOutputsParams
 
 MAX_N = 128
 MAX_STOPS = 16
+# fields that processors and samplers implement, not the engine
 PROCESSED = frozenset(
-    (  # what processors and samplers do, not the engine
+    (
         "temperature",
         "top_p",
         "top_k",
@@ -33,10 +34,10 @@ PROCESSED = frozenset(
         "allowed_token_ids",
     )
 )
-# what may hold text that is none
+# fields whose text may be invalid Unicode
 TEXTS = ("stop", "bad_words", "cache_salt", "tenant", "trace_headers")
 INT32, INT64 = 2**31 - 1, 2**63 - 1
-# the fields that can be told right or wrong by themselves, in the order in which they are looked at
+# fields that are checked independently of other fields, in this order
 RANGED = (
     Param("include_stop_str_in_output", bool, False),
     Param("ignore_eos", bool, False),
@@ -71,28 +72,37 @@ RANGED = (
 
 
 def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
+    """Raise RequestError for a field unless ``ok``.  ``want`` describes the accepted values."""
     if not ok:
         raise RequestError(f"{field_name}={shown(value)}: want {want}", field_name)
 
 
 @dataclass
 class SamplingParams:
-    """How tokens are drawn and when to stop; names, meanings and defaults are vLLM's (``max_tokens`` is 64).
+    """How the tokens of a request are drawn and when it stops.  Names, meanings and defaults are those of vLLM, but
+    ``max_tokens`` is 64.
 
-    ``temperature=0`` is greedy.  ``top_k`` 0 or -1 keeps all.  ``logprobs=k`` reports the chosen token and the k best.
-    ``seed`` makes the draws repeatable: they depend on (logits, seed, position, sample) alone.
-    ``allowed_tokens_fn(ids) -> ids`` restricts the next token given the tokens so far; it runs on the host while the
-    forward pass runs.  ``choose_fn(logits, ids) -> id`` picks the token on the host (float32 numpy logits).
-    ``best_of`` samples are drawn and the ``n`` of the highest cumulative log-probability given; ``beam_width`` asks for
-    beam search, of which nothing is streamed before its end.
-    ``logits_processors``: functions ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids, logits) ->
-    logits``, run on the host in order on the row's float32 logits (a torch tensor [V]), before the sampler draws.
-    ``bad_words``: words, or lists of token ids, whose last token is not drawn where the others came before it.
-    ``structured_outputs``: what the text must fit, as in ``StructuredOutputsParams`` (an object of it or a mapping).
-    ``trace_headers``: W3C trace context (``traceparent``, ``tracestate``) of the caller, for hooks that trace.
-    ``extra`` holds the parameters that samplers, processors and strategies have of their own, by name.  Those that a
-    spec declares (``minivllm.plugin.Param``) are keywords and attributes too, are checked as fields are, and are in
-    ``extra`` only where they are not at their default; a keyword counts before the same name in ``extra``.
+    ``temperature=0`` is greedy.  ``top_k`` 0 or -1 keeps all tokens.  ``logprobs=k`` reports the log-probabilities of
+    the chosen token and of the k best tokens.  ``seed`` makes draws repeatable: they are a function of (logits, seed,
+    position, sample).
+
+    ``allowed_tokens_fn(ids) -> ids`` receives the tokens so far and returns the tokens allowed next; it runs on the
+    host during the forward pass.  ``choose_fn(logits, ids) -> id`` chooses the token on the host, from float32 numpy
+    logits.  ``logits_processors`` are functions ``f(output ids, logits) -> logits`` or ``f(prompt ids, output ids,
+    logits) -> logits``.  They run on the host in order, on the row's float32 logits (a torch tensor [V]), before the
+    sampler draws.
+
+    ``best_of`` samples are generated, and the ``n`` samples of the highest cumulative log-probability are returned.
+    ``beam_width`` selects beam search, which streams nothing before it ends.
+
+    ``bad_words`` are words or lists of token ids.  The last token of such a list is not drawn after its other tokens.
+    ``structured_outputs`` restricts the form of the text; it is a ``StructuredOutputsParams`` or a mapping with its
+    fields.  ``trace_headers`` is the W3C trace context of the caller (``traceparent``, ``tracestate``), for hooks that
+    trace.
+
+    ``extra`` holds parameters of samplers, processors and strategies by name.  Parameters that a plug-in spec declares
+    (``minivllm.plugin.Param``) are also keywords and attributes of this class, and are checked as fields are; ``extra``
+    holds those that are not at their default.  A keyword takes precedence over the same name in ``extra``.
     """
 
     n: int = 1
@@ -134,23 +144,24 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
-    if not TYPE_CHECKING:  # which sees the fields; what plug-ins declare is known at run time alone
+    # Type checkers see only the fields, because the parameters of plug-ins are declared at run time.
+    if not TYPE_CHECKING:
 
         def __init__(self, **values: Any) -> None:
-            own = (
-                {}
-                if values.keys() <= NAMES
-                else {k: values.pop(k) for k in list(values) if k not in NAMES}
-            )
-            for name in own:
+            """Set and check the fields and the parameters that plug-ins declare.  RequestError for a bad one."""
+            declared: dict[str, Any] = {}
+            if not values.keys() <= NAMES:
+                declared = {k: values.pop(k) for k in list(values) if k not in NAMES}
+            for name in declared:
                 if declared_params.find(name) is None:
                     raise unknown_parameter(name, {*NAMES, *declared_params.everything()})
-            given = self.__dict__
-            given.update(DEFAULTS, extra={})
-            given.update(values)
-            self._take(own)
+            attributes = self.__dict__
+            attributes.update(DEFAULTS, extra={})
+            attributes.update(values)
+            self._check_all(declared)
 
         def __setattr__(self, name: str, value: Any) -> None:
+            """Set a field without a check, or a parameter that a plug-in declares with a check."""
             if name in NAMES:
                 self.__dict__[name] = value
             elif name.startswith("_") or declared_params.find(name) is None:
@@ -159,7 +170,7 @@ class SamplingParams:
                 self.__dict__["extra"] = _checked({**self.extra, name: value})
 
     def __getattr__(self, name: str) -> Any:
-        """A parameter that a plug-in declares: as it was given, else its default."""
+        """Return the value of a parameter that a plug-in declares, or its default."""
         param = None if name.startswith("_") else declared_params.find(name)
         if param is None:
             raise AttributeError(f"{type(self).__name__} has no parameter {shown(name)}")
@@ -167,29 +178,35 @@ class SamplingParams:
 
     @classmethod
     def make(cls, **values: Any) -> SamplingParams:
-        """From keywords of which a type checker knows nothing, as those that plug-ins declare."""
+        """Construct from keywords that a type checker does not see, such as parameters that plug-ins declare."""
         return cls(**values)
 
-    def _take(self, own: Mapping[str, Any]) -> None:
-        """Check all, and bring what comes in several forms into one.  ``own``: keywords that plug-ins declare."""
-        given = self.__dict__
+    def _check_all(self, declared: Mapping[str, Any]) -> None:
+        """Check all parameters, and convert fields that accept several forms into one form.
+
+        ``declared`` are the keywords of parameters that plug-ins declare.
+        """
+        attributes = self.__dict__
         for name in TEXTS:
-            if (value := given[name]) and (what := flaw(value)):
-                raise RequestError(f"{name}: {what}", name)
+            value = attributes[name]
+            if value:
+                problem = flaw(value)
+                if problem:
+                    raise RequestError(f"{name}: {problem}", name)
         for param in RANGED:
-            if (value := given[param.name]) is not param.default:
+            value = attributes[param.name]
+            if value is not param.default:
                 param.check(value)
         if isinstance(self.allowed_token_ids, (range, np.ndarray)):
             self.allowed_token_ids = list(self.allowed_token_ids)
-        if self.extra != {} or own:
-            _check(
-                isinstance(self.extra, Mapping), "extra", self.extra, "a mapping of names to values"
-            )
-            self.extra = _checked({**self.extra, **own} if own else self.extra)
-        if (most := self.max_tokens) is not None:
-            _check(
-                self.min_tokens <= most, "min_tokens", self.min_tokens, f"at most max_tokens={most}"
-            )
+        if self.extra != {} or declared:
+            is_mapping = isinstance(self.extra, Mapping)
+            _check(is_mapping, "extra", self.extra, "a mapping of names to values")
+            self.extra = _checked({**self.extra, **declared} if declared else self.extra)
+        most = self.max_tokens
+        if most is not None:
+            want = f"at most max_tokens={most}"
+            _check(self.min_tokens <= most, "min_tokens", self.min_tokens, want)
         self._check_branches()
         self._check_stops()
         self._check_service()
@@ -197,148 +214,123 @@ class SamplingParams:
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
     def _check_branches(self) -> None:
+        """Check the parameters that decide how many branches the request has."""
         for name in ("best_of", "beam_width"):
-            value, want = getattr(self, name), f"a whole number from n={self.n} to {MAX_N}"
-            _check(
-                value is None or (is_whole(value) and self.n <= value <= MAX_N), name, value, want
-            )
-        _check(
-            self.best_of is None or self.beam_width is None,
-            "best_of",
-            self.best_of,
-            "it or beam_width, not both",
-        )
+            value = getattr(self, name)
+            ok = value is None or (is_whole(value) and self.n <= value <= MAX_N)
+            _check(ok, name, value, f"a whole number from n={self.n} to {MAX_N}")
+        ok = self.best_of is None or self.beam_width is None
+        _check(ok, "best_of", self.best_of, "best_of or beam_width, not both")
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
-        for name in ("choose_fn", "logits_processors") if self.best_of else ():
-            _check(
-                not getattr(self, name),
-                name,
-                "given",
-                "it without best_of: the host gives no log-probabilities",
-            )
+        if self.best_of:
+            want = "it without best_of, because tokens chosen on the host have no log-probabilities"
+            for name in ("choose_fn", "logits_processors"):
+                _check(not getattr(self, name), name, "given", want)
         if self.beam_width is None:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
-                _check(
-                    getattr(self, name) == neutral,
-                    name,
-                    getattr(self, name),
-                    "beam_width beside it",
-                )
+                value = getattr(self, name)
+                _check(value == neutral, name, value, "it together with beam_width")
             return
+        want = "it without beam_width, because beam search does not draw tokens"
         for name in ("allowed_tokens_fn", "choose_fn", "logits_processors", "structured_outputs"):
-            _check(
-                not getattr(self, name),
-                name,
-                "given",
-                "it without beam_width: beams are no rows that draw",
-            )
+            _check(not getattr(self, name), name, "given", want)
 
     @property
     def salt(self) -> tuple[str, str]:
-        """(tenant, cache_salt): requests that differ in it share nothing that is kept."""
+        """Return (tenant, cache_salt).  Requests with different salts share no cached blocks."""
         return (self.tenant, self.cache_salt or "")
 
     @property
     def width(self) -> int:
-        """Branches that the request may have at once."""
+        """Return the largest number of branches of the request."""
         return self.beam_width or max(self.n, self.best_of or 1)
 
     def branching(self) -> set[str]:
-        """Names of the parameters that a strategy has to honour."""
-        own = {
-            "beam_width": self.beam_width is not None,
-            "best_of": (self.best_of or self.n) > self.n,
-        }
-        return {name for name, asked in own.items() if asked}
+        """Return the names of the set parameters that the request's decoding strategy must implement."""
+        if self.beam_width is not None:  # never set together with best_of
+            return {"beam_width"}
+        return {"best_of"} if (self.best_of or self.n) > self.n else set()
 
     def _check_stops(self) -> None:
-        stop, ids = self.stop, self.stop_token_ids
-        listed = stop is None or isinstance(stop, (str, list, tuple))
-        _check(listed, "stop", stop, "a string, or a list of strings")
+        """Check ``stop`` and ``stop_token_ids``, and convert both to tuples."""
+        stop = self.stop
+        ok = stop is None or isinstance(stop, (str, list, tuple))
+        _check(ok, "stop", stop, "a string, or a list of strings")
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        _check(
-            len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", f"at most {MAX_STOPS} strings"
-        )
-        for s in stops:
-            _check(
-                isinstance(s, str) and 0 < len(s) <= 256,
-                "stop",
-                s,
-                "non-empty strings of at most 256 characters",
-            )
+        want = f"at most {MAX_STOPS} strings"
+        _check(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", want)
+        for text in stops:
+            ok = isinstance(text, str) and 0 < len(text) <= 256
+            _check(ok, "stop", text, "non-empty strings of at most 256 characters")
         want = "no stop strings with detokenize=False (use stop_token_ids)"
         _check(not stops or self.detokenize, "stop", stop, want)
-        listed = ids is None or (
-            isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
-        )
-        _check(listed, "stop_token_ids", ids, "a list of token ids")
-        ids, most = () if ids is None else ids, STOP_IDS - 8
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        ok = isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
+        _check(ok, "stop_token_ids", ids, "a list of token ids")
+        most = STOP_IDS - 8
         _check(len(ids) <= most, "stop_token_ids", f"{len(ids)} ids", f"at most {most} ids")
-        _check(
-            all(is_whole(i) and i >= 0 for i in ids), "stop_token_ids", ids, "whole numbers >= 0"
-        )
-        self.stop, self.stop_token_ids = stops, tuple(int(i) for i in ids)
+        ok = all(is_whole(i) and i >= 0 for i in ids)
+        _check(ok, "stop_token_ids", ids, "whole numbers >= 0")
+        self.stop = stops
+        self.stop_token_ids = tuple(int(i) for i in ids)
 
     def _check_service(self) -> None:
+        """Check the parameters that name the client or its trace."""
         ok = isinstance(self.tenant, str) and len(self.tenant) <= 256
         _check(ok, "tenant", self.tenant, "a name up to 256 characters")
-        ok = self.cache_salt is None or (
-            isinstance(self.cache_salt, str) and 0 < len(self.cache_salt.encode()) <= 256
-        )
-        _check(ok, "cache_salt", self.cache_salt, "a string of 1 to 256 bytes")
-        trace = self.trace_headers
-        ok = isinstance(trace, Mapping) and all(
-            isinstance(text, str) for pair in trace.items() for text in pair
-        )
-        _check(
-            ok or trace is None, "trace_headers", trace, "a mapping of texts, such as traceparent"
-        )
+        salt = self.cache_salt
+        ok = salt is None or (isinstance(salt, str) and 0 < len(salt.encode()) <= 256)
+        _check(ok, "cache_salt", salt, "a string of 1 to 256 bytes")
+        headers = self.trace_headers
+        if headers is not None:
+            ok = isinstance(headers, Mapping)
+            ok = ok and all(isinstance(text, str) for pair in headers.items() for text in pair)
+            _check(ok, "trace_headers", headers, "a mapping of texts, such as traceparent")
 
     def _check_functions(self) -> None:
-        own = self.logits_processors
-        _check(
-            own is None or isinstance(own, (list, tuple)),
-            "logits_processors",
-            own,
-            "a list of callables",
-        )
-        _check(all(map(callable, own or ())), "logits_processors", own, "a list of callables")
-        self.logits_processors = tuple(own) if own else None
+        """Check the fields that are Python functions."""
+        functions = self.logits_processors
+        ok = functions is None or isinstance(functions, (list, tuple))
+        ok = ok and all(map(callable, functions or ()))
+        _check(ok, "logits_processors", functions, "a list of callables")
+        self.logits_processors = tuple(functions) if functions else None
+        excluded = ["logprobs", "allowed_tokens_fn", "structured_outputs"]
         for name in ("choose_fn", "logits_processors"):
-            masks = ("logprobs", "allowed_tokens_fn", "structured_outputs")
-            beside = (*masks, *(("choose_fn",) if name != "choose_fn" else ()))
-            there = [other for other in beside if getattr(self, other) is not None]
-            want = f"no {', '.join(there)} beside it: the token is drawn on the host, where that has no say"
-            _check(getattr(self, name) is None or not there, name, "given", want)
+            present = [other for other in excluded if getattr(self, other) is not None]
+            want = f"no {', '.join(present)}, which have no effect on tokens drawn on the host"
+            _check(getattr(self, name) is None or not present, name, "given", want)
+            excluded.append("choose_fn")
         for name in ("allowed_tokens_fn", "choose_fn"):
             value = getattr(self, name)
             _check(value is None or callable(value), name, value, "a callable")
 
     def asked(self) -> list[str]:
-        """Names of the parameters that some processor or sampler has to honour: those that are not neutral."""
-        given = self.__dict__
-        changed = [name for name, value in NEUTRAL.items() if (given.get(name) or value) != value]
+        """Return the names of the parameters that a processor or sampler must implement, because they are set."""
+        attributes = self.__dict__
+        changed = [
+            name for name, value in NEUTRAL.items() if (attributes.get(name) or value) != value
+        ]
         return changed + list(self.extra)
 
     def check_extra(self) -> None:
-        """Again, for what was put into ``extra``, or declared, since it was made."""
+        """Check ``extra`` again, because it or the declared parameters may have changed since construction."""
         self.extra = _checked(self.extra)
 
     def ending_after(self, most: int) -> SamplingParams:
-        """The same with ``max_tokens=most``, at least ``min_tokens``, which is all that is checked: the rest was."""
-        _check(
-            most >= max(1, self.min_tokens),
-            "max_tokens",
-            most,
-            f"at least min_tokens={self.min_tokens}",
-        )
-        made = object.__new__(type(self))  # what ``copy`` asks for takes long
-        made.__dict__.update(self.__dict__, max_tokens=most)
-        return made
+        """Return a copy with ``max_tokens=most``.
+
+        Only ``most`` is checked, against ``min_tokens``.
+        """
+        want = f"at least min_tokens={self.min_tokens}"
+        _check(most >= max(1, self.min_tokens), "max_tokens", most, want)
+        copy = object.__new__(type(self))  # ``copy.copy`` takes longer
+        copy.__dict__.update(self.__dict__, max_tokens=most)
+        return copy
 
     @property
     def greedy(self) -> bool:
+        """Return whether the likeliest token is always chosen."""
         return self.temperature == 0
 
 
@@ -354,24 +346,29 @@ NEUTRAL = {f.name: f.default for f in fields(SamplingParams) if f.name in PROCES
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is a field or a method of ``SamplingParams``, so that no plug-in can declare it."""
+    """Return whether a name is a field or method of ``SamplingParams``, so that no plug-in can declare it."""
     return name in NAMES or hasattr(SamplingParams, name)
 
 
 def _checked(extra: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``extra`` with declared parameters as their declarations want them, without those at their defaults; the same
-    object if nothing was to be done.  RequestError names the parameter that is wrong."""
-    found, same = {}, True
-    for name, given in extra.items():
-        value, param = given, declared_params.known(name)
-        if param is None or param.kind not in NUMBERS:
-            who = "extra" if param is None else name
-            if what := flaw({name: given} if param is None else given):
-                raise RequestError(f"{who}: {what}", who)
-        if param is not None:
-            value = param.check(given)
-            if value == param.default:
-                same = False
-                continue
-        found[name], same = value, same and value is given
-    return extra if same else found
+    """Return ``extra`` with converted declared parameters, and without those at their default.
+
+    Return the same object if nothing changed.  RequestError names the parameter that is wrong.
+    """
+    checked: dict[str, Any] = {}
+    for name, value in extra.items():
+        param = declared_params.known(name)
+        if param is None:
+            problem = flaw({name: value})
+            if problem:
+                raise RequestError(f"extra: {problem}", "extra")
+            checked[name] = value
+            continue
+        problem = "" if param.kind in NUMBERS else flaw(value)
+        if problem:
+            raise RequestError(f"{name}: {problem}", name)
+        converted = param.check(value)
+        if converted != param.default:
+            checked[name] = converted
+    same = len(checked) == len(extra) and all(checked[name] is extra[name] for name in extra)
+    return extra if same else checked

@@ -1,6 +1,8 @@
-"""What goes to a device and what comes back: arrays, a few KB a step, no objects per sequence.
+"""The arrays that the host sends to a device for a step, and the arrays that it receives: a few KB per step, and no
+object per sequence.
 
-All arrays are numpy, read-only by agreement once they are handed over.  S slots, R rows of the step, T tokens.
+All arrays are numpy arrays.  By agreement, nobody writes to them after they are passed on.  S slots, R rows of the
+step, T tokens.
 """
 
 from __future__ import annotations
@@ -12,70 +14,76 @@ from typing import Any
 
 import numpy as np
 
-# bits of StepResult.flags
+# Bits of StepResult.flags.  OVERSHOOT marks a row whose sequence had already ended before the step.
 EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED = 1, 2, 4, 8, 16, 32
 ENDED = EOS | STOP_ID | LENGTH | NAN | FAILED
 
-STOP_IDS = 32  # stop token ids a sequence may have (its end-of-sequence ids included)
+STOP_IDS = 32  # largest number of stop token ids of a sequence, end-of-sequence ids included
 
 
 def no_rows(*shape: int, dtype: Any = np.int32) -> np.ndarray:
+    """Return an empty array: shape [0] by default, else ``shape``, which must contain a 0."""
     return np.empty(shape or (0,), dtype)
 
 
 def nothing(*shape: int, dtype: Any = np.int32) -> Callable[[], np.ndarray]:
-    """Gives the same empty array each time: there is nothing in it to write to, and to make one takes long."""
-    made = no_rows(*shape, dtype=dtype)
-    return lambda: made
+    """Return a default factory that returns the same empty array each time, because creating an array takes long."""
+    empty = no_rows(*shape, dtype=dtype)
+    return lambda: empty
 
 
 @dataclass(frozen=True)
 class Join:
-    """Sequences that take a slot with this step: n of them, their known tokens laid one after another."""
+    """The n sequences that get a slot in this step.  ``tokens`` holds the known tokens of all of them, concatenated."""
 
     slot: np.ndarray  # i32 [n]
-    known: np.ndarray  # i32 [n] tokens known
-    computed: np.ndarray  # i32 [n] tokens whose KV is there already (prefix hit)
-    prompt: np.ndarray  # i32 [n] prompt length, the first of ``known``
-    # i32 [n] known length at which the sequence ends (prompt + max_tokens, or max_model_len)
+    known: np.ndarray  # i32 [n] number of known tokens: the prompt and generated tokens
+    computed: (
+        np.ndarray
+    )  # i32 [n] number of tokens whose keys and values are in the cache (prefix hit)
+    prompt: np.ndarray  # i32 [n] prompt length; the prompt is the beginning of the known tokens
+    # i32 [n] number of known tokens at which the sequence ends (prompt + max_tokens, or max_model_len)
     end: np.ndarray
     seed: np.ndarray  # i64 [n]
-    sample: np.ndarray  # i32 [n]
-    min_end: np.ndarray  # i32 [n] known length before which no stop id counts (prompt + min_tokens)
-    # i32 [n, STOP_IDS], -1 = none; the first ``n_eos`` of a row are end-of-sequence ids
+    sample: np.ndarray  # i32 [n] number of the sample within its request
+    # i32 [n] number of known tokens below which stop ids are ignored (prompt + min_tokens)
+    min_end: np.ndarray
+    # i32 [n, STOP_IDS], padded with -1; the first ``n_eos`` of a row are end-of-sequence ids
     stop_ids: np.ndarray
     n_eos: np.ndarray  # i32 [n]
     tokens: np.ndarray  # i32 [sum(known)]
-    # per processor (sampler last): index into the join -> Row
+    # for each processor, with the sampler last: index into the join -> Row
     bound: tuple[Mapping[int, Any], ...] = ()
-    # i64 [n] sequence whose kept columns come back, -1 = none; empty: none of any
+    # i64 [n] sequence whose saved columns are restored (see ``Delta.keep``), -1 for none; an empty array
+    # means that no columns are restored
     saved: np.ndarray = field(default_factory=nothing(dtype=np.int64))
-    # i32 [m, 2] (index into the join, point of ``Capacity.taps``): what is added there to each of the
-    # row's tokens, and f32 these vectors, one after another
+    # i32 [m, 2] (index into the join, number of a point in ``Capacity.taps``): a vector is added at this
+    # point to every token of the sequence.  ``vectors`` holds the m vectors, f32, concatenated.
     steer: np.ndarray = field(default_factory=nothing(0, 2))
     vectors: np.ndarray = field(default_factory=nothing(dtype=np.float32))
 
 
 @dataclass(frozen=True)
 class Delta:
-    """What changed on the host since the last step; applied in this order before the step runs:
-    keep, leave, join, fork, table, trim, copy, forget, token."""
+    """The changes on the host since the last step.  The device applies them before the step, in this order: keep,
+    leave, join, fork, table, trim, copy, forget, token."""
 
     join: Join | None = None
-    leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots
-    # i32 [n, 3] (source slot, new slot, sample)
+    leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
+    # i32 [n, 3] (source slot, new slot, sample): copy the state of a sequence to another slot
     fork: np.ndarray = field(default_factory=nothing(0, 3))
-    # i32 [n, 4] (group, slot, index, block)
+    # i32 [n, 4] (group, slot, index, block): set an entry of a block table
     table: np.ndarray = field(default_factory=nothing(0, 4))
-    # i32 [n, 4] (group, slot, first, count) -> null block
+    # i32 [n, 4] (group, slot, first, count): set entries of a block table to the null block
     trim: np.ndarray = field(default_factory=nothing(0, 4))
-    # i32 [n, 3] (group, source block, new block); every source is read before a block is written
+    # i32 [n, 3] (group, source block, new block): copy blocks; all sources are read before any write
     copy: np.ndarray = field(default_factory=nothing(0, 3))
-    # i64 [n, 2] (slot, sequence): put the row's kept columns aside; they come back by Join.saved
+    # i64 [n, 2] (slot, sequence): save the columns with ``Column.kept`` of a preempted row; ``Join.saved``
+    # restores them
     keep: np.ndarray = field(default_factory=nothing(0, 2, dtype=np.int64))
-    # i64 [n] sequences that ended with columns put aside
+    # i64 [n] sequences that ended; their saved columns are freed
     forget: np.ndarray = field(default_factory=nothing(dtype=np.int64))
-    # i32 [n, 2] (slot, token id chosen on the host)
+    # i32 [n, 2] (slot, token id): tokens that the host chose
     token: np.ndarray = field(default_factory=nothing(0, 2))
 
 
@@ -86,63 +94,70 @@ NO_CHANGE = Delta()
 class StepPlan:
     """One step.  Rows with one token come first (see ``AttnMeta``).
 
-    Drafts are rows of one token: a row that speculates stands for its newest token, and right behind it a row of the
-    same slot for each draft, ``computed`` counting up.  All of them draw (see ``interfaces.drafter``).  They come
-    behind the other rows of one token, because attention may take a row and its drafts for one row of several tokens.
+    Each draft is a row with one token.  A speculating sequence has a row for its newest token, followed by a row of the
+    same slot for each draft, with increasing ``computed``.  All of these rows draw a token (see
+    ``interfaces.drafter``).  They come after the other rows with one token, because attention may treat a row and its
+    drafts as one row of several tokens.
 
-    ``q_len`` is exact; a row that met its end on the device although the host could not know does nothing (OVERSHOOT).
+    ``q_len`` is exact.  If a sequence has ended on the device before the host could see it, its row computes nothing
+    and is flagged OVERSHOOT.
     """
 
     id: int
     slots: np.ndarray  # i32 [R]
     q_len: np.ndarray  # i32 [R]
-    computed: np.ndarray  # i32 [R] tokens before this step's, as the host expects them
+    computed: np.ndarray  # i32 [R] tokens before those of this step, as the host expects
     samples: np.ndarray  # i32 [N] rows that draw a token
-    topk: int = -1  # log-probabilities wanted: -1 none, 0 the chosen token's, k the k best too
-    # i32 indices into ``samples`` whose mask comes by ``supply``
+    # log-probabilities to return: -1 none, 0 of the chosen token, k also of the k best tokens
+    topk: int = -1
+    # i32 indices into ``samples`` whose mask arrives later, by ``Executor.supply``
     late: np.ndarray = field(default_factory=nothing())
-    # i32 indices into ``samples`` whose logits go to the host
+    # i32 indices into ``samples`` whose logits are returned to the host
     host: np.ndarray = field(default_factory=nothing())
-    # i32 indices into ``samples`` that draw nothing: the host chooses from their log-probabilities
+    # i32 indices into ``samples`` that draw no token; the host chooses one from their log-probabilities
     held: np.ndarray = field(default_factory=nothing())
-    # i32 [P, 2] (row, count): the first ``count`` tokens of the row are followed by a token of its prompt, whose
-    # log-probability is wanted
+    # i32 [P, 2] (row, count): return the log-probabilities of prompt tokens.  Each of the first ``count`` tokens
+    # of the row is followed by a prompt token, and that token is scored.
     prompt: np.ndarray = field(default_factory=nothing(0, 2))
-    prompt_topk: int = 0  # the k best too
-    # i32 [R] 1, 2 ... for the drafts of a row, 0 else; empty: none
+    prompt_topk: int = 0  # number of best tokens to return for each scored prompt token
+    # i32 [R] 1, 2 ... for the drafts of a row, 0 for other rows; empty if the step has no drafts
     draft: np.ndarray = field(default_factory=nothing())
     delta: Delta = NO_CHANGE
-    # i32 [n, 2] indices into ``samples``: a row, and its guide (see ``strategy.Guide``), which gets the row's token
+    # i32 [n, 2] indices into ``samples``: a row and its guide (see ``strategy.Guide``).  The guide gets the token
+    # that the row draws.
     guided: np.ndarray = field(default_factory=nothing(0, 2))
-    # f32 [n] the scale of each of these
+    # f32 [n] ``Guide.scale`` of each pair in ``guided``
     scale: np.ndarray = field(default_factory=nothing(dtype=np.float32))
-    # i32 [n, 3] (point of ``Capacity.taps``, row, first), in this order: what the row's tokens of this step from number
-    # ``first`` on have there is wanted; of the point "logits" tokens that draw, or that ``prompt`` has
+    # i32 [n, 3] (number of a point in ``Capacity.taps``, row, first), sorted: return the values of the point for
+    # the row's tokens of this step, from number ``first`` on.  The point "logits" has values only for tokens that
+    # draw or that ``prompt`` scores.
     taps: np.ndarray = field(default_factory=nothing(0, 3))
-    # i32 [k] points at which something is added to some row of the step (``Join.steer``), ascending
+    # i32 [k] points at which a vector is added to at least one row of the step (``Join.steer``), ascending
     steered: np.ndarray = field(default_factory=nothing())
 
     def further(self, id: int, computed: np.ndarray, delta: Delta) -> StepPlan:
-        """A step of the same rows, whose other columns are the same: in a tenth of the time that a new one takes."""
-        made: StepPlan = object.__new__(StepPlan)
-        made.__dict__.update(self.__dict__, id=id, computed=computed, delta=delta)
-        return made
+        """Return a plan for another step of the same rows.  It takes a tenth of the time of creating a plan."""
+        plan: StepPlan = object.__new__(StepPlan)
+        plan.__dict__.update(self.__dict__, id=id, computed=computed, delta=delta)
+        return plan
 
 
 @dataclass(frozen=True)
 class LateInputs:
-    """Masks for the late rows of a step: bit t % 32 of ``mask[j, t // 32]`` allows token t in row ``StepPlan.late[j]``.
-    The array stays as it is until the step's result has been collected."""
+    """Token masks for the late rows of a step.  Bit t % 32 of ``mask[j, t // 32]`` allows token t in row
+    ``StepPlan.late[j]``.  The array must not change until the result of the step was collected."""
 
     mask: np.ndarray  # i32 [len(late), ceil(V / 32)]
 
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Natural logarithms of softmax(logits), float32; ``rank`` is 1 + how many tokens are strictly likelier.
+    """Natural logarithms of softmax(logits), float32.  ``rank`` is 1 + the number of strictly likelier tokens.
 
-    The best are ordered by logit, of equal ones the lower id first.  So the first of a row's do not depend on k, which
-    is the largest that some row asks for.  Tokens without any probability (-inf) stand last; clients are not told."""
+    The best tokens are ordered by logit; of equal logits, the lower id comes first. k is the largest number that a row
+    of the step needs, and the first tokens of a row do not depend on it.  Tokens of probability 0 (-inf) come last and
+    are not sent to clients.
+    """
 
     chosen: np.ndarray  # f32 [N]
     rank: np.ndarray  # i32 [N]
@@ -151,7 +166,8 @@ class LogProbs:
 
     @cached_property
     def lists(self) -> tuple[list[float], list[int], list[int], list[float], int]:
-        """As flat lists of Python's numbers, and k: at once for all rows, in a tenth of the time of one by one."""
+        """Return (chosen, rank, top_ids, top) as flat lists of Python numbers, and k.  Converting all rows at once
+        takes a tenth of the time of converting them one by one."""
         k = self.top.shape[1]
         return (
             self.chosen.tolist(),
@@ -164,60 +180,71 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class StepError:
-    """A failure as a value.  ``scope``: "rows" (FAILED is set in their flags), "step" (no row of the step has a
-    result), "device" (the columns of all rows are in doubt, so every running sequence ends) or "drafts" (the step has
-    none)."""
+    """A failure, returned as a value.
+
+    ``scope`` is "rows" (these rows have FAILED in their flags), "step" (no row of the step has a result), "device" (the
+    device state of all rows may be wrong, so every running sequence ends) or "drafts" (the step runs without drafts).
+    """
 
     scope: str
-    plugin: str  # what failed, e.g. "processor minivllm/penalties"; "" if unknown
+    plugin: str  # the plug-in that failed, such as "processor minivllm/penalties"; "" if unknown
     message: str
     rows: tuple[int, ...] = ()  # indices into ``samples``
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One step's outcome, N = len(plan.samples)."""
+    """The outcome of one step, N = len(plan.samples)."""
 
     id: int
     slots: np.ndarray  # i32 [N]
     tokens: np.ndarray  # i32 [N]
-    # i32 [N] tokens accepted: 1, or 0 where the row had ended before (OVERSHOOT), waits for the host, or stands behind
-    # a draft that was rejected
+    # i32 [N] number of accepted tokens, 0 or 1.  It is 0 if the sequence had ended before (OVERSHOOT), if the row
+    # waits for the host, or if an earlier draft of the sequence was rejected.
     count: np.ndarray
     flags: np.ndarray  # u8 [N]
     logprobs: LogProbs | None = None
-    prompt: LogProbs | None = None  # N = sum of the counts of ``plan.prompt``
-    logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of host rows
+    prompt: LogProbs | None = (
+        None  # of scored prompt tokens, N = sum of the counts in ``plan.prompt``
+    )
+    logits: np.ndarray | None = None  # f32 [len(plan.host), V] processed logits of ``plan.host``
     errors: tuple[StepError, ...] = ()
-    device_ms: float = 0.0  # time on the device (wall time of the compute on CPU)
-    # i32, for each row that speculates: drafts that there were
+    device_ms: float = 0.0  # milliseconds of computation on the device
+    # i32 number of drafts of each speculating row
     drafted: np.ndarray = field(default_factory=nothing())
-    # f32 the vectors of ``plan.taps``, one after another
+    # f32 the values of ``plan.taps``, concatenated
     taps: np.ndarray = field(default_factory=nothing(dtype=np.float32))
-    # host seconds of each plug-in that this step ran
+    # seconds of host time of each plug-in that the step ran, by plug-in
     seams: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def failure(self) -> StepError | None:
-        """What failed the whole step."""
+        """Return the error that failed the whole step, or None."""
         return next((e for e in self.errors if e.scope in ("step", "device")), None)
 
 
 def group_rows(draft: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(for each row of a plan the row of its newest token, i64 [R]; those of them that have drafts)."""
+    """Return (i64 [R] the row of the newest token of each row's sequence, the rows of newest tokens that have drafts).
+
+    ``draft`` is ``StepPlan.draft``.
+    """
     first = np.arange(len(draft)) - draft
     return first, first[draft == 1]
 
 
 def with_drafts(slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of one token, and a row for each of their ``drafts``: slots, drafts of the slot, ``StepPlan.draft``."""
+    """Return the slot, the number of drafts and the ``StepPlan.draft`` of each row of a plan, given the ``drafts`` of
+    each slot.
+
+    Each slot has a row for its newest token, and then a row for each draft.
+    """
     size = 1 + drafts
     first = np.repeat(np.cumsum(size) - size, size)
     return slots.repeat(size), drafts.repeat(size), (np.arange(len(first)) - first).astype(np.int32)
 
 
 def merged(plan: StepPlan) -> StepPlan:
-    """The plan as attention sees it that reads rows of several tokens well: a row and its drafts are one."""
+    """Return the plan in which a row and its drafts are one row of several tokens, which attention computes faster."""
     if not plan.draft.any():
         return plan
     heads = np.flatnonzero(plan.draft == 0)

@@ -1,4 +1,4 @@
-"""The quantizer seam: how the weight of one module is stored, loaded and multiplied."""
+"""The quantizer seam: how the weight of a module is stored, loaded and multiplied."""
 
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ API = (1, 6)
 
 @dataclass(frozen=True)
 class Shard:
-    """Place of this process in a tensor-parallel group."""
+    """The place of this process in a tensor-parallel group of ``size`` processes."""
 
     rank: int = 0
     size: int = 1
 
 
 class PartSource(NamedTuple):
-    """What a checkpoint has for one part of a module."""
+    """The tensors of a checkpoint for one part of a module."""
 
-    name: str  # "model.layers.3.self_attn.q_proj"
-    tensors: Mapping[str, tuple[tuple[int, ...], str]]  # parameter -> (shape, "F16", "I32" ...)
+    name: str  # name in the checkpoint, such as "model.layers.3.self_attn.q_proj"
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]  # parameter -> (shape, dtype such as "F16")
 
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """A module that owns a weight.  Sizes are *this process's share* after tensor-parallel slicing.
+    """A module that owns a weight.  Sizes are those of *this process's share* after tensor-parallel slicing.
 
-    A merged linear (q, k, v in one matrix) has several ``parts``: (name, output rows) in the order they are stacked.
-    One of kind "experts" has those of expert 0 first, then those of expert 1 ("0.gate", "0.up", "1.gate" ...), as many
-    for each.  ``names`` has what a checkpoint calls a part, where that is known.
+    A merged linear layer, such as q, k and v in one matrix, has several ``parts``: (name, output rows) in the order in
+    which they are stacked.  A module of kind "experts" has the parts of expert 0 first, then those of expert 1
+    ("0.gate", "0.up", "1.gate" ...), and equally many for each expert.  ``names`` maps parts to their names in the
+    checkpoint, where these are known.
     """
 
     name: str  # "layers.3.attn.qkv"
@@ -47,13 +48,14 @@ class ModuleInfo:
     dtype: str  # torch dtype name of the activations
     device: str
     bias: bool = False
-    # None | "column" (outputs are split over processes) | "row" (inputs are)
+    # None | "column" (outputs are split over processes) | "row" (inputs are split)
     split: str | None = None
     shard: Shard = Shard()
-    experts: int = 0  # of kind "experts": how many
-    # of parts that are not cut as often as there are processes: neighbours that have the same share
+    experts: int = 0  # number of experts, for kind "experts"
+    # Number of neighbouring processes that hold the same share of a part.  It is above 1 for parts that are
+    # split into fewer shares than there are processes, such as a few KV heads.
     copies: Mapping[str, int] = field(default_factory=dict, compare=False)
-    # by part, where there is any; None: nobody has looked
+    # the checkpoint's tensors for each part that has any; None if the checkpoint was not read
     sources: Mapping[str, PartSource] | None = field(default=None, compare=False)
     names: Mapping[str, str] = field(
         default_factory=dict,
@@ -62,16 +64,17 @@ class ModuleInfo:
 
     @property
     def out_features(self) -> int:
+        """Return the number of output rows of all parts."""
         return sum(n for _, n in self.parts)
 
     def share(self, part: str) -> Shard:
-        """The place of this process's share of a part among those that differ."""
+        """Return the place of this process's share of a part among the distinct shares."""
         copies = self.copies.get(part, 1)
         return Shard(self.shard.rank // copies, self.shard.size // copies)
 
     @cached_property
     def rows(self) -> Mapping[str, slice]:
-        """Where the output rows of each part lie."""
+        """Return the range of output rows of each part."""
         found, start = {}, 0
         for name, rows in self.parts:
             found[name] = slice(start, start + rows)
@@ -80,103 +83,128 @@ class ModuleInfo:
 
 
 class StoredWeight(NamedTuple):
-    """How the weight of a module lies in memory, row after row of outputs::
+    """The storage of a module's weight in memory, with one row for each output::
 
     float32, bfloat16, float16  [out, in]
     int8, float8 [out, in]      w = weight * scale[out]
-    the same, or uint8          w = (weight - zero[out, group]) * scale[out, group]; zero None: 0
-    uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 of
-                                block b has input 32 b + j in its low nibble, 32 b + 16 + j in the other
+    the same, or uint8          w = (weight - zero[out, group]) * scale[out, group]; zero None means 0
+    uint8 [out, in / 2]         w = (q - zero[out, group]) * scale[out, group]; byte j of the 16 bytes of
+                                block b has input 32 b + j in its low nibble, 32 b + 16 + j in its high nibble
     """
 
     weight: Tensor
     scale: Tensor | None = None  # f32
-    zero: Tensor | None = None  # f32; None: 8 of nibbles, 0 of bytes
-    group: int = 0  # inputs that share a scale; 0: all
+    zero: Tensor | None = None  # f32; None means 8 for nibbles and 0 for bytes
+    group: int = 0  # number of inputs that share a scale; 0 means all inputs
 
 
 class WeightScheme(ABC):
-    """The weight of one module.  ``load`` is called once for each part of each parameter, then ``finish`` once.
+    """The weight of one module.  The loader calls ``load`` once for each part of each parameter, and then ``finish``
+    once.
 
-    ``tensors`` holds what lives on the device; memory accounting and the state dict read it.
+    ``tensors`` holds the tensors on the device.  Memory accounting and the state dict read it.
     """
 
     tensors: dict[str, Tensor]
-    # apply(c * x) is c * apply(x), so that a norm may divide behind the product, not before it
+    # Whether apply(c * x) equals c * apply(x).  If so, the engine may apply the factor of a norm after the product.
     homogeneous = True
 
     @abstractmethod
     def params(self) -> Mapping[str, tuple[int, ...]]:
-        """Checkpoint parameters that must come: name ("weight", "scales") -> full shape over all parts.
+        """Return the parameters that the checkpoint must contain: name ("weight", "scales") -> shape over all parts.
 
-        ``bias`` is not among them: the linear layer keeps it.
+        ``bias`` is not among them, because the linear layer stores it.
         """
 
     def params_of(self, part: str) -> Mapping[str, tuple[int, ...]]:
-        """Those of one part, where they differ."""
+        """Return the parameters of one part, if they differ from ``params``."""
         return self.params()
 
     @abstractmethod
     def load(self, param: str, tensor: Tensor, part: str) -> None:
-        """Take this process's slice of one part (see ``slice``); any floating dtype, any device, which stays as it is.
-        ModelError on a wrong shape."""
+        """Store this process's slice of one part (see ``slice``).  ``tensor`` has any floating dtype, may be on any
+        device, and is not changed.  ModelError if its shape is wrong."""
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
-        """This process's share of a full checkpoint tensor.  Default: weight [out, in] cut by rows or columns."""
+        """Return this process's share of a complete checkpoint tensor.
+
+        The default cuts a weight [out, in] by rows if ``split`` is "column", and by columns if it is "row".
+        """
         if split is None or shard.size == 1:
             return tensor
         return tensor.chunk(shard.size, dim=0 if split == "column" else 1)[shard.rank]
 
     def finish(self) -> None:  # noqa: B027  (optional)
-        """All parts are there: repack, free temporaries."""
+        """Convert the weight into its final form after all parts are loaded, and free temporary tensors."""
 
     @abstractmethod
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
-        """x [T, in] -> [T, out] (no bias, no reduction over processes)."""
+        """Multiply x [T, in] by the weight.  Return [T, out], without the bias and without a reduction over
+        processes."""
 
     def expert(self, x: Tensor, e: int) -> Tensor:
-        """The product with the rows of expert ``e`` alone, x [T, in] -> [T, rows of an expert]; of kind "experts" it is
-        called and ``apply`` is not.  A scheme without it cannot be given to experts: PluginError."""
+        """Multiply x [T, in] by the rows of expert ``e`` only.  Return [T, rows of an expert].
+
+        The engine calls it, and not ``apply``, for modules of kind "experts".  PluginError if the scheme does not
+        implement it.
+        """
         raise PluginError(
-            f"{type(self).__name__} stores no experts: want scheme() to give None for kind 'experts'"
+            f"{type(self).__name__} stores no experts: want scheme() to return None for kind 'experts'"
         )
 
     def gather(self, ids: Tensor, dtype: Any) -> Tensor:
-        """Of kind "embedding": rows [T, in] by numbers i64 [T], in a torch dtype.  A tied head calls ``apply`` too."""
-        raise PluginError(f"{type(self).__name__} gathers no rows: want None for kind 'embedding'")
+        """Return the rows i64 [T] of an embedding as [T, in], in a torch dtype.  A tied output head also calls
+        ``apply``.
+
+        The engine calls it for modules of kind "embedding".  PluginError if the scheme does not implement it.
+        """
+        raise PluginError(
+            f"{type(self).__name__} gathers no rows: want scheme() to return None for kind 'embedding'"
+        )
 
     def stored(self) -> StoredWeight | None:
-        """The weight of which ``apply`` is the plain product, if it lies in one of these forms: captured steps of a CPU
-        read some of them there, and kernels of experts those that are quantized.  None: they do not.  A subclass does
-        not inherit it, as its product may be another."""
+        """Return the weight if it is stored in a form of ``StoredWeight`` and ``apply`` is its plain product, else
+        None.
+
+        Captured CPU steps read some of these forms directly, and expert kernels read the quantized ones.  The engine
+        ignores an inherited ``stored``, because the product of a subclass may be different.
+        """
         return None
 
     def joined(self, bias: Tensor | None, mode: int, activation: str) -> Any:
-        """``apply`` in one kernel with what surrounds it, as ``device.kernels.products.Product``, whose modes these
-        are; asked once all is loaded.  None: there is none.  A subclass does not inherit it, as its product may be
-        another."""
+        """Return ``apply`` fused in one kernel with the operations around it, or None if there is no such kernel.
+
+        The result has the interface of ``device.kernels.products.Product``, which also defines the modes.  The engine
+        calls it once, after everything is loaded.  It ignores an inherited ``joined``, because the product of a
+        subclass may be different.
+        """
         return None
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
-        """For ``minivllm explain``: rows of x ("2 to 8") -> what multiplies so many on such a device;
-        ``sm``: NVIDIA's compute capability as 90."""
+        """Return the kernels that multiply on a device, for ``minivllm explain``: rows of x ("2 to 8") -> kernel.
+
+        ``sm`` is NVIDIA's compute capability times 10, such as 90.
+        """
         return {}
 
     @property
     def bytes(self) -> int:
+        """Return the size of all tensors in bytes."""
         return sum(t.numel() * t.element_size() for t in self.tensors.values())
 
 
 class Quantizer(ABC):
-    """Chooses a scheme per module; None leaves the module unquantized."""
+    """Chooses a scheme for each module.  None leaves the module unquantized."""
 
     def __init__(self, options: Any, checkpoint: Mapping[str, Any] | None = None) -> None:
         self.options = options
-        self.checkpoint = checkpoint  # ``quantization_config`` of config.json, if any
-        self.notes: list[str] = []  # what the user should know, read once all is loaded
+        self.checkpoint = checkpoint  # ``quantization_config`` of config.json, or None
+        self.notes: list[str] = []  # messages for the user, read after everything is loaded
 
     @abstractmethod
-    def scheme(self, m: ModuleInfo) -> WeightScheme | None: ...
+    def scheme(self, m: ModuleInfo) -> WeightScheme | None:
+        """Return a new scheme for a module, or None to leave the module unquantized."""
 
     def finish(self) -> None:  # noqa: B027  (optional)
-        """All modules were asked.  OptionError if an option names a module that is not there."""
+        """Check the options after ``scheme`` was called for all modules.  OptionError if an option names a module that
+        does not exist."""

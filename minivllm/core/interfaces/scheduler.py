@@ -1,8 +1,10 @@
-"""The scheduler seam: an order and a victim.  Budgets, blocks, overlap and placeholders stay in the engine.
+"""The scheduler seam: the order in which sequences are admitted, and the sequence to preempt.  Token budgets, blocks
+and run-ahead remain in the engine.
 
-A policy sees read-only columns (numpy arrays of equal length, one entry a sequence) and returns indices into them, so
-it can be slow or unfair but never wrong.  What is no index, no number or no ``StepShape`` costs the turn, as if the
-policy had raised; three such turns in a row end the engine, with the policy's name.
+A policy receives read-only columns (numpy arrays of equal length, one entry for each sequence) and returns indices into
+them.  A bad policy can therefore be slow or unfair, but never produce wrong tokens.  If it returns an invalid index,
+number or ``StepShape``, the engine treats this as if the policy had raised: the planning turn is lost.  Three such
+turns in a row end the engine with an error that names the policy.
 """
 
 from __future__ import annotations
@@ -19,26 +21,30 @@ API = (1, 2)  # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted
 
 @dataclass(frozen=True)
 class QueueView:
-    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens.  The engine
-    makes a column when it is first read, so read in the call what you need: a view is of no use after it."""
+    """Columns over some sequences.  Times are seconds on the engine's monotonic clock; lengths are tokens.
+
+    The engine computes a column when it is first read.  Read the columns during the call; a view is invalid afterwards.
+    """
 
     id: np.ndarray  # i64 engine-wide number of the sequence
     arrival: np.ndarray  # f64
     prompt: np.ndarray  # i32 prompt length
-    known: np.ndarray  # i32 prompt + generated (or promised) tokens
-    computed: np.ndarray  # i32 tokens whose keys and values are in the cache (or on their way)
-    # i32 tokens that a hit of whole blocks would give; known only in what ``order`` is shown
+    known: np.ndarray  # i32 prompt tokens and generated tokens, including tokens of steps in flight
+    computed: (
+        np.ndarray
+    )  # i32 tokens whose keys and values are cached, including those of steps in flight
+    # i32 tokens of the cached prefix, in whole blocks; computed for the views of ``order`` only
     cached: np.ndarray
-    # i32 output tokens expected (the request's expected_tokens, or max_out)
+    # i32 expected number of output tokens: the request's expected_tokens, or max_out
     predicted_out: np.ndarray
-    max_out: np.ndarray  # i32
+    max_out: np.ndarray  # i32 largest number of output tokens
     priority: np.ndarray  # i32, smaller is more urgent (as in vLLM)
     tenant: np.ndarray  # i32 number of the tenant's name
-    ttft_due: np.ndarray  # f64 when the first token is due, inf = no target
-    tpot_due: np.ndarray  # f64 when the next token is due, inf = no target
-    preempted: np.ndarray  # i32 how often
-    blocks: np.ndarray  # i32 blocks held over all KV groups
-    # i32 1 for a sequence that its client aborted; known only in what ``ended`` is given
+    ttft_due: np.ndarray  # f64 time at which the first token is due, inf means no target
+    tpot_due: np.ndarray  # f64 time at which the next token is due, inf means no target
+    preempted: np.ndarray  # i32 number of preemptions
+    blocks: np.ndarray  # i32 number of blocks of all KV groups
+    # i32 1 if the client aborted the sequence, else 0; set for the view of ``ended`` only
     aborted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
@@ -49,30 +55,36 @@ class QueueView:
         return len(self.id)
 
     def take(self, index: np.ndarray) -> QueueView:
+        """Return the view of the sequences at ``index``."""
         return QueueView(**{f.name: getattr(self, f.name)[index] for f in fields(self)})
 
 
 @dataclass(frozen=True)
 class Load:
-    """The engine's state in a few numbers, for ``shape``."""
+    """The state of the engine in a few numbers, for ``SchedulerPolicy.shape``."""
 
-    waiting: int
-    running: int
-    prefilling: int  # running rows that still have prompt to compute
-    free_blocks: int  # of the scarcest KV group, evictable ones included
+    waiting: int  # waiting sequences
+    running: int  # running sequences
+    prefilling: int  # running sequences whose prompt is not computed yet
+    free_blocks: int  # free and evictable blocks of the KV group that has the fewest
     total_blocks: int
-    token_budget: int
-    oldest_wait: float  # seconds the oldest waiting request has waited
-    # seconds until the first running row with a target is due to have its next token
+    token_budget: int  # tokens that a step may compute
+    oldest_wait: float  # seconds since the arrival of the oldest waiting request
+    # seconds until the next token of a running sequence with a target is due
     tpot_slack: float = np.inf
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What kind of step is wanted.  ``mix``: decodes first, the rest of the budget to prefill.  ``prefill_first``:
-    while anything can prefill, a step holds prefill only.  ``static``: so too, and nothing is admitted until all
-    running rows ended; then as many as there is room for enter in one step.  ``prefill_cap`` limits prefill tokens of
-    the step; before ``hold_until`` (clock) nothing new is admitted."""
+    """The kind of step that the policy chooses.
+
+    ``mix``: decoding rows come first, and prefill gets the remaining token budget.  ``prefill_first``: as long as any
+    sequence can prefill, a step contains prefill only.  ``static``: as ``prefill_first``, but nothing is admitted until
+    all running sequences have ended; then as many sequences as fit are admitted in one step.
+
+    ``prefill_cap`` limits the prefill tokens of the step; None means no limit.  Nothing new is admitted before the time
+    ``hold_until``.
+    """
 
     kind: str = "mix"
     prefill_cap: int | None = None
@@ -81,15 +93,16 @@ class StepShape:
 
 @dataclass(frozen=True)
 class SchedulerContext:
-    """What a policy is told when it is made."""
+    """The arguments with which the engine constructs a policy."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    block: int
+    block: int  # tokens per block
 
 
 class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is first come, first served)
-    """Order and victim.  ``window`` waiting sequences at most are shown to ``order``."""
+    """Chooses the order of admission and the sequence to preempt.  ``order`` receives at most ``window`` waiting
+    sequences."""
 
     window: int = 256
 
@@ -97,32 +110,48 @@ class SchedulerPolicy(ABC):  # noqa: B024  (every method has a default that is f
         self.options, self.ctx = options, ctx
 
     def key(self, new: QueueView) -> np.ndarray:
-        """Sort key f64 [n] given once, on arrival or requeue; smaller goes first.  Ageing is static in it.  Keys of
-        all calls are compared, so none depends on who comes with it."""
+        """Return a sort key f64 [n] for new sequences; smaller keys are admitted first.
+
+        The engine calls it once per sequence on arrival, and again if the sequence returns to the queue.  A key does
+        not change while the sequence waits.  Keys of different calls are compared, so a key must not depend on the
+        other sequences of the call.
+        """
         return new.arrival
 
     def lane(self, new: QueueView) -> np.ndarray:
-        """Numbers i64 [n], given with ``key``.  ``order`` is shown the first of each lane, as many of each, so that no
-        lane hides another; beyond ``window`` lanes, those that were served longest ago."""
+        """Return the number of the queue (lane) i64 [n] of each new sequence, such as one lane for each tenant.
+
+        ``order`` receives the first sequences of each lane, equally many from each, so that no lane blocks another.  If
+        there are more than ``window`` lanes, it receives those that were served longest ago.
+        """
         return np.zeros(len(new), np.int64)
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
-        """Indices i32 into ``head`` in the order wanted; what is left out waits.  Not called unless overridden."""
+        """Return indices i32 into ``head`` in the order of admission.  Omitted sequences keep waiting.  The engine
+        calls it only if it is overridden."""
         return np.arange(len(head), dtype=np.int32)
 
     def shape(self, load: Load, now: float) -> StepShape:
+        """Return the kind of the next step."""
         return StepShape()
 
-    def ended(self, gone: QueueView) -> None:  # noqa: B027  (most policies do not want to know)
-        """Told, before a step is planned, of those that ended since the last one: finished, aborted or failed, running
-        or not.  ``known`` is what they came to, ``aborted`` says whose length means nothing.  Not called unless
-        overridden."""
+    def ended(self, gone: QueueView) -> None:  # noqa: B027  (optional)
+        """Receive the sequences that finished, failed or were aborted since the last step was planned, running or
+        waiting.
+
+        ``known`` is their final length.  It says nothing about the true output length where ``aborted`` is 1.  The
+        engine calls this method only if it is overridden.
+        """
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        """Index of the running sequence to preempt for ``need`` blocks.  Protected ones are not among them."""
+        """Return the index of the running sequence to preempt, because ``need`` blocks are missing.  Sequences that
+        must not be preempted are not among the candidates."""
         return int(np.lexsort((candidates.id, candidates.arrival))[-1])
 
     def figures(self) -> Mapping[str, float]:
-        """What it counts, for ``stats()["figures"]``, records and metrics: at most 64 names ``[a-z][a-z0-9_]*`` with
-        finite numbers.  Asked between steps, on the engine's thread; asking changes nothing."""
+        """Return the policy's own counters, for ``stats()["figures"]``, records and metrics.
+
+        At most 64 finite numbers, with names that match ``[a-z][a-z0-9_]*``.  The engine calls it between steps, on its
+        own thread.  It must not change any state.
+        """
         return {}

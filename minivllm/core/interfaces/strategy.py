@@ -1,12 +1,13 @@
-"""The decoding strategy seam: how many sequences a request becomes, and which of them are its answer.
+"""The decoding strategy seam: the sequences (branches) of a request, and the choice of its outputs among them.
 
-The branches of a *free* strategy run by themselves, and the host is asked only when one ends.  A *stepwise* one is
-asked after every step, as soon as all its live branches have their log-probabilities: which of them go on, and with
-which tokens.  A branch may go on several times (the KV blocks are shared, only the last one is copied) or not at all::
+The branches of a *free* strategy run independently; the host calls the strategy only when a branch ends.  A *stepwise*
+strategy is called after every step, as soon as the log-probabilities of all live branches have arrived.  It chooses
+which branches continue, and with which tokens.  A branch may continue several times or not at all.  Continuations share
+KV blocks, and only the last block is copied::
 
     step 1    a                            width 3, one live branch after the prompt
     step 2    a1 a2 a3                     go_on = (0, 1), (0, 2), (0, 3)
-    step 3    a24 a27 a31                  go_on = (1, 4), (1, 7), (2, 1): a1 is dropped, a2 goes on twice
+    step 3    a24 a27 a31                  go_on = (1, 4), (1, 7), (2, 1): a1 ends, a2 continues twice
 """
 
 from __future__ import annotations
@@ -21,35 +22,36 @@ if TYPE_CHECKING:
 
     from .params import SamplingParams
 
-API = (1, 4)  # 1.2: names in ``reads``; 1.3: Spec.params; 1.4: Branch.guide
+API = (1, 4)  # 1.2: ``reads`` is a set of names; 1.3: Spec.params; 1.4: Branch.guide
 
 
 @dataclass(frozen=True)
 class Guide:
-    """A second sequence beside a branch: it has a prompt of its own, and each token that the branch draws is its next
-    one too.  Before processors, masks and sampler the logits of the branch become, in float32::
+    """A second sequence that runs together with a branch (classifier-free guidance).  It has a separate prompt, and
+    each token that the branch draws is appended to it too.
 
-        scale * (log_softmax(its own) - log_softmax(the guide's)) + log_softmax(the guide's)
+    Before processors, masks and sampler run, the logits of the branch become, in float32::
+
+        scale * (log_softmax(branch) - log_softmax(guide)) + log_softmax(guide)
     """
 
     scale: float
-    prompt: Sequence[int] = ()  # token ids; none: the last one of the request's prompt
-    param: str = "prompt"  # the parameter that asks for it, which a refusal names
+    prompt: Sequence[int] = ()  # token ids; if empty, the last token of the request's prompt
+    param: str = "prompt"  # the sampling parameter to name in error messages about this guide
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One sequence of a request: its sample number goes into the noise, so branches draw differently."""
+    """One sequence of a request.  The sample number is an input of the noise, so branches draw different tokens."""
 
     sample: int
-    guide: Guide | None = (
-        None  # of a free strategy; either every branch of a request has one or none has
-    )
+    # for free strategies only; either all branches of a request have a guide, or none
+    guide: Guide | None = None
 
 
 @dataclass(frozen=True)
 class BranchEnd:
-    """A branch that ended, as the strategy sees it."""
+    """A branch that ended."""
 
     sample: int
     length: int  # generated tokens
@@ -59,28 +61,32 @@ class BranchEnd:
 
 @dataclass(frozen=True)
 class Grown:
-    """A live branch after a step, and the tokens that it may go on with."""
+    """A live branch after a step, with the candidates for its next token."""
 
-    length: int  # tokens generated so far, without the candidates
-    # i32 [m] candidates, the likeliest first, of equal ones the lower id; without stop ids before ``min_tokens``
+    length: int  # number of generated tokens, without the candidates
+    # i32 [m] candidates, the likeliest first; of equally likely ones, the lower id comes first.  Stop ids are not
+    # among them before ``min_tokens`` tokens.
     tokens: np.ndarray
-    logprobs: np.ndarray  # f64 [m] theirs, natural logarithms, finite
+    logprobs: np.ndarray  # f64 [m] natural logarithms of their probabilities, finite
 
 
 @dataclass(frozen=True)
 class Pick:
-    """One continuation: a live branch, by its place in what ``advance`` was given, and one of its candidates."""
+    """One continuation: the index of a live branch in the argument of ``advance``, and one of its candidates."""
 
     branch: int
     token: int
-    score: float = 0.0  # what the answer is ordered by; shown with an output
+    score: float = 0.0  # score of the continuation, shown with an output
 
 
 @dataclass(frozen=True)
 class Moves:
-    """``go_on``: the live branches from now on, at most as many as ``start`` gave; the next ``advance`` is given them
-    in this order.  ``keep``: continuations that are outputs perhaps, numbered from 0 over the whole search.  The search
-    ends when it is ``done``, or when nothing goes on."""
+    """The result of ``Search.advance``.
+
+    ``go_on`` are the next live branches, at most as many as ``start`` returned.  The next ``advance`` receives them in
+    this order.  ``keep`` are ended continuations that may become outputs; they are numbered from 0 over the whole
+    search.  The search ends if ``done`` is True or ``go_on`` is empty.
+    """
 
     go_on: Sequence[Pick] = ()
     keep: Sequence[Pick] = ()
@@ -92,43 +98,58 @@ class Search(ABC):
 
     @abstractmethod
     def advance(self, grown: Sequence[Grown], ends: Callable[[int, int], bool]) -> Moves:
-        """After a step: what becomes of the live branches.  ``ends(branch, token)``: whether the branch ends with this
-        candidate (end-of-sequence, a stop token or stop string, its length), so that it cannot go on."""
+        """Choose the next live branches after a step.
+
+        ``ends(branch, token)`` returns whether a branch ends with this candidate (end-of-sequence token, stop token,
+        stop string or largest length), so that it cannot continue.
+        """
 
     @abstractmethod
     def result(self) -> Sequence[int]:
-        """Numbers of kept continuations, best first, each once; at most ``params.n`` are shown.  Also asked for a
-        search that was cut short; what is missing to n is then taken from the live branches."""
+        """Return the numbers of kept continuations, best first and without repetitions.  At most ``params.n`` of them
+        are shown.
+
+        The engine also calls it if a search is cut short.  Outputs that are missing to n are then taken from the live
+        branches.
+        """
 
 
 class DecodingStrategy(ABC):
-    """Stateless: one instance serves all requests."""
+    """Creates the branches of requests.  It keeps no state, so one instance serves all requests."""
 
     mode: str = "free"  # or "stepwise"
-    #: Of ``best_of`` and ``beam_width`` those that it honours, and the parameters that its spec declares: it is not
-    #: asked about a request that sets another one, and one that nothing reads is refused.
+    #: Names of the parameters that the strategy implements: ``best_of``, ``beam_width``, and parameters that its spec
+    #: declares.  The engine does not offer it a request that sets another such parameter.  A request is refused if no
+    #: strategy reads its parameters.
     reads: frozenset[str] = frozenset()
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
     def takes(self, params: SamplingParams) -> bool:
-        """Whether a request with these parameters is its own; the first strategy in the config that says so has it."""
+        """Return whether the strategy serves a request with these parameters.  The first configured strategy that
+        returns True serves it."""
         return True
 
     @abstractmethod
     def start(self, params: SamplingParams) -> Sequence[Branch]:
-        """The branches of a new request; they share the prompt's blocks.  RequestError if it cannot serve them."""
+        """Return the branches of a new request.  They share the blocks of the prompt.  RequestError if it cannot be
+        served."""
 
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
-        """Free only: sample numbers of the answer, best first, once every branch has ended."""
-        raise NotImplementedError(f"{type(self).__name__} is free and has no result()")
+        """Return the sample numbers of the outputs, best first, after every branch ended.  For free strategies only."""
+        raise NotImplementedError(f"{type(self).__name__} is free and does not implement result()")
 
     def topk(self, params: SamplingParams) -> int:
-        """Log-probabilities that it needs of each token: -1 none, 0 the chosen token's (for ``cumulative_logprob``), k
-        the k best too.  The branches of a stepwise strategy get so many candidates that are no stop ids."""
+        """Return how many log-probabilities the strategy needs for each token.
+
+        -1 means none, 0 the log-probability of the chosen token (for ``cumulative_logprob``), k also those of the k
+        best tokens.  The branches of a stepwise strategy get k candidates that are not stop ids.
+        """
         return -1
 
     def search(self, params: SamplingParams, most: int) -> Search:
-        """Stepwise only: the search for a new request, of which at most ``most`` tokens are generated."""
-        raise NotImplementedError(f"{type(self).__name__} is stepwise and has no search()")
+        """Return the search for a new request that generates at most ``most`` tokens.  For stepwise strategies only."""
+        raise NotImplementedError(
+            f"{type(self).__name__} is stepwise and does not implement search()"
+        )

@@ -1,4 +1,4 @@
-"""What a client asks of an answer's form; names and meanings are vLLM's."""
+"""The form that a client requires of the text of an answer.  Names and meanings are those of vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,33 @@ MOST_CHOICES = 10_000
 NAME = "structured_outputs"
 
 
+def _refused(message: str) -> RequestError:
+    """Return the error for wrong structured outputs."""
+    return RequestError(message, NAME)
+
+
+def _check_size(form: str, text: str) -> None:
+    """Check that a text is valid Unicode of at most ``MOST_BYTES`` bytes."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        problem = f"{NAME}.{form} is not valid Unicode"
+        raise _refused(f"{problem}: want text without lone surrogates") from None
+    _check(size <= MOST_BYTES, form, f"{size} bytes", f"at most {MOST_BYTES}")
+
+
+def _dumped(form: str, value: Any) -> str:
+    """Return a value as JSON text.  RequestError if it is not JSON or too large."""
+    try:
+        text = jsonlib.dumps(value, default=dict, allow_nan=False, ensure_ascii=False)
+    except (TypeError, ValueError) as e:
+        raise _refused(f"{NAME}.json: not every value is JSON: {e}") from None
+    _check_size(form, text)
+    return text
+
+
 def _check(ok: bool, name: str, value: Any, want: str) -> None:
+    """Raise RequestError for a field unless ``ok``.  ``want`` describes the accepted values."""
     if not ok:
         quoted = brief(value, 80) if isinstance(value, str) else shown(value)
         raise RequestError(f"{NAME}.{name}={quoted}: want {want}", NAME)
@@ -26,12 +52,13 @@ def _check(ok: bool, name: str, value: Any, want: str) -> None:
 
 @dataclass
 class StructuredOutputsParams:
-    """Exactly one form: ``json`` (a JSON schema, as text, mapping or pydantic model), ``json_object=True`` (any JSON
-    object), ``regex``, ``choice`` (a list of texts) or ``grammar`` (Lark, or GBNF as llama.cpp has it).
+    """The required form of a text.  Exactly one of these fields is set: ``json`` (a JSON schema, as text, mapping or
+    pydantic model), ``json_object=True`` (any JSON object), ``regex``, ``choice`` (a list of texts) or ``grammar``
+    (Lark, or the GBNF of llama.cpp).
 
-    For JSON: ``disable_any_whitespace`` allows no whitespace between its tokens, ``whitespace_pattern`` is a regular
-    expression for what is allowed there, and ``disable_additional_properties`` forbids properties that an object's
-    schema does not declare, where the schema says nothing of it.
+    Further fields for JSON: ``disable_any_whitespace`` allows no whitespace between JSON tokens.
+    ``whitespace_pattern`` is a regular expression for the allowed whitespace.  ``disable_additional_properties``
+    forbids properties that an object's schema does not declare, unless the schema allows them explicitly.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -45,183 +72,131 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> StructuredOutputsParams | None:
-        """From an object of it, a mapping or None; RequestError for anything else."""
+        """Return the parameters from an object of this class, a mapping or None.  RequestError for anything else."""
         if value is None or isinstance(value, cls):
             return value
         if not isinstance(value, Mapping):
-            raise RequestError(
-                f"{NAME} of {type(value).__name__}: want StructuredOutputsParams or a mapping", NAME
-            )
+            found = type(value).__name__
+            raise _refused(f"{NAME} of {found}: want StructuredOutputsParams or a mapping")
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:
-                raise RequestError(
-                    f"{NAME}: unknown field {shown(name)}.{suggest(str(name), known)}", NAME
-                )
+                hint = suggest(str(name), known)
+                raise _refused(f"{NAME}: unknown field {shown(name)}.{hint}")
         return cls(**value)
 
     def __post_init__(self) -> None:
+        """Check the fields and compute ``source``."""
         for name in ("disable_any_whitespace", "disable_additional_properties"):
-            _check(
-                isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False"
-            )
-        off = self.json_object is None or self.json_object is False
-        _check(off or self.json_object is True, "json_object", self.json_object, "True or None")
-        given = [
-            name
-            for name in FORMS
-            if getattr(self, name) is not None and not (off and name == "json_object")
-        ]
-        if len(given) != 1:
-            have = " and ".join(given) or "none"
-            raise RequestError(
-                f"{NAME}: {have} given; want exactly one of {', '.join(FORMS)}", NAME
-            )
+            value = getattr(self, name)
+            _check(isinstance(value, bool), name, value, "True or False")
+        form = self._form()
         if hasattr(self.json, "model_json_schema"):
             self.json = self.json.model_json_schema()  # type: ignore[union-attr]
         for name in ("regex", "grammar"):
             value = getattr(self, name)
-            _check(
-                value is None or (isinstance(value, str) and value != ""),
-                name,
-                value,
-                "a text that is not empty",
-            )
-        if self.choice is not None:
-            ok = (
-                isinstance(self.choice, Sequence)
-                and not isinstance(self.choice, str)
-                and len(self.choice) > 0
-            )
-            ok = ok and all(isinstance(c, str) and c for c in self.choice)
-            _check(ok, "choice", self.choice, "a list of texts, none of them empty")
-            count = len(self.choice)
+            ok = value is None or (isinstance(value, str) and value != "")
+            _check(ok, name, value, "a text that is not empty")
+        choice: Any = self.choice
+        if choice is not None:
+            ok = isinstance(choice, Sequence) and not isinstance(choice, str) and len(choice) > 0
+            ok = ok and all(isinstance(text, str) and text for text in choice)
+            _check(ok, "choice", choice, "a list of texts, none of them empty")
+            count = len(choice)
             _check(count <= MOST_CHOICES, "choice", f"{count} texts", f"at most {MOST_CHOICES}")
-        self._check_whitespace(given[0])
-        self._source = self._read(given[0])
+        self._check_whitespace(form)
+        self._source = self._read(form)
+
+    def _form(self) -> str:
+        """Return the name of the one form that is set."""
+        enabled = self.json_object
+        ok = enabled is None or isinstance(enabled, bool)
+        _check(ok, "json_object", enabled, "True or None")
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        if enabled is False:
+            forms.remove("json_object")
+        if len(forms) != 1:
+            found = " and ".join(forms) or "none"
+            raise _refused(f"{NAME}: {found} given; want exactly one of {', '.join(FORMS)}")
+        return forms[0]
 
     def _check_whitespace(self, form: str) -> None:
-        """What is asked of JSON alone."""
+        """Check the fields that apply to JSON only."""
         pattern = self.whitespace_pattern
-        _check(
-            pattern is None or isinstance(pattern, str),
-            "whitespace_pattern",
-            pattern,
-            "a regular expression",
-        )
+        ok = pattern is None or isinstance(pattern, str)
+        _check(ok, "whitespace_pattern", pattern, "a regular expression")
         if form not in ("json", "json_object"):
-            for name in (
-                "disable_any_whitespace",
-                "disable_additional_properties",
-                "whitespace_pattern",
-            ):
+            names = "disable_any_whitespace disable_additional_properties whitespace_pattern"
+            for name in names.split():
                 value = getattr(self, name)
-                _check(
-                    value is None or value is False,
-                    name,
-                    value,
-                    f"it beside json only, not {form}",
-                )
+                ok = value is None or value is False
+                _check(ok, name, value, f"it together with json only, not with {form}")
         both = pattern is not None and self.disable_any_whitespace
-        _check(
-            not both,
-            "whitespace_pattern",
-            pattern,
-            "it without disable_any_whitespace=True: there is none then",
-        )
+        want = "it without disable_any_whitespace=True, which allows no whitespace"
+        _check(not both, "whitespace_pattern", pattern, want)
 
     @property
     def source(self) -> GrammarSource:
-        """The form as a plug-in takes it."""
+        """Return the form as the source of a grammar plug-in."""
         return self._source
 
     def _read(self, form: str) -> GrammarSource:
+        """Return the grammar source of a form.  RequestError if it is malformed or too large."""
         if form in ("json", "json_object"):
             schema = {"type": "object"} if form == "json_object" else self._schema()
             if self.disable_additional_properties:
-                schema = self._closed(schema)
-            text = jsonlib.dumps(schema, ensure_ascii=False)
-            self._measure(form, text)
-            return GrammarSource(
-                "json", text, not self.disable_any_whitespace, self.whitespace_pattern
-            )
+                try:
+                    schema = closed(schema)
+                except ValueError as e:
+                    raise _refused(f"{NAME}.json: {e}") from None
+            text = _dumped(form, schema)
+            any_whitespace = not self.disable_any_whitespace
+            return GrammarSource("json", text, any_whitespace, self.whitespace_pattern)
         if form == "choice":
-            text = jsonlib.dumps(list(dict.fromkeys(self.choice or ())), ensure_ascii=False)
-        else:
-            text = str(getattr(self, form))
-        self._measure(form, text)
+            return GrammarSource(form, _dumped(form, list(dict.fromkeys(self.choice or ()))))
+        text = str(getattr(self, form))
+        _check_size(form, text)
         if form == "regex":
             depth = group_depth(text)
-            _check(
-                depth <= MOST_DEPTH,
-                form,
-                f"groups within {depth} others",
-                f"at most {MOST_DEPTH} within each other",
-            )
+            want = f"at most {MOST_DEPTH} within each other"
+            _check(depth <= MOST_DEPTH, form, f"groups within {depth} others", want)
         return GrammarSource(form, text)
 
-    def _measure(self, form: str, text: str) -> None:
-        try:
-            size = len(text.encode())
-        except UnicodeEncodeError:
-            raise RequestError(
-                f"{NAME}.{form} is no valid Unicode: want text without lone surrogates", NAME
-            ) from None
-        _check(size <= MOST_BYTES, form, f"{size} bytes", f"at most {MOST_BYTES}")
-
-    def _closed(self, schema: Any) -> Any:
-        try:
-            return closed(schema)
-        except ValueError as e:
-            raise RequestError(f"{NAME}.json: {e}", NAME) from None
-
     def _schema(self) -> Any:
-        """The schema as plain JSON values.  Its depth is looked at before anything recurses over it."""
+        """Return the schema as plain JSON values.  Check its depth before any function recurses over it."""
         value: Any = self.json
+        want = f"at most {MOST_DEPTH} levels"
         if isinstance(value, str):
-            self._measure("json", value)
-            deep = text_depth(value)
-            _check(
-                deep <= MOST_DEPTH,
-                "json",
-                f"a schema {deep} levels deep",
-                f"at most {MOST_DEPTH} levels",
-            )
+            _check_size("json", value)
+            depth = text_depth(value)
+            _check(depth <= MOST_DEPTH, "json", f"a schema {depth} levels deep", want)
             try:
                 value = jsonlib.loads(value)
             except ValueError as e:
-                raise RequestError(f"{NAME}.json is no JSON: {e}", NAME) from None
-        _check(
-            isinstance(value, (Mapping, bool)), "json", value, "a schema: an object, true or false"
-        )
-        deep = value_depth(value)
-        _check(
-            deep <= MOST_DEPTH,
-            "json",
-            "a schema that is deeper, or contains itself",
-            f"at most {MOST_DEPTH} levels",
-        )
-        try:
-            text = jsonlib.dumps(value, default=dict, allow_nan=False, ensure_ascii=False)
-        except (TypeError, ValueError) as e:
-            raise RequestError(f"{NAME}.json: not every value is JSON: {e}", NAME) from None
-        self._measure("json", text)
-        return jsonlib.loads(text)
+                raise _refused(f"{NAME}.json is not JSON: {e}") from None
+        ok = isinstance(value, (Mapping, bool))
+        _check(ok, "json", value, "a schema: an object, true or false")
+        ok = value_depth(value) <= MOST_DEPTH
+        _check(ok, "json", "a schema that is deeper, or contains itself", want)
+        return jsonlib.loads(_dumped("json", value))
 
 
 def group_depth(regex: str) -> int:
-    """How deep the groups of a regular expression are nested; characters that stand for themselves do not count."""
+    """Return the nesting depth of the groups of a regular expression.
+
+    Escaped parentheses, and parentheses in character classes, do not count.
+    """
     depth = most = 0
-    escaped = listed = False
+    escaped = in_class = False
     for c in regex:
         if escaped:
             escaped = False
         elif c == "\\":
             escaped = True
-        elif listed:
-            listed = c != "]"
+        elif in_class:
+            in_class = c != "]"
         elif c == "[":
-            listed = True
+            in_class = True
         elif c == "(":
             depth += 1
             most = max(most, depth)
