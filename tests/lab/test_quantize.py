@@ -295,7 +295,7 @@ def test_a_run_that_was_broken_off_goes_on_and_writes_what_one_in_one_piece_writ
             quantize(str(plain[0]), out, asked, text, "cpu", stop)
         left = sorted(path.name for path in tmp_path.glob(f"{method}.partial/*"))
         assert not out.exists() and left == ["model-00001-of-00003.safetensors", "plan.json"]
-        with pytest.raises(ConfigError, match=r"was begun with bits=4, and this is 8; remove it to begin anew"):
+        with pytest.raises(ConfigError, match=r"was started with bits=4, and this run has 8; remove it to start again"):
             quantize(str(plain[0]), out, options(method, bits=8), text, "cpu")
         assert quantize(str(plain[0]), out, asked, text, "cpu").resumed == 1
         quantize(str(plain[0]), tmp_path / "whole", asked, text, "cpu")
@@ -316,10 +316,12 @@ def test_layers_are_never_without_the_plan_that_says_what_they_are_of(plain, tmp
     with monkeypatch.context() as m, pytest.raises(ResourceError, match="Input/output error"):
         m.setattr(work_module.os, "rename", fails)
         quantize(str(source), out, options("rtn"), None, "cpu")
-    with pytest.raises(ConfigError, match="was begun with bits=4, and this is 8"):
+    with pytest.raises(ConfigError, match="was started with bits=4, and this run has 8"):
         quantize(str(source), out, options("rtn", bits=8), None, "cpu")
     plan = (tmp_path / "out.partial/plan.json").rename(tmp_path / "plan.json")
-    with pytest.raises(ConfigError, match=r"has layers, and no plan.json that says of what; remove it to begin anew"):
+    with pytest.raises(
+        ConfigError, match=r"has layers, and no plan.json with the options of their run; remove it to start again"
+    ):
         quantize(str(source), out, options("rtn", bits=8), None, "cpu")
     plan.rename(tmp_path / "out.partial/plan.json")
     assert quantize(str(source), out, options("rtn"), None, "cpu").resumed == 2
@@ -383,23 +385,23 @@ def test_the_command_writes_a_directory_that_is_served(plain, text, tmp_path, ca
 @pytest.mark.parametrize(
     "given, code, message",
     [
-        (["--method", "gptq"], 2, "--method gptq: want --calibration FILE"),
-        (["--method", "rtn", "--calibration", "TEXT"], 2, "--method rtn looks at no text"),
+        (["--method", "gptq"], 2, "--method gptq: expected --calibration FILE"),
+        (["--method", "rtn", "--calibration", "TEXT"], 2, "--method rtn reads no text"),
         (["--method", "rtn", "--bits", "5"], 2, "argument --bits: invalid choice"),
-        (["--method", "rtn", "--group", "12"], 2, "--group 12: want a multiple of 8, or -1 for all inputs"),
-        (["--method", "rtn", "--group", "128"], 2, "has 64 inputs, which it does not divide: want 32 or 16 or 8 or -1"),
-        (["--method", "rtn", "--act-order", "static"], 2, "--act-order with --method rtn: want --method gptq"),
-        (["--method", "rtn", "--skip", "("], 2, "--skip '(': want a regular expression"),
+        (["--method", "rtn", "--group", "12"], 2, "--group 12: expected a multiple of 8, or -1 for all inputs"),
+        (["--method", "rtn", "--group", "128"], 2, "which the group size does not divide: use 32 or 16 or 8 or -1"),
+        (["--method", "rtn", "--act-order", "static"], 2, "--act-order with --method rtn: only --method gptq"),
+        (["--method", "rtn", "--skip", "("], 2, "--skip '(': expected a regular expression"),
         (["--method", "rtn", "--skip", ".*q_proj", "--skip", "q_pro"], 2, "--skip 'q_pro': matches no linear module"),
-        (["--method", "rtn", "--samples", "4"], 2, "--samples with --method rtn: want --method gptq or awq"),
-        (["--method", "rtn", "--length", "2048"], 2, "--length with --method rtn: want --method gptq or awq"),
+        (["--method", "rtn", "--samples", "4"], 2, "--samples with --method rtn: only --method gptq and awq"),
+        (["--method", "rtn", "--length", "2048"], 2, "--length with --method rtn: only --method gptq and awq"),
         (["--method", "rtn", "--skip", ".*"], 2, "--skip: leaves no linear module to quantize"),
         (["--method", "awq", "--calibration", "no.txt"], 3, "no.txt: no such file"),
-        (["--method", "awq", "--calibration", "EMPTY"], 3, "no text to calibrate with; want at least 192 tokens"),
-        (["--method", "gptq", "--calibration", "TEXT", "--samples", "9"], 3, "200 tokens, want 432 for 9 samples"),
+        (["--method", "awq", "--calibration", "EMPTY"], 3, "no text to calibrate with; expected at least 192 tokens"),
+        (["--method", "gptq", "--calibration", "TEXT", "--samples", "9"], 3, "200 tokens, expected 432 for 9 samples"),
         (["--method", "gptq", "--calibration", "WORDS"], 3, "no tokenizer"),
-        (["--method", "gptq", "--calibration", "ODD"], 3, ":1: {'id': 3}: want {\"text\": \"...\"}"),
-        (["--method", "gptq", "--calibration", "FAR"], 3, "token 99 is none of this model, which has 0 to 63"),
+        (["--method", "gptq", "--calibration", "ODD"], 3, ":1: {'id': 3}: expected {\"text\": \"...\"}"),
+        (["--method", "gptq", "--calibration", "FAR"], 3, "token 99 is not in the model's vocabulary, expected 0"),
         (["--method", "gptq", "--calibration", "TEXT", "--length", "999"], 2, "the model reads at most 256 tokens"),
     ],
 )  # fmt: skip
@@ -434,11 +436,11 @@ def test_models_that_cannot_be_quantized_are_refused_in_one_line(plain, tmp_path
     ):
         with pytest.raises(error, match=message):
             Quantizing(str(model), tmp_path / "out", options("rtn"), None, "cpu")
-    with pytest.raises(ConfigError, match="is there already; want a directory that is not"):
+    with pytest.raises(ConfigError, match="exists already; expected a directory that does not exist"):
         Quantizing(str(plain[0]), tmp_path / "packed", options("rtn"), None, "cpu")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "empty")
-    for path, kind in ((tmp_path / "link", "a symbolic link"), ("/proc", "where a disk is mounted")):
+    for path, kind in ((tmp_path / "link", "a symbolic link"), ("/proc", "the mount point of a disk")):
         with pytest.raises(ConfigError, match=f"{path}: is {kind}, which no directory can be renamed to"):
             Quantizing(str(plain[0]), path, options("rtn"), None, "cpu")
     raw = json.loads((plain[0] / "config.json").read_text())

@@ -1,13 +1,14 @@
-"""``minivllm quantize``: a model directory to one whose linear layers are packed in 4 or 8 bits.
+"""``minivllm quantize``: write a model directory whose linear layers have weights of 4 or 8 bits.
 
-options      what is asked for, and what of it cannot be
-grid         groups of a weight to codes, scales and zero points
-gptq         a weight by its inputs' second moments, column after column
-awq          scales of inputs that are taken out of a weight, and how far its groups are cut
-layouts      codes to the tensors and the settings of a format, and back
-calibration  a file of text to token ids
-layers       transformers' modules of a model, of which one layer at a time has weights
-folding      which modules scales of inputs can be put into
-work         the directory in which finished layers wait for the others
-run          all of it, layer after layer
+options      the options of the command, and their limits
+grid         convert groups of weights to codes, scales and zero points
+gptq         quantize a weight column after column, using the second moments of its inputs
+columns      the same in a GPU kernel
+awq          find scales of a weight's inputs, and measure the error of a quantized weight
+layouts      convert codes to the tensors and settings of a checkpoint format, and back
+calibration  convert a file of text to token ids
+layers       run transformers' model one layer at a time, so that only this layer's weights are in memory
+folding      multiply a weight by scales of its inputs, and divide the module that computes these inputs
+work         the directory that holds finished layers until all are written
+run          quantize a model, layer after layer
 """

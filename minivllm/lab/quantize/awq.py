@@ -1,9 +1,10 @@
-"""AWQ (Lin et al. 2023, arXiv:2306.00978): inputs of large activations are scaled up in the weight, so that they lose
-less when it is rounded, and down in what makes them.
+"""AWQ (Lin et al. 2023, arXiv:2306.00978): the weights of inputs with large activations are multiplied by a scale, so
+that rounding loses less of them, and the module that computes these inputs is divided by it.
 
-    s = mean|x| ** a, of the a in 0 to 0.95 with the least  sum over weights of  |(Q(W s) / s - W) x|²
+    s = mean|x| ** a, with the a in 0 to 0.95 that has the least  sum over weights of  |(Q(W s) / s - W) x|²
 
-which is read off the second moments of x.  Groups are then cut to the width with the least error of the same kind.
+The sum is computed from the second moments of x.  The ranges of the groups are then clipped to the least error of the
+same kind (``Grid.coded``).
 """
 
 from __future__ import annotations
@@ -16,24 +17,33 @@ from torch import Tensor
 from .grid import Grid
 
 TRIES = 20
-ROWS = 512  # of a weight by which scales are chosen, evenly taken
-LEAST = 1e-4
+ROWS = 512  # rows of a weight, evenly spaced, that scales are chosen by
+LEAST = 1e-4  # of the average: smaller means of inputs count as this
 
 
-def lost(error: Tensor, moments: Tensor) -> float:
-    """Squared error of the outputs, of a weight's error [n, k] and the inputs' moments [k, k]."""
+def output_error(error: Tensor, moments: Tensor) -> float:
+    """Return the squared error of the outputs for a weight's error [n, k] and the inputs' second moments [k, k]."""
     return float((error @ moments * error).sum(dtype=torch.float64))
 
 
 def find_scales(weights: Sequence[Tensor], means: Tensor, moments: Tensor, grid: Grid) -> Tensor:
-    """The s [k] for weights f32 [n, k] that are given the same inputs, of mean absolute values ``means`` [k]."""
-    best, found = float("inf"), torch.ones_like(means)
-    weights = [w[:: -(-len(w) // ROWS)] for w in weights]
-    means = means.clamp(min=LEAST * max(float(means.mean()), torch.finfo(means.dtype).tiny))
+    """Return scales s [k] for weights f32 [n, k] that have the same inputs.
+
+    ``means`` [k] are the inputs' mean absolute values, ``moments`` [k, k] their second moments.
+    """
+    best = torch.ones_like(means)
+    least = float("inf")
+    samples = [w[:: -(-len(w) // ROWS)] for w in weights]
+    floor = LEAST * max(float(means.mean()), torch.finfo(means.dtype).tiny)
+    means = means.clamp(min=floor)
     for n in range(TRIES):
         s = means.pow(n / TRIES)
         s = s / (s.max() * s.min()).sqrt()
-        error = sum(lost(grid.coded(w * s).weight().div_(s).sub_(w), moments) for w in weights)
-        if error < best:
-            best, found = error, s
-    return found
+        error = 0.0
+        for w in samples:
+            restored = grid.coded(w * s).weight().div_(s)
+            error += output_error(restored.sub_(w), moments)
+        if error < least:
+            least = error
+            best = s
+    return best

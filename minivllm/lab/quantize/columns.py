@@ -1,14 +1,14 @@
-"""The columns of a block of GPTQ in one kernel: a program has some rows of the weight in registers, and rounds their
-columns one after another.
+"""Round the columns of a GPTQ block in one kernel: a program holds some rows of the weight in registers, and rounds
+their columns one after another.
 
-    grid (n / BR)    w [BR, C] of columns ``start`` to ``stop``, and the factor U row by row
+    grid (n / BR)    reads w [BR, C], the columns ``start`` to ``stop``, and the factor U row by row
 
-    fit              with FIT the block is one group, whose scale is found first (``Grid.fitted``)
-    column j         code, e_j = (w_j - q_j) / U_jj, w_k -= e_j U_jk for the k > j of the block
+    fit              with FIT the block is one group, and its scale is found first (as ``Grid.fitted`` does)
+    column j         code, e_j = (w_j - q_j) / U_jj, w_k -= e_j U_jk for each k > j of the block
 
-Bytes: the block, its codes and its errors once, C² / 2 of the factor for each program.  What the errors do to columns
-behind the block is a product, and the caller's.  Reference: ``gptq.solve``, whose equations these are; sums are made in
-another order, so that a weight in the middle between two codes may take the other one.
+The kernel moves the block, its codes and its errors once, and C² / 2 numbers of the factor per program.  The caller
+updates the columns behind the block, by a matrix product.  The reference is ``gptq.solve``.  The kernel adds in another
+order, so a weight halfway between two codes may get the other code.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 
 MOST = 128  # columns of a block
 ROWS = 8  # of a program
-HALF = {torch.float16: 1, torch.bfloat16: 2}
+HALF = {torch.float16: 1, torch.bfloat16: 2}  # the kernel's number of a dtype of scales; others are 0
 
 
 @triton.jit
 def _nearest(x):
-    """To whole numbers, halves to even ones, of -2²² to 2²²: those of which no code is made are cut off before."""
+    """Return x rounded to whole numbers, halves to even, and clamped to ±65536, far beyond every code."""
     return (tl.minimum(tl.maximum(x, -65536.0), 65536.0) + 12582912.0) - 12582912.0
 
 
 @triton.jit
 def _stored(s, HALF: tl.constexpr, TINY: tl.constexpr):
-    """A scale as the checkpoint will have it."""
+    """Return a scale rounded to the dtype of the checkpoint's scales, with 1 for a group of zeros."""
     s = tl.maximum(tl.where(s > 0, s, 1.0), TINY)
     if HALF == 1:
         s = s.to(tl.float16).to(tl.float32)
@@ -53,7 +53,10 @@ def _stored(s, HALF: tl.constexpr, TINY: tl.constexpr):
 @triton.jit
 def _fitted(w, there, importance, TOP: tl.constexpr, LEAST_ZERO: tl.constexpr, SYMMETRIC: tl.constexpr,
             HALF: tl.constexpr, TINY: tl.constexpr, TRIES: tl.constexpr, SHORT: tl.constexpr):  # fmt: skip
-    """(scale, zero) [BR] of the width of w [BR, C] with the least error; ``importance`` [C] of each column's."""
+    """Return the scale and zero point [BR] of rows w [BR, C] whose range has the width with the least error.
+
+    ``there`` masks the columns of the block.  ``importance`` [C] is the factor of each column's squared error.
+    """
     most = tl.max(tl.where(there, tl.abs(w), 0.0), 1)
     low = tl.minimum(tl.min(tl.where(there, w, 0.0), 1), 0.0)
     high = tl.maximum(tl.max(tl.where(there, w, 0.0), 1), 0.0)
@@ -72,7 +75,7 @@ def _fitted(w, there, importance, TOP: tl.constexpr, LEAST_ZERO: tl.constexpr, S
         off = (q - z[:, None]) * s[:, None] - w
         lost = tl.sum(tl.where(there, off * off * importance[None, :], 0.0), 1)
         better = lost < best
-        first = cut == 0  # also of what is no number
+        first = cut == 0  # taken even if the error is not a number
         scale, zero = tl.where(better | first, s, scale), tl.where(better | first, z, zero)
         best = tl.where(better | first, lost, best)
     return scale, zero
@@ -85,8 +88,12 @@ def _columns(
     HALF: tl.constexpr, TINY: tl.constexpr, TRIES: tl.constexpr, SHORT: tl.constexpr, BR: tl.constexpr,
     C: tl.constexpr,
 ):  # fmt: skip
-    """FIT: the columns are those of ``group``, whose scale is found and written; else ``places`` i32 [K] has the group
-    of each column, and its scale is read.  HALF: the dtype of scales, 1 float16, 2 bfloat16, 0 float32."""
+    """Round the columns ``start`` to ``stop`` of some rows, and write their codes and errors.
+
+    With FIT the columns are those of ``group``, and its scale and zero point are found and written.  Otherwise
+    ``places`` i32 [K] holds the group of each column, whose scale and zero point are read.  HALF is the dtype of
+    scales: 1 is float16, 2 is bfloat16, 0 is float32.
+    """
     row, oc = tl.program_id(0) * BR + tl.arange(0, BR), tl.arange(0, C)
     wide = row.to(tl.int64)
     here, rows = start + oc < stop, row < n
@@ -119,41 +126,41 @@ def _columns(
 
 
 class ColumnKernel:
-    """``gptq.Rounding`` on a GPU; w, scales and zeros are contiguous."""
+    """Round the columns of a weight on a GPU, as ``gptq.Rounding`` does; w, scales and zeros are contiguous."""
 
     def __init__(self, weight: Weight) -> None:
         self.of = weight._replace(factor=weight.factor.contiguous(), importance=weight.importance.contiguous())
-        (n, k), grid = weight.w.shape, weight.grid
-        self.size, self._places = grid.size(k), weight.group_of.int()
-        self.fit = not weight.fixed and self.size <= MOST
-        self.step = self.size if self.fit else MOST if weight.fixed else math.gcd(self.size, MOST)
+        n, k = weight.w.shape
+        grid = weight.grid
+        self.size = grid.size(k)
+        self._group_of = weight.group_of.int()
+        self.fit = not weight.fixed and self.size <= MOST  # a block is one group, which the kernel fits itself
+        if self.fit:
+            self.step = self.size
+        elif weight.fixed:
+            self.step = MOST
+        else:
+            self.step = math.gcd(self.size, MOST)
         self.codes = torch.empty(n, k, dtype=torch.uint8, device=weight.w.device)
-        wide = triton.next_power_of_2(self.step)
-        self._errors = weight.w.new_empty(n, wide)
-        self._constants = dict(K=k, GROUPS=weight.scales.shape[1], TOP=grid.top, LEAST_ZERO=grid.least_zero)
-        self._constants |= dict(SYMMETRIC=grid.symmetric, HALF=HALF.get(grid.stored, 0), FIT=self.fit)
-        self._constants |= dict(TINY=torch.finfo(grid.stored).tiny, TRIES=CUTS, SHORT=SHORTEST, BR=ROWS, C=wide)
+        width = triton.next_power_of_2(self.step)
+        self._errors = weight.w.new_empty(n, width)
+        shape = {"K": k, "GROUPS": weight.scales.shape[1], "BR": ROWS, "C": width}
+        codes = {"TOP": grid.top, "LEAST_ZERO": grid.least_zero, "SYMMETRIC": grid.symmetric}
+        scales = {"HALF": HALF.get(grid.stored, 0), "TINY": torch.finfo(grid.stored).tiny}
+        fit = {"FIT": self.fit, "TRIES": CUTS, "SHORT": SHORTEST}
+        self._constants = {**shape, **codes, **scales, **fit}
 
     def round(self, start: int, stop: int) -> Tensor:
-        of, g, n = self.of, start // self.size, len(self.codes)
-        if not self.fit and not of.fixed and start % self.size == 0:  # a group of several blocks
+        """Round columns [start, stop) and return their errors [n, stop - start]."""
+        of = self.of
+        group = start // self.size
+        n = len(self.codes)
+        if not self.fit and not of.fixed and start % self.size == 0:  # the first block of a group
             columns = slice(start, start + self.size)
-            s, z = of.grid.fitted(of.w[:, None, columns], of.importance[None, columns])
-            of.scales[:, g], of.zeros[:, g] = s[:, 0], z[:, 0]
-        _columns[(triton.cdiv(n, ROWS),)](
-            of.w,
-            of.factor,
-            of.importance,
-            self._places,
-            self.codes,
-            self._errors,
-            of.scales,
-            of.zeros,
-            start,
-            stop,
-            g,
-            n,
-            num_warps=4,
-            **self._constants,
-        )
+            scale, zero = of.grid.fitted(of.w[:, None, columns], of.importance[None, columns])
+            of.scales[:, group] = scale[:, 0]
+            of.zeros[:, group] = zero[:, 0]
+        launch = _columns[(triton.cdiv(n, ROWS),)]
+        tensors = (of.w, of.factor, of.importance, self._group_of, self.codes, self._errors, of.scales, of.zeros)
+        launch(*tensors, start, stop, group, n, num_warps=4, **self._constants)
         return self._errors[:, : stop - start]

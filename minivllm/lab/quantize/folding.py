@@ -1,12 +1,14 @@
-"""Scales of inputs, put into a weight and taken out of what makes these inputs: a norm, or rows of another weight.
+"""Fold AWQ's scales into a layer: a weight is multiplied by scales of its inputs, and the module that computes these
+inputs, a norm or another linear module, is divided by them.
 
-Which module makes them is seen in a forward pass, or known by its name, and so is what else is given them.  That the
-layer computes what it did is seen in another one: what changes it is not done.
+The producing module is found in a forward pass, or by its name, and so are the other modules that read its output.  A
+second forward pass checks that the layer computes the same outputs as before.  A fold that changes them is undone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,85 +17,109 @@ from torch import Tensor, nn
 
 from .layers import Inputs, LayerWeights
 
-# linear module -> the one beside it whose outputs it is given, times or summed over something
+# linear module -> the sibling whose outputs it reads, multiplied by or averaged with something else
 BEFORE = {"o_proj": "v_proj", "out_proj": "v_proj", "dense": "v_proj", "down_proj": "up_proj", "w2": "w3"}
-# relative, of what a layer adds to its input, and of each module's output: norms are rounded to the checkpoint's dtype
+# allowed relative change of a layer's contribution and of a module's output, since norms are rounded to their dtype
 APART: Mapping[torch.dtype, float] = {torch.float32: 1e-2, torch.bfloat16: 5e-2}
-OFFSETS = (0.0, 1.0)  # of norms: they multiply by their weight, or by 1 + weight
+OFFSETS = (0.0, 1.0)  # of norms: a norm multiplies by its weight, or by 1 + weight
 
 
 class Fold(NamedTuple):
-    """The module ``maker`` makes the inputs, each of its outputs for ``repeats`` of them: heads of keys and values have
-    several heads of queries."""
+    """A module ``maker`` that computes the inputs of other modules, and can take their scales.
+
+    Each of its outputs is ``repeats`` inputs: a head of keys and values serves several heads of queries.  ``heads`` is
+    the number of heads of keys and values.
+    """
 
     maker: str
     heads: int
     repeats: int
 
     def tied(self, x: Tensor) -> Tensor:
-        """Means f32 [inputs] made equal for inputs that are made of one output."""
+        """Return means f32 [inputs], averaged over the inputs that come from the same output of ``maker``."""
         if self.repeats == 1:
             return x
         by_head = x.view(self.heads, self.repeats, -1)
         return by_head.mean(1, keepdim=True).expand_as(by_head).reshape(-1)
 
     def own(self, s: Tensor) -> Tensor:
-        """Of such scales, one for each output."""
-        return s if self.repeats == 1 else s.view(self.heads, self.repeats, -1)[:, 0].reshape(-1)
+        """Return the scales of the outputs of ``maker`` for scales s [inputs]."""
+        if self.repeats == 1:
+            return s
+        by_head = s.view(self.heads, self.repeats, -1)
+        return by_head[:, 0].reshape(-1)
 
 
 class Uses(NamedTuple):
-    """``beside``: by a module, all that are given the tensor it is given.  ``after``: by a module, all that are given
-    its output.  Modules with parameters that have no modules inside, by their names in the layer."""
+    """Which modules share inputs.  Names in a layer of modules with parameters and without submodules.
+
+    ``beside`` maps a module to all modules that read the same tensors.  ``after`` maps a module to all modules that
+    read its output.
+    """
 
     beside: Mapping[str, set[str]]
     after: Mapping[str, set[str]]
 
 
 def find_uses(layer: nn.Module, run: Callable[[Tensor], Tensor], sample: Tensor) -> Uses:
-    """Seen while ``run`` puts a sample through the layer."""
-    given: list[tuple[Tensor, set[str]]] = []  # tensors are kept, so that none has the place of another
-    made: list[tuple[Tensor, str]] = []
+    """Record which modules read and write which tensors while ``run`` computes the layer for a sample."""
+    readers: list[tuple[Tensor, set[str]]] = []  # tensors are kept alive, so that each is a different object
+    outputs: list[tuple[Tensor, str]] = []
 
-    def takers(x: Tensor) -> set[str]:
-        found = next((names for tensor, names in given if tensor is x), None)
-        if found is None:
-            given.append((x, found := set()))
-        return found
+    def readers_of(x: Tensor) -> set[str]:
+        for tensor, names in readers:
+            if tensor is x:
+                return names
+        names = set[str]()
+        readers.append((x, names))
+        return names
 
     def hook(name: str) -> Callable[..., None]:
         def call(module: nn.Module, args: Any, more: Any, out: Any) -> None:
             for x in (*args, *more.values()):
                 if isinstance(x, Tensor):
-                    takers(x).add(name)
+                    readers_of(x).add(name)
             if isinstance(out, Tensor):
-                made.append((out, name))
+                outputs.append((out, name))
 
         return call
 
-    inner = {n: m for n, m in layer.named_modules() if n and next(m.children(), None) is None}
-    inner = {n: m for n, m in inner.items() if next(m.parameters(), None) is not None}
-    hooks = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in inner.items()]
+    leaves = {
+        name: module
+        for name, module in layer.named_modules()
+        if name and next(module.children(), None) is None and next(module.parameters(), None) is not None
+    }
+    hooks = [module.register_forward_hook(hook(name), with_kwargs=True) for name, module in leaves.items()]
     try:
         run(sample)
     finally:
         for one in hooks:
             one.remove()
-    beside = {name: set[str]().union(*(names for _, names in given if name in names)) for name in inner}
-    return Uses(beside, {name: set[str]().union(*(takers(x) for x, by in made if by == name)) for name in inner})
+    beside = {name: set[str]() for name in leaves}
+    after = {name: set[str]() for name in leaves}
+    for _, names in readers:
+        for name in names:
+            beside[name] |= names
+    for out, name in outputs:
+        after[name] |= readers_of(out)
+    return Uses(beside, after)
 
 
 def find_fold(layer: nn.Module, inputs: Inputs, heads: int, uses: Uses) -> Fold | None:
-    """Where scales of these inputs can go, if that is known; ``heads`` of keys and values.  None where a module that is
-    not among the inputs' would be given other numbers, as one that is left out."""
-    mine = set(inputs.names)
-    if any(uses.beside[name] - mine for name in mine):
+    """Return the fold for scales of ``inputs``, or None if there is none.
+
+    ``heads`` is the number of heads of keys and values.  There is no fold if the module that computes the inputs is
+    unknown, or if a further module, such as one that is not quantized, reads the same tensor.
+    """
+    names = set(inputs.names)
+    if any(uses.beside[name] - names for name in names):
         return None
     fold = _known_fold(layer, inputs, heads)
-    return None if fold is None or uses.after[fold.maker] - mine else fold
+    return None if fold is None or uses.after[fold.maker] - names else fold
 
 
 def _known_fold(layer: nn.Module, inputs: Inputs, heads: int) -> Fold | None:
+    """Return a fold into the module that was seen to compute the inputs, or into the sibling in ``BEFORE``."""
     k = len(inputs.means)
     if inputs.made_by:
         weight = getattr(layer.get_submodule(inputs.made_by), "weight", None)
@@ -112,56 +138,85 @@ def _known_fold(layer: nn.Module, inputs: Inputs, heads: int) -> Fold | None:
 def fold_in(
     weights: LayerWeights, names: Sequence[str], fold: Fold, s: Tensor, sample: Tensor, before: Tensor, packed: set[str]
 ) -> bool:
-    """Multiply inputs of the linear modules ``names`` by s [k], and divide outputs of the maker.  False, and nothing
-    has changed, if what the layer adds to ``sample`` is not ``before - sample`` any more, or outputs of ``names`` are
-    not what they were.  ``packed``: modules whose weight is rounded later; others are rounded to the checkpoint's dtype
-    at once."""
+    """Multiply the inputs of the linear modules ``names`` by s [k] and divide the outputs of the fold's module.
+
+    ``before`` is the layer's output for ``sample``.  Return False and restore the weights if the layer's contribution
+    (its output minus ``sample``) or an output of ``names`` changes by more than ``APART``.  ``packed`` names the
+    modules that are quantized later; other weights are rounded to the checkpoint's dtype at once.
+    """
     maker = weights.layer.get_submodule(fold.maker)
+    parameters = [name for name, _ in maker.named_parameters(recurse=False)]
     known = dict(weights.changed)
-    own, parameters = fold.own(s), [name for name, _ in maker.named_parameters(recurse=False)]
-    touched = [*(f"{name}.weight" for name in names), *(f"{fold.maker}.{name}" for name in parameters)]
     scaled = {f"{name}.weight": weights.get(f"{name}.weight") * s for name in names}
     is_norm = isinstance(getattr(maker, "weight", None), Tensor) and maker.weight.dim() == 1
+    best: dict[str, Tensor] = {}
+    least = 1.0
     with _outputs(weights.layer, names) as outputs:
         weights.run(sample)
-        wanted, best, least = dict(outputs), dict[str, Tensor](), 1.0
+        expected = dict(outputs)
         for offset in OFFSETS if is_norm else (0.0,):
-            divided = {}
-            for name in parameters:
-                whole, more = f"{fold.maker}.{name}", offset if name == "weight" else 0.0
-                value = weights.restored(whole, known)
-                value = (value + more) / (own if value.dim() == 1 else own[:, None]) - more
-                if name != "weight" or fold.maker not in packed:
-                    value = value.to(weights.dtype(whole)).float()
-                divided[whole] = value
+            divided = _divide(weights, parameters, fold, s, offset, known, packed)
             weights.set({**scaled, **divided})
             after = weights.run(sample)
-            apart = max(_apart(after, before, sample), *(_apart(outputs[n], wanted[n]) for n in names))
-            if apart <= least:
-                best, least = divided, apart
+            changes = [_change(outputs[name], expected[name]) for name in names]
+            change = max(_change(after, before, sample), *changes)
+            if change <= least:
+                best = divided
+                least = change
     if best:
         weights.set({**scaled, **best})
     else:
-        weights.restore(touched, known)
+        weights.restore([*scaled, *(f"{fold.maker}.{name}" for name in parameters)], known)
     return bool(best)
 
 
-def _apart(after: Tensor, before: Tensor, beneath: Tensor | None = None) -> float:
-    """The norm of the difference as a share of what it may be; ``beneath``: what ``before`` was added to, whose sum has
-    been rounded."""
+def _divide(
+    weights: LayerWeights,
+    parameters: Sequence[str],
+    fold: Fold,
+    s: Tensor,
+    offset: float,
+    known: Mapping[str, Tensor],
+    packed: set[str],
+) -> dict[str, Tensor]:
+    """Return the parameters of the fold's module, divided by the scales of its outputs.
+
+    ``offset`` is what a norm adds to its weight.  ``known`` are the weights changed by earlier folds.
+    """
+    divisor = fold.own(s)
+    divided = {}
+    for name in parameters:
+        whole = f"{fold.maker}.{name}"
+        added = offset if name == "weight" else 0.0
+        value = weights.restored(whole, known) + added
+        rows = divisor if value.dim() == 1 else divisor[:, None]
+        value = value / rows - added
+        if name != "weight" or fold.maker not in packed:
+            value = value.to(weights.dtype(whole)).float()
+        divided[whole] = value
+    return divided
+
+
+def _change(after: Tensor, before: Tensor, residual: Tensor | None = None) -> float:
+    """Return the norm of ``after - before`` as a share of the allowed change; infinite if it is not a number.
+
+    If ``before`` contains a residual stream, pass it: the change is then compared with the contribution
+    ``before - residual``, and the rounding of the sum is allowed too.
+    """
     allowed = APART[before.dtype]
-    if beneath is None:
+    if residual is None:
         room = allowed * before.float().norm()
     else:
-        sums = before.float().norm() * torch.finfo(before.dtype).eps / 2
-        room = allowed * (before.float() - beneath.float()).norm() + sums
-    apart = float((after.float() - before.float()).norm() / room.clamp(min=1e-30))
-    return apart if apart == apart else float("inf")
+        rounding = before.float().norm() * torch.finfo(before.dtype).eps / 2
+        room = allowed * (before.float() - residual.float()).norm() + rounding
+    difference = (after.float() - before.float()).norm()
+    change = float(difference / room.clamp(min=1e-30))
+    return float("inf") if math.isnan(change) else change
 
 
 @contextlib.contextmanager
 def _outputs(layer: nn.Module, names: Sequence[str]) -> Iterator[dict[str, Tensor]]:
-    """What modules have made last."""
+    """Yield a dict that holds the latest output of each named module while the context is open."""
     found: dict[str, Tensor] = {}
 
     def hook(name: str) -> Callable[..., None]:

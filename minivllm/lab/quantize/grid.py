@@ -1,4 +1,4 @@
-"""Numbers to the points of a grid: w = (code - zero) * scale, a scale and a zero point for each group of inputs."""
+"""Round weights to a grid: w = (code - zero) * scale, with a scale and a zero point for each group of inputs."""
 
 from __future__ import annotations
 
@@ -9,80 +9,97 @@ from torch import Tensor
 
 from .options import QuantizeOptions
 
-CUTS = 20  # widths that are tried
-SHORTEST = 0.5  # of a group's whole width
+CUTS = 20  # widths of a group's range that are tried
+SHORTEST = 0.5  # the smallest width, as a share of the whole range
 
 
 class Coded(NamedTuple):
-    """A weight [n, k], w[i, j] = (codes[i, j] - zero[i, g]) * scale[i, g] with g = group_of[j]."""
+    """A quantized weight [n, k]: w[i, j] = (codes[i, j] - zero[i, g]) * scale[i, g] with g = group_of[j]."""
 
     codes: Tensor  # u8 [n, k]
-    scale: Tensor  # f32 [n, groups], with the digits of the dtype that it is stored in
+    scale: Tensor  # f32 [n, groups], rounded to the dtype of the checkpoint's scales
     zero: Tensor  # u8 [n, groups]
     group_of: Tensor  # i64 [k]
 
     def weight(self) -> Tensor:
-        """float32 [n, k]."""
+        """Return the dequantized weight, f32 [n, k]."""
         steps = self.codes.float() - self.zero.float()[:, self.group_of]
         return steps.mul_(self.scale[:, self.group_of])
 
 
 class Grid:
-    """What ``options`` say of codes.  ``stored``: the dtype of scales in the checkpoint, to which they are rounded
-    before codes are chosen by them."""
+    """Choose scales, zero points and codes for the bits, group size and format of ``options``.
+
+    ``stored`` is the dtype of the checkpoint's scales.  Scales are rounded to it before codes are computed.
+    """
 
     def __init__(self, options: QuantizeOptions, stored: torch.dtype) -> None:
-        self.symmetric, self.stored = options.symmetric, stored
+        self.symmetric = options.symmetric
+        self.stored = stored
         self.top = (1 << options.bits) - 1
         self.centre = 1 << (options.bits - 1)
-        self.least_zero = 1 if options.format == "gptq" else 0  # v1 has no field for 0
+        self.least_zero = 1 if options.format == "gptq" else 0  # AutoGPTQ's v1 stores zero - 1, unsigned
         self.group = options.group
 
     def size(self, inputs: int) -> int:
+        """Return the inputs of a group, for a weight with ``inputs`` inputs."""
         return inputs if self.group == -1 else self.group
 
     def whole(self, w: Tensor, width: float = 1.0) -> tuple[Tensor, Tensor]:
-        """(scale, zero) f32 [...] that hold groups w [..., size], or ``width`` of what they reach over."""
+        """Return the scales and zero points f32 [...] that cover the range of groups w [..., size].
+
+        ``width`` is the covered share of the range; values outside it are clipped.
+        """
         if self.symmetric:
-            scale = w.abs().amax(-1) * (2 * width / self.top)
-            zero = torch.full_like(scale, self.centre)
-            return self._rounded(scale), zero
-        low, high = w.amin(-1).clamp(max=0) * width, w.amax(-1).clamp(min=0) * width
+            scale = self._rounded(w.abs().amax(-1) * (2 * width / self.top))
+            return scale, torch.full_like(scale, self.centre)
+        low = w.amin(-1).clamp(max=0) * width
+        high = w.amax(-1).clamp(min=0) * width
         scale = self._rounded((high - low) / self.top)
-        return scale, (-low / scale).round_().clamp_(self.least_zero, self.top)
+        zero = (-low / scale).round_()
+        return scale, zero.clamp_(self.least_zero, self.top)
 
     def _rounded(self, scale: Tensor) -> Tensor:
-        scale = torch.where(scale > 0, scale, 1.0)  # a group of zeros
+        """Return scales rounded to the stored dtype, with 1 for a group of zeros."""
+        scale = torch.where(scale > 0, scale, 1.0)
         return scale.clamp(min=torch.finfo(self.stored).tiny).to(self.stored).float()
 
     def codes(self, w: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """The nearest codes, as float32; scale and zero of as many axes as w."""
+        """Return the nearest codes as float32; ``scale`` and ``zero`` have as many axes as w."""
         return torch.div(w, scale).round_().add_(zero).clamp_(0, self.top)
 
     def fitted(self, w: Tensor, moments: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """(scale, zero) f32 [n, groups] of groups w f32 [n, groups, size], each of the width with the least error.
-        ``moments`` [groups, size, size] are those of the inputs, by which errors count; [groups, size]: their diagonal;
-        None: all count alike."""
+        """Return the scales and zero points f32 [n, groups] of groups w f32 [n, groups, size] with the least error.
+
+        Ranges of ``CUTS`` widths are tried for each group.  ``moments`` weigh the errors: the second moments of the
+        inputs [groups, size, size], or their diagonals [groups, size].  None weighs all inputs equally.
+        """
         best = torch.full(w.shape[:2], torch.inf, device=w.device)
         scale, zero = self.whole(w)
         for cut in range(CUTS):
             s, z = self.whole(w, 1 - cut * (1 - SHORTEST) / CUTS)
-            error = (self.codes(w, s[..., None], z[..., None]) - z[..., None]).mul_(s[..., None]).sub_(w)
+            steps = self.codes(w, s[..., None], z[..., None]) - z[..., None]
+            error = steps.mul_(s[..., None]).sub_(w)
             if moments is None:
-                lost = error.square().sum(-1)
+                loss = error.square().sum(-1)
             elif moments.dim() == 2:
-                lost = (error.square() * moments).sum(-1)
+                loss = (error.square() * moments).sum(-1)
             else:
-                lost = torch.einsum("ngi,gij,ngj->ng", error, moments, error)
-            better = lost < best
-            best = torch.where(better, lost, best)
-            scale, zero = torch.where(better, s, scale), torch.where(better, z, zero)
+                loss = torch.einsum("ngi,gij,ngj->ng", error, moments, error)
+            better = loss < best
+            best = torch.where(better, loss, best)
+            scale = torch.where(better, s, scale)
+            zero = torch.where(better, z, zero)
         return scale, zero
 
     def coded(self, w: Tensor, moments: Tensor | None = None, cut: bool = False) -> Coded:
-        """Groups of neighbouring inputs of w f32 [n, k], each rounded by itself.  ``cut``: of the widths by ``moments``
-        [k, k], else they hold all."""
-        size = self.size(w.shape[1])
+        """Round w f32 [n, k] to codes, without compensation between groups.
+
+        ``cut`` chooses each group's range by its error, weighed by the inputs' second moments ``moments`` [k, k];
+        otherwise a range covers the whole group.
+        """
+        inputs = w.shape[1]
+        size = self.size(inputs)
         groups = w.view(len(w), -1, size)
         if cut:
             blocks = None if moments is None else diagonal_blocks(moments, size)
@@ -90,11 +107,12 @@ class Grid:
         else:
             scale, zero = self.whole(groups)
         codes = self.codes(groups, scale[..., None], zero[..., None]).to(torch.uint8)
-        group_of = torch.arange(w.shape[1], device=w.device) // size
+        group_of = torch.arange(inputs, device=w.device) // size
         return Coded(codes.view(len(w), -1), scale, zero.to(torch.uint8), group_of)
 
 
 def diagonal_blocks(moments: Tensor, size: int) -> Tensor:
-    """[k, k] -> the [k / size, size, size] along the diagonal."""
+    """Return the blocks [k / size, size, size] along the diagonal of a matrix [k, k]."""
     n = len(moments) // size
-    return moments.view(n, size, n, size).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    blocks = moments.view(n, size, n, size).diagonal(dim1=0, dim2=2)
+    return blocks.permute(2, 0, 1).contiguous()

@@ -1,8 +1,8 @@
-"""transformers' modules of a model, of which one layer at a time has weights.
+"""Run transformers' model one layer at a time, so that only this layer's weights are in memory.
 
-transformers has a module for every architecture it knows, and its layers are called in the same way: hidden states in,
-hidden states out, and beside them what no layer changes.  So one piece of code runs them all.  The engine's own layers
-are made for batches of a KV cache, and of all of a model at once.
+transformers has a module for each architecture.  All call their layers alike: hidden states in, hidden states out, and
+further arguments that no layer changes.  The same code therefore runs every architecture.  The engine's own layers do
+not fit here: they compute batches with a KV cache, and are loaded as a whole model.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,89 +20,103 @@ from minivllm.device.loading.hf_config import Checkpoint
 from minivllm.device.loading.tensor_files import Header, checkpoint_headers, opened
 from minivllm.errors import ModelError, describe_error
 
-LAYERS = ("layers", "h", "blocks")  # what lists of layers are called
-KEPT = 0.125  # of a device's free memory: what hidden states may take of it
+LAYERS = ("layers", "h", "blocks")  # names of lists of layers
+KEPT = 0.125  # share of a GPU's free memory that hidden states may take
 
 
 @dataclass
 class Inputs:
-    """Of linear modules that are given the same tensor [tokens, k]."""
+    """Statistics of a tensor [tokens, k] that one or more linear modules read."""
 
-    names: list[str]
+    names: list[str]  # of the modules
     moments: Tensor  # f32 [k, k]: the mean of x xᵀ
-    means: Tensor  # f32 [k]: of absolute values
+    means: Tensor  # f32 [k]: mean absolute values
     tokens: int = 0
-    made_by: str = ""  # the module whose output the tensor is, if one's is
+    made_by: str = ""  # the module whose output the tensor is, "" if no module's
 
 
-class _Enough(Exception):
-    """The layers have been met."""
+# positional and keyword arguments of a layer beside its hidden states
+Call = tuple[list[Any], dict[str, Any]]
+
+
+class _StopForwardError(Exception):
+    """Raised by the last stub to end a forward pass."""
 
 
 class LayerModel:
-    """Layers without weights, but those that ``filled`` fills.  ModelError if transformers does not know the model, its
-    layers are none of those above, or the checkpoint lacks their tensors."""
+    """transformers' model without weights, and its layers, which ``filled`` fills one at a time."""
 
     def __init__(self, checkpoint: Checkpoint, device: str, dtype: torch.dtype) -> None:
-        self.checkpoint, self.device, self.dtype = checkpoint, torch.device(device), dtype
-        self.keeps = torch.device("cpu")  # hidden states of the samples
+        """Create the model; layers compute on ``device`` in ``dtype``.
+
+        Raise ModelError if transformers does not have the architecture, its list of layers has no known name, or the
+        checkpoint lacks a tensor of a layer.
+        """
+        self.checkpoint = checkpoint
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.keeps = torch.device("cpu")  # where the samples' hidden states are stored
         self.headers: Mapping[str, Header] = checkpoint_headers(checkpoint.folder)
         self.model = _without_weights(checkpoint, dtype)
-        self.prefix, self.layers = _layers(self.model)
+        self.prefix, self.layers = _find_layers(self.model)
         for module in self.model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 module._buffers[name] = buffer.to(self.device)
-        self._calls: dict[int, tuple[list[Any], dict[str, Any]]] = {}
+        self._calls: dict[int, Call] = {}
         for number, layer in enumerate(self.layers):
             self._check(number, layer)
 
     @property
     def vocabulary(self) -> int:
+        """Return the number of tokens in the embedding table."""
         return self.model.get_input_embeddings().weight.shape[0]
 
     def name(self, number: int, module: str = "") -> str:
-        """ "model.layers.3.self_attn.q_proj" of "self_attn.q_proj"."""
+        """Return the full name of a module of layer ``number``, such as "model.layers.3.self_attn.q_proj"."""
         return f"{self.prefix}.{number}" + (f".{module}" if module else "")
 
     def linears(self, number: int) -> dict[str, nn.Linear]:
-        """Those of a layer by their names in it."""
+        """Return the linear modules of layer ``number`` by their names in the layer."""
         return {n: m for n, m in self.layers[number].named_modules() if type(m) is nn.Linear}
 
     def tensor(self, name: str) -> Tensor:
-        """Of the checkpoint, as it is there."""
+        """Read a tensor of the checkpoint, in its stored dtype."""
         header = self.headers[name]
         with opened(header.path) as file:
             return file.get_tensor(header.name)
 
     def _check(self, number: int, layer: nn.Module) -> None:
+        """Raise ModelError if the checkpoint lacks a parameter of a layer, or the layer has no linear module."""
+        folder = self.checkpoint.folder
+        model = type(self.model).__name__
         for name, p in layer.named_parameters():
             whole = self.name(number, name)
             header = self.headers.get(whole)
             if header is None:
                 raise ModelError(
-                    f"{self.checkpoint.folder}: transformers' {type(self.model).__name__} has {whole}, and the "
-                    "checkpoint none of that name: its layers are not plain (experts, or tensors by other names), and "
-                    "that is not implemented; want a dense model"
+                    f"{folder}: transformers' {model} has a parameter {whole}, which the checkpoint lacks: its layers "
+                    "are not plain (they have experts, or tensors under other names); expected a dense model"
                 )
             if header.shape != tuple(p.shape):
                 raise ModelError(
-                    f"{self.checkpoint.folder}: tensor {whole} has shape {list(header.shape)}, want {list(p.shape)}; "
-                    "config.json and the weights do not belong together"
+                    f"{folder}: tensor {whole} has shape {list(header.shape)}, expected {list(p.shape)}; config.json "
+                    "and the weights do not belong together"
                 )
         if not self.linears(number):
             raise ModelError(
-                f"{self.checkpoint.folder}: layer {number} of {type(self.model).__name__} has no linear module of "
-                "torch's class; that is not implemented"
+                f"{folder}: layer {number} of {model} has no module of the class torch.nn.Linear; quantizing it is not "
+                "implemented"
             )
 
     @contextlib.contextmanager
     def filled(self, number: int) -> Iterator[nn.Module]:
-        """A layer with the checkpoint's weights, on the device."""
+        """Load the checkpoint's weights into a layer, on the device, while the context is open."""
         layer = self.layers[number]
         names = [name for name, _ in layer.named_parameters()]
         try:
             for name in names:
-                place(layer, name, self.tensor(self.name(number, name)).to(self.device, self.dtype))
+                weight = self.tensor(self.name(number, name))
+                place(layer, name, weight.to(self.device, self.dtype))
             yield layer
         finally:
             for name in names:
@@ -109,100 +124,165 @@ class LayerModel:
 
     @torch.no_grad()
     def embedded(self, samples: Tensor) -> list[Tensor]:
-        """The hidden states [1, tokens, width] with which the first layer is called, of each sample: on the device if
-        they take a small part of what is free there, else on the CPU."""
+        """Return the hidden states [1, tokens, width] that enter the first layer, for each sample.
+
+        They are stored on a GPU if they take a small part of its free memory, else on the CPU.  Raise ModelError if the
+        checkpoint lacks the embedding, or layers do not follow one another with hidden states alone.
+        """
         embedding = self.model.get_input_embeddings()
-        own = next(n for n, m in self.model.named_modules() if m is embedding)
-        if f"{own}.weight" not in self.headers:
-            raise ModelError(f"{self.checkpoint.folder}: the checkpoint lacks {own}.weight; that is not implemented")
-        place(embedding, "weight", self.tensor(f"{own}.weight").to(self.device, self.dtype))
-        found: list[Tensor] = []
+        weight = next(f"{name}.weight" for name, module in self.model.named_modules() if module is embedding)
+        if weight not in self.headers:
+            raise ModelError(f"{self.checkpoint.folder}: the checkpoint lacks {weight}, the table of the embedding")
+        place(embedding, "weight", self.tensor(weight).to(self.device, self.dtype))
+        states: list[Tensor] = []
         stubs = _Stubs(self.layers)
         try:
             with stubs.placed():
                 for row in samples:
-                    calls = self._call(row, stubs)
-                    if not found and self._has_room(len(samples) * stubs.first.nbytes):
+                    calls = self._record_calls(row, stubs)
+                    if not states and self._has_room(len(samples) * stubs.first.nbytes):
                         self.keeps = self.device
-                    found.append(stubs.first.to(self.keeps))
+                    states.append(stubs.first.to(self.keeps))
                     if not self._calls:
                         self._calls = calls
                     elif not all(_same(calls[n], self._calls[n]) for n in calls):
-                        raise ModelError(self._unusual("are given more than hidden states of a sample's tokens"))
+                        raise self._unusual("have arguments beside the hidden states that depend on the tokens")
         finally:
             place(embedding, "weight", embedding.weight.to("meta"))
-        return found
+        return states
 
-    def _has_room(self, more: int) -> bool:
-        return self.device.type == "cuda" and more <= KEPT * torch.cuda.mem_get_info(self.device)[0]
+    def _has_room(self, nbytes: int) -> bool:
+        """Return whether the device is a GPU on which ``nbytes`` are a small part of the free memory."""
+        return self.device.type == "cuda" and nbytes <= KEPT * torch.cuda.mem_get_info(self.device)[0]
 
-    def _call(self, row: Tensor, stubs: _Stubs) -> dict[int, tuple[list[Any], dict[str, Any]]]:
+    def _record_calls(self, row: Tensor, stubs: _Stubs) -> dict[int, Call]:
+        """Run the model on a sample up to its last layer, and return the arguments of each layer.
+
+        Raise ModelError if the forward pass fails, or if the output of a layer is not the input of the next.
+        """
         try:
             self.model.base_model(input_ids=row[None].to(self.device), use_cache=False)
-        except _Enough:
+        except _StopForwardError:
             pass
         except Exception as e:
-            raise ModelError(self._unusual(f"are not reached: {describe_error(e)}")) from e
-        if len(stubs.calls) != len(self.layers) or not stubs.in_a_row:
-            raise ModelError(self._unusual("are not called one after another"))
+            raise self._unusual(f"cannot be reached: {describe_error(e)}") from e
+        if len(stubs.calls) != len(self.layers) or not stubs.in_sequence:
+            raise self._unusual("are not called one after another")
         return dict(stubs.calls)
 
-    def _unusual(self, what: str) -> str:
-        return f"layers of {type(self.model).__name__} {what}; that is not implemented"
+    def _unusual(self, problem: str) -> ModelError:
+        return ModelError(f"layers of {type(self.model).__name__} {problem}; quantizing them is not implemented")
 
     @torch.no_grad()
     def run(self, number: int, hidden: Tensor) -> Tensor:
-        """One sample [1, tokens, width] through a layer that is filled; where hidden states are kept, as it comes."""
+        """Compute a filled layer for a sample's hidden states [1, tokens, width]; the output is on ``keeps``."""
         args, more = self._calls[number]
         out = self.layers[number](hidden.to(self.device), *args, **more)
         return (out[0] if isinstance(out, tuple) else out).to(self.keeps)
 
 
 class LayerWeights:
-    """The parameters of a filled layer by their names in it, float32 [...] on the device as they are read or set; the
-    layer computes with them in its dtype."""
+    """The parameters of a filled layer by their names in the layer.
+
+    They are read and set as float32 on the device.  The layer itself computes with copies in its dtype.
+    """
 
     def __init__(self, model: LayerModel, number: int) -> None:
-        self.model, self.number, self.layer = model, number, model.layers[number]
+        self.model = model
+        self.number = number
+        self.layer = model.layers[number]
         self.changed: dict[str, Tensor] = {}
 
     def get(self, name: str) -> Tensor:
-        return self.changed[name] if name in self.changed else self._original(name)
+        """Return the current value of a parameter, float32."""
+        return self.restored(name, self.changed)
 
     def set(self, values: Mapping[str, Tensor]) -> None:
+        """Change parameters."""
         self.changed |= values
         for name, value in values.items():
             place(self.layer, name, value.to(self.model.dtype))
 
     def restore(self, names: Sequence[str], changed: Mapping[str, Tensor]) -> None:
-        """``names`` as they were when ``changed`` was a copy of what had been."""
+        """Set ``names`` back to their values at the time when ``changed`` was copied."""
         self.set({name: self.restored(name, changed) for name in names})
         self.changed = dict(changed)
 
     def restored(self, name: str, changed: Mapping[str, Tensor]) -> Tensor:
-        return changed[name] if name in changed else self._original(name)
+        """Return the value of a parameter in ``changed``, or else the checkpoint's, float32."""
+        if name in changed:
+            return changed[name]
+        return self._checkpoint_tensor(name).to(self.model.device).float()  # widened there; a CPU is slower at it
 
-    def _original(self, name: str) -> Tensor:
-        stored = self.model.tensor(self.model.name(self.number, name))
-        return stored.to(self.model.device).float()  # there: a CPU takes longer to make them longer than to send them
+    def _checkpoint_tensor(self, name: str) -> Tensor:
+        return self.model.tensor(self.model.name(self.number, name))
 
     def stored(self, name: str) -> Tensor:
-        """In the checkpoint's dtype, on the CPU."""
-        original = self.model.tensor(self.model.name(self.number, name))
+        """Return the current value of a parameter in the checkpoint's dtype, on the CPU."""
+        original = self._checkpoint_tensor(name)
         return self.changed[name].to("cpu", original.dtype) if name in self.changed else original
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.model.tensor(self.model.name(self.number, name)).dtype
+        """Return the checkpoint's dtype of a parameter."""
+        return self._checkpoint_tensor(name).dtype
 
     def run(self, hidden: Tensor) -> Tensor:
+        """Compute the layer for a sample's hidden states."""
         return self.model.run(self.number, hidden)
 
 
 def place(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """A tensor in the place of a parameter."""
+    """Replace a parameter, given by its dotted name, by a tensor."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
     owner._parameters[last] = nn.Parameter(tensor, requires_grad=False)
+
+
+class _Watcher:
+    """Adds up statistics of the tensors that modules read, from forward hooks."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Inputs] = {}  # by module; modules with a common input share the object
+        # of the current sample; the lists keep the tensors alive, so that each is a different object
+        self.read: list[tuple[Tensor, str]] = []  # tensors and the first module that read them
+        self.written: list[tuple[Tensor, str]] = []  # tensors and the module that wrote them
+
+    def before(self, name: str, module: nn.Module, args: Any) -> None:
+        """Add the input of a module to its statistics; the forward pre-hook of linear modules."""
+        x = args[0]
+        first = _name_of(x, self.read)
+        if first is not None:
+            shared = self.found[first]
+            if self.found.setdefault(name, shared) is shared:
+                if name not in shared.names:
+                    shared.names.append(name)
+                return
+        self.read.append((x, name))
+        flat = x.reshape(-1, x.shape[-1])
+        if name not in self.found:
+            k = flat.shape[1]
+            moments = torch.zeros(k, k, device=x.device)
+            means = torch.zeros(k, device=x.device)
+            self.found[name] = Inputs([name], moments, means, 0, _name_of(x, self.written) or "")
+        inputs = self.found[name]
+        inputs.tokens += len(flat)
+        _add_moments(inputs.moments, flat)
+        inputs.means += flat.abs().sum(0, dtype=torch.float32)
+
+    def after(self, name: str, module: nn.Module, args: Any, out: Any) -> None:
+        """Record the output of a module; the forward hook of modules without submodules."""
+        if isinstance(out, Tensor):
+            self.written.append((out, name))
+
+    def clear(self) -> None:
+        """Release the tensors of a sample."""
+        self.read.clear()
+        self.written.clear()
+
+
+def _name_of(x: Tensor, named: Sequence[tuple[Tensor, str]]) -> str | None:
+    """Return the name that is stored with a tensor object, or None."""
+    return next((name for tensor, name in named if tensor is x), None)
 
 
 def watch(
@@ -212,64 +292,42 @@ def watch(
     hidden: Sequence[Tensor],
     seen: Callable[[], None],
 ) -> list[Inputs]:
-    """Second moments and mean sizes of what modules are given; one ``Inputs`` for all that are given one tensor.
-    ModelError for a module that is never called, or called in another place in another sample."""
-    found: dict[str, Inputs] = {}  # by each module
-    alive: list[tuple[Tensor, str]] = []  # of one sample: tensors, and which module was the first to be given it
-    makers: list[tuple[Tensor, str]] = []
+    """Run the layer on all samples and return the statistics of the tensors that the modules ``wanted`` read.
 
-    def before(name: str) -> Callable[[nn.Module, Any], None]:
-        def hook(module: nn.Module, args: Any) -> None:
-            x = args[0]
-            first = next((n for tensor, n in alive if tensor is x), None)
-            if first is not None and found.setdefault(name, found[first]) is found[first]:
-                if name not in found[first].names:
-                    found[first].names.append(name)
-                return
-            alive.append((x, name))
-            flat = x.reshape(-1, x.shape[-1])
-            mine = found.get(name)
-            if mine is None:
-                k = flat.shape[1]
-                maker = next((n for tensor, n in makers if tensor is x), "")
-                zeros = torch.zeros(k, k, device=x.device), torch.zeros(k, device=x.device)
-                mine = found[name] = Inputs([name], *zeros, 0, maker)
-            mine.tokens += len(flat)
-            _add_moments(mine.moments, flat)
-            mine.means += flat.abs().sum(0, dtype=torch.float32)
-
-        return hook
-
-    def after(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        return lambda module, args, out: makers.append((out, name)) if isinstance(out, Tensor) else None
-
-    hooks: list[Any] = [layer.get_submodule(n).register_forward_pre_hook(before(n)) for n in wanted]
+    Modules that read the same tensor get one ``Inputs``.  ``seen`` is called after each sample.  Raise ModelError for a
+    module that the layer never calls.
+    """
+    watcher = _Watcher()
+    hooks: list[Any] = []
+    for name in wanted:
+        hooks.append(layer.get_submodule(name).register_forward_pre_hook(partial(watcher.before, name)))
     for name, module in layer.named_modules():
         if name and next(module.children(), None) is None:
-            hooks.append(module.register_forward_hook(after(name)))
+            hooks.append(module.register_forward_hook(partial(watcher.after, name)))
     try:
         for x in hidden:
-            alive.clear()
-            makers.clear()
+            watcher.clear()
             run(x)
             seen()
     finally:
         for hook in hooks:
             hook.remove()
-        alive.clear()
-        makers.clear()
-    if missing := [name for name in wanted if name not in found]:
-        raise ModelError(f"module {missing[0]} is never called by its layer; want it left out with --skip")
-    every = {id(one): one for one in found.values()}
-    for one in every.values():
-        one.moments /= one.tokens
-        one.means /= one.tokens
-    return list(every.values())
+        watcher.clear()
+    for name in wanted:
+        if name not in watcher.found:
+            raise ModelError(f"module {name} is never called by its layer; leave it out with --skip")
+    distinct = list({id(inputs): inputs for inputs in watcher.found.values()}.values())
+    for inputs in distinct:
+        inputs.moments /= inputs.tokens
+        inputs.means /= inputs.tokens
+    return distinct
 
 
 def _add_moments(moments: Tensor, x: Tensor) -> None:
-    """xᵀ x of x [tokens, k], with sums in float32, to moments f32 [k, k].  Tensor cores multiply numbers of 16 bits
-    without rounding, and float32's at a tenth of that speed."""
+    """Add xᵀ x of x [tokens, k] to ``moments`` f32 [k, k], summed in float32.
+
+    On a GPU, tensor cores multiply 16-bit numbers exactly, and ten times as fast as float32.
+    """
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         moments += torch.mm(x.t(), x, out_dtype=torch.float32)
     else:
@@ -278,43 +336,45 @@ def _add_moments(moments: Tensor, x: Tensor) -> None:
 
 
 class _Stubs:
-    """In the place of layers: note what they are called with, and hand hidden states on."""
+    """Replacements of the layers' ``forward`` that record their arguments and return their hidden states unchanged."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self.layers = layers
-        self.calls: dict[int, tuple[list[Any], dict[str, Any]]] = {}
-        self.first = torch.empty(0)
-        self.in_a_row = True
+        self.calls: dict[int, Call] = {}
+        self.first = torch.empty(0)  # the hidden states that enter the first layer
+        self.in_sequence = True  # whether each layer got the output of the layer before it
         self._last: Tensor | None = None
 
     @contextlib.contextmanager
     def placed(self) -> Iterator[None]:
+        """Replace ``forward`` of every layer while the context is open."""
         try:
             for number, layer in enumerate(self.layers):
-                layer.forward = self._of(number)  # type: ignore[method-assign]
+                layer.forward = partial(self._forward, number)  # type: ignore[method-assign]
             yield
         finally:
             for layer in self.layers:
                 layer.__dict__.pop("forward", None)
 
-    def _of(self, number: int) -> Callable[..., Tensor]:
-        def forward(*args: Any, **more: Any) -> Tensor:
-            rest = list(args)
-            hidden = rest.pop(0) if rest else more.pop("hidden_states")
-            if number == 0:
-                self.first, self.calls, self._last, self.in_a_row = hidden, {}, hidden, True
-            self.in_a_row &= hidden is self._last and len(self.calls) == number
-            self.calls[number] = rest, more
-            if number == len(self.layers) - 1:
-                raise _Enough
-            self._last = hidden.clone()
-            return self._last
-
-        return forward
+    def _forward(self, number: int, /, *args: Any, **more: Any) -> Tensor:
+        """Record the call of layer ``number``; raise _StopForwardError for the last layer."""
+        rest = list(args)
+        hidden = rest.pop(0) if rest else more.pop("hidden_states")
+        if number == 0:
+            self.first = hidden
+            self._last = hidden
+            self.calls = {}
+            self.in_sequence = True
+        self.in_sequence &= hidden is self._last and len(self.calls) == number
+        self.calls[number] = rest, more
+        if number == len(self.layers) - 1:
+            raise _StopForwardError
+        self._last = hidden.clone()
+        return self._last
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Whether two calls are given the same."""
+    """Return whether two arguments are equal; objects of an unknown type count as equal to others of their type."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
@@ -325,25 +385,28 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _without_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
-    """transformers' model whose parameters are on the meta device, and its tables where they are used."""
+    """Create transformers' model with parameters on the meta device and real buffers.  Raise ModelError."""
     from transformers import AutoModelForCausalLM
 
     try:
         with parameters_on_meta():
-            made = AutoModelForCausalLM.from_config(checkpoint.from_transformers(), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(checkpoint.from_transformers(), dtype=dtype)
     except ModelError:
         raise
-    except Exception as e:  # a config that it does not know, and much else
+    except Exception as e:  # transformers raises errors of many types for a config that it does not support
         raise ModelError(
             f"{checkpoint.folder}: transformers makes no model of architecture {checkpoint.architecture}: "
             f"{describe_error(e)}"
         ) from e
-    return made.eval()
+    return model.eval()
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Parameters of modules that are made within take no memory; buffers, which no checkpoint has, are as they are."""
+    """Create parameters on the meta device, where they take no memory, while the context is open.
+
+    Buffers stay as they are, since no checkpoint stores them.
+    """
     plain = nn.Module.register_parameter
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -358,13 +421,13 @@ def parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
 
 
-def _layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
-    """The name of the list of layers, and the layers."""
+def _find_layers(model: nn.Module) -> tuple[str, Sequence[nn.Module]]:
+    """Return the name of the model's list of layers, and the layers.  Raise ModelError if there is none."""
     count = getattr(model.config, "num_hidden_layers", None)
     for name, found in model.named_modules():
         if isinstance(found, nn.ModuleList) and name.rpartition(".")[2] in LAYERS and len(found) == count:
             return name, list(found)
     raise ModelError(
-        f"transformers' {type(model).__name__} has no list of {count} layers by the names {', '.join(LAYERS)}; that is "
-        "not implemented"
+        f"transformers' {type(model).__name__} has no list of {count} layers with one of the names "
+        f"{', '.join(LAYERS)}; quantizing it is not implemented"
     )

@@ -1,11 +1,12 @@
-"""Codes to what a checkpoint has of them, and back.
+"""Convert codes to the tensors and settings of a checkpoint format, and back.
 
-GPTQ's tensors are those of ``plugins/quantizer/gptq.py``, compressed-tensors' those of its pack-quantized format in
-``plugins/quantizer/compressed.py``.
+``plugins/quantizer/gptq.py`` describes the tensors of GPTQ, and ``plugins/quantizer/compressed.py`` those of the
+pack-quantized format of compressed-tensors.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,67 +21,70 @@ from .options import QuantizeOptions
 
 
 def words(codes: Tensor, bits: int) -> Tensor:
-    """Codes u8 [n, k] -> i32 [n, ceil(k * bits / 32)], low first; a row is filled up with zeros."""
-    each = 32 // bits
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % each))
-    fields_of = codes.view(len(codes), -1, each)
-    made = torch.zeros(fields_of.shape[:2], dtype=torch.int32, device=codes.device)
-    for i in range(each):
-        made |= fields_of[:, :, i].int() << i * bits  # the last reaches the sign
-    return made
+    """Pack codes u8 [n, k] into i32 [n, ceil(k * bits / 32)], the lowest bits first; zeros fill the last word."""
+    per_word = 32 // bits
+    codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word))
+    parts = codes.view(len(codes), -1, per_word)
+    packed = torch.zeros(parts.shape[:2], dtype=torch.int32, device=codes.device)
+    for i in range(per_word):
+        packed |= parts[:, :, i].int() << i * bits  # the last part sets the sign bit
+    return packed
 
 
-class PackedFormat:
-    """``stored``: the dtype of scales."""
+class PackedFormat(ABC):
+    """A checkpoint format of quantized weights.  ``stored`` is the dtype of scales."""
 
     def __init__(self, options: QuantizeOptions, stored: torch.dtype) -> None:
-        self.options, self.stored = options, stored
+        self.options = options
+        self.stored = stored
 
     @staticmethod
     def of(options: QuantizeOptions, dtype: torch.dtype) -> PackedFormat:
-        """That of ``options.format``, for a checkpoint of ``dtype``."""
+        """Return the format that ``options.format`` names, for a checkpoint of ``dtype``."""
         if options.format == "compressed-tensors":
             return CompressedFormat(options, dtype)
         return GptqFormat(options, torch.float16)
 
+    @abstractmethod
     def tensors(self, coded: Coded) -> dict[str, Tensor]:
-        raise NotImplementedError
+        """Return the tensors of a quantized weight, by the last part of their names."""
 
+    @abstractmethod
     def coded(self, tensors: Mapping[str, Tensor]) -> Coded:
-        """What ``tensors`` made those of."""
-        raise NotImplementedError
+        """Return the quantized weight of some tensors, the inverse of ``tensors``."""
 
+    @abstractmethod
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
-        """``quantization_config``; ``plain`` are modules that were left out."""
-        raise NotImplementedError
+        """Return the ``quantization_config`` of config.json; ``plain`` names modules that are not quantized."""
 
 
 class GptqFormat(PackedFormat):
-    """AutoGPTQ's; of format "gptq" its v1, whose zero points are stored less one, and which it reads itself."""
+    """AutoGPTQ's format: version 1 for the option "gptq", which stores zero points less one, or version 2."""
 
     def __init__(self, options: QuantizeOptions, stored: torch.dtype) -> None:
         super().__init__(options, stored)
-        self.less = int(options.format == "gptq")
+        self.zero_offset = int(options.format == "gptq")
 
     def tensors(self, coded: Coded) -> dict[str, Tensor]:
         bits = self.options.bits
-        return {
-            "qweight": words(coded.codes, bits).t().contiguous(),
-            "qzeros": words((coded.zero - self.less).t(), bits),
-            "scales": coded.scale.t().to(self.stored).contiguous(),
-            "g_idx": coded.group_of.int(),
-        }
+        stored_zero = coded.zero - self.zero_offset
+        tensors = {"qweight": words(coded.codes, bits).t().contiguous()}
+        tensors["qzeros"] = words(stored_zero.t(), bits)
+        tensors["scales"] = coded.scale.t().to(self.stored).contiguous()
+        tensors["g_idx"] = coded.group_of.int()
+        return tensors
 
     def coded(self, tensors: Mapping[str, Tensor]) -> Coded:
-        bits, group_of = self.options.bits, tensors["g_idx"].long()
+        bits = self.options.bits
+        group_of = tensors["g_idx"].long()
         codes = fields(tensors["qweight"].t(), bits, len(group_of)).contiguous()
-        zero = fields(tensors["qzeros"], bits, len(codes)).t() + self.less
-        return Coded(codes, tensors["scales"].t().float(), zero.contiguous(), group_of)
+        zero = fields(tensors["qzeros"], bits, len(codes)).t() + self.zero_offset
+        scale = tensors["scales"].t().float()
+        return Coded(codes, scale, zero.contiguous(), group_of)
 
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
         options = self.options
-        dynamic = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in plain}
-        return {
+        settings: dict[str, Any] = {
             "quant_method": "gptq",
             "bits": options.bits,
             "group_size": options.group,
@@ -90,43 +94,46 @@ class GptqFormat(PackedFormat):
             "checkpoint_format": options.format,
             "pack_dtype": "int32",
             "damp_percent": options.damping,
-            **({"dynamic": dynamic} if dynamic else {}),
-            "meta": {"quantizer": [f"minivllm:{__version__}"], "method": options.method},
         }
+        if plain:
+            settings["dynamic"] = {f"-:^{name.replace('.', chr(92) + '.')}$": {} for name in plain}
+        settings["meta"] = {"quantizer": [f"minivllm:{__version__}"], "method": options.method}
+        return settings
 
 
 class CompressedFormat(PackedFormat):
-    """compressed-tensors, pack-quantized."""
+    """The pack-quantized format of compressed-tensors."""
 
     def tensors(self, coded: Coded) -> dict[str, Tensor]:
         bits = self.options.bits
-        made = {
-            "weight_packed": words(coded.codes, bits),
-            "weight_scale": coded.scale.to(self.stored),
-            "weight_shape": torch.tensor(coded.codes.shape),
-        }
+        tensors = {"weight_packed": words(coded.codes, bits)}
+        tensors["weight_scale"] = coded.scale.to(self.stored)
+        tensors["weight_shape"] = torch.tensor(coded.codes.shape)
         if not self.options.symmetric:
-            made["weight_zero_point"] = words(coded.zero.t(), bits).t().contiguous()
-        return made
+            tensors["weight_zero_point"] = words(coded.zero.t(), bits).t().contiguous()
+        return tensors
 
     def coded(self, tensors: Mapping[str, Tensor]) -> Coded:
-        bits, scale = self.options.bits, tensors["weight_scale"].float()
+        bits = self.options.bits
+        scale = tensors["weight_scale"].float()
         n, k = tensors["weight_shape"].tolist()
         zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8)
         if "weight_zero_point" in tensors:
             zero = fields(tensors["weight_zero_point"].t(), bits, n).t().contiguous()
         group_of = torch.arange(k) // (k // scale.shape[1])
-        return Coded(fields(tensors["weight_packed"], bits, k).contiguous(), scale, zero.to(scale.device), group_of)
+        codes = fields(tensors["weight_packed"], bits, k).contiguous()
+        return Coded(codes, scale, zero.to(scale.device), group_of)
 
     def settings(self, plain: Sequence[str]) -> dict[str, Any]:
         options = self.options
-        ordered = options.act_order == "static" and options.group != -1  # a channel's scale is of all, in any order
+        per_channel = options.group == -1  # its scale covers all inputs, whose order is then irrelevant
+        ordered = options.act_order == "static" and not per_channel
         weights = {
             "num_bits": options.bits,
             "type": "int",
             "symmetric": options.symmetric,
-            "strategy": "channel" if options.group == -1 else "group",
-            "group_size": None if options.group == -1 else options.group,
+            "strategy": "channel" if per_channel else "group",
+            "group_size": None if per_channel else options.group,
             "dynamic": False,
             "actorder": "weight" if ordered else None,
         }

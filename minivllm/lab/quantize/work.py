@@ -1,7 +1,7 @@
-"""The directory in which finished layers wait for the others.
+"""The directory that holds finished layers until all are written.
 
-It lies beside the one that is asked for and becomes that by one rename, when all is written.  A file in it is whole: it
-is written by another name, and renamed.
+It lies beside the output directory, and one rename makes it the output directory when all files are written.  Its files
+are always complete, since each is written under another name and then renamed.
 """
 
 from __future__ import annotations
@@ -24,109 +24,126 @@ from minivllm.errors import ConfigError, ResourceError, shown
 
 PLAN = "plan.json"
 INDEX = "model.safetensors.index.json"
-COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # of the model's directory: tokenizer, generation
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt")  # files of the model's directory: tokenizer, generation
 NOT_COPIED = (PLAN, "config.json", "*.index.json", "quantize_config.json", "quant_config.json")
 
 
 def check_free(out: Path) -> None:
-    """ConfigError if ``out`` is there, or cannot be made."""
+    """Raise ConfigError if the output directory exists and is not empty, or cannot be created."""
     if out.is_symlink() or os.path.ismount(out):
-        kind = "a symbolic link" if out.is_symlink() else "where a disk is mounted"
-        raise ConfigError(f"{out}: is {kind}, which no directory can be renamed to; want another path")
+        kind = "a symbolic link" if out.is_symlink() else "the mount point of a disk"
+        raise ConfigError(f"{out}: is {kind}, which no directory can be renamed to; use another path")
     if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"{out}: is there already; want a directory that is not, or is empty")
+        raise ConfigError(f"{out}: exists already; expected a directory that does not exist or is empty")
     parent = out.absolute().parent
     if not parent.is_dir():
-        raise ConfigError(f"{out}: there is no directory {parent}; want one to write in")
+        raise ConfigError(f"{out}: there is no directory {parent}; expected an existing one")
     if not os.access(parent, os.W_OK):
         raise ConfigError(f"{out}: {parent} cannot be written to")
 
 
 class WorkFolder:
-    """``plan``: what the files in it depend on.  ConfigError if what is there is of another plan, or in use."""
+    """The directory of unfinished output, with one file per layer and one for all other tensors.
+
+    ``plan`` holds everything that the files' contents depend on.  It is stored beside them, so that a later run with
+    the same plan can continue.
+    """
 
     def __init__(self, out: Path, plan: Mapping[str, Any], shards: int) -> None:
-        self.out, self.shards = out.absolute(), shards
+        self.out = out.absolute()
+        self.shards = shards
         self.folder = self.out.with_name(f"{self.out.name}.partial")
         self._plan = dict(plan)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
+        """Create the directory and lock it while the context is open.
+
+        Raise ConfigError if another process holds the lock, or the files belong to another plan.  An OSError in the
+        context becomes a ResourceError.
+        """
         try:
             self.folder.mkdir(exist_ok=True)
             with open(self.folder / PLAN, "a+") as lock:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
-                    raise ConfigError(f"{self.folder}: another process is at work there") from None
-                self._agree(lock)
+                    raise ConfigError(f"{self.folder}: another process is writing to it") from None
+                self._check_plan(lock)
                 yield
         except OSError as e:
             raise ResourceError(f"{self.folder}: {e.strerror or e}") from e
 
-    def _agree(self, file: Any) -> None:
+    def _check_plan(self, file: Any) -> None:
+        """Write the plan to an empty file, or raise ConfigError if the file holds another plan."""
         file.seek(0)
         text = file.read()
-        if not text and any(self.folder.glob("*.safetensors")):
-            raise ConfigError(f"{self.folder}: has layers, and no {PLAN} that says of what; remove it to begin anew")
-        there = {}
-        with contextlib.suppress(json.JSONDecodeError):
-            there = json.loads(text) if text else dict(self._plan)
-        if not text:
-            file.write(json.dumps(self._plan))
+        stored: Any = {}
+        if text:
+            with contextlib.suppress(json.JSONDecodeError):
+                stored = json.loads(text)
+        else:
+            if any(self.folder.glob("*.safetensors")):
+                raise ConfigError(
+                    f"{self.folder}: has layers, and no {PLAN} with the options of their run; remove it to start again"
+                )
+            stored = self._plan
+            file.write(json.dumps(stored))
             file.flush()
-        apart = [key for key in self._plan if there.get(key) != self._plan[key]]
-        if apart:
-            key = apart[0]
-            raise ConfigError(
-                f"{self.folder}: was begun with {key}={shown(there.get(key))}, and this is {shown(self._plan[key])}; "
-                "remove it to begin anew"
-            )
+        for key, value in self._plan.items():
+            if stored.get(key) != value:
+                raise ConfigError(
+                    f"{self.folder}: was started with {key}={shown(stored.get(key))}, and this run has {shown(value)}; "
+                    "remove it to start again"
+                )
 
     def path(self, shard: int) -> Path:
+        """Return the path of a file."""
         return self.folder / f"model-{shard + 1:05}-of-{self.shards:05}.safetensors"
 
     def read(self, shard: int) -> dict[str, Tensor] | None:
-        """What has been written before, None if nothing has."""
+        """Return the tensors of a file, None if an earlier run has not written it."""
         if not self.path(shard).exists():
             return None
         try:
             return load_file(self.path(shard))
         except SafetensorError:
-            return None  # of a machine that went down
+            return None  # a crash of the machine can leave a broken file
 
     def write(self, shard: int, tensors: Mapping[str, Tensor]) -> None:
-        """ResourceError where there is no room."""
+        """Write a file.  Raise ResourceError if that fails, for instance on a full disk."""
         path = self.path(shard)
-        made = path.with_suffix(".tmp")
+        temporary = path.with_suffix(".tmp")
         try:
-            save_file({name: t.contiguous() for name, t in tensors.items()}, made, {"format": "pt"})
-            with open(made, "rb") as file:
+            save_file({name: t.contiguous() for name, t in tensors.items()}, temporary, {"format": "pt"})
+            with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
-            os.chmod(made, (self.folder / PLAN).stat().st_mode & 0o777)  # the library's are the user's alone
-            os.replace(made, path)
+            # safetensors creates files that only the user may read
+            os.chmod(temporary, (self.folder / PLAN).stat().st_mode & 0o777)
+            os.replace(temporary, path)
         except (SafetensorError, OSError) as e:
-            said = getattr(e, "strerror", None) or str(e)
-            raise ResourceError(f"{path}: cannot be written ({said}); layers before it are kept there") from e
+            reason = getattr(e, "strerror", None) or str(e)
+            raise ResourceError(f"{path}: cannot be written ({reason}); earlier layers stay there") from e
         finally:
-            made.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
 
-    def need(self, more: int) -> None:
-        """ResourceError if the disk has no room for ``more`` bytes beside what is written."""
-        more -= sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
+    def need(self, nbytes: int) -> None:
+        """Raise ResourceError if the disk has no room for a packed model of ``nbytes``, less the files that exist."""
+        missing = nbytes - sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
         free = shutil.disk_usage(self.folder).free
-        if more > free:
+        if missing > free:
             raise ResourceError(
-                f"{self.folder}: the packed model takes {more / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free"
+                f"{self.folder}: the packed model takes {missing / 2**20:.0f} MiB and {free / 2**20:.0f} MiB are free"
             )
 
     def finish(self, model: Path, config: Mapping[str, Any]) -> None:
-        """The index, config.json and what else the model's directory has; then the name that was asked for."""
-        weight_map, total = {}, 0
+        """Write the index and config.json, copy the model's other files, and rename to the output directory."""
+        weight_map = {}
+        total = 0
         for shard in range(self.shards):
-            found = load_file(self.path(shard))  # mapped
-            weight_map |= dict.fromkeys(found, self.path(shard).name)
-            total += sum(t.numel() * t.element_size() for t in found.values())
+            tensors = load_file(self.path(shard))  # mapped, not read
+            weight_map |= dict.fromkeys(tensors, self.path(shard).name)
+            total += sum(t.numel() * t.element_size() for t in tensors.values())
         for path in sorted({p for pattern in COPIED for p in model.glob(pattern)}):
             if path.is_file() and not any(path.match(pattern) for pattern in NOT_COPIED):
                 files.check(path, files.LARGE)
