@@ -1,6 +1,9 @@
-"""What any attention back end must do: give the definition's answer for any mix of rows, read nothing that is not the
-row's, and write nothing that is not named.  ``attention_math`` says how exact, ``attention_world`` what the cache is
-full of."""
+"""The conformance suite of attention back ends.
+
+A back end must compute exact attention for any mix of rows.  It must not read data of other rows, and must write only
+the slots and outputs that the engine names.  ``attention_math`` defines the allowed error, and ``attention_world`` the
+contents of the cache.
+"""
 
 from __future__ import annotations
 
@@ -26,40 +29,50 @@ from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_lse import AttentionLse
 from .attention_math import slopes
 from .attention_sizes import AttentionSizes
-from .attention_world import Got, Setting, World
+from .attention_world import LayerResult, Setting, World
 from .attention_write import Writing
 from .base import Seen, find, since
 from .kept import Lasting
 from .spec import SpecConformance
 
-LONGEST = 4300  # keys of a row
-ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))  # (tokens in the cache, new tokens): prompt, decode, chunk, a prompt of one
+LONGEST = 4300  # keys of a row at most
+# (tokens in the cache, new tokens) of a prompt, a decode row, a chunk, and a prompt of one token
+ROWS = ((0, 5), (7, 1), (6, 4), (0, 1))
+NAN = float("nan")
 
 
 class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionApproximate, Lasting, SpecConformance):
-    """Override ``load`` if the back end's layout is not the KV format's, and ``formats`` to name KV formats that are
-    not installed as plug-ins."""
+    """The suite of attention back ends.
+
+    Override ``load`` if the layout of the back end differs from the layout of the KV format.  Override ``formats`` to
+    test with KV formats that are not installed as plug-ins.
+    """
 
     kind = "attention"
 
     # ---- what an author may override -----------------------------------------------------------------------------
 
     def formats(self) -> Sequence[str]:
-        """KV formats to try, as limits name them: by name for a built-in, ``dist/name`` for others."""
+        """Return the KV formats to test with: the name of a built-in format, and ``dist/name`` of other formats."""
         entries = Catalog.discover()["kvformat"].entries
-        return [e.name if e.builtin else e.label for e in entries]
+        return [entry.name if entry.builtin else entry.label for entry in entries]
 
     def load(self, backend: AttentionBackend, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [n * block, kv_heads, dim] float32 of blocks i64 [n] as they lie in ``layer.cache``."""
+        """Return the k and v that ``layer.cache`` stores in blocks (int64 [n]).
+
+        Both are float32 [n * block, kv_heads, dim].
+        """
         ctx = backend.ctx
         if backend.layout(layer.spec, ctx.kv_format, ctx.block) != ctx.kv_format.layout(layer.spec, ctx.block):
             pytest.skip("the layout is not the KV format's: override `load` in a test class to have this tested")
         return ctx.kv_format.load(layer.cache, blocks, torch.float32)
 
     def format(self, name: str) -> KVFormat:
+        """Create the KV format of a name."""
         return build_part("kvformat", find("kvformat", name).part({}))
 
     def format_serves(self, name: str, dtype: str) -> bool:
+        """Return whether a KV format serves models of a dtype."""
         limits = find("kvformat", name).spec.limits
         return not isinstance(limits, dict) or allows(limits["dtype"], dtype)
 
@@ -67,46 +80,71 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @cached_property
     def space(self) -> Space:
+        """Return all settings that the plug-in claims to serve."""
         return Space(self)
 
-    def plain(self, **wanted: Any) -> Setting:
-        """The plainest setting that is claimed; skips the test if there is none."""
-        setting = self.space.plain(**wanted)
-        return pytest.skip(f"no setting with {wanted or 'anything known'} is claimed") if setting is None else setting
+    def plain(self, **fixed: Any) -> Setting:
+        """Return the plainest claimed setting with the ``fixed`` facts, or skip the test if there is none."""
+        setting = self.space.plain(**fixed)
+        if setting is None:
+            pytest.skip(f"no setting with {fixed or 'anything known'} is claimed")
+        return setting
 
     def attention_context(self, setting: Setting, rows: int, tokens: int, invariant: bool) -> AttentionContext:
+        """Return the context to build a back end for a setting.
+
+        ``rows`` and ``tokens`` are the greatest numbers of rows and of tokens of a row.
+        """
         fmt = self.format(setting.kv_format)
-        place, dtype = self.place(), setting.dtype
-        return AttentionContext(place, dtype, fmt, setting.block, rows, tokens, prepare_qk, invariant)
+        return AttentionContext(self.place(), setting.dtype, fmt, setting.block, rows, tokens, prepare_qk, invariant)
 
     def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build a back end for ``exercise``."""
         return (self.attention_context(self.plain(), len(ROWS) + 2, 24, False),)
 
     def exercise(self, instance: AttentionBackend) -> Any:
+        """Run one step with a back end and return its outputs."""
         world = World(self, self.plain(), len(ROWS), 24, backend=instance)
-        return [got.out.tolist() for got in world.step([(world.add(past), new) for past, new in ROWS])]
+        rows = [(world.add(past), new) for past, new in ROWS]
+        return [result.out.tolist() for result in world.step(rows)]
 
-    def run(self, setting: Setting, rows: Sequence[tuple[int, int]] = ROWS, **how: Any) -> list[Got]:
-        """Check one step of rows (tokens in the cache, new tokens) in a new world."""
-        most = max(past + new for past, new in rows) + how.get("ahead", 0)
+    def run(self, setting: Setting, rows: Sequence[tuple[int, int]] = ROWS, **options: Any) -> list[LayerResult]:
+        """Check one step of rows (tokens in the cache, new tokens) in a new world.
+
+        ``options`` has keyword arguments of ``World`` and of ``World.check``.
+        """
+        most = max(past + new for past, new in rows) + options.get("ahead", 0)
         names = ("seed", "poison", "q_size", "null_nan", "batch_invariant", "slope", "static")
-        of_world = {name: how.pop(name) for name in names if name in how}
+        of_world = {name: options.pop(name) for name in names if name in options}
         world = World(self, setting, len(rows), most, **of_world)
-        return world.check([(world.add(past), new) for past, new in rows], **how)
+        return world.check([(world.add(past), new) for past, new in rows], **options)
 
     def around(self, block: int) -> list[tuple[int, int]]:
-        """Rows that end at each side of block borders, with one query, two, and a whole block of them."""
-        ends = sorted({n for i in (1, 2) for n in (i * block - 1, i * block, i * block + 1) if n > 0})
+        """Return rows that end before, at and after block borders, with one, two and ``block`` new tokens."""
+        borders = {n * block + shift for n in (1, 2) for shift in (-1, 0, 1)}
+        ends = sorted(end for end in borders if end > 0)
         return [(end - new, new) for new in sorted({1, 2, block}) for end in ends if end >= new]
+
+    def with_windows(self) -> tuple[dict[str, Any], ...]:
+        """Return the AttnSpec fields to test a feature with: none, and a window of 3 tokens if windows are claimed."""
+        return ({}, {"window": 3}) if self.claims("window") else ({},)
+
+    def windowed_settings(self) -> list[tuple[int, Setting]]:
+        """Return (block size, setting with a window): the first three block sizes, or all in the long profile."""
+        settings = list(self.space.each("block", window=2))
+        return settings if self.long else settings[:3]
 
     # ---- the answer ----------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_any_steps_give_the_answer_of_the_definition(self) -> None:
-        """Prompts, chunks and decode rows in any mix, one step after another, over shuffled and shared blocks, in any
-        setting that is claimed; rows that have ended or pad a step disturb nobody, and what lies in slots that a query
-        may not see never shows."""
-        seen, settings = Seen(), self.space.settings()
+        """Check steps of prompts, chunks and decode rows in any mix, in all claimed settings.
+
+        The steps follow each other, and blocks are shuffled and shared.  Rows that have ended or pad a step, and slots
+        that a query may not see, do not change the results of other rows.
+        """
+        seen = Seen()
+        settings = self.space.settings()
 
         @self.for_all(120, st.data(), st.integers(0, 1 << 20))
         def _(data: Any, seed: int) -> None:
@@ -121,22 +159,11 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
                 seen.update(seen_in(rows, plan, setting.block))
                 world.check(rows, fused=fused, lse=self.claims("lse"))
 
-        seen.require(
-            **{
-                "decode": 30,
-                "prompt": 5,
-                "chunk": 20,
-                "mixed": 15,
-                "mid-block": 10,
-                "border": 15,
-                "shared": 5,
-                "padded": 10,
-            }
-        )
+        seen.require(decode=30, prompt=5, chunk=20, mixed=15, border=15, shared=5, padded=10, **{"mid-block": 10})
 
     @since(1, 0)
     def test_rows_end_at_either_side_of_a_block_border(self) -> None:
-        """In blocks of every claimed size; a row of several hundred tokens too."""
+        """Check rows that end near a block border, and rows of hundreds of tokens, for every claimed block size."""
         for block, setting in self.space.each("block"):
             rows = self.around(block)
             for part in (rows[:6], rows[6:12], rows[12:]):
@@ -145,28 +172,33 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_each_number_of_query_heads_for_a_kv_head(self) -> None:
-        """Query head h reads KV head h // (heads / kv_heads); one KV head, and several."""
+        """Check that query head h reads KV head h // (heads / kv_heads), for one and for several KV heads."""
         for ratio, setting in self.space.each("queries_per_kv"):
             self.run(setting)
             self.run(setting, seed=ratio, fused=False)
-            if (alone := self.space.plain(kv_heads=1, queries_per_kv=ratio)) is not None:
-                self.run(alone)
+            single = self.space.plain(kv_heads=1, queries_per_kv=ratio)
+            if single is not None:
+                self.run(single)
 
     @since(1, 0)
     def test_each_head_size(self) -> None:
-        """Every claimed size of keys and of values, equal or not where both are claimed."""
-        for fact in ("dim_qk", "dim_v"):
+        """Check every claimed size of keys and of values, also with different sizes of keys and values."""
+        for fact, other in (("dim_qk", "dim_v"), ("dim_v", "dim_qk")):
             for size, setting in self.space.each(fact):
                 self.run(setting)
-                other = "dim_v" if fact == "dim_qk" else "dim_qk"
-                for d in [d for d in self.space.facts[other] if d != size][:2]:
-                    if (uneven := self.space.plain(**{fact: size, other: d})) is not None:
+                different = [dim for dim in self.space.facts[other] if dim != size]
+                for dim in different[:2]:
+                    uneven = self.space.plain(**{fact: size, other: dim})
+                    if uneven is not None:
                         self.run(uneven)
 
     @since(1, 0)
     def test_common_sizes_have_no_answer_of_their_own(self) -> None:
-        """Heads of 64 and 128 elements in blocks of 32 and 64 tokens, for which fast paths are written: prompts, chunks
-        and decode rows over many keys, of each dtype."""
+        """Check the sizes for which back ends have fast paths, with each dtype.
+
+        These are heads of 64 and 128 elements in blocks of 32 and 64 tokens.  The step has prompts, chunks and decode
+        rows over many keys.
+        """
         sizes = ((32, 64), (64, 128))
         found = [
             self.space.plain(dtype=dtype, block=block, dim_qk=dim, dim_v=dim)
@@ -174,14 +206,17 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
             for block, dim in sizes
         ]
         if not any(found):
-            pytest.skip(f"no setting with {' or '.join(f'heads of {d} in blocks of {b}' for b, d in sizes)} is claimed")
+            names = " or ".join(f"heads of {dim} in blocks of {block}" for block, dim in sizes)
+            pytest.skip(f"no setting with {names} is claimed")
         for setting in filter(None, found):
             self.run(setting, [(0, 70), (57, 40), (61, 3), (200, 1)])
 
     @since(1, 0)
     def test_each_dtype_with_each_kv_format(self) -> None:
-        """Within twice the error of naive attention in the same dtype, in rows of one and of many keys: sums and
-        probabilities must not be kept in less than that."""
+        """Check rows of one key and of many keys against twice the error of naive attention in the same dtype.
+
+        Sums and probabilities must have at least the precision of the model's dtype.
+        """
         for dtype, _ in self.space.each("dtype"):
             for kv_format, setting in self.space.each("kv_format", dtype=dtype):
                 self.run(setting, [*ROWS, (130, 1), (290, 3), (0, 40)], lse=self.claims("lse"))
@@ -189,41 +224,62 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_the_softmax_scale_is_the_layers(self) -> None:
-        """``AttnSpec.scale``, and dim_qk ** -0.5 where it is None (not dim_v, and not the padded size)."""
+        """Check that scores are multiplied by ``AttnSpec.scale``.
+
+        None means dim_qk ** -0.5.  Neither dim_v nor a padded size counts.
+        """
         for dim, setting in self.space.each("dim_qk", scale=None):
             self.run(setting)
             self.run(self.plain(dim_qk=dim, scale=0.37))
 
     @since(1, 0)
     def test_large_scores_do_not_overflow(self) -> None:
-        """Scores of several hundred, of either sign: the greatest is subtracted before the exponential."""
+        """Check that scores of several hundred, positive and negative, give finite and exact results.
+
+        A back end subtracts the greatest score before the exponential.
+        """
         for _, setting in self.space.each("dtype"):
             for seed in (0, 1):
                 rows = [(0, 1), (1, 1), (2, 1), (17, 1), (0, 6), (21, 5)]
-                got = self.run(setting, rows, q_size=80.0, seed=seed, lse=self.claims("lse"))
-                Seen({"large": int(max(a.largest for a in got[0].want) > 150)}).require(large=1)
+                results = self.run(setting, rows, q_size=80.0, seed=seed, lse=self.claims("lse"))
+                _require_score(results[0], 150)
 
     @since(1, 0)
     def test_scores_that_rise_along_a_long_context(self) -> None:
-        """Thousands of keys in blocks of every claimed size, whose scores rise by hundreds to the last one, or fall: a
-        running maximum runs to the end, and what was summed up under a smaller one is scaled."""
+        """Check thousands of keys whose scores rise or fall by hundreds, for every claimed block size.
+
+        A running maximum must cover all keys.  Partial sums for a smaller maximum must be rescaled.
+        """
         for block, setting in self.space.each("block"):
             n = min(max(620, 66 * block + 7), LONGEST)
-            got = self.run(setting, [(n, 1), (600, 3), (2, 1)], q_size=60.0, slope=6.0)
-            Seen({"large": int(max(a.largest for a in got[0].want) > 500)}).require(large=1)
+            results = self.run(setting, [(n, 1), (600, 3), (2, 1)], q_size=60.0, slope=6.0)
+            _require_score(results[0], 500)
 
     @since(1, 0)
     def test_layers_of_several_kv_groups_share_a_step(self) -> None:
-        """Each group has a table of its own; layers of one group may differ in heads, scale, sinks and soft cap, and
-        what one prepared in ``meta.work`` must not reach another that differs."""
+        """Check a step through layers of several KV groups, each of which has its own block table.
+
+        Layers of one group may differ in heads, scale, sinks and soft cap.  A layer must not use data that a different
+        layer has prepared in ``meta.work``.
+        """
         first = self.plain()
-        base, ratios = first.specs[0], self.space.facts["queries_per_kv"]
-        specs = [base, replace(base, scale=0.9), replace(base, heads=base.kv_heads * ratios[-1])]
-        specs += [replace(base, kv_heads=1, heads=ratios[0]), replace(base, kv_heads=3, heads=3 * ratios[0])]
-        specs += [replace(base, window=w) for w in (2, 5)] if self.claims("window") else []
-        specs += [replace(base, sinks=True)] if self.claims("sinks") else []
-        specs += [replace(base, softcap=1.5)] if self.claims("softcap") else []
-        specs += [replace(base, alibi=slopes(base.heads))] if self.claims("alibi") else []
+        base = first.specs[0]
+        ratios = self.space.facts["queries_per_kv"]
+        specs = [
+            base,
+            replace(base, scale=0.9),
+            replace(base, heads=base.kv_heads * ratios[-1]),
+            replace(base, kv_heads=1, heads=ratios[0]),
+            replace(base, kv_heads=3, heads=3 * ratios[0]),
+        ]
+        if self.claims("window"):
+            specs += [replace(base, window=2), replace(base, window=5)]
+        if self.claims("sinks"):
+            specs.append(replace(base, sinks=True))
+        if self.claims("softcap"):
+            specs.append(replace(base, softcap=1.5))
+        if self.claims("alibi"):
+            specs.append(replace(base, alibi=slopes(base.heads)))
         for order in (specs, specs[::-1]):
             setting = Setting(tuple(order), first.dtype, first.kv_format, first.block)
             if not self.space.serves(setting):
@@ -232,8 +288,11 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_steps_of_one_shape_over_other_blocks(self) -> None:
-        """A plan belongs to its step: the next one may have the same shape and other rows, lengths and blocks, in the
-        same tensors.  The engine has one block table for good; of other metadata the memory may come back too."""
+        """Check that a back end does not reuse the plan of an earlier step.
+
+        The next step may have the same shape, but other rows, lengths and blocks in the same tensors.  The engine
+        always uses the same tensor for the block table, and may reuse the memory of other metadata.
+        """
         for static in (False, True):
             world = World(self, self.plain(), 6, 30, static=static)
             seqs = [world.add(past) for past in (9, 9, 4, 5, 14, 9)]
@@ -244,7 +303,7 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_a_prompt_in_chunks_sees_what_came_before(self) -> None:
-        """A chunk's first query stands behind all cached tokens (the causal mask is aligned bottom-right)."""
+        """Check a prompt in chunks, whose queries see all cached tokens (the causal mask is aligned bottom-right)."""
         world = World(self, self.plain(), 3, 40)
         seqs = [world.add(), world.add(3)]
         for news in ((5, 1), (1, 1), (7, 2), (2, 4), (1, 9), (9, 3)):
@@ -254,40 +313,50 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_lengths_of_decode_rows_come_from_the_device(self) -> None:
-        """``host_kv_len`` is an upper bound for rows that decode: it may size a launch, never end a softmax."""
+        """Check decode rows whose ``host_kv_len`` is too large.
+
+        It is an upper bound: a back end may size a launch by it, but not the softmax.
+        """
         for ahead in (1, 3, 9):
             self.run(self.plain(), [(5, 1), (15, 1), (0, 1), (2, 4)], ahead=ahead)
 
     @since(1, 0)
     def test_nan_of_a_failed_row_stays_in_its_blocks(self) -> None:
-        """A row whose numbers became NaN ends, and others get its blocks with the NaN in them: slots beyond a row's
-        length and blocks that it does not own must not be multiplied, not even by 0."""
+        """Check that NaN in slots after the end of a row, and in blocks that the row does not own, has no effect.
+
+        The engine ends a row whose numbers become NaN, and gives its blocks to other rows.  A back end must not
+        multiply the contents of such slots, not even by 0.
+        """
         for block, setting in self.space.each("block"):
             for rows in ([(block, 1), (block + 1, 1), (2 * block - 1, 1), (2, 1)], [(0, 3), (block, 2), (5, 1)]):
-                self.run(setting, rows, poison=float("nan"))
+                self.run(setting, rows, poison=NAN)
 
     @since(1, 0)
     def test_the_null_block_is_never_multiplied(self) -> None:
-        """Rows that failed, ended or pad a step write to it, so it may hold NaN; the table names it where a window has
-        left a block.  Decode rows, prompts, and chunks whose first tile of keys begins before their window."""
-        nan = float("nan")
-        world = World(self, self.plain(), 5, 20, poison=nan, null_nan=True)
+        """Check that NaN in the null block has no effect on decode rows, prompts and chunks.
+
+        Rows that failed, ended or pad a step write to the null block.  The block table names it in place of blocks that
+        a window has left.  The first tile of a chunk's keys may begin before its window.
+        """
+        world = World(self, self.plain(), 5, 20, poison=NAN, null_nan=True)
         seqs = [world.add(6), world.add(5, ended=True), world.add_null(), world.add(9), world.add(0)]
         for _ in range(2):
             world.check([(seqs[0], 1), (seqs[1], 2), (seqs[2], 2), (seqs[3], 1), (seqs[4], 3)])
         if not self.claims("window"):
             return
-        for block, setting in list(self.space.each("block", window=2))[: None if self.long else 3]:
+        invariants = (False, True) if self.claims("batch_invariant") else (False,)
+        for block, setting in self.windowed_settings():
+            rows = [(70, 1), (3 * block, 1), (2 * block + 1, 5), (90, 20), (0, 40)]
             for window in (block + 1, 23):
-                spec = replace(setting.specs[0], window=window)
-                rows = [(70, 1), (3 * block, 1), (2 * block + 1, 5), (90, 20), (0, 40)]
-                windowed = Setting((spec,), setting.dtype, setting.kv_format, block)
-                for invariant in (False, True)[: 1 + self.claims("batch_invariant")]:
-                    self.run(windowed, rows, poison=nan, null_nan=True, batch_invariant=invariant)
+                for invariant in invariants:
+                    self.run(_windowed(setting, window), rows, poison=NAN, null_nan=True, batch_invariant=invariant)
 
     @since(1, 0)
     def test_ended_and_padded_rows_disturb_nobody(self) -> None:
-        """Rows that met their end, and rows without a block, write to the null block; what comes out is dropped."""
+        """Check that rows that have ended, and rows without a block, do not change other rows.
+
+        Both write to the null block, and their results are dropped.
+        """
         for new in (1, 4):
             world = World(self, self.plain(), 5, 20)
             seqs = [world.add(6), world.add(5, ended=True), world.add_null(), world.add(9), world.add(0)]
@@ -298,38 +367,38 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 0)
     def test_a_window_counts_the_query_itself(self) -> None:
-        """A query sees the last ``window`` positions up to its own; blocks that left the window are gone from the
-        table, whose entries are the null block then."""
+        """Check that a query sees the last ``window`` positions, its own position included.
+
+        The block table names the null block in place of blocks that have left the window.
+        """
         self.need("window")
-        for block, setting in list(self.space.each("block", window=2))[: None if self.long else 3]:
+        for block, setting in self.windowed_settings():
             for window in sorted({1, 2, block - 1, block, block + 1, 2 * block + 1, 10_000} - {0}):
-                spec = replace(setting.specs[0], window=window)
                 rows = [(0, 1), (window % 50, 1), (3 * block, 1), (3 * block + 1, 2), (0, block + 2), (2 * block, 5)]
-                self.run(Setting((spec,), setting.dtype, setting.kv_format, block), rows)
+                self.run(_windowed(setting, window), rows)
 
     @since(1, 3)
     def test_where_the_rotary_tables_have_a_token_says_nothing_of_what_it_sees(self) -> None:
-        """``AttnMeta.position`` is for ``QKPre`` alone: with other numbers there each query sees the same keys."""
-        windows = [None, 6] if self.claims("window") else [None]
-        for window in windows:
-            plain = self.plain() if window is None else self.plain(window=2)
-            spec = replace(plain.specs[0], window=window)
-            setting = Setting((spec,), plain.dtype, plain.kv_format, plain.block)
+        """Check that ``AttnMeta.position`` does not change the keys that a query sees: it is for ``QKPre`` only."""
+        settings = [self.plain()]
+        if self.claims("window"):
+            settings.append(_windowed(self.plain(window=2), 6))
+        for setting in settings:
             world = World(self, setting, len(ROWS), 60)
-            world.behind = 1000
+            world.position_offset = 1000
             world.check([(world.add(past), new) for past, new in ROWS])
 
     @since(1, 0)
     def test_sinks_take_probability_and_give_nothing(self) -> None:
-        """exp(sinks[head]) stands in the denominator of every query of the head."""
+        """Check that exp(sinks[head]) is added to the softmax denominator of every query of the head."""
         self.need("sinks")
         for ratio in self.space.facts["queries_per_kv"]:
-            for more in ({}, {"window": 3}) if self.claims("window") else ({},):
-                self.run(self.plain(queries_per_kv=ratio, sinks=True, **more))
+            for fields in self.with_windows():
+                self.run(self.plain(queries_per_kv=ratio, sinks=True, **fields))
 
     @since(1, 0)
     def test_a_softcap_bends_the_scaled_scores(self) -> None:
-        """softcap * tanh(scale * q.k / softcap), before the mask and the sink."""
+        """Check that scores are softcap * tanh(scale * q.k / softcap), before the mask and the sink."""
         self.need("softcap")
         for softcap in (0.5, 5.0, 50.0):
             for size in (1.0, 30.0):
@@ -337,101 +406,122 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
 
     @since(1, 4)
     def test_slopes_lower_scores_by_the_distance_of_a_key(self) -> None:
-        """slopes[head] * (key position - query position) is added behind scale and soft cap (ALiBi); far keys too, in
-        chunks, with a window, and by the layer, of which another in the group may have none."""
+        """Check that slopes[head] * (key position - query position) is added after scale and soft cap (ALiBi).
+
+        The rows have distant keys, chunks and windows.  Another layer of the same group has no slopes.
+        """
         self.need("alibi")
         for ratio in self.space.facts["queries_per_kv"]:
-            for more in ({}, {"window": 3}) if self.claims("window") else ({},):
-                setting = self.plain(queries_per_kv=ratio, **more)
+            for fields in self.with_windows():
+                setting = self.plain(queries_per_kv=ratio, **fields)
                 base = setting.specs[0]
-                specs = (replace(base, alibi=slopes(base.heads)), base, replace(base, alibi=slopes(base.heads)[::-1]))
+                steep_first = slopes(base.heads)
+                specs = (replace(base, alibi=steep_first), base, replace(base, alibi=steep_first[::-1]))
                 rows = [(0, 1), (37, 1), (0, 9), (21, 5), (150, 1), (140, 12)]
-                self.run(Setting(specs, setting.dtype, setting.kv_format, setting.block), rows)
+                self.run(replace(setting, specs=specs), rows)
 
     @since(1, 0)
     def test_values_in_the_keys_are_their_first_elements(self) -> None:
-        """``v_in_k``: v is k[..., :dim_v], and there is no tensor for it."""
+        """Check that v is k[..., :dim_v], for which the cache has no tensor (``v_in_k``)."""
         self.need("v_in_k")
-        met = 0
+        tested = 0
         for dim_v in self.space.facts["dim_v"]:
-            for dim_qk in [d for d in self.space.facts["dim_qk"] if d >= dim_v][:4]:
-                if (setting := self.space.plain(dim_qk=dim_qk, dim_v=dim_v, v_in_k=True)) is not None:
+            sizes = [dim_qk for dim_qk in self.space.facts["dim_qk"] if dim_qk >= dim_v]
+            for dim_qk in sizes[:4]:
+                setting = self.space.plain(dim_qk=dim_qk, dim_v=dim_v, v_in_k=True)
+                if setting is not None:
                     self.run(setting)
-                    met += 1
-        assert met, "v_in_k is claimed for no pair of head sizes with dim_v <= dim_qk"
+                    tested += 1
+        assert tested, "v_in_k is claimed for no pair of head sizes with dim_v <= dim_qk"
 
     @since(1, 0)
     def test_the_same_step_gives_the_same_bits(self) -> None:
-        """``repeatable``: whatever ran in between."""
+        """Check that a repeated step gives the same bits, whatever ran in between (``repeatable``)."""
         self.need("repeatable")
         for _, setting in self.space.each("dtype"):
-            world, rows = self._crowd(setting, False)
-            want = self._bits(world, rows)
+            world, rows = self._many_rows(setting, False)
+            expected = self._outputs(world, rows)
             for _ in range(5):
-                self._bits(world, rows[::2])
-                _assert_same(self._bits(world, rows), want, range(len(rows)), "the step was repeated")
+                self._outputs(world, rows[::2])
+                repeated = self._outputs(world, rows)
+                for i in range(len(rows)):
+                    _assert_same_bits(repeated[i], expected[i], i, "the step was repeated")
 
     @since(1, 0)
     def test_a_rows_bits_do_not_depend_on_the_rows_beside_it(self) -> None:
-        """``batch_invariant``: alone, beside others and in another order, in the same step shape or not; and cut into
-        chunks of any size."""
+        """Check that the bits of a row do not depend on the other rows of its step (``batch_invariant``).
+
+        The row is alone, beside other rows, in another order, and in chunks of any size.
+        """
         self.need("batch_invariant")
         for _, setting in self.space.each("dtype"):
-            world, rows = self._crowd(setting, True)
-            want = self._bits(world, rows, world.check)
-            for chosen in (*([i] for i in range(len(rows))), range(0, len(rows), 2), range(len(rows))[::-1]):
-                got = self._bits(world, [rows[i] for i in chosen])
-                _assert_same(
-                    got, {k: want[i] for k, i in enumerate(chosen)}, chosen, f"beside {len(chosen) - 1} others"
-                )
+            world, rows = self._many_rows(setting, True)
+            expected = self._outputs(world, rows, world.check)
+            every = range(len(rows))
+            for chosen in (*([i] for i in every), every[::2], every[::-1]):
+                outputs = self._outputs(world, [rows[i] for i in chosen])
+                for at, i in enumerate(chosen):
+                    _assert_same_bits(outputs[at], expected[i], i, f"beside {len(chosen) - 1} others")
             for size in (1, 16, 64):
                 for i, (seq, new) in enumerate(rows):
                     if new > 1 and (size > 1 or new < 20):
-                        got = self._in_chunks(world, seq, [min(size, new - at) for at in range(0, new, size)])
-                        _assert_same({0: got}, {0: want[i]}, [i], f"it comes in chunks of {size}")
+                        sizes = [min(size, new - start) for start in range(0, new, size)]
+                        out = self._in_chunks(world, seq, sizes)
+                        _assert_same_bits(out, expected[i], i, f"it comes in chunks of {size}")
 
     def _in_chunks(self, world: World, seq: Any, sizes: Sequence[int]) -> Tensor:
-        """out [n, heads, dim_v] of steps that bring ``sizes`` tokens, one after another, and leave no trace."""
-        length = seq.length
-        got = torch.cat([world.step([(seq, n)])[0].out for n in sizes])
-        seq.length = length
-        return got
+        """Return out [n, heads, dim_v] of consecutive steps with ``sizes`` tokens of a sequence.
 
-    def _crowd(self, setting: Setting, invariant: bool) -> tuple[World, list]:
-        """A world and the rows of a step: short and long, one token and several."""
+        The length of the sequence is restored.
+        """
+        length = seq.length
+        out = torch.cat([world.step([(seq, n)])[0].out for n in sizes])
+        seq.length = length
+        return out
+
+    def _many_rows(self, setting: Setting, invariant: bool) -> tuple[World, list]:
+        """Return a world and the rows of a step: short and long rows, with one and with several new tokens."""
         shapes = [(2, 1), (700, 1), (30, 1), (333, 1), (0, 5), (64, 17), (0, 130), (250, 40)]
         world = World(self, setting, len(shapes), 720, batch_invariant=invariant)
         return world, [(world.add(past), new) for past, new in shapes]
 
-    def _bits(self, world: World, rows: list, step: Any = None) -> dict[int, Tensor]:
-        """Index among ``rows`` -> its out [n, heads, dim_v] of a step, which leaves no trace."""
+    def _outputs(self, world: World, rows: list, step: Any = None) -> dict[int, Tensor]:
+        """Run a step and return index in ``rows`` -> out [n, heads, dim_v] of the row.
+
+        The lengths of the sequences are restored.
+        """
         lengths = [seq.length for seq, _ in rows]
-        got = (step or world.step)(rows)[0]
+        result = (step or world.step)(rows)[0]
         for (seq, _), length in zip(rows, lengths, strict=True):
             seq.length = length
         order = sorted(range(len(rows)), key=lambda i: rows[i][1] != 1)
-        return {i: got.out[p.first : p.first + p.n] for i, p in zip(order, got.places, strict=True)}
+        places = zip(order, result.places, strict=True)
+        return {i: result.out[place.first : place.first + place.n] for i, place in places}
 
     # ---- layout and graphs -----------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_the_layout_is_that_of_one_block(self) -> None:
-        """The engine allocates [blocks, *shape] of each tensor, and counts its bytes."""
+        """Check that the layout describes one block, of which the engine allocates [blocks, *shape] for each tensor."""
         for block, setting in self.space.each("block"):
             backend = self.build(self.attention_context(setting, 2, 2 * block, False))
             layout = backend.layout(setting.specs[0], backend.ctx.kv_format, block)
-            assert layout.block == block, f"layout for blocks of {block} tokens says block={layout.block}"
-            assert layout.tensors, "layout without tensors: keys must be kept somewhere"
-            for name, t in layout.tensors.items():
-                assert t.dtype in DTYPE_BYTES and hasattr(torch, t.dtype), f"{name!r}: unknown dtype {t.dtype!r}"
+            assert layout.block == block, f"the layout for blocks of {block} tokens has block={layout.block}"
+            assert layout.tensors, "the layout has no tensors: expected at least one for the keys"
+            for name, tensor in layout.tensors.items():
+                known = tensor.dtype in DTYPE_BYTES and hasattr(torch, tensor.dtype)
+                assert known, f"{name!r}: unknown dtype {tensor.dtype!r}"
 
     @since(1, 0)
     def test_a_captured_step_replays_on_new_data(self) -> None:
-        """The trait ``graph``: decode (or any mixed) steps captured once with their ``GraphKey`` give the answers of
-        new metadata that is copied into the same tensors, also where captures of two sizes take turns; ``plan`` runs
-        before each replay.  On a CPU the step runs again, and sees of the host what it saw at the capture."""
+        """Check that a captured decode step (or mixed step) gives exact results for new data (the trait ``graph``).
+
+        The step is captured once with its ``GraphKey``.  New metadata is copied into the same tensors, and ``plan``
+        runs before each replay.  Captures of two sizes take turns.  On a CPU the step runs again, with the host arrays
+        of the capture.
+        """
         graph = self.spec.traits.get("graph", "none")
-        assert graph in ("none", "decode", "mixed"), f"traits graph={graph!r}: want none, decode or mixed"
+        assert graph in ("none", "decode", "mixed"), f"traits graph={graph!r}: expected none, decode or mixed"
         if graph == "none":
             pytest.skip("not claimed: graph")
         for _, setting in self.space.each("dtype"):
@@ -440,7 +530,18 @@ class AttentionConformance(Writing, AttentionLse, AttentionSizes, AttentionAppro
                 attention_graph.check_mixed(self, setting)
 
 
-def _assert_same(got: dict[int, Tensor], want: dict[int, Tensor], names: Any, how: str) -> None:
-    for i, x in got.items():
-        differ = int((x != want[i]).sum())
-        assert not differ, f"row {names[i]}: {differ} of {x.numel()} elements of out have other bits when {how}"
+def _windowed(setting: Setting, window: int) -> Setting:
+    """Return a setting of one layer with another window."""
+    return replace(setting, specs=(replace(setting.specs[0], window=window),))
+
+
+def _require_score(result: LayerResult, least: float) -> None:
+    """Fail unless the test is strong enough: a score of the step is greater than ``least``."""
+    largest = max(exact.largest for exact in result.exact)
+    Seen(large=int(largest > least)).require(large=1)
+
+
+def _assert_same_bits(out: Tensor, expected: Tensor, row: int, how: str) -> None:
+    """Fail unless the outputs of a row are equal; ``how`` tells how the steps differ."""
+    differ = int((out != expected).sum())
+    assert not differ, f"row {row}: {differ} of {out.numel()} elements of out have other bits when {how}"

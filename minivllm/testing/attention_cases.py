@@ -1,4 +1,4 @@
-"""What an attention back end's claims leave to try: settings inside its limits, and steps of any mix of rows."""
+"""Test cases for an attention back end: settings inside the limits of its spec, and steps of any mix of rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from minivllm.registration.spec import ANY, PluginQuery, Spec
 from .attention_world import Rows, Setting, World, WorldSeq
 from .base import Subject
 
-CANDIDATES = {  # the plain ones first
+CANDIDATES = {  # values of each fact, the plainest first
     "dtype": ("float32", "bfloat16", "float16"),
     "block": (4, 16, 8, 1, 32, 64, 128, 256),
     "queries_per_kv": (2, 1, 3, 4, 5, 6, 7, 8, 16),
@@ -28,7 +28,7 @@ CANDIDATES = {  # the plain ones first
 
 
 class SpaceSuite(Protocol):
-    """What a space of settings needs of its suite: the claims of the plug-in, and the KV formats."""
+    """The part of a suite that ``Space`` uses: the claims of the plug-in, and the KV formats."""
 
     @property
     def spec(self) -> Spec: ...
@@ -46,13 +46,16 @@ class SpaceSuite(Protocol):
 
 
 def _device(suite: SpaceSuite) -> str:
-    """Return the claimed device; a CPU with the interpreter stands for the GPU that a Triton kernel claims."""
-    asked = suite.place().partition(":")[0]
-    return next(iter(suite.values("device", asked, "cuda", "cpu")), asked)
+    """Return the claimed device, preferably the device of the test.
+
+    A back end that claims only a GPU can be tested on a CPU: there the interpreter runs its Triton kernels.
+    """
+    device = suite.place().partition(":")[0]
+    return next(iter(suite.values("device", device, "cuda", "cpu")), device)
 
 
 def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
-    """Return the engine's query for a back end for these layers."""
+    """Return the query with which the engine looks for a back end for a setting."""
     specs = setting.specs
     facts: dict[str, Any] = {
         "device": _device(suite),
@@ -66,18 +69,18 @@ def request(suite: SpaceSuite, setting: Setting) -> PluginQuery:
     if suite.place().startswith("cuda"):
         major, minor = torch.cuda.get_device_capability(suite.place())
         facts["sm"] = 10 * major + minor
-    wanted = {
+    used = {
         "window": any(s.window is not None for s in specs),
         "softcap": any(s.softcap is not None for s in specs),
         "sinks": any(s.sinks for s in specs),
         "alibi": any(s.alibi is not None for s in specs),
         "v_in_k": any(s.v_in_k for s in specs),
     }
-    return PluginQuery(facts, frozenset(name for name, on in wanted.items() if on))
+    return PluginQuery(facts, frozenset(name for name, in_use in used.items() if in_use))
 
 
 class Space:
-    """The settings that a suite's plug-in claims."""
+    """All settings that the plug-in of a suite claims to serve."""
 
     def __init__(self, suite: SpaceSuite) -> None:
         self.suite = suite
@@ -87,141 +90,184 @@ class Space:
         empty = [fact for fact, values in self.facts.items() if not values]
         if empty:
             pytest.skip(f"claims no {' and no '.join(empty)} that is known here")
-        self.spec, self.kind = replace(suite.spec, needs=()), suite.subject.kind
+        self.spec = replace(suite.spec, needs=())
+        self.kind = suite.subject.kind
 
     def _values(self, fact: str, candidates: Sequence[Any]) -> list[Any]:
-        """The claimed ones of the candidates, and the edges of a limit or all of a set where they are numbers.  On a
-        GPU only the edges of a set, unless the profile is long: a kernel is compiled for each size."""
+        """Return the values of a fact to test: the claimed candidates, and the numbers that its limit names.
+
+        These numbers are the edges of a range or the elements of a set.  On a GPU they are only the least and the
+        greatest, unless the profile is long, because a kernel is compiled for each size.
+        """
         limit = ANY if self.suite.spec.limits == ANY else self.suite.spec.limits.get(fact, frozenset())
-        more = limit if isinstance(limit, Set) else [getattr(limit, edge, None) for edge in ("least", "most", "step")]
-        more = sorted(n for n in more if isinstance(n, int) and 0 < n <= 1024)
+        named = limit if isinstance(limit, Set) else [getattr(limit, edge, None) for edge in ("least", "most", "step")]
+        numbers = sorted(n for n in named if isinstance(n, int) and 0 < n <= 1024)
         if self.suite.place().startswith("cuda") and not self.suite.long:
-            more = [*more[:1], *more[-1:]]
-        return list(dict.fromkeys(self.suite.values(fact, *candidates, *more)))
+            numbers = [*numbers[:1], *numbers[-1:]]
+        return list(dict.fromkeys(self.suite.values(fact, *candidates, *numbers)))
 
     def serves(self, setting: Setting) -> bool:
-        fits = all(s.dim_v <= s.dim_qk for s in setting.specs if s.v_in_k)
-        known = self.suite.format_serves(setting.kv_format, setting.dtype)
-        return fits and known and not self.spec.refuse(request(self.suite, setting), self.kind)
+        """Return whether the plug-in claims to serve a setting."""
+        if any(spec.dim_v > spec.dim_qk for spec in setting.specs if spec.v_in_k):
+            return False
+        if not self.suite.format_serves(setting.kv_format, setting.dtype):
+            return False
+        return not self.spec.refuse(request(self.suite, setting), self.kind)
 
-    def plain(self, kv_heads: int = 2, **wanted: Any) -> Setting | None:
-        """The plainest setting with one layer that is as wanted: facts, or fields of its AttnSpec; None if none is
-        claimed.  Where the dimensions are left open they are equal if that is claimed."""
-        dtypes, *facts, formats = [
-            [wanted.pop(fact)] if fact in wanted else values for fact, values in self.facts.items()
-        ]
+    def plain(self, kv_heads: int = 2, **fixed: Any) -> Setting | None:
+        """Return the plainest claimed setting of one layer, or None.
+
+        ``fixed`` has facts, or fields of the layer's AttnSpec, that the setting must have.  dim_qk and dim_v are equal
+        if such a setting is claimed.
+        """
+        choices = [[fixed.pop(fact)] if fact in fixed else values for fact, values in self.facts.items()]
+        *facts, formats = choices
         found = None
-        for dtype, block, ratio, dim_qk, dim_v in itertools.product(dtypes, *facts):
-            spec = AttnSpec(kv_heads * ratio, kv_heads, dim_qk, dim_v, **wanted)
-            if found is None or dim_qk == dim_v:
-                for kv_format in sorted(formats, key=lambda name: self.stores[name] != dtype):  # its own format first
-                    if self.serves(setting := Setting((spec,), dtype, kv_format, block)):
-                        if dim_qk == dim_v:
-                            return setting
-                        found = found or setting
+        for dtype, block, ratio, dim_qk, dim_v in itertools.product(*facts):
+            if found is not None and dim_qk != dim_v:
+                continue
+            spec = AttnSpec(kv_heads * ratio, kv_heads, dim_qk, dim_v, **fixed)
+            lossless_first = sorted(formats, key=lambda name: self.stores[name] != dtype)
+            settings = (Setting((spec,), dtype, kv_format, block) for kv_format in lossless_first)
+            served = next(filter(self.serves, settings), None)
+            if served is not None and dim_qk == dim_v:
+                return served
+            found = found or served
         return found
 
     def features(self) -> dict[str, Sequence[Any]]:
-        """Fields of AttnSpec that may be varied, each with values; what is not claimed keeps its default."""
-        values = {"window": (None, 1, 2, 3, 5, 17, 1000), "sinks": (False, True), "softcap": (None, 1.5, 30.0)}
-        return {"scale": (None, None, 0.05, 0.9), **{k: v for k, v in values.items() if self.suite.claims(k)}}
+        """Return values for the fields of AttnSpec that a test may vary: the scale and the claimed features."""
+        values: dict[str, Sequence[Any]] = {"scale": (None, None, 0.05, 0.9)}
+        if self.suite.claims("window"):
+            values["window"] = (None, 1, 2, 3, 5, 17, 1000)
+        if self.suite.claims("sinks"):
+            values["sinks"] = (False, True)
+        if self.suite.claims("softcap"):
+            values["softcap"] = (None, 1.5, 30.0)
+        return values
 
     def settings(self) -> st.SearchStrategy[Setting]:
-        """Any setting of one or two layers; the second shares the first's KV group or has one of its own."""
+        """Return a hypothesis strategy for claimed settings of one or two layers.
+
+        The second layer shares the KV group of the first layer or has its own group.
+        """
         facts = {fact: st.sampled_from(values) for fact, values in self.facts.items()}
         features = {name: st.sampled_from(values) for name, values in self.features().items()}
-        equal = st.booleans()  # dim_v == dim_qk
-        in_k = st.booleans() if self.suite.claims("v_in_k") else st.just(False)
+        v_in_k = st.booleans() if self.suite.claims("v_in_k") else st.just(False)
 
         @st.composite
         def any_setting(draw: Any) -> Setting:
-            f = {fact: draw(values) for fact, values in facts.items()}
-            dim_v = f["dim_qk"] if draw(equal) else f["dim_v"]
+            fact = {name: draw(values) for name, values in facts.items()}
+            equal_dims = draw(st.booleans())
+            dim_v = fact["dim_qk"] if equal_dims else fact["dim_v"]
             kv_heads = draw(st.sampled_from((1, 2, 2, 3)))
-            more = {name: draw(values) for name, values in features.items()}
-            first = AttnSpec(kv_heads * f["queries_per_kv"], kv_heads, f["dim_qk"], dim_v, draw(in_k), **more)
+            fields = {name: draw(values) for name, values in features.items()}
+            heads = kv_heads * fact["queries_per_kv"]
+            first = AttnSpec(heads, kv_heads, fact["dim_qk"], dim_v, draw(v_in_k), **fields)
             specs = [first]
             if draw(st.booleans()):
-                more = {name: draw(values) for name, values in features.items()}
-                if draw(st.booleans()):
-                    specs.append(replace(first, **{**more, "window": first.window}))
+                fields = {name: draw(values) for name, values in features.items()}
+                same_group = draw(st.booleans())
+                if same_group:
+                    fields["window"] = first.window
                 else:
-                    ratio = draw(facts["queries_per_kv"])
-                    specs.append(replace(first, heads=ratio * (kv_heads + 1), kv_heads=kv_heads + 1, **more))
-            return Setting(tuple(specs), f["dtype"], f["kv_format"], f["block"])
+                    fields["kv_heads"] = kv_heads + 1
+                    fields["heads"] = draw(facts["queries_per_kv"]) * (kv_heads + 1)
+                specs.append(replace(first, **fields))
+            return Setting(tuple(specs), fact["dtype"], fact["kv_format"], fact["block"])
 
         return any_setting().filter(self.serves)
 
-    def each(self, fact: str, **wanted: Any) -> Iterator[tuple[Any, Setting]]:
-        """The plainest setting for each claimed value of a fact; skips the test if there is none."""
-        found = [(value, self.plain(**{fact: value}, **wanted)) for value in self.facts[fact]]
-        if not any(setting for _, setting in found):
-            pytest.skip(f"no setting with any {fact}" + (f" and {wanted}" if wanted else "") + " is claimed")
-        yield from ((value, setting) for value, setting in found if setting is not None)
+    def each(self, fact: str, **fixed: Any) -> Iterator[tuple[Any, Setting]]:
+        """Yield the claimed values of a fact, each with the plainest setting that has it.
+
+        ``fixed`` has other facts or AttnSpec fields that the settings must have.  Skip the test if no setting is
+        claimed.
+        """
+        settings = {value: self.plain(**{fact: value}, **fixed) for value in self.facts[fact]}
+        claimed = [(value, setting) for value, setting in settings.items() if setting is not None]
+        if not claimed:
+            pytest.skip(f"no setting with any {fact}" + (f" and {fixed}" if fixed else "") + " is claimed")
+        yield from claimed
 
 
 def room(setting: Setting) -> int:
-    """Tokens that a sequence may have in a test that is repeated often: enough for some blocks, if they are not too
-    much work."""
-    work = max(s.heads * (s.dim_qk + s.dim_v) for s in setting.specs)
+    """Return how many tokens a sequence may have in a test that runs often.
+
+    The number is enough for some blocks, unless attention over them is too much work.
+    """
+    work = max(spec.heads * (spec.dim_qk + spec.dim_v) for spec in setting.specs)
     return max(20, min(320, 400_000 // work, 5 * setting.block + 40))
 
 
 @dataclass(frozen=True)
 class RowLife:
-    """A sequence of a test: tokens in the cache at first, and how many it brings in each step (0: it is not in it)."""
+    """The plan of one sequence through the steps of a test."""
 
-    past: int
-    news: tuple[int, ...]
-    shares: bool = False  # the start of the first sequence
+    past: int  # tokens in the cache before the first step
+    news: tuple[int, ...]  # new tokens in each step; 0 means that the sequence is not in the step
+    shares: bool = False  # the sequence shares blocks with the start of the first sequence
     ended: bool = False
     null: bool = False
 
 
 @st.composite
 def lives(draw: Any, block: int, most: int) -> tuple[RowLife, ...]:
-    """One to five sequences through one to three steps, none of them empty; at most ``most`` tokens each."""
+    """Draw the plans of one to five sequences through one to three steps.
+
+    No step is empty.  A sequence has at most ``most`` tokens.  ``block`` is the number of tokens of a block.
+    """
     steps = draw(st.integers(1, 3))
-    sharing = 2 if 3 * block < most else int(block + 40 < most)  # blocks that may be shared, if there is room behind
-    common = draw(st.integers(0, sharing)) * block if sharing else 0  # tokens of a prefix that some share
+    shareable = int(block + 40 < most)  # full blocks of a common prefix that leave room for other tokens
+    if 3 * block < most:
+        shareable = 2
+    common = draw(st.integers(0, shareable)) * block if shareable else 0
     edge = st.builds(lambda n, d: n * block + d, st.integers(1, 4), st.sampled_from((-1, 0, 1)))
     many = st.one_of(st.integers(2, 9), edge, st.integers(2, most // 3))
     past = st.one_of(st.integers(1, 5), edge, edge, st.integers(1, most // 2))
-    out = []
+    plans = []
     for i in range(draw(st.integers(1, 5))):
-        kind = draw(st.sampled_from(("live", "live", "live", "ended", "null"))) if i else "live"
+        is_first = i == 0
+        kind = "live" if is_first else draw(st.sampled_from(("live", "live", "live", "ended", "null")))
         shares = draw(st.booleans())
         start = 0 if draw(st.integers(0, 2)) == 0 else draw(past)
-        left, news = most, []
-        start = min(max(start, common if shares or not i else 0), left - steps)
-        left -= start
+        if shares or is_first:
+            start = max(start, common)
+        start = min(start, most - steps)
+        room_left = most - start
+        news = []
         for step in range(steps):
-            how = draw(st.sampled_from(("one", "many", "many" if not start and not step else "none")))
-            new = {"one": 1, "none": 0}.get(how)
-            new = max(draw(many) if new is None else new, int(not i))  # the first sequence is in every step
-            news.append(min(new, left - (steps - 1 - step)))
-            left -= news[-1]
-        out.append(RowLife(start, tuple(news), shares, kind == "ended", kind == "null"))
-    return tuple(out)
+            is_prompt = start == 0 and step == 0
+            choice = draw(st.sampled_from(("one", "many", "many" if is_prompt else "none")))
+            new = draw(many) if choice == "many" else int(choice == "one")
+            if is_first:
+                new = max(new, 1)  # so that no step is empty
+            news.append(min(new, room_left - (steps - 1 - step)))
+            room_left -= news[-1]
+        plans.append(RowLife(start, tuple(news), shares, kind == "ended", kind == "null"))
+    return tuple(plans)
 
 
 def settle(world: World, plan: Sequence[RowLife]) -> list[WorldSeq]:
-    """Bring the sequences of a plan into a world."""
+    """Add the sequences of a plan to a world and return them."""
     seqs: list[WorldSeq] = []
     for life in plan:
+        if life.null:
+            seqs.append(world.add_null())
+            continue
         like = seqs[0] if life.shares and seqs else None
-        seqs.append(world.add_null() if life.null else world.add(life.past, like, life.ended))
+        seqs.append(world.add(life.past, like, life.ended))
     return seqs
 
 
 def rows_of(plan: Sequence[RowLife], seqs: Sequence[WorldSeq], step: int) -> Rows:
-    """The rows of a step, in a changed order."""
+    """Return the rows of a step, in reverse order for every other step."""
     rows = [(seq, life.news[step]) for seq, life in zip(seqs, plan, strict=True) if life.news[step]]
     return rows[::-1] if step % 2 else rows
 
 
 def seen_in(rows: Rows, plan: Sequence[RowLife], block: int) -> Iterator[str]:
-    """What a step is a case of."""
+    """Yield the names of the difficult cases that a step contains, for ``Seen``."""
     live = [(seq, new) for seq, new in rows if seq.live]
     if any(new == 1 for _, new in live) and any(new > 1 for _, new in live):
         yield "mixed"

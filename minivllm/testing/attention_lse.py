@@ -1,4 +1,4 @@
-"""The logarithm of the softmax's denominator, by which answers over parts of a context are merged."""
+"""Tests of ``lse``, the logarithm of the softmax denominator, which merges results over parts of a context."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .base import since
 
 
 class AttentionLse:
-    """Part of ``AttentionConformance``."""
+    """The tests of ``lse`` in ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         claims: Any
@@ -24,7 +24,10 @@ class AttentionLse:
 
     @since(1, 0)
     def test_lse_is_the_logarithm_of_the_denominator(self) -> None:
-        """Natural logarithm, float32 [T, heads], the sink included, after scale and soft cap."""
+        """Check that lse is the natural logarithm of the denominator, float32 [T, heads].
+
+        The denominator includes the sink, and its scores are scaled and soft-capped.
+        """
         self.need("lse")
         rows = [(0, 5), (7, 1), (6, 4), (0, 1), (30, 1), (11, 9), (0, 20)]
         for more in ({}, {"window": 4}, {"sinks": True}, {"softcap": 2.0}, {"scale": 0.8}):
@@ -33,34 +36,40 @@ class AttentionLse:
 
     @since(1, 2)
     def test_answers_over_parts_of_a_context_merge_by_their_lse(self) -> None:
-        """The keys of a row are dealt to two rows with its query: their answers, weighed by exp(lse), are its own (Ring
-        Attention, arXiv:2310.01889; FlashDecoding's reduction)."""
+        """Check that results over two parts of a context merge into the result over the whole context.
+
+        Two rows with the query of a third row have the first and the last of its keys.  The sum of their results,
+        weighted by exp(lse), is the result of the third row (Ring Attention, arXiv:2310.01889; FlashDecoding).
+        """
         self.need("lse")
-        whole, first = 37, 13
-        world = World(self, self.plain(), 3, whole + 1)
-        a, b, both = (world.add() for _ in range(3))
-        for seq, keys in ((a, slice(0, first)), (b, slice(first, whole))):
-            for mine, theirs in zip((*seq.k, *seq.v), (*both.k, *both.v), strict=True):
-                mine[: keys.stop - keys.start] = theirs[keys]
-            for mine, theirs in zip(seq.q, both.q, strict=True):
-                mine[keys.stop - keys.start - 1] = theirs[whole - 1]
-        world.step([(a, first - 1), (b, whole - first - 1), (both, whole - 1)])
-        for got in world.step([(a, 1), (b, 1), (both, 1)], lse=True):
-            assert got.lse is not None
-            out, lse = got.out.double(), got.lse.double()
-            total = torch.logaddexp(lse[0], lse[1])
-            merged = sum((lse[i] - total).exp()[:, None] * out[i] for i in range(2))
-            near = 1e-5 + 4 * torch.finfo(got.out.dtype).eps * float(out.abs().max())
-            error = max(float((merged - out[2]).abs().max()), float((total - lse[2]).abs().max()))
-            assert error <= near, f"merged answers are off by {error:.2g}; want at most {near:.2g}"
+        total, first = 37, 13  # keys of the third row and of the first row
+        world = World(self, self.plain(), 3, total + 1)
+        start, end, whole = (world.add() for _ in range(3))
+        for seq, keys in ((start, slice(0, first)), (end, slice(first, total))):
+            n = keys.stop - keys.start
+            for part, source in zip((*seq.k, *seq.v), (*whole.k, *whole.v), strict=True):
+                part[:n] = source[keys]
+            for part, source in zip(seq.q, whole.q, strict=True):
+                part[n - 1] = source[total - 1]
+        world.step([(start, first - 1), (end, total - first - 1), (whole, total - 1)])
+        for result in world.step([(start, 1), (end, 1), (whole, 1)], lse=True):
+            assert result.lse is not None
+            out = result.out.double()
+            lse = result.lse.double()
+            merged_lse = torch.logaddexp(lse[0], lse[1])
+            weights = (lse[:2] - merged_lse).exp()
+            merged = (weights[..., None] * out[:2]).sum(0)
+            allowed = 1e-5 + 4 * torch.finfo(result.out.dtype).eps * float(out.abs().max())
+            error = max(float((merged - out[2]).abs().max()), float((merged_lse - lse[2]).abs().max()))
+            assert error <= allowed, f"merged results are off by {error:.2g}; at most {allowed:.2g} is allowed"
 
     @since(1, 0)
     def test_an_output_that_is_not_claimed_is_refused(self) -> None:
-        """Raise a PluginError rather than leave the caller's tensor as it is."""
+        """Check that a back end without lse raises an error, such as PluginError, and does not ignore the tensor."""
         if self.claims("lse"):
             pytest.skip("claimed: lse")
         world = World(self, self.plain(), 1, 4)
         rows = [(world.add(2), 1)]
         with pytest.raises((MinivllmError, NotImplementedError, ValueError)) as caught:
             world.step(rows, lse=True)
-        assert str(caught.value).strip(), "lse is refused without words"
+        assert str(caught.value).strip(), "lse is refused without a message"

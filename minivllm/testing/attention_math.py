@@ -1,5 +1,8 @@
-"""What attention is held against: its definition, by which float64 gives the answer and the model's own dtype gives
-the error that is allowed (twice that of the naive way, as flash-attention's own tests have it)."""
+"""Reference attention by its definition, and the comparison of a back end's results with it.
+
+The reference in float64 is the exact answer.  The same computation in the model's dtype has a naive error.  A back end
+may have twice this error, as in flash-attention's own tests.
+"""
 
 from __future__ import annotations
 
@@ -14,100 +17,118 @@ from minivllm.core.interfaces.attention import AttentionBackend, AttnSpec, QKPre
 
 @dataclass(frozen=True)
 class ExactAttention:
-    """What attention gives for n queries of one sequence of L tokens."""
+    """The results of attention for the last n queries of one sequence of L tokens."""
 
     out: Tensor  # [n, heads, dim_v]
     lse: Tensor  # [n, heads] natural logarithm of the softmax's denominator, the sink included
-    largest: float  # greatest absolute score among those that are seen
+    largest: float  # greatest absolute score of a query and a key that it sees
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, sinks: Tensor | None, selected: Tensor | None = None
 ) -> ExactAttention:
-    """Return attention by its definition, in the dtype of its arguments.
+    """Return attention by its definition, computed in the dtype of its arguments.
 
-    q [n, heads, dim_qk] are those of the last n tokens of k [L, kv_heads, dim_qk] and v [L, kv_heads, dim_v].
-    ``selected`` bool [n, heads, L] leaves out the other keys, of an approximate back end; None means all.
+    q [n, heads, dim_qk] has the queries of the last n tokens of k [L, kv_heads, dim_qk] and v [L, kv_heads, dim_v].
+    ``selected`` (bool [n, heads, L]) names the keys that an approximate back end uses.  None means all visible keys.
     """
+    n = len(q)
+    length = len(k)
     kv_head = torch.arange(spec.heads) // (spec.heads // spec.kv_heads)
     scale = spec.scale if spec.scale is not None else spec.dim_qk**-0.5
-    s = (q.transpose(0, 1) @ k[:, kv_head].permute(1, 2, 0)) * scale  # [heads, n, L]
+    scores = (q.transpose(0, 1) @ k[:, kv_head].permute(1, 2, 0)) * scale  # [heads, n, L]
     if spec.softcap is not None:
-        s = spec.softcap * torch.tanh(s / spec.softcap)
-    key, query = torch.arange(len(k)), torch.arange(len(k) - len(q), len(k))[:, None]
+        scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if spec.alibi is not None:
-        s = s + torch.tensor(spec.alibi, dtype=s.dtype)[:, None, None] * (key - query)
-    seen = visible(len(q), len(k), spec) if selected is None else selected.transpose(0, 1)
-    largest = float(s.masked_fill(~seen, 0).abs().max())
-    s = s.masked_fill(~seen, -torch.inf)
+        distance = torch.arange(length) - torch.arange(length - n, length)[:, None]
+        scores = scores + torch.tensor(spec.alibi, dtype=scores.dtype)[:, None, None] * distance
+    seen = visible(n, length, spec) if selected is None else selected.transpose(0, 1)
+    largest = float(scores.masked_fill(~seen, 0).abs().max())
+    scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
-        s = torch.cat([s, sinks.to(s)[:, None, None].expand(-1, len(q), 1)], dim=-1)
-    p = s.softmax(-1)[..., : len(k)]
-    out = p @ v[:, kv_head].transpose(0, 1)
-    return ExactAttention(out.transpose(0, 1), s.logsumexp(-1).T, largest)
+        sink = sinks.to(scores)[:, None, None].expand(-1, n, 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    probs = scores.softmax(-1)[..., :length]
+    out = probs @ v[:, kv_head].transpose(0, 1)
+    return ExactAttention(out.transpose(0, 1), scores.logsumexp(-1).T, largest)
 
 
 def visible(queries: int, keys: int, spec: AttnSpec) -> Tensor:
     """Return which keys each of the last ``queries`` of ``keys`` tokens may see, bool [queries, keys]."""
-    key, query = torch.arange(keys), torch.arange(keys - queries, keys)[:, None]
+    key = torch.arange(keys)
+    query = torch.arange(keys - queries, keys)[:, None]
     seen = key <= query
     return seen if spec.window is None else seen & (key > query - spec.window)
 
 
 def check_selected(backend: AttentionBackend, spec: AttnSpec, mask: Any, queries: int, keys: int) -> None:
-    """Fail unless the selection of one row has the form of the contract and keeps to its rules."""
-    want = (queries, spec.heads, keys)
+    """Fail unless the key selection of one row of a step obeys the contract of approximate attention.
+
+    ``mask`` is the return value of ``AttentionBackend.selected`` for the row: bool [queries, heads, keys].  Each query
+    selects visible keys only, at least one and at most ``most_keys``.
+    """
+    shape = (queries, spec.heads, keys)
     found = f"{tuple(mask.shape)} {mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
-    assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == want, (
-        f"selected gave {found}: want a bool tensor {want}, [q_len, heads, kv_len]"
+    assert isinstance(mask, Tensor) and mask.dtype == torch.bool and tuple(mask.shape) == shape, (
+        f"selected returned {found}: expected a bool tensor {shape}, [q_len, heads, kv_len]"
     )
-    seen = visible(queries, keys, spec)[:, None]
-    beyond = (mask.cpu() & ~seen).nonzero()
+    seen = visible(queries, keys, spec)
+    beyond = (mask.cpu() & ~seen[:, None]).nonzero()
     assert not len(beyond), (
-        f"selected gives key {int(beyond[0][2])} to query {int(beyond[0][0])} of the last {queries} of {keys} tokens, "
-        "which may not see it"
+        f"selected returns key {int(beyond[0][2])} for query {int(beyond[0][0])} of the last {queries} of {keys} "
+        "tokens, which may not see it"
     )
     count = mask.cpu().sum(-1)
-    assert bool((count > 0).all()), "selected gives no key to a query: want at least one"
-    sees = seen[:, 0].sum(-1).tolist()
-    for i, n in enumerate(sees):
-        most, mine = backend.most_keys(n, queries), int(count[i].max())
-        assert mine <= most, f"a query that sees {n} keys, of {queries} queries, selects {mine}: most_keys says {most}"
-        if most >= n:
-            assert mine == n == int(count[i].min()), f"most_keys says that all {n} keys are selected, and {mine} are"
+    assert bool((count > 0).all()), "selected returns no key for a query: expected at least one"
+    for i, n in enumerate(seen.sum(-1).tolist()):
+        allowed = backend.most_keys(n, queries)
+        most = int(count[i].max())
+        assert most <= allowed, (
+            f"a query that sees {n} keys, of {queries} queries, selects {most}: most_keys allows {allowed}"
+        )
+        if allowed >= n:
+            least = int(count[i].min())
+            assert least == n, f"most_keys returns {allowed}, so all {n} keys must be selected, but {least} are"
 
 
 def slopes(heads: int) -> tuple[float, ...]:
-    """Return a slope for each of ``heads`` heads, steep to flat, of which no two are equal."""
+    """Return a different ALiBi slope for each of ``heads`` heads, from steep to flat."""
     return tuple(2.0 ** (-0.5 - 6.0 * head / heads) for head in range(heads))
 
 
 def rotated(x: Tensor, norm: Tensor | None, pre: QKPre, position: Tensor) -> Tensor:
-    """x [T, heads, dim] after RMSNorm and rotary embedding by their definitions, in the dtype of x, on the CPU: the
-    pairs (x[i], x[i + d / 2]) of the first d elements are turned by the angle of the position and i."""
+    """Return x [T, heads, dim] after RMSNorm and rotary embedding by their definitions.
+
+    The result is on the CPU in the dtype of x.  The rotation turns each pair (x[i], x[i + d / 2]) of the first d
+    elements by an angle that depends on the position (int64 [T]) and on i.
+    """
     if norm is not None:
         x = x / (x.square().mean(-1, keepdim=True) + pre.eps).sqrt() * norm.to(x)
     if pre.cos is None:
         return x
     half = pre.cos.shape[1] // 2
-    cos, sin = (t.cpu()[position, None, :half].to(x) for t in (pre.cos, pre.sin))
-    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = (table.cpu()[position, None, :half].to(x) for table in (pre.cos, pre.sin))
+    a = x[..., :half]
+    b = x[..., half : 2 * half]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], dim=-1)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A row of a step: its tokens [first, first + n), which are the last of ``length``."""
+    """The position of a row in a step, for comparison and messages.
+
+    The row has the tokens [first, first + n) of the step, which are the last n of a sequence of ``length`` tokens.
+    """
 
     row: int
     first: int
     n: int
     length: int
-    block: int
+    block: int  # tokens per block
     setting: str
 
     def at(self, index: tuple[int, ...]) -> str:
-        """``index``: (token within the row, head, element)."""
+        """Describe an element of a result in words; ``index`` is (token within the row, head, element)."""
         position = self.length - self.n + index[0]
         inner = "".join(f", {name} {i}" for name, i in zip(("head", "element"), index[1:], strict=False))
         block = f"{position // self.block} + {position % self.block}"
@@ -117,46 +138,52 @@ class Place:
 def compare(
     out: Tensor,
     lse: Tensor | None,
-    want: ExactAttention,
+    exact: ExactAttention,
     naive: ExactAttention,
     place: Place,
     dtype: torch.dtype,
 ) -> None:
-    """One row's answers, which lie in those of a step ([T, ...]) as ``place`` says.
+    """Fail unless the results of one row are as close to the exact answer as the contract demands.
 
-    Beside twice the naive error a little is allowed: that of rounding the result, or of a score, for a naive way that
-    was lucky, and of float32 scores, which are not exact if they are large, whoever computes them.
+    ``out`` [T, heads, dim_v] and ``lse`` [T, heads] are those of a whole step.  ``place`` names the row.
+
+    Twice the naive error is allowed, and a little more.  The naive computation can have a small error by luck, so the
+    rounding of the result and of a score is added.  Large scores are inexact in float32 in any implementation.
     """
-    rows = slice(place.first, place.first + place.n)
-    inexact = 2**-22 * want.largest
-    size = float(want.out.abs().max())
+    tokens = slice(place.first, place.first + place.n)
+    inexact = 2**-22 * exact.largest
+    size = float(exact.out.abs().max())
     floor = 1e-5 * max(1.0, size) + inexact * (size + 3)
     unit = torch.finfo(dtype).eps / 2
-    check("out", out[rows], want.out, naive.out, floor, unit, place)
+    check("out", out[tokens], exact.out, naive.out, floor, unit, place)
     if lse is not None:
-        check("lse", lse[rows], want.lse, naive.lse, 1e-5 + 4 * inexact + unit * want.largest, 0.0, place)
+        floor = 1e-5 + 4 * inexact + unit * exact.largest
+        check("lse", lse[tokens], exact.lse, naive.lse, floor, 0.0, place)
 
 
-def check(name: str, got: Tensor, want: Tensor, naive: Tensor, floor: float, unit: float, place: Place) -> None:
-    """got, want and naive [n, heads, ...], in the largest error and in L2.  ``unit`` is allowed in relation to the
-    answer, ``floor`` as it stands."""
-    got, naive = got.double(), naive.double()
-    lost = (~got.isfinite()).nonzero()
+def check(name: str, result: Tensor, exact: Tensor, naive: Tensor, floor: float, unit: float, place: Place) -> None:
+    """Fail unless ``result`` is close to ``exact``, in its largest error and in the L2 norm of its error.
+
+    All tensors are [n, heads, ...].  The allowed error is twice the error of ``naive``, plus ``floor``, plus ``unit``
+    times the size of ``exact``.
+    """
+    result = result.double()
+    naive_error = naive.double() - exact
+    lost = (~result.isfinite()).nonzero()
     if len(lost):
         index = tuple(lost[0].tolist())
-        raise AssertionError(
-            f"{name} is {float(got[index])}, or was not written, in {place.at(index)}\n{place.setting}"
-        )
-    error = (got - want).abs()
-    allowed = 2 * float((naive - want).abs().max()) + floor + unit * float(want.abs().max())
+        value = float(result[index])
+        raise AssertionError(f"{name} is {value}, or was not written, in {place.at(index)}\n{place.setting}")
+    error = (result - exact).abs()
+    allowed = 2 * float(naive_error.abs().max()) + floor + unit * float(exact.abs().max())
     index = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
     assert float(error[index]) <= allowed, (
-        f"{name} is {float(got[index]):.7g}, want {float(want[index]):.7g} within {allowed:.2g}, in {place.at(index)}\n"
-        f"{place.setting}"
+        f"{name} is {float(result[index]):.7g}, expected {float(exact[index]):.7g} within {allowed:.2g}, in "
+        f"{place.at(index)}\n{place.setting}"
     )
-    norm = float(want.norm())
-    allowed = 2 * float((naive - want).norm()) + floor * got.numel() ** 0.5 + unit * norm
+    norm = float(exact.norm())
+    allowed = 2 * float(naive_error.norm()) + floor * result.numel() ** 0.5 + unit * norm
     assert float(error.norm()) <= allowed, (
-        f"{name} is off by {float(error.norm()):.3g} in L2, the answer has {norm:.3g}; allowed are {allowed:.3g}, in "
-        f"{place.at((0,))}\n{place.setting}"
+        f"{name} is off by {float(error.norm()):.3g} in L2, where the answer has {norm:.3g}: at most {allowed:.3g} is "
+        f"allowed, in {place.at((0,))}\n{place.setting}"
     )

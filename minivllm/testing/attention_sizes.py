@@ -1,4 +1,4 @@
-"""Attention beyond the sizes at which a grid, a mask or a table of partial sums would end."""
+"""Tests of attention over many rows, heads and keys, which may exceed a grid, a mask or a table of partial sums."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 
 from .base import since
 
-ROWS = 40  # of a step
-PROMPT, CONTEXT = 1100, 9000  # tokens
+ROWS = 40  # rows of a step
+PROMPT = 1100  # tokens of a long prompt
+CONTEXT = 9000  # tokens of a long context
 WINDOWS = (33, 64, 100, 130)  # tokens
 
 
 class AttentionSizes:
-    """Part of ``AttentionConformance``."""
+    """The tests of large sizes in ``AttentionConformance``."""
 
     if TYPE_CHECKING:
         claims: Any
@@ -24,13 +25,14 @@ class AttentionSizes:
 
     @since(1, 0)
     def test_many_rows_of_a_step_get_their_own(self) -> None:
-        """32 rows that decode and 8 chunks, of any lengths."""
-        rows = [(1 + 7 * i % 45, 1) for i in range(ROWS - 8)] + [(5 * i % 23, 2 + i % 7) for i in range(8)]
-        self.run(self.plain(), rows)
+        """Check a step of 32 decode rows and 8 chunks of different lengths."""
+        decode = [(1 + 7 * i % 45, 1) for i in range(ROWS - 8)]
+        chunks = [(5 * i % 23, 2 + i % 7) for i in range(8)]
+        self.run(self.plain(), decode + chunks)
 
     @since(1, 0)
     def test_many_heads_have_keys_of_their_own(self) -> None:
-        """8 KV heads as most models have them, and 20 and 33."""
+        """Check 8 KV heads, which most models have, and 20 and 33 KV heads."""
         found = [self.space.plain(kv_heads=n) for n in (8, 20, 33)]
         if not any(found):
             pytest.skip("no setting with 8 KV heads is claimed")
@@ -39,7 +41,7 @@ class AttentionSizes:
 
     @since(1, 0)
     def test_long_prompts_and_contexts(self) -> None:
-        """A prompt of 1,100 tokens in one step, a chunk of 600 behind others, and 9,000 keys of a row that decodes."""
+        """Check a prompt of 1,100 tokens, a chunk of 600 tokens after 90 others, and a decode row of 9,000 keys."""
         setting = self.plain(kv_heads=1)
         self.run(setting, [(0, PROMPT), (3, 1)])
         self.run(setting, [(90, 600), (2, 2)])
@@ -47,7 +49,7 @@ class AttentionSizes:
 
     @since(1, 0)
     def test_a_window_of_any_length_is_exact(self) -> None:
-        """``window``: of 33 to 130 tokens too, in rows that are longer; it ends within a tile too."""
+        """Check windows of 33 to 130 tokens in longer rows (``window``), so that a window may start within a tile."""
         if not self.claims("window"):
             pytest.skip("not claimed: window")
         for window in WINDOWS:

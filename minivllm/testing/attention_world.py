@@ -1,8 +1,9 @@
-"""Sequences with known keys and values, scattered over a poisoned paged cache, and steps as the engine makes them.
+"""A back end with a paged cache, sequences with known keys and values, and steps as the engine runs them.
 
-A *world* is a back end with a few layers.  Blocks lie in random order and may be shared, rows stand in slots of other
-numbers, and everything that no query may see holds garbage: the null block, blocks of nobody, the slots of a sequence's
-last block beyond its length, table entries beyond its length, and the table rows of other slots.
+Such a *world* has a few layers.  The blocks of a sequence are in random order and may be shared.  The number of a row
+differs from its slot in the block table.  Everything that no query may see holds garbage: the null block, blocks that
+no sequence owns, the rest of a sequence's last block, table entries beyond its length, and the table rows of other
+slots.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from minivllm.registration.spec import Spec
 from .attention_math import ExactAttention, Place, attend, check_selected, compare
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
-GUARD = 3  # rows before and behind an output that must stay as they are
-MARK = 7.0  # what they hold
-STRANGERS = 4  # blocks of nobody, in each group
+GUARD = 3  # guard rows before and after an output, which a back end must not change
+MARK = 7.0  # the value of the elements of guard rows
+UNOWNED = 4  # blocks of each KV group that no sequence owns
 
 
 def make_meta(
@@ -43,31 +44,38 @@ def make_meta(
     ended: Collection[int] = (),
     ahead: int = 0,
 ) -> AttnMeta:
-    """``rows``: (slot, q_len, kv_len), those of one token first; ``table`` i32 [G, S, M].
+    """Return the metadata of a step.
 
-    The rows ``ended`` write to the null block, as those do that met their end on the device.  The host's lengths of
-    rows that decode are too large by ``ahead``.
+    ``rows`` has (slot, q_len, kv_len) of each row, rows of one token first.  ``table`` is the block table, int32
+    [KV groups, slots, blocks], and ``block`` the tokens of a block.  The rows numbered in ``ended`` write to the null
+    block, like rows that ended on the device while the host did not know yet.  The lengths of decode rows on the host
+    are too large by ``ahead``.
     """
-    slots, q_len, kv_len = (np.array(x, np.int64) for x in zip(*rows, strict=True))
+    slots, q_len, kv_len = (np.array(column, np.int64) for column in zip(*rows, strict=True))
     decode_rows = int(np.argmax(np.append(q_len, 2) != 1))
     groups = len(table)
+    ends = np.cumsum(q_len)
     row = np.repeat(np.arange(len(rows)), q_len)
-    position = (kv_len - np.cumsum(q_len))[row] + np.arange(len(row))
+    position = (kv_len - ends)[row] + np.arange(len(row))
     slot_map = table[:, slots[row], position // block].astype(np.int64) * block + position % block
     slot_map[:, np.isin(row, list(ended))] = 0
     host_q_len = q_len.astype(np.int32)
     host_q_len.flags.writeable = False
-    host_kv_len = (kv_len + ahead * (np.arange(len(rows)) < decode_rows)).astype(np.int32)
-    i32, i64 = (lambda x: torch.tensor(x, dtype=torch.int32, device=device)), lambda x: torch.tensor(x, device=device)
+    host_kv_len = kv_len.astype(np.int32)
+    host_kv_len[:decode_rows] += ahead
+
+    def int32(x: np.ndarray) -> Tensor:
+        return torch.tensor(x, dtype=torch.int32, device=device)
+
     return AttnMeta(
-        slots=i64(slots),
-        cu_q=i32(np.concatenate([[0], np.cumsum(q_len)])),
-        q_len=i32(q_len),
-        kv_len=i32(kv_len).expand(groups, len(rows)),
-        position=i64(position),
-        row=i64(row),
-        table=i32(table),
-        slot_map=i64(slot_map),
+        slots=torch.tensor(slots, device=device),
+        cu_q=int32(np.append(0, ends)),
+        q_len=int32(q_len),
+        kv_len=int32(kv_len).expand(groups, len(rows)),
+        position=torch.tensor(position, device=device),
+        row=torch.tensor(row, device=device),
+        table=int32(table),
+        slot_map=torch.tensor(slot_map, device=device),
         block=block,
         decode_rows=decode_rows,
         host_q_len=host_q_len,
@@ -77,64 +85,70 @@ def make_meta(
 
 @dataclass(frozen=True)
 class Setting:
-    """What a world is made for: some layers, the dtype of the model, the KV format's name and the block size."""
+    """The configuration of a world: its layers, the dtype of the model, the KV format and the block size."""
 
-    specs: tuple[AttnSpec, ...]
+    specs: tuple[AttnSpec, ...]  # one for each layer
     dtype: str
-    kv_format: str
-    block: int
+    kv_format: str  # name of the format
+    block: int  # tokens per block
 
     def __str__(self) -> str:
         return f"{self.dtype}, kv_format={self.kv_format}, block={self.block}, {'; '.join(map(str, self.specs))}"
 
 
 def keep_tensors(kept: dict[tuple[str, Any], Tensor], meta: AttnMeta, names: Collection[str] | None = None) -> None:
-    """Put what the metadata holds into tensors that earlier steps had, so that a new step is no new tensor: whoever
-    knows a step by a tensor's id or address takes it for an old one.  ``names``: of which fields; None: of all."""
-    for field_ in fields(meta):
-        value = getattr(meta, field_.name)
-        if isinstance(value, Tensor) and (names is None or field_.name in names):
-            place = (field_.name, value.shape)
-            if place not in kept:
-                kept[place] = value.clone(memory_format=torch.contiguous_format)
-            setattr(meta, field_.name, kept[place].copy_(value))
+    """Replace the tensors of the metadata by the tensors of an earlier step, filled with the new values.
+
+    A back end that recognises a step by the id or address of a tensor then mistakes the new step for an old one.
+    ``kept`` has the tensors of earlier steps, by field and shape.  ``names`` are the fields to replace; None means all.
+    """
+    for item in fields(meta):
+        value = getattr(meta, item.name)
+        if isinstance(value, Tensor) and (names is None or item.name in names):
+            key = (item.name, value.shape)
+            if key not in kept:
+                kept[key] = value.clone(memory_format=torch.contiguous_format)
+            setattr(meta, item.name, kept[key].copy_(value))
 
 
 @dataclass
 class WorldSeq:
-    """One sequence: its slot, and for each layer q, k and v of all tokens it will ever have, exact in the model's
-    dtype: [capacity, heads, dim] on the CPU."""
+    """A sequence: its slot in the block table, and q, k and v of all tokens that it will ever have.
+
+    Each list has a tensor [capacity, heads, dim] for each layer, on the CPU in the model's dtype.
+    """
 
     slot: int
     q: list[Tensor]
     k: list[Tensor]
     v: list[Tensor]
     length: int = 0  # tokens in the cache
-    ended: bool = False  # has met its end: what is computed for it goes to the null block
-    null: bool = False  # has no block at all: its table is full of null blocks
+    ended: bool = False  # the sequence has ended, so that its new keys and values go to the null block
+    null: bool = False  # the sequence has no blocks: all its table entries are the null block
 
     @property
     def live(self) -> bool:
+        """Return whether the results of the sequence are used."""
         return not (self.ended or self.null)
 
 
-Rows = Sequence[tuple[WorldSeq, int]]  # a step: sequences and how many tokens each brings
+Rows = Sequence[tuple[WorldSeq, int]]  # a step: each sequence with its number of new tokens
 
 
 @dataclass
-class Got:
-    """What a back end gave for one layer of a step, on the CPU, and what it should be."""
+class LayerResult:
+    """The results of a back end for one layer of a step, on the CPU, with the expected results."""
 
     layer: AttnLayer
     out: Tensor  # [T, heads, dim_v]
     lse: Tensor | None
     places: list[Place] = field(default_factory=list)  # of the live rows
-    want: list[ExactAttention] = field(default_factory=list)  # one a live row, float64
-    naive: list[ExactAttention] = field(default_factory=list)
+    exact: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in float64
+    naive: list[ExactAttention] = field(default_factory=list)  # of each live row, computed in the model's dtype
 
 
 class WorldSuite(Protocol):
-    """What a world needs of its suite: the plug-in, its claims, and the reader of its cache."""
+    """The part of a suite that a world uses: the plug-in, the claims of its spec, and the reader of its cache."""
 
     @property
     def spec(self) -> Spec: ...
@@ -147,15 +161,15 @@ class WorldSuite(Protocol):
 
 
 class World:
-    """A back end over a cache of its own.  ``rows`` sequences fit at once, with ``tokens`` each.
+    """A back end with a cache for ``rows`` sequences of up to ``tokens`` tokens.
 
-    ``poison`` is the size of the garbage, NaN allowed; ``q_size`` that of the queries.  ``null_nan``: before each
-    step the null block is full of NaN, and rows that have ended write NaN to it, as rows do that have failed.
-    ``slope``: keys become so many times larger along the first sequence, from its first token to the last that it has
-    room for, smaller along the second, and so on; so do the scores.
+    ``poison`` is the size of the garbage, which may be NaN.  ``q_size`` is the size of the queries.  If ``null_nan``,
+    the null block is full of NaN before each step, and rows that have ended write NaN to it, like failed rows.
+    Keys grow by the factor ``slope`` from the first token of the first sequence to its last possible token, shrink
+    likewise in the second sequence, and so on.  The scores grow and shrink with them.
 
-    The block table on the device is one tensor for all steps, as in the engine; ``static``: so is every other tensor
-    of the metadata, as long as its shape is the same.
+    The block table on the device is the same tensor in all steps, as in the engine.  If ``static``, every other tensor
+    of the metadata is reused too, by all steps in which it has the same shape.
     """
 
     def __init__(
@@ -174,72 +188,97 @@ class World:
         slope: float = 1.0,
         static: bool = False,
     ) -> None:
-        self.slope, self.static, self.made = slope, static, 0
-        self.behind = 0  # what AttnMeta.position lies behind a token's position
+        self.suite = suite
+        self.setting = setting
+        self.block = setting.block
+        self.tokens = tokens
+        self.poison = poison
+        self.q_size = q_size
+        self.null_nan = null_nan
+        self.slope = slope
+        self.static = static
+        self.added = 0  # sequences so far
+        self.position_offset = 0  # added to AttnMeta.position, as for a second rotary table
         self.kept: dict[tuple[str, Any], Tensor] = {}  # (field of the metadata, shape) -> its tensor
-        self.suite, self.setting, self.block = suite, setting, setting.block
-        self.poison, self.q_size, self.tokens, self.null_nan = poison, q_size, tokens, null_nan
-        self.rng, self.random = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        self.device, self.dtype = suite.place(), getattr(torch, setting.dtype)
-        slots, self.per_row = rows + 2, -(-tokens // self.block)
+        self.rng = np.random.default_rng(seed)
+        self.random = torch.Generator().manual_seed(seed)
+        self.device = suite.place()
+        self.dtype = getattr(torch, setting.dtype)
+        slots = rows + 2
+        self.per_row = -(-tokens // self.block)  # blocks of a sequence
         ctx = suite.attention_context(setting, slots, tokens, batch_invariant)
-        self.backend, self.format = (suite.build(ctx) if backend is None else backend), ctx.kv_format
-        self.kinds = list(dict.fromkeys(s.geometry for s in setting.specs))  # one a KV group
+        self.backend = suite.build(ctx) if backend is None else backend
+        self.format = ctx.kv_format
+        self.geometries = list(dict.fromkeys(spec.geometry for spec in setting.specs))  # one for each KV group
         self.layers = [self._layer(i, spec) for i, spec in enumerate(setting.specs)]
-        self.blocks = 1 + rows * self.per_row + STRANGERS
-        self.free = [list(1 + self.rng.permutation(self.blocks - 1)) for _ in self.kinds]
-        self.strangers = [[0, *(pile.pop() for _ in range(STRANGERS))] for pile in self.free]
+        self.blocks = 1 + rows * self.per_row + UNOWNED
+        self.free = [list(1 + self.rng.permutation(self.blocks - 1)) for _ in self.geometries]
+        self.unowned = [[NULL_BLOCK, *(free.pop() for _ in range(UNOWNED))] for free in self.free]
         shape = (slots, self.per_row + 1)
-        self.table = np.array([self.rng.choice(s, shape) for s in self.strangers], np.int32)
-        self.slots = [int(s) for s in self.rng.permutation(slots)]
+        self.table = np.array([self.rng.choice(blocks, shape) for blocks in self.unowned], np.int32)
+        self.slots = [int(slot) for slot in self.rng.permutation(slots)]
         for layer in self.layers:
-            layout = self.backend.layout(layer.spec, self.format, self.block)
-            layer.cache = {
-                n: torch.zeros((self.blocks, *t.shape), dtype=getattr(torch, t.dtype), device=self.device)
-                for n, t in layout.tensors.items()
-            }
+            self._allocate(layer)
             self._poison(layer)
 
-    def _layer(self, i: int, spec: AttnSpec) -> AttnLayer:
+    def _layer(self, index: int, spec: AttnSpec) -> AttnLayer:
+        """Return a layer with random sinks and the slopes of its spec, without a cache."""
         sinks = self.randn(spec.heads).float().to(self.device) * 2 if spec.sinks else None
-        layer = AttnLayer(i, self.kinds.index(spec.geometry), spec, sinks=sinks)
+        layer = AttnLayer(index, self.geometries.index(spec.geometry), spec, sinks=sinks)
         if spec.alibi is not None:
             layer.slopes = torch.tensor(spec.alibi, dtype=torch.float32, device=self.device)
         return layer
 
     def randn(self, *shape: int, size: float = 1.0) -> Tensor:
-        """Normal numbers in the model's dtype, on the CPU."""
+        """Return normally distributed numbers in the model's dtype, on the CPU."""
         return (torch.randn(*shape, generator=self.random) * size).to(self.dtype)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
 
+    def _allocate(self, layer: AttnLayer) -> None:
+        """Allocate the cache of a layer as its layout describes it."""
+        layout = self.backend.layout(layer.spec, self.format, self.block)
+        layer.cache = {
+            name: torch.zeros((self.blocks, *t.shape), dtype=getattr(torch, t.dtype), device=self.device)
+            for name, t in layout.tensors.items()
+        }
+
     def _poison(self, layer: AttnLayer) -> None:
-        """Garbage in every slot, put there by ``write``: large values behind keys that are large or like any other.
-        What the null block holds is finite here."""
-        spec, big = layer.spec, self.poison
+        """Fill every slot of a layer's cache with garbage, through ``write``.
+
+        The values are large, and so are all or every other of the keys.  The null block gets finite garbage here.
+        """
+        spec = layer.spec
+        is_nan = self.poison != self.poison
         half = torch.float16 in (self.dtype, getattr(torch, self.format.dtype, None))
+        large_key = 100.0 if half and not is_nan else self.poison  # larger keys give infinite scores in float16
+        every = 1 if spec.v_in_k or is_nan else 2
         for slots in torch.arange(self.blocks * self.block).split(self.tokens):
             n = len(slots)
-            k, v = self.randn(n, spec.kv_heads, spec.dim_qk), self.randn(n, spec.kv_heads, spec.dim_v)
-            k[:: 1 if spec.v_in_k or big != big else 2] = 100.0 if half and big == big else big  # no inf in float16
-            v.fill_(big)
+            k = self.randn(n, spec.kv_heads, spec.dim_qk)
+            v = self.randn(n, spec.kv_heads, spec.dim_v)
+            k[::every] = large_key
+            v.fill_(self.poison)
             null = slots < self.block
-            k[null], v[null] = k[null].nan_to_num(100.0), v[null].nan_to_num(1e4)
+            k[null] = k[null].nan_to_num(100.0)
+            v[null] = v[null].nan_to_num(1e4)
             meta = make_meta([(self.slots[0], n, n)], self.table, self.block, self.device)
-            meta.slot_map = slots.repeat(len(self.kinds), 1).to(self.device)
+            meta.slot_map = slots.repeat(len(self.geometries), 1).to(self.device)
             self._write(layer, k, v, meta)
 
     @torch.inference_mode()
     def _write(self, layer: AttnLayer, k: Tensor, v: Tensor, meta: AttnMeta) -> None:
+        """Write k and v to the cache of a layer."""
         q = torch.zeros(len(k), layer.spec.heads, layer.spec.dim_qk, dtype=self.dtype, device=self.device)
         self.backend.write(layer, q, k.to(self.device), v.to(self.device), meta, None)
 
-    def _tokens(self, slot: int, **more: bool) -> WorldSeq:
-        """A sequence of random tokens, none of them in the cache yet."""
-        seq = WorldSeq(slot, [], [], [], **more)
-        sizes = torch.linspace(1.0, self.slope, self.tokens)
-        self.made += 1
-        sizes = (sizes if self.made % 2 else sizes.flip(0))[:, None, None]
+    def _random_sequence(self, slot: int, ended: bool = False, null: bool = False) -> WorldSeq:
+        """Return a sequence of random q, k and v, without a token in the cache."""
+        seq = WorldSeq(slot, [], [], [], ended=ended, null=null)
+        sizes = torch.linspace(1.0, self.slope, self.tokens)[:, None, None]
+        self.added += 1
+        if self.added % 2 == 0:
+            sizes = sizes.flip(0)
         for spec in self.setting.specs:
             k = (self.randn(self.tokens, spec.kv_heads, spec.dim_qk).float() * sizes).to(self.dtype)
             v = self.randn(self.tokens, spec.kv_heads, spec.dim_v)
@@ -249,31 +288,44 @@ class World:
         return seq
 
     def add(self, past: int = 0, like: WorldSeq | None = None, ended: bool = False) -> WorldSeq:
-        """A sequence with ``past`` tokens in the cache; it shares the whole blocks of its start with ``like``."""
-        seq = self._tokens(self.slots.pop(), ended=ended)
-        whole = 0 if like is None else min(past, like.length) // self.block
-        for mine, theirs in zip((*seq.k, *seq.v), (*like.k, *like.v), strict=True) if like else ():
-            mine[: whole * self.block] = theirs[: whole * self.block]
-        for g, pile in enumerate(self.free):
-            self.table[g, seq.slot, whole : self.per_row] = [pile.pop() for _ in range(self.per_row - whole)]
-            if like is not None:
-                self.table[g, seq.slot, :whole] = self.table[g, like.slot, :whole]
+        """Add a sequence with ``past`` tokens in the cache.
+
+        The sequence shares with ``like`` the full blocks of the start that both have.
+        """
+        seq = self._random_sequence(self.slots.pop(), ended=ended)
+        shared = 0
+        if like is not None:
+            shared = self._share(seq, like, min(past, like.length) // self.block)
+        for g, free in enumerate(self.free):
+            own = [free.pop() for _ in range(shared, self.per_row)]
+            self.table[g, seq.slot, shared : self.per_row] = own
         seq.length = past
-        if past > whole * self.block:
-            meta = make_meta([(seq.slot, past - whole * self.block, past)], self.table, self.block, self.device)
+        start = shared * self.block
+        if past > start:
+            meta = make_meta([(seq.slot, past - start, past)], self.table, self.block, self.device)
             for layer, k, v in zip(self.layers, seq.k, seq.v, strict=True):
-                self._write(layer, k[whole * self.block : past], v[whole * self.block : past], meta)
+                self._write(layer, k[start:past], v[start:past], meta)
         return seq
 
+    def _share(self, seq: WorldSeq, like: WorldSeq, blocks: int) -> int:
+        """Give ``seq`` the first ``blocks`` blocks of ``like``, with their keys and values, and return their number."""
+        tokens = blocks * self.block
+        for x, source in zip((*seq.k, *seq.v), (*like.k, *like.v), strict=True):
+            x[:tokens] = source[:tokens]
+        self.table[:, seq.slot, :blocks] = self.table[:, like.slot, :blocks]
+        return blocks
+
     def add_null(self) -> WorldSeq:
-        """What pads a step: a row without any block."""
+        """Add a row without any block, as the engine pads a step."""
         slot = self.slots.pop()
-        self.table[:, slot] = 0
-        return self._tokens(slot, null=True)
+        self.table[:, slot] = NULL_BLOCK
+        return self._random_sequence(slot, null=True)
 
     def stored(self, layer: AttnLayer, seq: WorldSeq, length: int) -> tuple[Tensor, Tensor]:
-        """k and v [length, kv_heads, dim] of a sequence as the cache should hold them, float64: of a plain format by
-        casting, of any other as it decodes what the back end wrote."""
+        """Return the k and v that the cache should hold for a sequence, float64 [length, kv_heads, dim].
+
+        For a plain KV format they are cast to its dtype.  Any other format decodes the data that the back end wrote.
+        """
         if self.plain:
             dtype = getattr(torch, self.format.dtype)
             return tuple(x[layer.index][:length].to(dtype).double() for x in (seq.k, seq.v))
@@ -281,154 +333,177 @@ class World:
         return tuple(x[:length].double() for x in self.load(layer, blocks.long()))
 
     def load(self, layer: AttnLayer, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v [n * block, kv_heads, dim] of blocks i64 [n] as they lie in the cache, float32 on the CPU."""
+        """Return k and v [n * block, kv_heads, dim] of the cache blocks int64 [n], float32 on the CPU."""
         spec = layer.spec
         k, v = (x.cpu() for x in self.suite.load(self.backend, layer, blocks.to(self.device)))
         return k, (k if spec.v_in_k else v)[..., : spec.dim_v]
 
     @property
     def plain(self) -> bool:
-        """Whether the KV format does nothing but cast."""
-        own = type(self.format).layout is KVFormat.layout
-        return own and self.format.dtype in ("float32", "bfloat16", "float16")
+        """Return whether the KV format only casts keys and values to its dtype."""
+        default_layout = type(self.format).layout is KVFormat.layout
+        return default_layout and self.format.dtype in ("float32", "bfloat16", "float16")
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def meta(self, rows: Rows, ahead: int = 0) -> AttnMeta:
-        """``rows``: those of one token first.  Blocks that a window has left are gone from the table, and behind the
-        end of each row it holds blocks of nobody."""
+        """Return the metadata of a step whose rows of one token come first.
+
+        In the block table, blocks that have left a window are replaced by the null block.  The entries after the end
+        of each row name blocks that no sequence owns.  ``ahead`` is the excess of the host's lengths of decode rows.
+        """
         table = self.table.copy()
         for seq, new in rows:
-            behind = -(-(seq.length + new) // self.block)
-            for g, geometry in enumerate(self.kinds):
-                if seq.null:
-                    continue
-                table[g, seq.slot, behind:] = self.rng.choice(self.strangers[g], table.shape[2] - behind)
+            if seq.null:
+                continue
+            end = -(-(seq.length + new) // self.block)
+            for g, geometry in enumerate(self.geometries):
+                table[g, seq.slot, end:] = self.rng.choice(self.unowned[g], table.shape[2] - end)
                 window = geometry[-1]
                 if window is not None:
-                    table[g, seq.slot, : max(seq.length - window + 1, 0) // self.block] = 0
-        at = [(seq.slot, new, seq.length + new) for seq, new in rows]
-        gone = [i for i, (seq, _) in enumerate(rows) if not seq.live]
-        meta = make_meta(at, table, self.block, self.device, gone, ahead)
-        meta.position = meta.position + self.behind
+                    table[g, seq.slot, : max(seq.length - window + 1, 0) // self.block] = NULL_BLOCK
+        lengths = [(seq.slot, new, seq.length + new) for seq, new in rows]
+        ended = [i for i, (seq, _) in enumerate(rows) if not seq.live]
+        meta = make_meta(lengths, table, self.block, self.device, ended, ahead)
+        meta.position = meta.position + self.position_offset
         keep_tensors(self.kept, meta, None if self.static else ("table",))
         return meta
 
     @torch.inference_mode()
-    def step(self, rows: Rows, *, fused: bool = True, ahead: int = 0, lse: bool = False) -> list[Got]:
-        """Write and attend as the engine does, one layer after another; the sequences have grown afterwards.
+    def step(self, rows: Rows, *, fused: bool = True, ahead: int = 0, lse: bool = False) -> list[LayerResult]:
+        """Run a step through all layers as the engine does, and add the new tokens to the live sequences.
 
-        ``fused``: q, k and v are slices of one tensor, as a merged projection gives them.
+        If ``fused``, q, k and v are slices of one tensor, as a merged projection returns them.
         """
-        rows = sorted(rows, key=lambda r: r[1] != 1)
+        rows = sorted(rows, key=lambda row: row[1] != 1)
         meta = self.meta(rows, ahead)
-        before = {f.name: _copy(getattr(meta, f.name)) for f in fields(meta) if f.name != "work"}
+        before = {item.name: _copy(getattr(meta, item.name)) for item in fields(meta) if item.name != "work"}
         self.backend.plan(meta, GraphKey())
-        every = []
+        results = []
         for layer in self.layers:
             q, k, v = self.inputs(layer, rows, fused)
             if self.null_nan:
                 self._spoil_null_block(layer, rows, k, v)
-            asked, given = q.clone(), v.clone()
+            q_before = q.clone()
+            v_before = v.clone()
             q = self.backend.write(layer, q, k, v, meta, None)
-            assert _same(asked, q), "write returned another q than it was given, though there is nothing to do to it"
-            assert _same(given, v), "write changed v, which it was given to read"
-            every.append(self._forward(layer, q, meta, rows, lse))
+            assert _same(q_before, q), "write returned another q, although there is no norm and no rotation to apply"
+            assert _same(v_before, v), "write changed v, which it must only read"
+            results.append(self._forward(layer, q, meta, rows, lse))
         for name, value in before.items():
             assert _same(value, getattr(meta, name)), f"meta.{name} was changed: it belongs to all layers of the step"
         for seq, new in rows:
-            seq.length += new if seq.live else 0
-        return every
+            if seq.live:
+                seq.length += new
+        return results
 
-    def check(self, rows: Rows, **how: Any) -> list[Got]:
-        """A step whose answers are compared with the definition."""
-        every = self.step(rows, **how)
-        for got in every:
-            for place, want, naive in zip(got.places, got.want, got.naive, strict=True):
-                compare(got.out, got.lse, want, naive, place, self.dtype)
-        return every
+    def check(self, rows: Rows, **how: Any) -> list[LayerResult]:
+        """Run a step and compare the results with exact attention; ``how`` has the keyword arguments of ``step``."""
+        results = self.step(rows, **how)
+        for result in results:
+            for place, exact, naive in zip(result.places, result.exact, result.naive, strict=True):
+                compare(result.out, result.lse, exact, naive, place, self.dtype)
+        return results
 
     def inputs(self, layer: AttnLayer, rows: Rows, fused: bool = True) -> list[Tensor]:
-        """q, k and v of a step, on the device; slices of one tensor [T, q | k | v] if ``fused``."""
-        parts = [
-            torch.cat([x[layer.index][seq.length : seq.length + new] for x, seq, new in column])
-            for column in ([(getattr(seq, name), seq, new) for seq, new in rows] for name in "qkv")
-        ]
+        """Return q, k and v of a step, on the device; slices of one tensor [T, q | k | v] if ``fused``."""
+        parts = []
+        for name in "qkv":
+            of_rows = [getattr(seq, name)[layer.index][seq.length : seq.length + new] for seq, new in rows]
+            parts.append(torch.cat(of_rows))
         if not fused:
             return [x.to(self.device) for x in parts]
         joined = torch.cat([x.flatten(1) for x in parts], dim=1).to(self.device)
         slices = joined.split([x[0].numel() for x in parts], dim=1)
         return [y.view(x.shape) for x, y in zip(parts, slices, strict=True)]
 
-    def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> Got:
-        """Run one layer; it must write all of its outputs and nothing else."""
-        spec, t = layer.spec, len(q)
-        whole = {"out": self._guarded((t, spec.heads, spec.dim_v), self.dtype)}
+    def _forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows, lse: bool) -> LayerResult:
+        """Run ``forward`` of one layer, and fail if it changes anything but its outputs."""
+        spec = layer.spec
+        buffers = {"out": self._guarded((len(q), spec.heads, spec.dim_v), self.dtype)}
         if lse:
-            whole["lse"] = self._guarded((t, spec.heads), torch.float32)
-        given, cache = q.clone(), {n: x.clone() for n, x in layer.cache.items()}
-        outs = {name: x[GUARD:-GUARD] for name, x in whole.items()}
-        self.backend.forward(layer, q, meta, outs["out"], outs.get("lse"))
-        assert _same(given, q), "forward changed q, which it was given to read"
+            buffers["lse"] = self._guarded((len(q), spec.heads), torch.float32)
+        outputs = {name: buffer[GUARD:-GUARD] for name, buffer in buffers.items()}
+        q_before = q.clone()
+        cache_before = {name: x.clone() for name, x in layer.cache.items()}
+        self.backend.forward(layer, q, meta, outputs["out"], outputs.get("lse"))
+        assert _same(q_before, q), "forward changed q, which it must only read"
         for name, x in layer.cache.items():
-            assert _same(cache[name], x), f"forward changed tensor {name!r} of the cache: only write may"
-        for name, x in whole.items():
-            edge = torch.cat([x[:GUARD], x[-GUARD:]])
-            assert bool((edge == MARK).all()), f"forward wrote before the first or behind the last row of {name}"
-        got = Got(layer, *(outs[n].cpu() if n in outs else None for n in ("out", "lse")))
+            assert _same(cache_before[name], x), f"forward changed tensor {name!r} of the cache: only write may"
+        for name, buffer in buffers.items():
+            guards = torch.cat([buffer[:GUARD], buffer[-GUARD:]])
+            assert bool((guards == MARK).all()), f"forward wrote before the first or after the last row of {name}"
+        result = LayerResult(layer, outputs["out"].cpu(), outputs["lse"].cpu() if lse else None)
         selected = self.selected(layer, q, meta, rows)
         first = 0
         for i, (seq, new) in enumerate(rows):
             if seq.live:
-                got.places.append(Place(i, first, new, seq.length + new, self.block, str(self.setting)))
-                self._answer(got, seq, given[first : first + new].cpu(), seq.length + new, selected[i])
+                length = seq.length + new
+                queries = q_before[first : first + new].cpu()
+                exact, naive = self.expected(layer, seq, queries, length, selected[i])
+                result.places.append(Place(i, first, new, length, self.block, str(self.setting)))
+                result.exact.append(exact)
+                result.naive.append(naive)
             first += new
-        return got
+        return result
 
     def selected(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, rows: Rows) -> Sequence[Tensor | None]:
-        """Return which keys the queries of each row attend to, as an approximate back end says; None means all."""
+        """Return the keys that an approximate back end selects for each row, bool [q_len, heads, kv_len].
+
+        None, for a row that is not live or a back end that is exact, means all visible keys.
+        """
         if not self.suite.spec.approximate:
             return [None] * len(rows)
-        caches = {n: x.clone() for n, x in layer.cache.items()}
-        given = self.backend.selected(layer, q, meta)
-        assert all(_same(caches[n], x) for n, x in layer.cache.items()), "selected changed the cache"
-        assert len(given) == len(meta.q_len), f"selected gave {len(given)} tensors: want one for each row"
-        of_rows = list(zip(rows, given, strict=False))  # a captured step has rows of no token behind them
-        for (seq, new), mask in of_rows:
+        before = {name: x.clone() for name, x in layer.cache.items()}
+        masks = self.backend.selected(layer, q, meta)
+        assert all(_same(before[name], x) for name, x in layer.cache.items()), "selected changed the cache"
+        assert len(masks) == len(meta.q_len), f"selected returned {len(masks)} tensors: expected one for each row"
+        selected: list[Tensor | None] = []
+        for (seq, new), mask in zip(rows, masks, strict=False):  # a captured step may end with rows without a token
             if seq.live:
                 check_selected(self.backend, layer.spec, mask, new, seq.length + new)
-        return [mask.cpu() if seq.live else None for (seq, _), mask in of_rows]
+            selected.append(mask.cpu() if seq.live else None)
+        return selected
 
     def _spoil_null_block(self, layer: AttnLayer, rows: Rows, k: Tensor, v: Tensor) -> None:
-        """NaN in all of it, and in what the step itself is about to write there."""
+        """Fill the null block with NaN, and also the keys and values that the step will write to it."""
         for x in layer.cache.values():
             if x.is_floating_point():
                 x[NULL_BLOCK] = torch.nan
         first = 0
         for seq, new in rows:
             if not seq.live:
-                k[first : first + new] = v[first : first + new] = torch.nan
+                k[first : first + new] = torch.nan
+                v[first : first + new] = torch.nan
             first += new
 
     def _guarded(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """NaN, with guard rows before and behind."""
+        """Return a tensor of NaN with guard rows before and after it."""
         x = torch.full((shape[0] + 2 * GUARD, *shape[1:]), MARK, dtype=dtype, device=self.device)
         x[GUARD:-GUARD] = torch.nan
         return x
 
-    def _answer(self, got: Got, seq: WorldSeq, q: Tensor, length: int, selected: Tensor | None) -> None:
-        k, v = self.stored(got.layer, seq, length)
-        sinks = None if got.layer.sinks is None else got.layer.sinks.cpu()
-        got.want.append(attend(q.double(), k, v, got.layer.spec, sinks, selected))
-        got.naive.append(attend(q, k.to(q.dtype), v.to(q.dtype), got.layer.spec, sinks, selected))
+    def expected(
+        self, layer: AttnLayer, seq: WorldSeq, q: Tensor, length: int, selected: Tensor | None
+    ) -> tuple[ExactAttention, ExactAttention]:
+        """Return the exact answer (float64) and the naive answer (dtype of ``q``) for the last tokens of a sequence.
+
+        q [n, heads, dim_qk] has their queries.  ``length`` is the number of keys.
+        """
+        k, v = self.stored(layer, seq, length)
+        sinks = None if layer.sinks is None else layer.sinks.cpu()
+        exact = attend(q.double(), k, v, layer.spec, sinks, selected)
+        naive = attend(q, k.to(q.dtype), v.to(q.dtype), layer.spec, sinks, selected)
+        return exact, naive
 
 
 def _copy(x: Any) -> Any:
+    """Return a copy of a tensor or an array."""
     return x.clone() if isinstance(x, Tensor) else np.array(x)
 
 
 def _same(a: Any, b: Any) -> bool:
-    """The same shape and bits, NaN included."""
+    """Return whether two tensors or arrays have the same shape and the same bits, NaN included."""
     if not isinstance(a, Tensor):
         return bool(np.array_equal(a, b))
     if a.shape != b.shape or a.dtype != b.dtype:

@@ -1,5 +1,8 @@
-"""Hooks in an engine that preempts, evicts, aborts and fails: they hear it all, harm nothing, and give back what they
-took."""
+"""The conformance suite of hooks: plug-ins that an engine calls at events such as the end of a step.
+
+The hooks run in an engine that preempts, evicts, aborts and has a failing step.  They must accept every call, change no
+token and release their threads.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,14 @@ from .kept import Lasting
 from .sim import VOCAB, outputs, request, run, sim_engine
 from .spec import SpecConformance
 
-STEP_MS = 1.0  # that a plug-in may take of a step, in the median
+STEP_MS = 1.0  # median time of a step, in milliseconds, that a plug-in may use
 
 
 class HooksConformance(Lasting, SpecConformance):
-    """Each test runs in an empty folder.  Set ``options`` if the plug-in has options without a default."""
+    """The suite of hooks.
+
+    Each test runs in an empty folder.  Set ``options`` if the plug-in has options without a default.
+    """
 
     kind = "hooks"
 
@@ -36,22 +42,24 @@ class HooksConformance(Lasting, SpecConformance):
         monkeypatch.chdir(tmp_path)
 
     def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in, which has none besides its options."""
         return ()
 
     def exercise(self, instance: Hooks) -> Any:
+        """Serve requests in an engine with the plug-in and return their outputs."""
         engine = self.engine(instance)
-        made = self.busy(engine)
+        requests = self.busy(engine)
         engine.stop()
-        return [outputs(r) for r in made]
+        return [outputs(r) for r in requests]
 
     def lasting(self) -> Hooks:
-        """Make an instance that one engine keeps for good."""
+        """Create an instance that one engine uses until ``let_go``."""
         instance = self.build()
         self._engine = self.engine(instance)
         return instance
 
     def once_more(self, instance: Hooks, number: int) -> None:
-        """Serve requests with names, tenants and tokens that have not been there before; one is aborted."""
+        """Serve requests with new names, tenants and tokens, and abort one of them."""
         rng = np.random.default_rng(number)
         for i, n in enumerate((3, 9, 9)):
             prompt = rng.integers(0, VOCAB, n)
@@ -61,95 +69,115 @@ class HooksConformance(Lasting, SpecConformance):
         run(self._engine)
 
     def let_go(self, instance: Hooks) -> None:
+        """Stop the engine that ``lasting`` has started."""
         self._engine.stop()
 
     def manager(self, instance: Hooks | None = None) -> HookManager:
+        """Return a hook manager with the plug-in, which is created unless ``instance`` has it."""
         return HookManager([(self.subject.entry.label, instance or self.build())])
 
     def engine(self, instance: Hooks | None = None, **options: Any) -> Engine:
-        """A small engine that is started with the plug-in."""
+        """Start a small simulated engine with the plug-in."""
         manager = self.manager(instance)
         engine = sim_engine(slots=4, blocks=26, windows=(None, 8), depth=1, budget=16, **options)
         EngineHooks(manager, {"executor": "sim/sim"}, engine).started()
         return engine
 
     def busy(self, engine: Engine) -> list[Any]:
-        """Requests that share prefixes, more than there is memory for; one is aborted, a step fails."""
+        """Serve and return requests that share prefixes and need more memory than the engine has.
+
+        One request is aborted, and one step fails.
+        """
         rng = random.Random(0)
         shared = [rng.randrange(VOCAB) for _ in range(16)]
-        made = []
+        requests = []
         for i in range(12):
-            prompt = shared[: rng.randrange(4, 16)] + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
-            made.append(request(engine, f"r{i}", prompt, max_tokens=rng.randrange(2, 40), n=1 + (i == 5)))
+            prefix = shared[: rng.randrange(4, 16)]
+            prompt = prefix + [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 12))]
+            n = 2 if i == 5 else 1
+            requests.append(request(engine, f"r{i}", prompt, max_tokens=rng.randrange(2, 40), n=n))
         engine.executor.fail_at = {25}  # type: ignore[attr-defined]
         for _ in range(9):
             engine.step()
         engine.abort("r2")
         run(engine)
         engine.reset_prefix_cache()
-        return made
+        return requests
 
     @since(1, 0)
     def test_it_has_hooks_and_the_engine_takes_them(self) -> None:
-        """Names, arguments and kinds (wrapper or not) are those of ``HookContracts``."""
+        """Check that the hooks have the names, arguments and kinds (wrapper or not) of ``HookContracts``."""
         try:
             manager = self.manager()
         except PluginError as exc:
             pytest.fail(f"it cannot be registered: {exc}")
-        assert manager.listens(*NAMES), f"it has no hook: want at least one of {', '.join(NAMES)}"
+        assert manager.listens(*NAMES), f"it has no hook: expected at least one of {', '.join(NAMES)}"
 
     @since(1, 0)
     def test_nothing_is_raised_whatever_happens_in_the_engine(self) -> None:
-        """A plug-in that raises three times is disabled, and the user goes without what was asked for."""
-        engine, seen = self.engine(), Seen()
+        """Check that no hook raises in an engine that preempts, evicts, aborts and has a failing step.
+
+        An engine disables a plug-in that raises three times, so that the user loses its function.
+        """
+        engine = self.engine()
         self.busy(engine)
-        seen["preempted"], seen["evicted"] = engine.stats()["preemptions"], engine.stats()["evictions"]
+        stats = engine.stats()
+        seen = Seen(preempted=stats["preemptions"], evicted=stats["evictions"])
         engine.stop()
         failures = engine.stats()["hook_failures"]
-        assert not any(failures.values()), f"it raised {sum(failures.values())} times (the log says where)"
+        assert not any(failures.values()), f"it raised {sum(failures.values())} times (the log has the errors)"
         seen.require(preempted=1, evicted=1)
 
     @since(1, 0)
     def test_the_tokens_are_those_of_an_engine_without_it(self) -> None:
-        """It observes; what is generated is not its business."""
-        bare = sim_engine(slots=4, blocks=26, windows=(None, 8), depth=1, budget=16)
-        want = [outputs(r) for r in self.busy(bare)]
-        assert self.exercise(self.build()) == want
+        """Check that requests get the same tokens with and without the plug-in, which may only observe."""
+        without = sim_engine(slots=4, blocks=26, windows=(None, 8), depth=1, budget=16)
+        expected = [outputs(r) for r in self.busy(without)]
+        assert self.exercise(self.build()) == expected
 
     @since(1, 0)
     def test_making_it_takes_nothing(self) -> None:
-        """It is made once more where first-result hooks are asked: files, threads and terminals wait for
-        ``engine_started``."""
-        threads, before = set(threading.enumerate()), sorted(os.listdir())
+        """Check that the constructor starts no thread and writes no file.
+
+        Code that calls first-result hooks creates another instance.  Files, threads and terminals are opened in
+        ``engine_started``.
+        """
+        threads = set(threading.enumerate())
+        before = sorted(os.listdir())
         self.build()
         more = [thread.name for thread in threading.enumerate() if thread not in threads]
-        assert not more, f"making it started a thread: {more}"
-        assert sorted(os.listdir()) == before, f"making it wrote {sorted(set(os.listdir()) - set(before))}"
+        assert not more, f"the constructor started a thread: {more}"
+        assert sorted(os.listdir()) == before, f"the constructor wrote {sorted(set(os.listdir()) - set(before))}"
 
     @since(1, 0)
     def test_an_engine_that_stops_leaves_no_thread_of_its_behind(self) -> None:
-        """With or without a step in between; stopping twice is told once."""
+        """Check that the threads of the plug-in end with the engine, whether or not the engine has run a step.
+
+        Stopping an engine twice calls ``engine_stopped`` once.
+        """
         threads = set(threading.enumerate())
-        for works in (False, True):
+        for runs_steps in (False, True):
             engine = self.engine()
-            if works:
+            if runs_steps:
                 self.busy(engine)
             engine.stop()
             engine.stop()
-            new = [t for t in threading.enumerate() if t not in threads]
-            for t in new:
-                t.join(1.0)  # one that was told to end may need a moment
-            left = [t.name for t in new if t.is_alive()]
-            assert not left, f"threads a second after engine_stopped: {', '.join(left)}"
-            assert not any(engine.stats()["hook_failures"].values()), "it raised (the log says where)"
+            new = [thread for thread in threading.enumerate() if thread not in threads]
+            for thread in new:
+                thread.join(1.0)  # a thread that received a stop signal may need a moment to end
+            alive = [thread.name for thread in new if thread.is_alive()]
+            assert not alive, f"threads a second after engine_stopped: {', '.join(alive)}"
+            assert not any(engine.stats()["hook_failures"].values()), "it raised (the log has the errors)"
 
     @since(1, 0)
     def test_a_step_waits_less_than_a_millisecond_for_it(self) -> None:
-        """Hooks run within the step, so every request waits for them."""
+        """Check that the hooks take less than a millisecond of a step, because every request waits for them."""
         engine = self.engine()
         self.busy(engine)
         engine.stop()
         clock = engine.clock
         spent = [column for name, column in clock.seam.items() if name.startswith("hooks:")]
         ms = 1e3 * float(np.median(sum(spent)[: clock.count])) if spent else 0.0
-        assert ms < STEP_MS, f"half of the steps took {ms:.2f} ms or more in it: want less than {STEP_MS} ms"
+        assert ms < STEP_MS, (
+            f"half of the steps spent {ms:.2f} ms or more in its hooks: expected less than {STEP_MS} ms"
+        )

@@ -1,4 +1,4 @@
-"""What a plug-in that served for long still holds: memory that hangs on an instance, threads and open files."""
+"""The leak test of all suites: memory, threads and open files of an instance that is used many times."""
 
 from __future__ import annotations
 
@@ -13,63 +13,79 @@ from typing import TYPE_CHECKING, Any
 
 from .base import since
 
-FIRST, ROUNDS = 6, 24  # rounds before the first count, and between two counts
-WINDOWS = 3  # counts, in each of which what leaks has grown
-FILLING, SECONDS = 1000, 8.0  # rounds, or seconds, in which what has a bound is full
-SLACK = 16  # bytes of a round: less than one number in a list
-APART = (type, ModuleType, FrameType, BuiltinFunctionType)  # nobody's own
+FIRST = 6  # rounds before the first count
+ROUNDS = 24  # rounds between two counts
+WINDOWS = 3  # pairs of counts: a leak grows in each of them
+FILLING = 1000  # rounds, at most, that fill a cache of bounded size
+SECONDS = 8.0  # time limit of these rounds
+SLACK = 16  # allowed bytes for each round: less than one number in a list
+NOT_OWNED = (type, ModuleType, FrameType, BuiltinFunctionType)  # objects that belong to no instance
 CONTAINERS = (dict, list, set, bytearray)
 
 
 def held(*roots: Any) -> int:
-    """Bytes of all that can be reached from some objects: containers, arrays and tensors, but no modules and types."""
-    seen, todo, total = set(), list(roots), 0
+    """Return the bytes of all objects that some objects refer to, directly or not, without modules and types."""
+    seen = set()
+    todo = list(roots)
+    total = 0
     while todo:
-        one = todo.pop()
-        if id(one) in seen or isinstance(one, APART):
+        item = todo.pop()
+        if id(item) in seen or isinstance(item, NOT_OWNED):
             continue
-        seen.add(id(one))
-        total += size(one)
-        todo += parts(one)
+        seen.add(id(item))
+        total += size(item)
+        todo += parts(item)
     return total
 
 
-def size(one: Any) -> int:
-    if hasattr(one, "untyped_storage"):
-        return one.untyped_storage().nbytes() if one.device.type != "meta" else 0
-    return sys.getsizeof(one, 0)
+def size(item: Any) -> int:
+    """Return the bytes of an object without the objects that it refers to."""
+    if hasattr(item, "untyped_storage"):
+        return item.untyped_storage().nbytes() if item.device.type != "meta" else 0
+    return sys.getsizeof(item, 0)
 
 
-def parts(one: Any) -> Iterable[Any]:
-    if isinstance(one, FunctionType):  # not its module
-        return [*(one.__closure__ or ()), *(one.__defaults__ or ())]
-    if isinstance(one, dict):  # get_referents leaves out the keys of a dict whose keys are all text
-        return [*one.keys(), *one.values()]
-    if isinstance(one, MethodType):
-        return [one.__self__, one.__func__]
-    return gc.get_referents(one)
+def parts(item: Any) -> Iterable[Any]:
+    """Return the objects that an object refers to directly; for a function, without the globals of its module."""
+    if isinstance(item, FunctionType):
+        return [*(item.__closure__ or ()), *(item.__defaults__ or ())]
+    if isinstance(item, dict):  # get_referents leaves out the keys of a dict whose keys are all text
+        return [*item.keys(), *item.values()]
+    if isinstance(item, MethodType):
+        return [item.__self__, item.__func__]
+    return gc.get_referents(item)
 
 
-OURS = ("minivllm.core.", "minivllm.device.worker.", "builtins", "abc")  # modules of classes that are not looked into
+# modules whose classes belong to the contract or to Python, so that their attributes are not counted
+FOREIGN = ("minivllm.core.", "minivllm.device.worker.", "builtins", "abc")
 
 
 def roots_of(instance: Any) -> list[Any]:
-    """An instance, and the containers of its classes and their modules, if they are no part of minivllm's contract."""
-    own = [c for c in type(instance).__mro__ if not c.__module__.startswith(OURS)]
-    places = [vars(c) for c in own] + [vars(sys.modules[c.__module__]) for c in own if c.__module__ in sys.modules]
-    return [instance, *(v for place in places for k, v in place.items() if isinstance(v, CONTAINERS) and k[:2] != "__")]
+    """Return an instance and the containers of its classes and of their modules.
+
+    Classes of minivllm's contract and of Python are left out.
+    """
+    roots = [instance]
+    classes = [cls for cls in type(instance).__mro__ if not cls.__module__.startswith(FOREIGN)]
+    modules = [sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules]
+    for owner in (*classes, *modules):
+        for name, value in vars(owner).items():
+            if isinstance(value, CONTAINERS) and not name.startswith("__"):
+                roots.append(value)
+    return roots
 
 
 def files() -> int:
-    """Open files, where the system tells."""
+    """Return the number of open files of this process, or 0 on a system without /proc."""
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
 class Lasting:
-    """The test of what is left behind.
+    """The leak test of a suite.
 
-    A suite gives ``lasting``, an instance, and ``once_more``, one use of it, after which everything that took part in
-    it has ended.  Each use has names, tenants, tokens, seeds and lengths of its own, so that books by any of them grow.
+    The suite defines ``lasting``, which creates an instance, and ``once_more``, which uses the instance once.  After a
+    use, every request or sequence of it has ended.  Each use has new names, tenants, tokens, seeds and lengths, so that
+    a table keyed by any of them would grow.
     """
 
     if TYPE_CHECKING:
@@ -78,51 +94,61 @@ class Lasting:
         exercise: Callable[[Any], Any]
 
     def lasting(self) -> Any:
+        """Create the instance of the leak test."""
         return self.build(*self.context())
 
     def once_more(self, instance: Any, number: int) -> None:
+        """Use the instance once; ``number`` differs in each call."""
         self.exercise(instance)
 
     def let_go(self, instance: Any) -> None:
-        """End what ``lasting`` has started."""
+        """Stop the threads, processes or engine that ``lasting`` has started."""
 
     @since(1, 0)
     def test_what_has_ended_leaves_nothing_behind(self) -> None:
-        """A server runs for weeks: used again and again, an instance holds no more memory, threads and open files than
-        after a few times.  A cache or a ring of a bounded size may fill; what is kept of each call, sequence, tenant or
-        key for good may not."""
+        """Check that an instance that is used again and again does not leak memory, threads or open files.
+
+        A server runs for weeks.  A cache of bounded size may fill up, but no data of a past call, sequence, tenant or
+        key may stay for ever.
+        """
         instance = self.lasting()
         try:
-            self._lasts(instance)
+            self._check_growth(instance)
         finally:
             self.let_go(instance)
 
-    def _lasts(self, instance: Any) -> None:
+    def _check_growth(self, instance: Any) -> None:
+        """Fail if the memory, threads or files of an instance grow with its use, also after all caches are full."""
         done = 0
 
         def use(n: int, seconds: float = 1e9) -> None:
             nonlocal done
-            until = time.monotonic() + seconds
+            end = time.monotonic() + seconds
             for _ in range(n):
-                if time.monotonic() < until:
+                if time.monotonic() < end:
                     self.once_more(instance, done)
                     done += 1
 
         use(FIRST)
-        grown = self._grown(instance, lambda: use(ROUNDS))
-        if grown:
+        growth = self._growth(instance, lambda: use(ROUNDS))
+        if growth:
             use(FILLING, SECONDS)
-            gc.collect()  # of threads and files
-            every = [self._grown(instance, lambda: use(ROUNDS)) for _ in range(WINDOWS)]
-            grown = min(every, key=len)  # a table of hashes is made anew now and then, and no smaller
-        assert not grown, f"used {ROUNDS} times more, after {done - ROUNDS} times, it holds {' and '.join(grown)} more"
+            gc.collect()  # ends threads and closes files of dead objects
+            windows = [self._growth(instance, lambda: use(ROUNDS)) for _ in range(WINDOWS)]
+            growth = min(windows, key=len)  # a hash table is sometimes resized, but not in each window
+        assert not growth, (
+            f"used {ROUNDS} times more, after {done - ROUNDS} times, it holds {' and '.join(growth)} more"
+        )
 
-    def _grown(self, instance: Any, use: Callable[[], None]) -> list[str]:
+    def _growth(self, instance: Any, use: Callable[[], None]) -> list[str]:
+        """Return which counts of an instance a call of ``use`` increases by more than the tolerance, as text."""
         before = self._counts(instance)
         use()
         after = self._counts(instance)
-        least = {"bytes": SLACK * ROUNDS, "threads": ROUNDS // 2, "open files": ROUNDS // 2}
-        return [f"{after[k] - before[k]} {k}" for k in before if after[k] - before[k] > least[k]]
+        tolerance = {"bytes": SLACK * ROUNDS, "threads": ROUNDS // 2, "open files": ROUNDS // 2}
+        added = {name: after[name] - before[name] for name in before}
+        return [f"{n} {name}" for name, n in added.items() if n > tolerance[name]]
 
     def _counts(self, instance: Any) -> dict[str, int]:
+        """Return the bytes of an instance and the threads and open files of this process."""
         return {"bytes": held(*roots_of(instance)), "threads": threading.active_count(), "open files": files()}
