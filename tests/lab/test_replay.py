@@ -372,8 +372,8 @@ def test_the_command_counts_the_cache_alone(capsys):
     ("args", "said"),
     [
         (["--set", "evictor=lru"], "num_kvcache_blocks is not set"),
-        (["--blocks", "0"], "--blocks 0: want a positive number, or a percentage"),
-        (["--blocks", "200%"], "want a positive number, or a percentage"),
+        (["--blocks", "0"], "--blocks 0: expected a positive number, or a percentage"),
+        (["--blocks", "200%"], "expected a positive number, or a percentage"),
         (["--blocks", "9", "--requests", "5:3"], "want A:B with 0 <= A < B <= 60"),
         (["--blocks", "9", "--step-ms", "-1"], "want 0 to 3600000"),
         (["--blocks", "9", "--output-json", "/nowhere/r.json"], "/nowhere/r.json: No such file or directory"),

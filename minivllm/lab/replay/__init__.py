@@ -1,8 +1,8 @@
-"""Replay of a trace without a model: what a policy or an evictor does to real traffic, in minutes on one core.
+"""Replay a trace without a model, to compare schedulers and evictors on real traffic in minutes on one core.
 
     blocks.py      the cache alone: blocks in, hits out       optimum.py     Belady's offline optimum, as an evictor
-    serve.py       the engine's own planner, blocks, policy and evictor, with a device that only counts
-    compare.py     several configurations over one trace, as a table
+    serve.py       the engine's own planner, blocks, scheduler and evictor, with a device that only counts
+    compare.py     compare several configurations on one trace, as a table
 
-There is no clock but the step; ``minivllm.lab.simulate`` has one that measured costs of steps drive.
+Time is counted in steps.  ``minivllm.lab.simulate`` has a clock in seconds, from measured costs of steps.
 """

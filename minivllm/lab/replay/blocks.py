@@ -1,7 +1,7 @@
-"""The cache alone: requests one after the other, each a chain of blocks; what of it is cached from the start on is hit.
+"""Run an evictor on the cache alone: requests are served one after another, and each is a chain of blocks.
 
-No planner, no device, no time: only the order of eviction matters.  It is how published hit rates of block traces are
-made, and it is fast.
+A request hits the cached blocks at the beginning of its chain.  There is no planner, no device and no time, so only the
+order of eviction matters.  Published hit rates of block traces are measured in this way.
 """
 
 from __future__ import annotations
@@ -21,28 +21,33 @@ from .optimum import Optimum, uses_of
 
 @dataclass(frozen=True)
 class CacheRun:
-    """What one evictor did."""
+    """The hits and evictions of one evictor."""
 
-    hits: np.ndarray  # i32 [n] blocks of each request that were cached, from the first on
+    hits: np.ndarray  # i32 [n] blocks of each request that were cached, counted from its first block
     asked: np.ndarray  # i32 [n] blocks of each request
     evictions: int
     seconds: float  # CPU time in the evictor
 
     @property
     def rate(self) -> float:
+        """Return the share of all blocks that were hit."""
         return float(self.hits.sum() / max(1, self.asked.sum()))
 
 
 def run_cache(
     chains: Sequence[Sequence[int]], capacity: int, block: int, make: Callable[[EvictorContext], Evictor]
 ) -> CacheRun:
-    """Serve ``chains`` (keys, parents first) with a cache of ``capacity`` blocks.  Of a chain that is longer than the
-    cache the end is not cached.  PluginError if the evictor breaks its contract."""
+    """Serve chains of block keys, parents first, with a cache of ``capacity`` blocks of ``block`` tokens.
+
+    ``make`` constructs the evictor.  A chain longer than the cache is cached up to its capacity.  Raise PluginError if
+    the evictor breaks its contract.
+    """
     evictor = make(EvictorContext(capacity=capacity, block=block, tier="device"))
-    cached: dict[int, int] = {}  # key -> cached children
+    cached: dict[int, int] = {}  # key -> number of cached children
     parents: dict[int, int] = {}
     hits = np.zeros(len(chains), np.int32)
-    evictions, seconds = 0, 0.0
+    evictions = 0
+    seconds = 0.0
     for i, chain in enumerate(chains):
         n = 0
         while n < len(chain) and chain[n] in cached:
@@ -50,38 +55,44 @@ def run_cache(
         hits[i] = n
         keys = np.array(chain[:capacity], np.uint64)
         new = len(keys) - n
+        over = len(cached) + new - capacity
         start = process_time()
         if n:
             evictor.hit(keys[:n])
             evictor.hold(keys[:n])
-        over = len(cached) + new - capacity
-        gone: list[int] = evictor.victims(over).tolist() if over > 0 else []
+        victims: list[int] = evictor.victims(over).tolist() if over > 0 else []
         if new:
             evictor.add(keys[n:], _info(chain, n, len(keys), block))
         seconds += process_time() - start
-        _check(evictor, gone, over, cached, parents, set(chain[:n]))
-        evictions += len(gone)
-        for d in range(n, len(keys)):
-            parents[chain[d]] = chain[d - 1] if d else 0
-            cached[chain[d]] = 0
-            if d:
-                cached[chain[d - 1]] += 1
+        _remove_victims(evictor, victims, over, cached, parents, set(chain[:n]))
+        evictions += len(victims)
+        for depth in range(n, len(keys)):
+            key = chain[depth]
+            cached[key] = 0
+            parents[key] = 0
+            if depth:
+                parents[key] = chain[depth - 1]
+                cached[chain[depth - 1]] += 1
         start = process_time()
         evictor.free(keys)
         seconds += process_time() - start
-    return CacheRun(hits, np.array([len(c) for c in chains], np.int32), evictions, seconds)
+    lengths = np.array([len(chain) for chain in chains], np.int32)
+    return CacheRun(hits, lengths, evictions, seconds)
 
 
 def run_optimum(chains: Sequence[Sequence[int]], capacity: int, block: int) -> CacheRun:
-    """What no evictor can beat.  Blocks are ranked when a request has been served, by the next one that uses them."""
+    """Serve the chains with Belady's optimum, which no evictor can beat.
+
+    Blocks are ranked when a request has been served, by the next request that uses them.
+    """
     served = [0]
     future = uses_of(chains)
-    watched = _Counted(chains, served)
-    return run_cache(watched, capacity, block, lambda ctx: Optimum(ctx, future, lambda: served[0]))
+    counting = _CountingChains(chains, served)
+    return run_cache(counting, capacity, block, lambda ctx: Optimum(ctx, future, lambda: served[0]))
 
 
-class _Counted(Sequence[Sequence[int]]):
-    """Notes which chain was asked for last."""
+class _CountingChains(Sequence[Sequence[int]]):
+    """Chains that store the number of the chain after the last one read in ``served[0]``."""
 
     def __init__(self, chains: Sequence[Sequence[int]], served: list[int]) -> None:
         self.chains, self.served = chains, served
@@ -95,11 +106,12 @@ class _Counted(Sequence[Sequence[int]]):
 
 
 def _info(chain: Sequence[int], start: int, stop: int, block: int) -> BlockInfo:
+    """Return the evictor's data of blocks [start, stop) of a chain; a root's parent is 0."""
     n = stop - start
     depth = np.arange(start, stop, dtype=np.int32)
-    before = [chain[start - 1] if start else 0, *chain[start : stop - 1]]
+    parents = chain[start - 1 : stop - 1] if start else [0, *chain[: stop - 1]]
     return BlockInfo(
-        parent=np.array(before[:n], np.uint64),
+        parent=np.array(parents, np.uint64),
         depth=depth,
         bytes=np.full(n, block, np.int64),
         cost=(depth + 1.0) * block,
@@ -107,17 +119,25 @@ def _info(chain: Sequence[int], start: int, stop: int, block: int) -> BlockInfo:
     )
 
 
-def _check(
-    evictor: Evictor, gone: list[int], over: int, cached: dict[int, int], parents: dict[int, int], held: set[int]
+def _remove_victims(
+    evictor: Evictor, victims: list[int], over: int, cached: dict[int, int], parents: dict[int, int], held: set[int]
 ) -> None:
-    """Take the victims out of ``cached``; each must be there, not held, and without a cached child."""
+    """Remove the victims from ``cached``; ``over`` is the number of blocks that must leave.
+
+    Raise PluginError for a wrong number of victims, or a victim that is not cached, in use, or the parent of a cached
+    block.
+    """
     name = type(evictor).__name__
-    if len(gone) != max(0, over):
-        raise PluginError(f"evictor {name} gave {len(gone)} victims of {over} wanted: it loses keys")
-    for key in gone:
+    if len(victims) != max(0, over):
+        raise PluginError(f"evictor {name} returned {len(victims)} victims, expected {over}: it loses keys")
+    for key in victims:
         if key in held or cached.get(key, 1):
-            why = "unknown" if key not in cached else "in use" if key in held else "the parent of a cached block"
-            raise PluginError(f"evictor {name} gave up a block that is {why}")
+            problem = "the parent of a cached block"
+            if key not in cached:
+                problem = "unknown"
+            elif key in held:
+                problem = "in use"
+            raise PluginError(f"evictor {name} evicted a block that is {problem}")
         del cached[key]
         parent = parents.pop(key)
         if parent:

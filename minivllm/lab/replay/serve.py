@@ -1,7 +1,7 @@
-"""The engine over a trace: its own planner, block pools, scheduler and evictor, and a device that only counts.
+"""Run the engine on a trace with its own planner, block pools, scheduler and evictor, and a device that only counts.
 
-Nothing is computed, so a step costs what the host does in it.  The answer of a request is as long as the trace says,
-and its tokens are the trace's, so the next turn of a conversation finds it in the cache.
+No model is computed, so a step costs the host's work alone.  The lengths and tokens of answers come from the trace.
+The next turn of a conversation therefore finds the answer before it in the cache.
 """
 
 from __future__ import annotations
@@ -35,96 +35,102 @@ from minivllm.runtime.hooks.figures import PluginFigures, flat
 from .optimum import Optimum, uses_of
 
 VOCAB = 2**31 - 1
-IDLE_TURNS = 100_000  # with requests there and nothing planned: the policy holds them back for ever
+IDLE_TURNS = 100_000  # turns without a planned step after which the scheduler counts as stuck
 
 
 @dataclass(frozen=True)
 class ServeSizes:
-    """What of the engine's options a replay needs."""
+    """The engine's options that a replay uses."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block: int  # tokens
-    blocks: int  # that requests can use
+    blocks: int  # blocks that requests can use
     prefix: bool = True
-    partial: bool = True  # hits go on inside a block
-    depth: int = 0  # steps in flight beside the newest
-    windows: tuple[int | None, ...] = (None,)  # of each KV group
+    partial: bool = True  # whether a hit may end inside a block
+    depth: int = 0  # steps in flight besides the newest
+    windows: tuple[int | None, ...] = (None,)  # attention window of each KV group, in tokens; None means no window
 
 
 @dataclass(frozen=True)
 class ServeRun:
-    """What became of the trace.  Columns are [n], -1 where a request was refused."""
+    """The results of a replay.  Columns are [n requests]; -1 marks a refused request."""
 
-    steps: int  # that did work
+    steps: int  # steps with work
     queued: np.ndarray  # i64 steps from arrival to a place in a batch
     first: np.ndarray  # i64 steps from arrival to the first token
     done: np.ndarray  # i64 steps from arrival to the last token
-    cached: np.ndarray  # i32 prompt tokens found in the cache when it was first admitted
+    cached: np.ndarray  # i32 prompt tokens found in the cache at the first admission
     prompt: np.ndarray  # i32
-    computed: int  # tokens that went through the device
+    computed: int  # tokens that the device computed
     evictions: int
     preemptions: int
     part_s: Mapping[str, float]  # host seconds by part of a turn
     seam_s: Mapping[str, float]  # host seconds by seam
     seconds: float  # of the whole replay
-    cpu_s: float  # of it, what this process computed: the machine may have had other things to do
+    cpu_s: float  # CPU seconds of this process; other processes do not count
     refused: int
-    figures: Mapping[str, float] = field(default_factory=dict)  # of plug-ins, by "evictor.NAME"
+    figures: Mapping[str, float] = field(default_factory=dict)  # counters of plug-ins, by "evictor.NAME"
 
     @property
     def hit_rate(self) -> float:
-        """Of prompt tokens."""
+        """Return the share of prompt tokens that were found in the cache."""
         served = self.queued >= 0
         return float(self.cached[served].sum() / max(1, self.prompt[served].sum()))
 
 
 class Steps:
-    """Time in a replay: step k begins ``seconds`` x k after the first arrival.  A clock that says how long a step takes
-    would go here; ``tick`` is told of each step's plan (None: nothing ran)."""
+    """The clock of a replay: step k begins ``seconds`` * k after the first arrival.
+
+    With 0 seconds all requests arrive at once.  A clock with the real duration of steps can replace it, since ``tick``
+    receives the plan of each step.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self.seconds, self.step = seconds, 0
+        self.seconds = seconds
+        self.step = 0
 
     @property
     def now(self) -> float:
+        """Return the seconds since the first arrival."""
         return self.seconds * self.step
 
     def tick(self, plan: StepPlan | None) -> None:
+        """Count a step; ``plan`` None means that nothing ran."""
         self.step += 1
 
     def skip_to(self, when: float) -> None:
-        """Nothing is to be done before then."""
+        """Skip the steps before ``when`` seconds, in which nothing happens."""
         if self.seconds:
             self.step = max(self.step, math.ceil(when / self.seconds))
 
     def step_of(self, when: np.ndarray) -> np.ndarray:
-        """The step that begins at ``when`` or after it, i64."""
+        """Return the first step that begins at ``when`` seconds or later, i64."""
         if not self.seconds:
             return np.zeros(len(when), np.int64)
         return np.ceil(when / self.seconds).astype(np.int64)
 
 
 class NoHistories(Histories):
-    """What rows draw is known by their request, so nothing is remembered; there are no branches."""
+    """Histories that store no tokens, since the trace gives the tokens of an answer."""
 
     def __init__(self) -> None:
-        """Takes no memory."""
+        """Skip the base class, which allocates memory."""
 
     def put(self, slot: int, tokens: np.ndarray) -> None:
-        pass
+        """Ignore the tokens of a row."""
 
 
 class Counting(Sim):
-    """Answers at once, with the trace's tokens.  ``Join.seed`` is the number of the request in the trace."""
+    """A device that returns the trace's tokens at once.  ``Join.seed`` is the number of a request in the trace."""
 
     def __init__(self, trace: Trace, sizes: ServeSizes, steps: Steps) -> None:
         super().__init__(SimOptions(step_ms=0, vocab_size=VOCAB))
         self.trace, self.sizes, self.steps = trace, sizes, steps
-        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # what the row's answer holds
-        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # whose row it is
-        # steps, -1 = not yet: the place in a batch, the first token, the last
+        self.token = np.zeros(sizes.max_num_seqs, np.int32)  # by row: the content number of its answer
+        self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: the number of its request
+        # by request: the steps of its place in a batch, its first and its last token; -1 means not yet
         self.joined, self.first, self.done = (np.full(len(trace), -1, np.int64) for _ in range(3))
         self.computed = 0
         self.plan: StepPlan | None = None
@@ -142,24 +148,28 @@ class Counting(Sim):
 
     def _join(self, j: Join) -> None:
         super()._join(j)
-        self.token[j.slot], self.request[j.slot] = self.trace.answer[j.seed], j.seed
-        self.joined[j.seed[self.joined[j.seed] < 0]] = self.steps.step
+        self.token[j.slot] = self.trace.answer[j.seed]
+        self.request[j.slot] = j.seed
+        new = j.seed[self.joined[j.seed] < 0]  # a preempted request joins again
+        self.joined[new] = self.steps.step
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
         return self.token[slots]
 
     def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """Rows end at their length alone."""
+        """Append a token to each row and return the stop flags, u8.  A row ends at its length alone."""
         self.known[slots] += 1
-        flags = np.where(self.known[slots] >= self.end[slots], LENGTH, 0).astype(np.uint8)
-        self.stopped[slots] = flags != 0
-        asked = self.request[slots]
-        self.first[asked[self.first[asked] < 0]] = self.steps.step  # it drew, so its prompt is computed
-        self.done[asked[flags != 0]] = self.steps.step
-        return flags
+        ended = self.known[slots] >= self.end[slots]
+        self.stopped[slots] = ended
+        requests = self.request[slots]
+        self.first[requests[self.first[requests] < 0]] = self.steps.step
+        self.done[requests[ended]] = self.steps.step
+        return np.where(ended, LENGTH, 0).astype(np.uint8)
 
 
 class NoSampler:
+    """A processor without options, which the engine requires and this device does not use."""
+
     reads: frozenset[str] = frozenset()
 
     def columns(self) -> dict[str, Any]:
@@ -170,18 +180,21 @@ class NoSampler:
 
 
 class _Tally:
-    """Sums over all steps what the engine's clock keeps of the last ones."""
+    """Sums of the engine's step times over all steps; the engine's clock itself stores the latest steps only."""
 
     def __init__(self, clock: StepClock) -> None:
-        self.clock, self.counted = clock, 0
+        self.clock = clock
+        self.counted = 0  # steps that are in the sums
         self.part = np.zeros(len(PARTS))
         self.seam: dict[str, float] = {}
 
     def step(self) -> None:
+        """Add the stored steps if the clock is about to overwrite them."""
         if self.clock.count - self.counted == self.clock.size:
             self.add()
 
     def add(self) -> None:
+        """Add the steps that are not yet in the sums."""
         rows = np.arange(self.counted, self.clock.count) % self.clock.size
         self.part += self.clock.part[rows].sum(axis=0)
         for name, column in self.clock.seam.items():
@@ -196,10 +209,14 @@ def serve(
     evictor: Callable[[EvictorContext], Evictor] | None,
     seconds_per_step: float = 0.05,
 ) -> ServeRun:
-    """Serve the whole trace.  ``evictor`` None: Belady's rule, which knows all prompts to come in order of arrival.
-    ``seconds_per_step`` 0: all requests are there at the start."""
+    """Run the whole trace and return its results.
+
+    ``policy`` and ``evictor`` construct the plug-ins; ``evictor`` None means Belady's rule, which reads the later
+    prompts of the trace.  With ``seconds_per_step`` 0 all requests arrive at the start.  Raise ConfigError if a batch
+    has fewer tokens than rows, and EngineDeadError if the engine fails or the scheduler plans nothing for too long.
+    """
     if sizes.max_num_batched_tokens < sizes.max_num_seqs:
-        raise ConfigError("max_num_batched_tokens is less than max_num_seqs: a decode step would not fit")
+        raise ConfigError("max_num_batched_tokens is less than max_num_seqs, so a decode step of all rows does not fit")
     steps = Steps(seconds_per_step)
     device = Counting(trace, sizes, steps)
     sent = 0
@@ -211,8 +228,10 @@ def serve(
         cached[r.params.seed] = r.cached_tokens
 
     due = steps.step_of(trace.arrival)
-    refused = idle = 0
-    start, start_cpu = perf_counter(), process_time()
+    refused = 0
+    idle = 0
+    start = perf_counter()
+    start_cpu = process_time()
     while sent < len(trace) or engine.busy:
         while sent < len(trace) and due[sent] <= steps.step:
             refused += not _add(engine, trace, sent, ended)
@@ -223,47 +242,57 @@ def serve(
             raise EngineDeadError(engine.dead)
         idle = 0 if worked else idle + 1
         if idle > IDLE_TURNS:
-            what = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
-            raise EngineDeadError(f"{what}: the scheduler {type(engine.planner.policy).__name__} holds them back")
+            raise EngineDeadError(describe_stall(engine, IDLE_TURNS))
         steps.tick(device.plan)
         tally.step()
         if not engine.busy and sent < len(trace):
             steps.skip_to(float(trace.arrival[sent]))
     tally.add()
-    seconds, cpu = perf_counter() - start, process_time() - start_cpu
-    return _result(engine, device, trace, due, cached, tally, (seconds, cpu), refused)
+    seconds = perf_counter() - start
+    cpu_seconds = process_time() - start_cpu
+    return _result(engine, device, due, cached, tally, seconds, cpu_seconds, refused)
+
+
+def describe_stall(engine: Engine, turns: int) -> str:
+    """Return the message for an engine that plans no step though requests wait."""
+    scheduler = type(engine.planner.policy).__name__
+    waiting = engine.planner.n_waiting
+    return (
+        f"{waiting} requests wait and nothing was planned in {turns} turns: the scheduler {scheduler} holds them back"
+    )
 
 
 def _result(
     engine: Engine,
     device: Counting,
-    trace: Trace,
     due: np.ndarray,
     cached: np.ndarray,
     tally: _Tally,
-    times: tuple[float, float],
+    seconds: float,
+    cpu_seconds: float,
     refused: int,
 ) -> ServeRun:
-    """``due``: the step in which each request comes; ``times``: seconds of the run, by the clock and of CPU time."""
-    at = np.where(device.joined >= 0, due, 0)
-    gone = device.joined < 0
-    since = lambda column: np.where(gone, -1, column.astype(np.int64) - at)  # noqa: E731
-    pools = engine.cache.pools
+    """Return the results of a run; ``due`` holds the step in which each request arrives."""
+    never_ran = device.joined < 0
+    queued, first, done = (
+        np.where(never_ran, -1, column - due) for column in (device.joined, device.first, device.done)
+    )
     return ServeRun(
-        engine.clock.count,
-        since(device.joined),
-        since(device.first),
-        since(device.done),
-        cached,
-        trace.prompt,
-        device.computed,
-        sum(p.evictions for p in pools),
-        engine.planner.preemptions,
-        dict(zip(PARTS, tally.part.tolist(), strict=True)),
-        tally.seam,
-        *times,
-        refused,
-        flat(engine.stats()),
+        steps=engine.clock.count,
+        queued=queued,
+        first=first,
+        done=done,
+        cached=cached,
+        prompt=device.trace.prompt,
+        computed=device.computed,
+        evictions=sum(pool.evictions for pool in engine.cache.pools),
+        preemptions=engine.planner.preemptions,
+        part_s=dict(zip(PARTS, tally.part.tolist(), strict=True)),
+        seam_s=tally.seam,
+        seconds=seconds,
+        cpu_s=cpu_seconds,
+        refused=refused,
+        figures=flat(engine.stats()),
     )
 
 
@@ -275,22 +304,35 @@ def engine_for(
     now: Callable[[], float],
     sent: Callable[[], int],
 ) -> Engine:
-    """An engine whose device makes the trace's tokens up.  ``sent``: requests of the trace that have come, by which
-    Belady's rule (``evictor`` None) knows where in the trace it is."""
+    """Return an engine on a device that returns the trace's tokens.
+
+    ``policy`` and ``evictor`` construct the plug-ins.  ``evictor`` None means Belady's rule, which finds its place in
+    the trace by ``sent()``, the number of requests that have arrived.  ``now()`` is the engine's clock in seconds.
+    """
     future: dict[int, list[int]] = {}
-    asked = evictor or (lambda ctx: Optimum(ctx, future, lambda: sent() - engine.planner.n_waiting))
     figures = PluginFigures()
-    of = lambda seam, make: lambda ctx: figures.of(seam, make(ctx))  # noqa: E731
-    engine = _engine(device, sizes, of("scheduler", policy), of("evictor", asked), now)
+
+    def make_policy(ctx: SchedulerContext) -> Any:
+        return figures.of("scheduler", policy(ctx))
+
+    def make_evictor(ctx: EvictorContext) -> Any:
+        if evictor is not None:
+            return figures.of("evictor", evictor(ctx))
+        return figures.of("evictor", Optimum(ctx, future, lambda: sent() - engine.planner.n_waiting))
+
+    engine = _engine(device, sizes, make_policy, make_evictor, now)
     engine.events.stats_asked.subscribe(figures.add_to)
     if evictor is None:
-        trace, root = device.trace, engine.cache.pools[0].root(("", ""))[1]
-        usable = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves a token to compute
-        future.update(uses_of([trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(usable)]))
+        trace = device.trace
+        root = engine.cache.pools[0].root(("", ""))[1]
+        full_blocks = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves at least a token to compute
+        chains = [trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(full_blocks)]
+        future.update(uses_of(chains))
     return engine
 
 
 def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float]) -> Engine:
+    """Return an engine with the sizes of a replay."""
     wiring = Wiring(
         model_dir="",
         load_format="dummy",
@@ -305,26 +347,23 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now:
         cache=CacheWiring(sizes.block, sizes.blocks, groups=((),) * len(sizes.windows)),
         steps=StepWiring(run_ahead=sizes.depth),
     )
-    return Engine(
-        wiring,
-        device,
-        device.start(wiring),
-        EngineParts(
-            policy,
-            evictor,
-            processors=[("replay/none", cast(Processor, NoSampler()))],
-            strategies=[("minivllm/single", Single(None))],
-            now=now,
-        ),
-        CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial),
+    parts = EngineParts(
+        policy,
+        evictor,
+        processors=[("replay/none", cast(Processor, NoSampler()))],
+        strategies=[("minivllm/single", Single(None))],
+        now=now,
     )
+    cache = CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial)
+    return Engine(wiring, device, device.start(wiring), parts, cache)
 
 
 def _add(engine: Engine, trace: Trace, i: int, ended: Callable[[Request], None]) -> bool:
-    """False if the engine refuses it: it is longer than the model, or the cache."""
+    """Add request i to the engine, and return False if the engine refuses it as too long for the model or the cache."""
     params = SamplingParams(max_tokens=int(trace.output[i]), ignore_eos=True, detokenize=False, seed=i)
+    request = Request(str(i), trace.tokens(i), params, float(trace.arrival[i]), on_done=ended)
     try:
-        engine.add(Request(str(i), trace.tokens(i), params, float(trace.arrival[i]), on_done=ended))
+        engine.add(request)
     except RequestError:
         return False
     return True
