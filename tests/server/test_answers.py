@@ -320,4 +320,4 @@ def test_of_many_answers_one_at_a_time_has_a_slice_of_the_loop():
 
 def test_a_long_answer_that_fails_on_the_way_has_no_end():
     with pytest.raises(ApiError):
-        LongAnswer._last_words(LongAnswer.__new__(LongAnswer), ApiError(500, "the worker pool is gone"))
+        LongAnswer._final(LongAnswer.__new__(LongAnswer), ApiError(500, "the worker pool is gone"))

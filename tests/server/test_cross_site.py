@@ -138,7 +138,7 @@ def test_a_rebound_name_reaches_no_route(server):
     lines = ["GET /v1/ws HTTP/1.1", "Host: evil.example", "Upgrade: websocket", "Connection: Upgrade"]
     lines += ["Sec-WebSocket-Version: 13", f"Sec-WebSocket-Key: {'A' * 22}==", "", ""]
     got = server.raw("\r\n".join(lines).encode(), 2)
-    assert got.startswith(b"HTTP/1.1 403") and b"evil.example is no name" in got
+    assert got.startswith(b"HTTP/1.1 403") and b"evil.example is not a name" in got
 
 
 POSTS = [
@@ -246,7 +246,7 @@ def test_without_keys_the_routes_of_admin_want_the_token_of_the_start(server):
 
 def test_admin_without_a_key_is_refused_where_others_could_ask():
     for host in ("0.0.0.0", "::", "192.168.1.7", "gpu-box"):
-        with pytest.raises(ConfigError, match=r"want a key .*or --host 127.0.0.1"):
+        with pytest.raises(ConfigError, match=r"expected a key .*or --host 127.0.0.1"):
             admin_token(ServerConfig(host=host, admin=True), [])
         assert admin_token(ServerConfig(host=host, admin=True), ["k"]) is None
         assert admin_token(ServerConfig(host=host, admin=True), ["k", "k"]) is None

@@ -210,7 +210,7 @@ def test_the_limit_of_files_is_read_and_one_that_is_too_low_is_refused_in_words_
     assert set_to == [(4096, 4096), (accepting.FILES, resource.RLIM_INFINITY)]
     used = len(os.listdir("/proc/self/fd"))
     assert abs(accepting.room_for(5000) - (5000 - used - accepting.OWN - accepting.SPARE)) <= 2
-    with pytest.raises(ResourceError, match=r"limit of open files is 64; want at least \d+ \(ulimit -n \d+\)"):
+    with pytest.raises(ResourceError, match=r"limit of open files is 64; expected at least \d+ \(ulimit -n \d+\)"):
         accepting.room_for(64)
 
 

@@ -71,7 +71,7 @@ SHAPES = {
     "lists": ('{"a":[' + "[]," * bounds.MOST_HOLDERS + "[]]}", str(bounds.MOST_HOLDERS)),
     "numbers": ('{"allowed_token_ids":[' + "5," * bounds.MOST_VALUES + "5]}", str(bounds.MOST_VALUES)),
     "keys": (json.dumps({"allowed_token_ids": dict.fromkeys(range(bounds.MOST_VALUES + 9))}), str(bounds.MOST_VALUES)),
-    "numbers in a prompt that are no ids": ('{"prompt":[' + "5.5," * bounds.MOST_VALUES + "5]}", "want at most"),
+    "numbers in a prompt that are no ids": ('{"prompt":[' + "5.5," * bounds.MOST_VALUES + "5]}", "expected at most"),
 }
 
 

@@ -48,7 +48,7 @@ def test_https_serves_with_the_certificate_and_only_with_it(certificate):
         for body in (b"", b"x" * 3_000_000):  # the answer is heard though its sender has more to say
             asked = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body) + body
             told = server.raw(asked)
-            assert told.startswith(b"HTTP/1.1 400 ") and b"want a URL that begins with https://" in told
+            assert told.startswith(b"HTTP/1.1 400 ") and b"expected a URL that begins with https://" in told
         server.at_rest()
     finally:
         server.close()
@@ -222,7 +222,7 @@ def test_files_that_cannot_be_served_with_are_refused_before_anything_is_loaded(
     for values, words in (
         ({"ssl_certfile": "/none.pem"}, "/none.pem"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "fifo")}, "want a regular file"),
-        ({"ssl_certfile": str(empty)}, "no PEM is in it"),
+        ({"ssl_certfile": str(empty)}, "the file contains no PEM"),
         ({"ssl_certfile": cert}, "give the key as --ssl-keyfile"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(locked)}, "passphrase"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(other)}, "another certificate"),

@@ -19,11 +19,11 @@ HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", 
 
 INSTEAD = {
     "/v1/messages": CHAT, "/messages": CHAT, "/v1/messages/count_tokens": CHAT, "/v1/responses": CHAT,
-    "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "nothing is kept",
-    "/chat/completions": "want /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
+    "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "batches are not stored",
+    "/chat/completions": "use /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
     "/api/v1/chat/completions": "and /v1, once",
-    "//v1//models": "want /v1/models", "/v1/chat/completion": "did you mean /v1/chat/completions?",
-    "/v1/tokenize": "want /tokenize", "/models": "want /v1/models",
+    "//v1//models": "use /v1/models", "/v1/chat/completion": "did you mean /v1/chat/completions?",
+    "/v1/tokenize": "use /tokenize", "/models": "use /v1/models",
     "/v1/engines/pocket/completions": "the model in the body",
     "/openai/deployments/pocket/chat/completions": "the model in the body",
     "/api/chat": CHAT, "/api/generate": COMPLETIONS, "/api/tags": "/v1/models", "/completion": COMPLETIONS,
@@ -84,7 +84,7 @@ def test_the_wrong_method_is_told_the_right_one(server):
     for method, path, want in (("GET", CHAT, "POST"), ("POST", "/v1/models", "GET"), ("DELETE", "/health", "GET")):
         answer = server.client.request(method, path, **({"json": {}} if method != "GET" else {}))
         assert answer.status_code == 405 and answer.headers["allow"] == want
-        assert answer.json()["error"]["message"] == f"the route {path} does not take {method}; want {want}"
+        assert answer.json()["error"]["message"] == f"the route {path} does not accept {method}; expected {want}"
 
 
 def test_head_is_get_without_a_body(server):

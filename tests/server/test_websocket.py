@@ -107,8 +107,8 @@ def test_a_client_that_goes_away_leaves_nothing_running(server):
 @pytest.mark.parametrize(
     ("message", "ident", "param", "words"),
     [
-        ("{", None, None, "no JSON"),
-        ("[1]", None, None, "no JSON object"),
+        ("{", None, None, "not JSON"),
+        ("[1]", None, None, "not a JSON object"),
         ('{"type": "chat.completions", "body": {}}', None, "id", "1 to 128"),
         ({"type": "completions", "id": "i" * 200, "body": {}}, None, "id", "1 to 128"),
         ({"type": "completions", "id": 7, "body": {}}, None, "id", "1 to 128"),

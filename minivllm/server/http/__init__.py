@@ -1,4 +1,4 @@
-"""The wire: connections, headers, keys, bodies and events, whatever is asked in them.
+"""The HTTP layer: connections, headers, API keys, request bodies and event streams.
 
-It knows neither OpenAI's shapes (``server.openai``) nor the engine (``server.link``).
+It does not depend on OpenAI's protocol (``server.openai``) or on the engine (``server.link``).
 """

@@ -1,11 +1,11 @@
-"""Taking connections, as many as there are descriptors for, and what happens when there are no more.
+"""Accept connections, with a limit that follows from the number of file descriptors.
 
-    room left                take it
-    no room, some are idle   those that have been idle for longest are closed, as web servers do, to make room
-    no room, all work        a few more are taken, for /health and its like; other requests on them get 503
-    none of these            nothing is taken until a connection has closed; the kernel lets the next ones wait
+    room left                  accept the connection
+    no room, some are idle     close the connections that have been idle for longest, as web servers do
+    no room, none is idle      accept a few spare connections for /health, /ready and /metrics; other requests get 503
+    no room, no spare          accept none until a connection has closed; new connections wait in the kernel
 
-asyncio's own server goes on to accept when there is no descriptor, with a traceback for each try.
+asyncio's own server keeps trying to accept when there is no descriptor, and logs a traceback for each try.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from minivllm.server import logs
 
 from . import unencrypted
 
-FILES = 65536  # that may be open
-OWN = 64  # descriptors beside connections and what is open at the start: pipes to processes, files for a moment
-SPARE = 16  # connections beyond ``room`` that get an answer to /health and its like
-LEAST = 16  # connections without which there is no point in serving
-TURN = 64  # connections that are taken in one turn of the loop
-AGAIN = 0.2  # seconds after which it is tried again
-GOODBYE = 2.0  # seconds for a client to answer the end of TLS, before the connection is closed without
+FILES = 65536  # limit of open files that the server requests
+OWN = 64  # descriptors reserved for pipes to processes and for files
+SPARE = 16  # connections beyond ``room``, for /health, /ready and /metrics
+LEAST = 16  # connections without which the server does not start
+TURN = 64  # connections that are accepted in one round of the event loop
+AGAIN = 0.2  # seconds until the next try to accept
+GOODBYE = 2.0  # seconds in which a client must answer the end of TLS
 BACKLOG = 2048  # connections that wait in the kernel
 FULL = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def open_files() -> int:
-    """How many files this process may have open, once it may have as many as it can."""
+    """Raise the process's limit of open files as far as allowed, at most to ``FILES``, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -50,24 +50,27 @@ def open_files() -> int:
 
 
 def room_for(files: int) -> int:
-    """Connections that so many descriptors allow.  ResourceError if that is next to none."""
+    """Return the number of connections that a limit of open files allows.
+
+    Raise ResourceError if it is less than ``LEAST``.
+    """
     try:
         used = len(os.listdir("/proc/self/fd"))
-    except OSError:  # not on this system
-        used = 32
+    except OSError:  # this system has no /proc
+        used = 32  # a guess
     room = files - used - OWN - SPARE
     if room < LEAST:
-        want = files - room + LEAST
-        raise ResourceError(f"the limit of open files is {files}; want at least {want} (ulimit -n {want})")
+        need = files - room + LEAST
+        raise ResourceError(f"the limit of open files is {files}; expected at least {need} (ulimit -n {need})")
     return room
 
 
 class Acceptor:
-    """Takes connections of a listening socket while it is not closed.
+    """Accepts the connections of a listening socket until it is closed.
 
-    ``make()`` gives a protocol for one, ``connections`` are those that are open; one that may be closed for another
-    says so by its ``idle`` (0: it asks for nothing, 1: its request has not come as a whole yet, None: it works) and
-    since when by ``since``.
+    ``make()`` returns an asyncio protocol for a new connection.  ``connections`` are the open ones, and ``room`` is
+    their limit.  A connection's ``idle`` is 0 if it has no request, 1 if its request is not complete yet, and None if
+    its request is being served.  ``since`` is the time from which on that is so.
     """
 
     def __init__(
@@ -79,30 +82,36 @@ class Acceptor:
         context: ssl.SSLContext | None = None,
         seconds: float = 10.0,
     ) -> None:
-        """``seconds``: for a TLS handshake."""
-        self._bound, self._make, self._connections, self.room = bound, make, connections, room
+        """Start to accept.  With TLS (``context``), a handshake may take ``seconds``."""
+        self.room = room
+        self._bound = bound
+        self._make = make
+        self._connections = connections
         self._tls: dict[str, Any] = {} if context is None else {"ssl": context}
-        self._opening: dict[asyncio.Task[None], float] = {}  # since when
+        self._opening: dict[asyncio.Task[None], float] = {}  # task that sets a connection up -> its start
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
-        self._told = -float("inf")
-        self._closed, self._dropped = False, 0
+        self._logged = -float("inf")  # time of the last log line
+        self._closed = False
+        self._dropped = 0  # idle connections closed since the last log line
         bound.setblocking(False)
         bound.listen(BACKLOG)
         self._loop.add_reader(bound.fileno(), self._take)
 
     @property
     def open(self) -> int:
+        """Return the number of connections that are open or being set up."""
         return len(self._connections) + len(self._opening)  # type: ignore[arg-type]
 
     def _take(self) -> None:
+        """Accept waiting connections, called by the event loop when there are any."""
         for _ in range(TURN):
             over = self.open - self.room
             if over >= 0 and self._make_room():
-                return  # the descriptors are free in the next turn
+                return  # the descriptors are freed in the next round of the event loop
             if over >= SPARE:
-                self._wait("every connection works")
+                self._wait("no connection is idle")
                 return
             try:
                 link, _ = self._bound.accept()
@@ -120,6 +129,8 @@ class Acceptor:
             task.add_done_callback(self._begun)
 
     async def _begin(self, link: socket.socket, spare: bool) -> None:
+        """Set up an accepted connection, with a TLS handshake if the server uses TLS."""
+
         def make() -> Any:
             protocol = self._make()
             protocol.spare = spare
@@ -134,10 +145,10 @@ class Acceptor:
                     link.close()
                     return
                 tls["ssl_handshake_timeout"] = max(self._seconds - (self._loop.time() - start), 0.1)
-                if sys.version_info >= (3, 11):  # before, whoever does not say goodbye has all the time it wants
+                if sys.version_info >= (3, 11):  # older versions have no such limit
                     tls["ssl_shutdown_timeout"] = GOODBYE
             await self._loop.connect_accepted_socket(make, link, **tls)
-        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):  # it left, says nothing, or had to go
+        except (OSError, asyncio.TimeoutError, asyncio.CancelledError):  # cancelled: closed to make room
             with contextlib.suppress(OSError):
                 link.close()
 
@@ -147,49 +158,56 @@ class Acceptor:
             logs.log.error("a connection failed", exc_info=error)
 
     def _make_room(self) -> int:
-        """Close connections that ask for nothing, those first that have done so for longest, and if there is none those
-        whose requests are on their way.  How many."""
+        """Close some idle connections, the longest idle first, and return their number.
+
+        Connections without a request are closed first.  If there are none, connections whose request is not complete
+        are closed.
+        """
         most = max(self.room // 16, 1)
-        kinds: dict[int, list[Any]] = {0: [], 1: []}
-        for one in self._connections:
-            if (kind := getattr(one, "idle", None)) is not None:
-                kinds[kind].append(one)
-        # who has not ended a handshake asks for nothing either
-        since = {**{one: one.since for one in kinds[0]}, **(self._opening if self._tls else {})}
-        since = since or {one: one.since for one in kinds[1]}
+        empty: dict[Any, float] = {}  # connection, or task that sets it up -> idle since
+        incomplete: dict[Any, float] = {}
+        for connection in self._connections:
+            kind = getattr(connection, "idle", None)
+            if kind is not None:
+                since = incomplete if kind else empty
+                since[connection] = connection.since
+        if self._tls:  # a connection has no request before its handshake has ended
+            empty.update(self._opening)
+        since = empty or incomplete
         chosen = heapq.nsmallest(most, since, key=since.__getitem__)
         for one in chosen:
             if one in self._opening:
                 one.cancel()
             elif self._tls or one.transport.get_write_buffer_size():
-                one.transport.abort()  # what waits to be sent, or TLS's goodbye to be answered, keeps the descriptor
+                one.transport.abort()  # close() would keep the descriptor until data is sent or TLS's end is answered
             else:
                 one.transport.close()
         self._dropped += len(chosen)
         if chosen:
-            self._tell("there is no room for more connections: those that were idle for longest were closed")
+            self._log("there is no room for more connections: those that were idle for longest were closed")
         return len(chosen)
 
     def _wait(self, why: str) -> None:
-        """Take nothing for a moment."""
-        self._tell(f"there is no room for more connections, which have to wait: {why}")
+        """Accept nothing for ``AGAIN`` seconds."""
+        self._log(f"there is no room for more connections, which have to wait: {why}")
         self._loop.remove_reader(self._bound.fileno())
-        self._later = self._loop.call_later(AGAIN, self._go_on)
+        self._later = self._loop.call_later(AGAIN, self._resume)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         self._later = None
         if not self._closed:
             self._loop.add_reader(self._bound.fileno(), self._take)
 
-    def _tell(self, what: str) -> None:
-        """At most one line a second."""
-        if (now := time.monotonic()) - self._told >= 1.0:
-            self._told = now
+    def _log(self, what: str) -> None:
+        """Log a warning, at most one a second."""
+        now = time.monotonic()
+        if now - self._logged >= 1.0:
+            self._logged = now
             logs.event(what, logging.WARNING, open=self.open, room=self.room, closed=self._dropped)
             self._dropped = 0
 
     def close(self) -> None:
-        """Take no more.  Idempotent; the socket stays open."""
+        """Stop accepting.  The socket stays open.  A second call does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -200,4 +218,5 @@ class Acceptor:
             task.cancel()
 
     async def wait_closed(self) -> None:
+        """Wait until no connection is being set up."""
         await asyncio.gather(*self._opening, return_exceptions=True)

@@ -1,7 +1,7 @@
-"""API keys: read from a file, compared in constant time.  Which key it was separates tenants; no key is ever logged.
+"""API keys.  They are read from a file, compared in constant time and never logged.  Each key is a tenant of its own.
 
-The routes of ``--admin`` want the operator's: ``MINIVLLM_ADMIN_KEY``, or the only key there is.  Where there is none,
-or there are several (of several users), they want a token that is made, and told, at the start.
+The operator's routes (``--admin``) require ``MINIVLLM_ADMIN_KEY``.  If that is not set, they require the server's only
+API key.  If there is no API key or several, they require a token that the server generates and logs at its start.
 """
 
 from __future__ import annotations
@@ -24,31 +24,39 @@ ENVIRONMENT, ADMIN = "MINIVLLM_API_KEY", "MINIVLLM_ADMIN_KEY"
 
 
 def read_keys(path: str) -> list[str]:
-    """One key a line; empty lines and lines that begin with # do not count.  ConfigError if it holds none."""
+    """Read the API keys from a file with one key a line.  Empty lines and lines that begin with # are skipped.
+
+    Raise ConfigError if the file has no key.
+    """
     name = f"server.api_key_file={shown(path)}"
     lines = files.read_given(path, name=name).splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if not keys:
-        raise ConfigError(f"{name}: holds no key; want one a line")
+        raise ConfigError(f"{name}: contains no key; expected one key a line")
     return keys
 
 
-def admin_token(server: ServerConfig, keys: Sequence[str], given: str = "") -> str | None:
-    """What the routes of ``--admin`` want: ``given``, which is ``MINIVLLM_ADMIN_KEY``, or a new token; None if any key
-    will do, since there is one, or if there are no such routes.  ConfigError if others than this machine could ask
-    without a key."""
-    if not server.admin or (len(set(keys)) == 1 and not given):
+def admin_token(server: ServerConfig, keys: Sequence[str], admin_key: str = "") -> str | None:
+    """Return the token that the operator's routes require: ``admin_key`` (``MINIVLLM_ADMIN_KEY``) or a new one.
+
+    None means that the server's only API key is required, or that the operator's routes are disabled.
+    Raise ConfigError if the routes could be reached from another machine and there is no key at all.
+    """
+    if not server.admin:
         return None
-    if not keys and not given and not is_loopback(server.host.lower()):
+    if admin_key:
+        return admin_key
+    if len(set(keys)) == 1:
+        return None
+    if not keys and not is_loopback(server.host.lower()):
         what = f"server.admin without a key on server.host={server.host!r}"
-        raise ConfigError(
-            f"{what}: want a key (--api-key, {ENVIRONMENT}, --api-key-file, {ADMIN}), or --host 127.0.0.1"
-        )
-    return given or secrets.token_urlsafe(24)
+        options = f"--api-key, {ENVIRONMENT}, --api-key-file, {ADMIN}"
+        raise ConfigError(f"{what}: expected a key ({options}) or --host 127.0.0.1")
+    return secrets.token_urlsafe(24)
 
 
 class ApiKeys:
-    """The keys that are accepted; none: everybody is."""
+    """The accepted API keys.  Without any, every request is accepted."""
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
         self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
@@ -57,14 +65,17 @@ class ApiKeys:
         return bool(self._digests)
 
     def tenant(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """A name for the key of ``Authorization: Bearer KEY`` or ``x-api-key: KEY``; '' where none is needed, None if
-        there is none or a wrong one.  It takes as long whichever key is right."""
+        """Return the name of a request's key, given as ``Authorization: Bearer KEY`` or ``x-api-key: KEY``.
+
+        Return "" if no key is required, and None if the key is missing or wrong.
+        The time taken does not depend on which key matches.
+        """
         if not self._digests:
             return ""
-        given = headers.get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
         key = key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
-        digest, found = _digest(key), None
+        digest = _digest(key)
+        found = None
         for number, known in enumerate(self._digests):
             if hmac.compare_digest(digest, known):
                 found = f"key-{number}"

@@ -1,4 +1,4 @@
-"""The bytes of a request to a JSON object, within limits that hold while they are read."""
+"""Read request bodies as JSON objects, within limits that are checked while the bytes arrive."""
 
 from __future__ import annotations
 
@@ -17,83 +17,93 @@ from minivllm.server.errors import ApiError
 from minivllm.validation import flaw, is_text, lone_escape
 
 from . import bounds
-from .cross_site import JSON_WANTED, is_json
+from .cross_site import JSON_EXPECTED, is_json
 from .crowd import Crowd
 
 if TYPE_CHECKING:
     from minivllm.server.worker_pool import WorkerPool
 
-SMALL = 1 << 15  # bytes: a few milliseconds at most, whatever they are; of more the worker pool takes care
-HELD = 16  # bodies of the largest size that one asker may have on their way
-LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for what still comes of a body that was refused
+SMALL = 1 << 15  # bytes that the event loop parses itself, in a few milliseconds; the worker pool parses larger bodies
+HELD = 16  # an owner's bodies that are being received may have this many times the largest body's bytes together
+LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for the rest of a body that was refused
 
 
 class Bodies:
-    """The bodies that are on their way.  ``held``: bytes of each asker's that have come and are not read yet."""
+    """The request bodies that are being received.
+
+    ``held`` maps each owner (an API key, else an address) to the received bytes of the owner's bodies in progress.
+    """
 
     def __init__(self, pool: WorkerPool) -> None:
         self.pool = pool
         self.held: Counter[str] = Counter()
-        self._late = Crowd()  # bodies that began together are late together
+        self._late = Crowd()  # spreads the errors of bodies that began together and time out together
 
-    async def read(self, request: Request, most: int, seconds: float, who: str) -> dict[str, Any]:
-        """The body as a JSON object.  ApiError: 415 if its type is not JSON, 413 as soon as it is over ``most`` bytes,
-        408 if it has not come after ``seconds``, 429 if as many others of this asker are on their way, 400 if it is no
-        JSON object, or one that holds more than a request can need (``bounds``)."""
-        if not is_json(request.headers.get("content-type", "")):  # the guard has looked at those of other bodies
-            raise ApiError(415, f"the request has no body; {JSON_WANTED}, and a JSON object")
+    async def read(self, request: Request, most: int, seconds: float, owner: str) -> dict[str, Any]:
+        """Read a request's body and return it as a JSON object.
+
+        Raise ApiError: 415 if the content type is not JSON, 413 as soon as the body has more than ``most`` bytes,
+        408 if it is not complete after ``seconds``, 429 if the owner has too many bytes in progress, 400 if it is not
+        a JSON object or exceeds the limits of ``bounds``.
+        """
+        if not is_json(request.headers.get("content-type", "")):  # the guard has checked requests that have a body
+            raise ApiError(415, f"the request has no body; {JSON_EXPECTED} and a JSON object")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 20 or int(declared) > most):
             raise too_large(most)
         parts: list[bytes] = []
-        with self._counted(who) as count:
+        with self._counted(owner) as count:
             try:
-                await asyncio.wait_for(self._read(request, most, who, parts, count), seconds)
+                await asyncio.wait_for(self._read(request, most, owner, parts, count), seconds)
             except asyncio.TimeoutError:
                 await self._late.turn()
-                what = f"the body did not come within {seconds:g} s"
+                what = f"the body was not complete after {seconds:g} s"
                 raise ApiError(408, what, headers={"Connection": "close"}) from None
-            return await self.parse(b"".join(parts), who)
+            return await self.parse(b"".join(parts), owner)
 
-    async def parse(self, raw: bytes, who: str, inner: str = "") -> dict[str, Any]:
-        """``parse_object`` and the bounds of ``bounds``; ``inner``: the field that holds the body."""
+    async def parse(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
+        """Parse a JSON object (``parse_object``) and check the limits of ``bounds``.
+
+        ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
+        """
         if len(raw) > SMALL:
-            return await self.pool.read(raw, who, inner)
+            return await self.pool.read(raw, owner, inner)
         bounds.check_shape(raw)
         value = load_object(raw)
         if not inner:
-            check_text(raw, value)  # of a message, its id is wanted first
+            check_text(raw, value)  # a message is checked later, when its id is known and can be put into the error
         body = value.get(inner) if inner else value
         if isinstance(body, dict):
             bounds.check_fields(body)
         return value
 
-    async def _read(self, request: Request, most: int, who: str, parts: list[bytes], count: list[int]) -> None:
+    async def _read(self, request: Request, most: int, owner: str, parts: list[bytes], count: list[int]) -> None:
+        """Receive a body into ``parts``, and count its bytes in ``held`` and ``count[0]``."""
         size = 0
         try:
             async for part in request.stream():
                 size += len(part)
                 if size > most:
                     raise too_large(most)
-                if self.held[who] + len(part) > HELD * most:
-                    what = "too many of your requests' bodies are on their way; try again later"
+                if self.held[owner] + len(part) > HELD * most:
+                    what = "too many bodies of your requests are being received; try again later"
                     raise ApiError(429, what, headers={"Retry-After": "1", "Connection": "close"})
-                self.held[who] += len(part)
+                self.held[owner] += len(part)
                 count[0] += len(part)
                 parts.append(part)
         except ClientDisconnect:
-            raise ApiError(400, "the connection closed before the body was whole") from None
+            raise ApiError(400, "the connection closed before the body was complete") from None
 
     @contextmanager
-    def _counted(self, who: str) -> Iterator[list[int]]:
-        """What the caller adds to the list's one number, and to ``held``, is taken off again."""
+    def _counted(self, owner: str) -> Iterator[list[int]]:
+        """Yield a list with one number, the bytes that the caller has added to ``held``.  Subtract them at the end."""
         count = [0]
         try:
             yield count
         finally:
-            self.held[who] -= count[0]
-            if not self.held[who]:
-                del self.held[who]  # which reads as 0
+            self.held[owner] -= count[0]
+            if not self.held[owner]:
+                del self.held[owner]  # a Counter reads a missing key as 0
 
 
 def too_large(most: int) -> ApiError:
@@ -101,10 +111,11 @@ def too_large(most: int) -> ApiError:
 
 
 class Refusal(JSONResponse):
-    """An answer that is said before the body has come whole.
+    """An error answer that is sent before the request's body is complete.
 
-    A connection that closes while something is on its way is reset, and the answer with it: its sender would never
-    hear what was wrong.  So what still comes is dropped for a while, and then the connection closes."""
+    If the connection closed at once, the kernel would reset it because of the unread data, and the client would never
+    read the answer.  So the rest of the body is received and dropped for a while before the connection closes.
+    """
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -114,47 +125,54 @@ class Refusal(JSONResponse):
         await send({"type": "http.response.body", "body": b""})
 
     async def _drop(self, receive: Any) -> None:
-        left, more = LINGER_BYTES, True
-        while more and left > 0:
+        dropped = 0
+        more = True
+        while more and dropped < LINGER_BYTES:
             message = await receive()
-            left -= len(message.get("body", b""))
+            dropped += len(message.get("body", b""))
             more = message["type"] == "http.request" and message.get("more_body", False)
 
 
 def parse_object(raw: bytes | str) -> dict[str, Any]:
-    """ApiError (400) for anything that is not one JSON object of finite numbers and, see ``check_text``, of text."""
+    """Parse a JSON object.
+
+    Raise ApiError (400) if ``raw`` is something else, or has an infinite number or text that ``check_text`` refuses.
+    """
     value = load_object(raw)
     check_text(raw, value)
     return value
 
 
 def check_text(raw: bytes | str, value: dict[str, Any]) -> None:
-    """ApiError (400) for half of a surrogate pair anywhere in an object, which JSON can spell and no text can hold."""
+    """Raise ApiError (400) if an object has half of a surrogate pair.
+
+    JSON can spell it (``\\ud800``), but Unicode text cannot hold it.
+    """
     if lone_escape(raw if isinstance(raw, str) else raw.decode("utf-8")):
-        field = next((name for name, one in value.items() if is_text(name) and flaw(one)), None)
-        raise ApiError(
-            400, f"{field or 'the body'} holds half of a surrogate pair (\\ud800 to \\udfff): want Unicode text", field
-        )
+        field = next((name for name, inner in value.items() if is_text(name) and flaw(inner)), None)
+        what = f"{field or 'the body'} holds half of a surrogate pair (\\ud800 to \\udfff)"
+        raise ApiError(400, f"{what}: expected Unicode text", field)
 
 
 def load_object(raw: bytes | str) -> dict[str, Any]:
-    """``parse_object`` without a look at surrogates."""
+    """Parse a JSON object as ``parse_object`` does, without the check for halves of surrogate pairs."""
     try:
-        text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")  # json would take UTF-16 and surrogates too
+        # decoded here, because json.loads would also accept UTF-16 and surrogates
+        text = raw if isinstance(raw, str) else raw.decode("utf-8-sig")
         value = json.loads(text, parse_constant=_constant, parse_float=_float, parse_int=_int)
     except RecursionError:
         raise ApiError(400, "the JSON of the body is nested too deeply") from None
     except UnicodeDecodeError:
-        raise ApiError(400, "the body is no JSON: it is not UTF-8") from None
+        raise ApiError(400, "the body is not JSON: it is not UTF-8") from None
     except json.JSONDecodeError as exc:
-        raise ApiError(400, f"the body is no JSON: {exc}") from None
+        raise ApiError(400, f"the body is not JSON: {exc}") from None
     if not isinstance(value, dict):
-        raise ApiError(400, "the body is no JSON object")
+        raise ApiError(400, "the body is not a JSON object")
     return value
 
 
 def _constant(name: str) -> NoReturn:
-    raise ApiError(400, f"the body is no JSON: {name} is no number")
+    raise ApiError(400, f"the body is not JSON: {name} is not a number")
 
 
 def _float(text: str) -> float:
@@ -165,6 +183,6 @@ def _float(text: str) -> float:
 
 
 def _int(text: str) -> int:
-    if len(text) > 40:  # and Python takes its time over thousands of digits
+    if len(text) > 40:  # Python needs long for thousands of digits
         raise ApiError(400, f"the number {text[:20]}... is out of range")
     return int(text)

@@ -1,9 +1,12 @@
-"""uvicorn's HTTP connection with a deadline and a bound for headers, so that half a request holds nothing.
+"""uvicorn's HTTP connection with limits, so that slow, hostile or departed clients hold no resources.
 
-It notices a client that leaves though it has sent requests ahead of the answers (pipelining), and answers one that has
-only ended its own side.  It reads little at a time: what a client sends in one piece, thousands of requests or chunks
-of one byte, is not one turn of the loop.  What is no request is answered with a reason, behind the answers that are
-due, and what still comes is dropped for a while, since a connection that closes before it is reset, answer and all.
+* A request's line and headers must arrive within a time, and have at most a number of bytes.
+* A client may send requests ahead of the answers (pipelining).  A client that leaves is noticed even then.  A client
+  that has closed only its sending side still gets its answers.
+* Little is read at a time, so that thousands of tiny requests or chunks in one piece do not delay the event loop.
+* Bytes that are not an HTTP request are answered with the reason, after all earlier answers.  What the client still
+  sends is then dropped for a while, since the kernel would reset a connection that closes with unread data, and the
+  answer would be lost.
 """
 
 from __future__ import annotations
@@ -27,50 +30,55 @@ from minivllm.server.errors import ApiError, printable
 from . import cross_site
 from .crowd import Crowd
 
-CROWDED = "the server has as many connections as it can; try again later"
-BESIDE = "the request has more headers, trailers or extensions of chunks than it may"
-SLACK = 8  # times the limit on headers: what is over the limit, but within this, gets an answer that says so
+CROWDED = "the server has no room for more connections; try again later"
+BESIDE = "the request has too many bytes of headers, trailers or chunk extensions"
+SLACK = (
+    8  # a request with up to this many times the limit of headers is read, so that it gets an answer with the reason
+)
 
-READ = 16 << 10  # bytes that are read in one turn of the event loop: of one-byte chunks a few milliseconds
-# requests, and bytes of the last one's body, that may be sent ahead of an answer; what is beyond waits in the kernel
+READ = 16 << 10  # bytes read in one round of the event loop; one-byte chunks of as many bytes take a few milliseconds
+# limits of requests, and of bytes of the last one's body, that are sent ahead of an answer; more waits in the kernel
 AHEAD, AHEAD_BYTES = 64, 1 << 16
-LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # for what still comes behind a last answer
-PROBES = 0.02, 1.0  # seconds between looks whether a client has left: the first, the longest
-ASK = 0.1  # seconds between looks from which on each comes with an interim answer
-POLLED = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds, whatever else goes on
-OLD = ("0.9", "1.0")
-NO_REQUEST = "this is no HTTP request"
+LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # limits of data that is dropped after the last answer of a connection
+PROBES = 0.02, 1.0  # seconds between checks whether a client has left: at first, and at most
+ASK = 0.1  # seconds between checks from which on each check also sends an interim answer
+POLLED = frozenset({"/health", "/ready", "/metrics"})  # monitoring requests them every few seconds
+OLD = ("0.9", "1.0")  # versions of HTTP without chunks and interim answers
+NO_REQUEST = "this is not an HTTP request"
 METHOD = re.compile(rb"[A-Z-]{1,24} [!-~]{1,8192} HTTP/[0-9]")
 VERSION = re.compile(rb"[A-Z-]{1,24} [!-~]{1,8192} HTTP/(?!1\.[01]\r?\n)[0-9.]{1,8}\r?\n")
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 def response(status: int, what: str) -> bytes:
-    """The whole answer to what never becomes a request; the connection ends with it."""
+    """Return an error answer to bytes that are not a request, after which the connection closes."""
     body = json.dumps(ApiError(status, what).body()).encode()
     head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body
 
 
-async def _nobody(scope: Any, receive: Any, send: Any) -> None:
-    """An application, because a Config wants one."""
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    """Do nothing.  uvicorn's Config requires an application."""
 
 
-_Connection: Any = object  # in fact one of uvicorn's classes; which, its Config decides
+_Connection: Any = object  # for the type checker; ``protocol`` adds the real base, one of uvicorn's classes
 
 
 class Direct:
-    """Writes parts of the body of an answer in chunks as they come, without a task and its turn of the event loop.
+    """Writes parts of an answer's body straight to the connection, without waking a task.
 
-    Where it says no, nothing was written: before the head of the answer, behind its end, and while the client does not
-    read, ``send`` of ASGI is the way."""
+    If ``write`` returns False, nothing was written, and the caller must use ASGI's ``send``.  That is so before the
+    headers of the answer, after its end, and while the client does not read.
+    """
 
     def __init__(self, cycle: Any) -> None:
-        self._cycle, self._flow, self._put = cycle, cycle.flow, cycle.transport.write
+        self._cycle = cycle  # uvicorn's state of one request
+        self._flow = cycle.flow
+        self._put = cycle.transport.write
         self.last = -math.inf  # time.monotonic of the last part
 
     def write(self, part: bytes) -> bool:
-        """Whether ``part``, which is not empty, was written."""
+        """Write a part of the body, which must not be empty, as a chunk.  Return whether it was written."""
         cycle = self._cycle
         if self._flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
             return False
@@ -80,7 +88,7 @@ class Direct:
 
 
 class Flow(FlowControl):
-    """uvicorn's, that does not read on while a connection is ``full``."""
+    """uvicorn's flow control, which does not resume reading while a connection is ``full``."""
 
     def __init__(self, transport: Any, connection: Any) -> None:
         super().__init__(transport)
@@ -92,10 +100,11 @@ class Flow(FlowControl):
 
 
 class WatchedConnection(_Connection):
-    """What uvicorn's connections lack; ``protocol`` puts it before one of uvicorn's classes.
+    """A connection with this module's limits.  ``protocol`` combines it with one of uvicorn's classes.
 
-    Invariant: ``_late`` is set while a request's headers are waited for after its first byte, or after the connection
-    was made."""
+    Invariant: the timer ``_late`` runs from the start of the connection, or from the first byte of a request, until
+    the request's headers are complete.
+    """
 
     header_seconds: float
     header_bytes: int
@@ -105,14 +114,14 @@ class WatchedConnection(_Connection):
 
     @property
     def idle(self) -> int | None:
-        """For ``Acceptor``."""
+        """Return 0 without a request, 1 while a request's body is incomplete, and None while a request is served."""
         if self.cycle is None or (self.cycle.response_complete and not getattr(self, "pipeline", ())):
             return 0
         return 1 if self.cycle.more_body and not self.cycle.response_started else None
 
     @property
     def full(self) -> bool:
-        """Whether as much waits for its turn as may be sent ahead of an answer."""
+        """Return whether the client has sent as much ahead of an answer as it may."""
         waiting = getattr(self, "pipeline", ())
         return bool(waiting) and (len(waiting) > AHEAD or len(self.cycle.body) > AHEAD_BYTES)
 
@@ -121,12 +130,13 @@ class WatchedConnection(_Connection):
         read_little(transport, READ)
         self.flow = Flow(transport, self)
         self.since = self.loop.time()
-        self._come, self._late = 0, self.loop.call_later(self.header_seconds, self._close)
-        self._answered: Any = None  # the request that is being answered; ``cycle`` is the one that came last
-        self._last: tuple[int, str] | None = None  # the answer after which the connection ends: nothing more is read
-        self._dropped = 0  # bytes since then
-        self._half_closed = False  # the client sends nothing more
-        self._watching = False  # ``_watch_client`` is to look again
+        self._come = 0  # bytes of a request's line and headers so far
+        self._late = self.loop.call_later(self.header_seconds, self._close)
+        self._answered: Any = None  # the request that is being answered; ``cycle`` is the newest request
+        self._last: tuple[int, str] | None = None  # the last answer (status, text) of a connection that is ending
+        self._dropped = 0  # bytes dropped after that answer
+        self._half_closed = False  # the client has closed its sending side
+        self._watching = False  # ``_watch_client`` is scheduled
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
@@ -152,7 +162,7 @@ class WatchedConnection(_Connection):
         if self._is_pending() or self.transport.is_closing():
             return
         if self._last is not None:
-            self._say_last()
+            self._send_last()
         elif self._half_closed:
             self.transport.close()
 
@@ -163,13 +173,14 @@ class WatchedConnection(_Connection):
         super().handle_websocket_upgrade()
 
     def _is_spare(self) -> bool:
+        """Return whether the connection is beyond ``room``, so that it serves monitoring requests only."""
         self.spare = self.spare and len(self.connections) > self.room
         return self.spare
 
     def _is_pending(self) -> bool:
-        """Whether an answer is due."""
-        now = self._answered
-        return bool(getattr(self, "pipeline", ())) or (now is not None and not now.response_complete)
+        """Return whether an answer is not complete."""
+        current = self._answered
+        return bool(getattr(self, "pipeline", ())) or (current is not None and not current.response_complete)
 
     def data_received(self, data: bytes) -> None:
         if self._last is not None:
@@ -180,16 +191,16 @@ class WatchedConnection(_Connection):
         busy = self.cycle is not None and not self.cycle.response_complete
         before = self.cycle
         super().data_received(data)
-        if self.transport.get_protocol() is not self:  # it has become a WebSocket
+        if self.transport.get_protocol() is not self:  # the connection has become a WebSocket
             self._stop()
             return
         if self._last is not None:
             return
         if getattr(self, "pipeline", ()) and not self.transport.is_closing():
-            self.flow.resume_reading()  # unless it is full
+            self.flow.resume_reading()  # does nothing if the connection is full
             if self.full:
                 self._start_watching()
-        if busy or self.cycle is not before:  # this is a body, or a request has begun
+        if busy or self.cycle is not before:  # the data was a body, or completed the headers of a request
             self._come = 0
             self._stop()
             return
@@ -200,13 +211,14 @@ class WatchedConnection(_Connection):
             self._late = self.loop.call_later(self.header_seconds, self._close)
 
     def eof_received(self) -> bool:
-        """The client sends nothing more.  Return whether the connection stays open: for answers that are due.
+        """Handle the end of the client's sending side.  Return whether the connection stays open for pending answers.
 
-        Whether the client still reads, only the answer to what is sent tells, so it gets an interim one."""
+        Only the reaction to sent data shows whether the client still reads.  So an interim answer is sent.
+        """
         if self._last is not None or not self._is_pending() or self.transport.get_extra_info("sslcontext") is not None:
             return False
         if self.cycle.more_body and not self.cycle.response_complete:
-            self._refuse(400, "the connection ended before the body was whole")
+            self._refuse(400, "the connection ended before the body was complete")
             return self._is_pending()
         self._half_closed = True
         self._stop()
@@ -215,11 +227,12 @@ class WatchedConnection(_Connection):
         return True
 
     def _watch_client(self, seconds: float) -> None:
-        """Look whether the client has left, and look again in ``seconds``, then in longer steps.
+        """Check whether the client has left, and schedule the next check after twice ``seconds``.
 
-        Nothing is read from a full connection, so the end of the client's side waits behind the requests that were sent
-        ahead; a client that has ended its side may still read.  One that has left refuses an interim answer (RFC 9110
-        allows any number of them)."""
+        Reading does not show it: a full connection is not read, and a client that has closed its sending side may still
+        read.  But the kernel of a client that has left rejects an interim answer, and the socket reports an error.
+        RFC 9110 allows any number of interim answers.
+        """
         self._watching = (self.full or self._half_closed) and not self.transport.is_closing()
         if not self._watching:
             return
@@ -232,32 +245,32 @@ class WatchedConnection(_Connection):
         self.loop.call_later(seconds, self._watch_client, seconds)
 
     def _start_watching(self) -> None:
-        """Begin to look whether the client has left, unless that goes on."""
+        """Schedule the checks whether the client has left, unless they are scheduled."""
         if not self._watching:
             self._watching = True
             self.loop.call_later(PROBES[0], self._watch_client, PROBES[0])
 
     def _send_interim(self) -> None:
-        """Write 100 Continue, if the answer that is due has not begun and its client knows interim answers."""
-        now = self._answered
-        if not now.response_started and now.scope["http_version"] not in OLD:
+        """Send 100 Continue if the current answer has not begun and the client's version has interim answers."""
+        current = self._answered
+        if not current.response_started and current.scope["http_version"] not in OLD:
             self.transport.write(CONTINUE)
 
     def _excess(self) -> tuple[int, str]:
-        """Return status and words for a request that has too much beside its body."""
+        """Return the status and the message for a request with too many bytes outside of its body."""
         return 431, BESIDE
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, NO_REQUEST)
 
     def _refuse(self, status: int, what: str) -> None:
-        """Answer what never becomes a request, behind all answers that are due, and end the connection."""
+        """Send an error after all pending answers, and end the connection."""
         if self._last is not None or self.transport.is_closing():
             return
         self._last = status, what
         self._stop()
         cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_complete:  # its body is what went wrong
+        if cycle is not None and cycle.more_body and not cycle.response_complete:  # the error is in this body
             if cycle is not self._answered:
                 self.pipeline.popleft()
             elif cycle.response_started:
@@ -266,12 +279,13 @@ class WatchedConnection(_Connection):
             else:
                 cycle.disconnected = True
                 cycle.message_event.set()
-                self._say_last()
+                self._send_last()
                 return
         if not self._is_pending():
-            self._say_last()
+            self._send_last()
 
-    def _say_last(self) -> None:
+    def _send_last(self) -> None:
+        """Send the last answer, then drop what the client still sends until the connection closes."""
         assert self._last is not None
         self.transport.write(response(*self._last))
         self.flow.resume_reading()
@@ -280,6 +294,7 @@ class WatchedConnection(_Connection):
         self.loop.call_later(LINGER_SECONDS, self._close)
 
     def _stop(self) -> None:
+        """Stop the timer of a request's headers."""
         if self._late is not None:
             self._late.cancel()
             self._late = None
@@ -291,13 +306,18 @@ class WatchedConnection(_Connection):
 
 
 class Unchunked:
-    """Sends an answer to a client of HTTP/1.0, which knows no chunks: without Content-Length its body ends with the
-    connection."""
+    """Sends an answer without chunks, which HTTP/1.0 does not have.
+
+    Without Content-Length, the end of the connection is the end of the body.
+    """
 
     def __init__(self, cycle: Any) -> None:
-        self._cycle, self._send, self._open = cycle, cycle.send, False
+        self._cycle = cycle
+        self._send = cycle.send
+        self._open = False  # the answer has no Content-Length
 
     async def send(self, message: Any) -> None:
+        """Send an ASGI message, with uvicorn's chunks turned off."""
         cycle = self._cycle
         if message["type"] == "http.response.start":
             names = {name.lower() for name, _ in message.get("headers", ())}
@@ -310,26 +330,33 @@ class Unchunked:
 
 
 class Framed(WatchedConnection):
-    """For httptools, which gives bounds to nothing: what a request has beside its body (its line and headers, sizes and
-    extensions of chunks, trailers) is bounded from its first byte to its last, and trailers are dropped.
+    """A connection for the parser httptools, which has no limits of its own.
 
-    Invariant: ``_beside`` is the number of bytes since the request began that were none of its body's, up to what one
-    read of the connection brought of the request before it."""
+    It limits all bytes of a request outside of its body: its line, headers, chunk sizes, chunk extensions and trailers.
+    Trailers are dropped.
+
+    Invariant: ``_beside`` is the number of these bytes since the request began.  It may also include bytes of the
+    request before, up to the size of one read.
+    """
 
     parser: Any
     url: bytes
 
     def connection_made(self, transport: Any) -> None:
-        self._beside, self._in_head, self._data, self.url = 0, True, b"", b""
-        self._switching = False  # the request wants another protocol than a WebSocket
+        self._beside = 0
+        self._in_head = True  # the headers are not complete
+        self._data = b""  # the data that the parser is reading
+        self.url = b""
+        self._switching = False  # the request offers another protocol than a WebSocket
         super().connection_made(transport)
 
     def on_message_begin(self) -> None:
-        self._beside, self._in_head = 0, True
+        self._beside = 0
+        self._in_head = True
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # a trailer would be one header more of a request that has been looked at
+        if self._in_head:  # a trailer would add a header after the headers have been checked
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -343,13 +370,17 @@ class Framed(WatchedConnection):
             super().on_message_complete()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Read a request that offers another protocol (HTTP/2, say) as if it did not: the parser, which has stopped
-        behind its headers, begins anew with what is left of them."""
+        """Read a request that offers another protocol, such as HTTP/2, as a plain request.
+
+        The parser has stopped after the headers.  A new parser gets the request line, the headers without the offer,
+        and the rest of the data.
+        """
         error = sys.exc_info()[1]
         rest = self._data[error.args[0] :] if error is not None else b""
-        self._switching, method = False, self.parser.get_method()
+        self._switching = False
+        method = self.parser.get_method()
         if method == b"CONNECT":
-            self._refuse(501, "this is no proxy: CONNECT is not served")
+            self._refuse(501, "this server is not a proxy: CONNECT is not supported")
             return
         lines = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
         for name, value in self.headers:
@@ -366,7 +397,7 @@ class Framed(WatchedConnection):
 
     def on_body(self, body: bytes) -> None:
         if not self.cycle.response_complete:
-            self._beside -= 2 * len(body)  # once for itself, and as much may be beside it
+            self._beside -= 2 * len(body)  # as many bytes may be outside of the body as in it
         super().on_body(body)
 
     def data_received(self, data: bytes) -> None:
@@ -384,32 +415,43 @@ class Framed(WatchedConnection):
 
     def send_400_response(self, msg: str) -> None:
         codings = cross_site.values(self.headers or (), b"transfer-encoding")
-        if odd := unknown_coding(codings):
-            self._refuse(501, odd)
+        unsupported = unknown_coding(codings)
+        if unsupported:
+            self._refuse(501, unsupported)
         else:
             self._refuse(*no_request(sys.exc_info()[1], self._data))
 
 
 def unknown_coding(values: Iterable[str]) -> str:
-    """Return what is wrong with a Transfer-Encoding that is not "chunked"; "" if nothing is."""
-    odd = [part.strip() for value in values for part in value.split(",") if part.strip().lower() != "chunked"]
-    return f"Transfer-Encoding: {printable(odd[0], 40)} is not served; want chunked alone" if odd else ""
+    """Return an error message for values of Transfer-Encoding other than "chunked", or "" if there are none."""
+    codings = [part.strip() for value in values for part in value.split(",")]
+    for coding in codings:
+        if coding.lower() != "chunked":
+            return f"Transfer-Encoding: {printable(coding, 40)} is not supported; expected chunked alone"
+    return ""
 
 
 def no_request(error: BaseException | None, data: bytes) -> tuple[int, str]:
-    """Return status and words for bytes that the parser refuses."""
+    """Return the status and the message for bytes that the parser rejects with ``error``."""
     why = f"{NO_REQUEST}: {error}" if error is not None and str(error) else NO_REQUEST
     if VERSION.match(data):
-        return 505, "the version of HTTP is not served: want HTTP/1.1"
-    odd = data.split(b" ")[0]
-    if type(error).__name__ == "HttpParserInvalidMethodError" and METHOD.match(data) and odd not in (b"GET", b"POST"):
-        return 501, f"the method {odd.decode()} is not served"
+        return 505, "this version of HTTP is not supported: expected HTTP/1.1"
+    method = data.split(b" ")[0]
+    if (
+        type(error).__name__ == "HttpParserInvalidMethodError"
+        and METHOD.match(data)
+        and method not in (b"GET", b"POST")
+    ):
+        return 501, f"the method {method.decode()} is not supported"
     return 400, why
 
 
 def read_little(transport: Any, size: int) -> None:
-    """So many bytes at most come in one turn of the loop: asyncio reads 256 KiB, which may be 40,000 small things."""
-    inner = getattr(transport, "_ssl_protocol", None)  # of TLS: what it decrypts, it gives on at once
+    """Limit a transport to ``size`` bytes in one round of the event loop.
+
+    asyncio reads 256 KiB, which may hold 40,000 tiny requests.
+    """
+    inner = getattr(transport, "_ssl_protocol", None)  # TLS passes on all that it has decrypted at once
     if inner is not None and hasattr(inner, "_ssl_buffer_view"):
         inner.max_size, inner._ssl_buffer = size, bytearray(size)
         inner._ssl_buffer_view = memoryview(inner._ssl_buffer)
@@ -417,9 +459,12 @@ def read_little(transport: Any, size: int) -> None:
 
 
 def protocol(seconds: float, header_bytes: int, room: int) -> type[Any]:
-    """The class of connections whose headers must have come after ``seconds``; httptools' where it is installed.
-    ``room``: connections beyond which new ones are ``spare`` (see ``accepting``)."""
-    config = Config(_nobody, log_config=None)
+    """Return the class of connections, with httptools as the parser if it is installed.
+
+    A request's headers must be complete after ``seconds``, and have at most ``header_bytes``.
+    Connections beyond ``room`` are spare ones (see ``accepting``).
+    """
+    config = Config(_no_app, log_config=None)
     config.load()
     limits = {"header_seconds": seconds, "header_bytes": header_bytes, "room": room, "crowd": Crowd()}
     kind: Any = config.http_protocol_class

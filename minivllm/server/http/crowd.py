@@ -1,5 +1,8 @@
-"""A crowd of requests that come, or fail, at once: a turn of the event loop begins a few of them, so that no turn is
-long and a question for /health, which does not wait, is answered in between."""
+"""Spread many requests that arrive or fail at the same time over several rounds of the event loop.
+
+Each round starts a few of them, so that no round takes long.  Requests to /health do not wait for their turn, and are
+answered in between.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,20 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-EACH = 16  # requests that a turn begins: some milliseconds
+EACH = 16  # requests that start in a round of the event loop, in some milliseconds
 
 
 class Crowd:
-    """Calls of one event loop, ``EACH`` a turn, in the order in which they came."""
+    """Makes calls in the order in which they came, at most ``each`` in a round of the event loop."""
 
     def __init__(self, each: int = EACH) -> None:
-        self._each = self._left = each
+        self._each = each
+        self._left = each  # calls that this round may still make
         self._waiting: deque[Callable[[], object]] = deque()
         self._armed = False
 
     def begin(self, call: Callable[[], object]) -> None:
-        """Call it now, or in a turn that has room for it."""
+        """Make a call now, or in a later round if this round has made ``each`` calls or others wait."""
         if self._left and not self._waiting:
             self._left -= 1
             call()
@@ -28,7 +32,7 @@ class Crowd:
         self._arm()
 
     async def turn(self) -> None:
-        """Wait for a turn that has room."""
+        """Wait for a round that has room for one more call."""
         come = asyncio.Event()
         self.begin(come.set)
         await come.wait()
@@ -39,7 +43,8 @@ class Crowd:
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        self._armed, self._left = False, self._each
+        self._armed = False
+        self._left = self._each
         while self._waiting and self._left:
             self._left -= 1
             self._waiting.popleft()()

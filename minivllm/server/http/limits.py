@@ -1,10 +1,11 @@
-"""The door: how many prompts are inside, who has to come back later, and when it closes.
+"""The door: limit the prompts that the server holds, per owner and in total, and close the server at the end.
 
-Each owner (a key, or an address where none is needed) has a room of its own, so nobody is turned away because another
-has filled it; all rooms together have an end too, beyond which only those get in who have nothing inside.
+An owner is an API key, or an address where no key is required.  Each owner may have a number of prompts, so that no
+owner is refused because of another.  There is also a limit on all prompts together.  Beyond it, only owners without any
+prompt are accepted.
 
-Invariant: ``inside`` is the number of prompts whose answers are not complete, ``owners`` has it for each owner who has
-any; whoever entered leaves once.
+Invariant: ``inside`` is the number of prompts whose answers are not complete.  ``owners`` has the number of each owner
+that has any.
 """
 
 from __future__ import annotations
@@ -19,30 +20,36 @@ from minivllm.server.errors import ApiError
 
 
 class Door:
-    """``room`` prompts of an owner at most, those that run and those that wait, and ``most`` of all owners."""
+    """Limits running and waiting prompts: ``room`` of one owner, ``most`` of all owners together."""
 
     def __init__(self, room: int, most: int) -> None:
-        self.room, self.most, self.inside = room, max(room, most), 0
+        self.room = room
+        self.most = max(room, most)
+        self.inside = 0
         self.owners: Counter[str] = Counter()
         self.closed = False
         self._empty = asyncio.Event()
         self._empty.set()
-        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # who is still inside has to go
+        # done when requests that still run must be ended
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.refused = 0
 
     @contextmanager
     def enter(self, prompts: int, owner: str) -> Iterator[None]:
-        """ApiError: 503 when the server is shutting down, 429 when there is no room.  Whoever has nothing inside is let
-        in, with a batch larger than the room too."""
+        """Count an owner's prompts as inside within the context.
+
+        Raise ApiError: 503 if the server is shutting down, 429 if there is no room.  An owner without any prompt inside
+        is always accepted, even with a batch larger than the room.
+        """
         if self.closed:
             raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5", "Connection": "close"})
-        mine = self.owners[owner]
-        if mine and mine + prompts > self.room:
-            self._refuse(f"{mine} prompts of yours run or wait, of at most {self.room}")
-        if mine and self.inside + prompts > self.most:
+        held = self.owners[owner]
+        if held and held + prompts > self.room:
+            self._refuse(f"{held} of your prompts run or wait, of at most {self.room}")
+        if held and self.inside + prompts > self.most:
             self._refuse(f"{self.inside} prompts run or wait, of at most {self.most}")
         self.inside += prompts
-        self.owners[owner] = mine + prompts
+        self.owners[owner] = held + prompts
         self._empty.clear()
         try:
             yield
@@ -59,7 +66,10 @@ class Door:
         raise ApiError(429, f"{why}; try again later", headers={"Retry-After": "1"})
 
     async def drain(self, seconds: float) -> bool:
-        """Close it and wait until all have left; whether they had within ``seconds``.  The others are sent away."""
+        """Close the door and wait until no prompt is inside.  Return whether that was so within ``seconds``.
+
+        After that time, end the requests that are left.
+        """
         self.closed = True
         try:
             await asyncio.wait_for(self._empty.wait(), seconds)
@@ -69,7 +79,7 @@ class Door:
             return False
 
     def end(self) -> None:
-        """Whoever is inside has to go now."""
+        """Close the door and end all requests that are inside."""
         self.closed = True
         if not self.ended.done():
             self.ended.set_result(None)

@@ -1,4 +1,4 @@
-"""Where a server listens: a TCP address or a Unix socket, with TLS or without, and the URL by which it is reached."""
+"""Bind the listening socket (TCP or Unix), load the TLS files, and return the server's URL."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from minivllm.files import SMALL, check
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
-MOST_PATH = 107  # bytes of the path of a Unix socket (sun_path of Linux, less its end)
+MOST_PATH = 107  # bytes of the path of a Unix socket (sun_path of Linux without the final 0)
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """A socket that is bound and does not listen yet.  ResourceError if the address cannot be had."""
+    """Return a socket that is bound to the server's address and does not listen yet.
+
+    Raise ResourceError if the address is in use or not available, ConfigError for an unusable path of a Unix socket.
+    """
     if server.uds is not None:
         return _bind_path(server.uds)
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
@@ -36,14 +39,17 @@ def bind(server: ServerConfig) -> socket.socket:
 
 
 def _bind_path(path: str) -> socket.socket:
-    """A Unix socket.  What a server that was killed has left at the path is replaced, anything else is not."""
+    """Return a Unix socket bound to a path.
+
+    A socket file without a listener, which a killed server has left, is replaced.  No other file is.
+    """
     if len(os.fsencode(path)) > MOST_PATH:
-        raise ConfigError(f"server.uds: {path[:80]}...: want a path of at most {MOST_PATH} bytes")
+        raise ConfigError(f"server.uds: {path[:80]}...: expected a path of at most {MOST_PATH} bytes")
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"server.uds={path!r}: something that is no socket is there; choose another path")
+            raise ConfigError(f"server.uds={path!r}: the file there is not a socket; choose another path")
         if _answers(path):
-            raise ResourceError(f"cannot listen on {path}: another program does; choose another --uds")
+            raise ResourceError(f"cannot listen on {path}: another program listens there; choose another --uds")
         os.unlink(path)
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -56,20 +62,20 @@ def _bind_path(path: str) -> socket.socket:
 
 
 def _answers(path: str) -> bool:
-    """Whether a program listens there."""
+    """Return whether a program listens on a Unix socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
             return False
-        except OSError:  # no right to ask, or it is too busy to answer
+        except OSError:  # no permission to connect, or the program is too busy to accept
             return True
     return True
 
 
 def release(bound: socket.socket, server: ServerConfig) -> None:
-    """Close the socket, if uvicorn has not; a Unix socket leaves nothing at its path."""
+    """Close the listening socket and remove the file of a Unix socket."""
     bound.close()
     if server.uds is not None:
         with contextlib.suppress(OSError):
@@ -77,7 +83,7 @@ def release(bound: socket.socket, server: ServerConfig) -> None:
 
 
 def url_of(server: ServerConfig, bound: socket.socket) -> str:
-    """``http://127.0.0.1:8000``, ``https://[::1]:8000``, ``unix:/run/minivllm.sock``."""
+    """Return the server's URL, such as ``http://127.0.0.1:8000``, ``https://[::1]:8000`` or ``unix:/run/a.sock``."""
     if bound.family == socket.AF_UNIX:
         return f"unix:{os.path.abspath(server.uds or '')}"
     host, port = bound.getsockname()[:2]
@@ -86,50 +92,50 @@ def url_of(server: ServerConfig, bound: socket.socket) -> str:
 
 
 def tls(server: ServerConfig) -> ssl.SSLContext | None:
-    """What is served with TLS is served with; None without.  ConfigError for files that cannot be used."""
+    """Return the TLS settings, or None if the server has no certificate.  Raise ConfigError for unusable files."""
     if server.ssl_certfile is None:
         return None
     for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         path = getattr(server, name)
-        if path is not None:  # OpenSSL would wait for a FIFO
+        if path is not None:  # OpenSSL would wait for ever on a FIFO
             check(path, SMALL, name=f"server.{name}={shown(path)}")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         context.load_cert_chain(server.ssl_certfile, server.ssl_keyfile, password=_no_password)
     except (OSError, ValueError) as exc:  # ssl.SSLError is an OSError
-        files = " and ".join(
-            f"server.{name}={value!r}"
-            for name in ("ssl_certfile", "ssl_keyfile")
-            if (value := getattr(server, name)) is not None
-        )
-        key = "" if server.ssl_keyfile else "; give the key as --ssl-keyfile, or put it into the same file"
-        raise ConfigError(f"{files}: want a certificate and its key as PEM: {_reason(exc)}{key}") from exc
+        files = f"server.ssl_certfile={server.ssl_certfile!r}"
+        key = "; give the key as --ssl-keyfile, or put it into the same file"
+        if server.ssl_keyfile is not None:
+            files += f" and server.ssl_keyfile={server.ssl_keyfile!r}"
+        if server.ssl_keyfile:
+            key = ""
+        raise ConfigError(f"{files}: expected a certificate and its key as PEM: {_reason(exc)}{key}") from exc
     context.verify_mode = ssl.VerifyMode(server.ssl_cert_reqs)
     if server.ssl_ca_certs is not None:
         try:
             context.load_verify_locations(server.ssl_ca_certs)
         except (OSError, ValueError) as exc:
-            raise ConfigError(f"server.ssl_ca_certs={server.ssl_ca_certs!r}: want PEM: {_reason(exc)}") from exc
+            raise ConfigError(f"server.ssl_ca_certs={server.ssl_ca_certs!r}: expected PEM: {_reason(exc)}") from exc
     if server.ssl_ciphers is not None:
         try:
             context.set_ciphers(server.ssl_ciphers)
         except ssl.SSLError as exc:
-            raise ConfigError(
-                f"server.ssl_ciphers={server.ssl_ciphers!r}: OpenSSL knows none of them; `openssl ciphers` lists some"
-            ) from exc
+            name = f"server.ssl_ciphers={server.ssl_ciphers!r}"
+            raise ConfigError(f"{name}: OpenSSL has none of these ciphers; `openssl ciphers` lists them") from exc
     return context
 
 
 def _no_password() -> str:
-    """Asked for the passphrase of a key: OpenSSL would ask at the terminal, where nobody may sit."""
-    raise ValueError("the key has a passphrase; want one without (openssl pkey -in KEY -out PLAIN)")
+    """Raise ValueError instead of returning the key's passphrase.  Otherwise OpenSSL would ask at the terminal."""
+    raise ValueError("the key has a passphrase; expected a key without one (openssl pkey -in KEY -out PLAIN)")
 
 
 def _reason(exc: Exception) -> str:
+    """Return the cause of an error of a TLS file in plain words."""
     if isinstance(exc, ssl.SSLError):
         words = (exc.reason or "no PEM").lower().replace("_", " ")
         if words in ("no certificate assigned", "key values mismatch"):
-            return "the key is another certificate's"
-        return "no PEM is in it" if words == "no pem" else words
+            return "the key belongs to another certificate"
+        return "the file contains no PEM" if words == "no pem" else words
     return getattr(exc, "strerror", None) or str(exc)

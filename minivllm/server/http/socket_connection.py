@@ -1,4 +1,4 @@
-"""uvicorn's WebSocket connection, in which a client that is gone, silent or hostile holds nothing."""
+"""uvicorn's WebSocket connection with limits, so that departed, silent or hostile clients hold no resources."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from minivllm.server.fair_queue import owner_of
 from .body import HELD
 from .connection import read_little
 
-READ = 4 << 10  # bytes that are read in one turn of the event loop: of frames without a text tens of milliseconds
-DROPPED = 256 << 10  # bytes, once nothing is done with them
+READ = 4 << 10  # bytes read in one round of the event loop; empty frames of as many bytes take tens of milliseconds
+DROPPED = 256 << 10  # bytes read in one round once they are dropped
 PATIENCE = 3.0  # seconds for a close frame to be sent and answered
-PIECES = 4096  # frames of one message
+PIECES = 4096  # limit of the frames of one message
 BAD_TEXT, LATE, TOO_BIG, FULL = 1007, 1008, 1009, 1013  # close codes (RFC 6455)
-_HELD: WeakKeyDictionary[Any, Counter[str]] = (
-    WeakKeyDictionary()
-)  # of a server: bytes of messages on their way, by whom
+# uvicorn's server state -> address -> bytes of the messages that are being received from there
+_HELD: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
 
 
 class SocketConnection(WebSocketsSansIOProtocol):
-    """Invariant: of what a client sends, no more is kept than one message, and no more than the buffer of the
-    connection is said to who does not read.  Of messages that are not whole yet an address has ``HELD`` of the largest
-    size at most, on all its connections, and ``message_seconds`` for each."""
+    """A WebSocket connection with limits on memory and time.
+
+    Invariants: at most one message of the client is stored.  A client that does not read gets no more than fits into
+    the connection's buffer.  On all its connections, an address has incomplete messages of at most ``HELD`` times the
+    largest size.  A message must be complete after ``message_seconds``.
+    """
 
     message_seconds = 30.0
 
@@ -34,16 +36,15 @@ class SocketConnection(WebSocketsSansIOProtocol):
         super().__init__(config, server_state, *args, **kwargs)
         self.close_timeout = PATIENCE
         self._held = _HELD.setdefault(server_state, Counter())
-        self._fragments = self._kept = (
-            0  # bytes of the frames that have come of a message; of these and of half a frame
-        )
-        self._late: Any = None
-        self._failed = False  # the connection ends with what was sent: what comes is dropped
+        self._fragments = 0  # bytes of the complete frames of an incomplete message
+        self._kept = 0  # the same with the bytes of an incomplete frame, as counted in ``_held``
+        self._late: Any = None  # timer of an incomplete message
+        self._failed = False  # the close frame with an error was sent; data that arrives is dropped
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         read_little(transport, READ)
-        self._who = owner_of("", self.client)
+        self._owner = owner_of("", self.client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._hold(0)
@@ -51,21 +52,21 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._failed:
-            return  # what is left unread would reset the connection, and nobody would hear why it ends
+            return  # if it were not read, the kernel would reset the connection and the close frame would be lost
         super().data_received(data)
         if self.close_sent or self.transport.is_closing():
             self._hold(0)
             return
         self._hold(self._fragments + len(self.conn.reader.buffer) if self.handshake_complete else 0)
-        if self._held[self._who] > HELD * (self.config.ws_max_size or 0):
-            self._refuse(FULL, "too many of your messages are on their way")
+        if self._held[self._owner] > HELD * (self.config.ws_max_size or 0):
+            self._refuse(FULL, "too many of your messages are being received")
 
     def _hold(self, size: int) -> None:
-        """So many bytes are kept of a message that is not whole."""
-        self._held[self._who] += size - self._kept
+        """Count ``size`` bytes as kept of an incomplete message, 0 for none.  Start or stop the message's timer."""
+        self._held[self._owner] += size - self._kept
         self._kept = size
-        if not self._held[self._who]:
-            del self._held[self._who]  # which reads as 0
+        if not self._held[self._owner]:
+            del self._held[self._owner]  # a Counter reads a missing key as 0
         if size and self._late is None:
             self._late = self.loop.call_later(self.message_seconds, self._too_late)
         elif not size and self._late is not None:
@@ -73,11 +74,12 @@ class SocketConnection(WebSocketsSansIOProtocol):
             self._late = None
 
     def _too_late(self) -> None:
+        """End the connection because a message took too long."""
         self._late = None
-        if self.read_paused:  # it is we who do not read
+        if self.read_paused:  # the delay is the server's, which does not read
             self._late = self.loop.call_later(self.message_seconds, self._too_late)
         elif not (self.close_sent or self.transport.is_closing()):
-            self._refuse(LATE, f"a message did not come within {self.message_seconds:g} s")
+            self._refuse(LATE, f"a message was not complete after {self.message_seconds:g} s")
 
     def handle_text(self, event: Any) -> None:
         self._fragments = len(event.data)
@@ -89,7 +91,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
     def handle_ping(self) -> None:
         output = self.conn.data_to_send()
-        if self.writable.is_set():  # a flood of pings that reads no answer gets none
+        if self.writable.is_set():  # otherwise pongs would fill the buffer of a client that does not read
             self.transport.write(b"".join(output))
 
     def handle_cont(self, event: Any) -> None:
@@ -105,7 +107,7 @@ class SocketConnection(WebSocketsSansIOProtocol):
             try:
                 b"".join(self.frames).decode()
             except UnicodeDecodeError:
-                self._refuse(BAD_TEXT, "a text that is not UTF-8")
+                self._refuse(BAD_TEXT, "the text is not UTF-8")
                 return
         super().send_receive_event_to_app()
 
@@ -114,10 +116,12 @@ class SocketConnection(WebSocketsSansIOProtocol):
         self.loop.call_later(PATIENCE, self.transport.abort)
 
     def handle_parser_exception(self) -> None:
-        """Say why the connection ends, and drop what still comes until the client has heard of it."""
-        assert self.conn.close_sent is not None
-        told, self._failed, self.close_sent = self.conn.close_sent, True, True
-        self.queue.put_nowait({"type": "websocket.disconnect", "code": told.code, "reason": told.reason})
+        """Send a close frame with the reason, and drop data that arrives until the client has answered it."""
+        close = self.conn.close_sent
+        assert close is not None
+        self._failed = True
+        self.close_sent = True
+        self.queue.put_nowait({"type": "websocket.disconnect", "code": close.code, "reason": close.reason})
         self.transport.write(b"".join(self.conn.data_to_send()))
         self._hold(0)
         read_little(self.transport, DROPPED)
@@ -130,9 +134,11 @@ class SocketConnection(WebSocketsSansIOProtocol):
         try:
             await super().run_asgi()
         finally:
-            self.loop.call_later(PATIENCE + 1.0, self.transport.abort)  # which one that has closed does not feel
+            # without effect on a connection that has closed properly
+            self.loop.call_later(PATIENCE + 1.0, self.transport.abort)
 
     def _refuse(self, code: int, reason: str) -> None:
+        """End the connection with a close code and a reason."""
         self.frames: list[Any] = []
         self._fragments = 0
         self._hold(0)
@@ -141,5 +147,5 @@ class SocketConnection(WebSocketsSansIOProtocol):
 
 
 def socket_protocol(seconds: float) -> type[SocketConnection]:
-    """The class of connections whose messages must have come ``seconds`` after they began."""
+    """Return the class of WebSocket connections whose messages must be complete ``seconds`` after they began."""
     return type("Socket", (SocketConnection,), {"message_seconds": seconds})

@@ -1,7 +1,8 @@
-"""Server-sent events, and the watch over every answer: who asked has gone, reads nothing, waits too long, or has to go.
+"""Event streams and the supervision of every answer.
 
-The work of an answer is a task of its own; beside it one waits for the client to leave.  Leaving it, for whatever
-reason, ends the work and gives back what it holds.
+An answer ends early if its client leaves or reads nothing, if it takes too long, or if the server shuts down.
+Its work runs in a task of its own.  A second task waits for the client to leave.  At the end, for whatever reason, both
+tasks are cancelled and everything that the request holds is released.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from .connection import Direct
     from .limits import Door
 
-TICK = 1.0  # seconds between looks at the clock
+TICK = 1.0  # seconds between checks of the time limits
 DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -34,18 +35,19 @@ HEADERS = [
 
 
 class Gone(Exception):
-    """Nobody reads the answer any more."""
+    """The client has left, or does not read the answer."""
 
 
 def dump(value: Any) -> bytes:
-    """Compact JSON; half a surrogate pair, which UTF-8 has not, becomes "?"."""
+    """Return a value as compact JSON.  Half of a surrogate pair, which UTF-8 cannot hold, becomes "?"."""
     try:
-        return to_json(value)  # a chunk a token: six times as fast as json
+        return to_json(value)  # six times as fast as the json module, which matters for a chunk per token
     except ValueError:
         return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
 
 
 def encode(event: Any) -> bytes:
+    """Return a value as a server-sent event."""
     return b"data: " + dump(event) + b"\n\n"
 
 
@@ -56,46 +58,51 @@ async def supervise(
     seconds: float,
     look: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Any:
-    """The result of ``work``.  Gone if the client leaves first, ApiError if it takes longer than ``seconds`` (408) or
-    the server ends (503).  ``look`` is called now and then; what it raises ends the work too."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(receive))
+    """Run ``work`` and return its result.
+
+    Raise Gone if the client leaves first, and ApiError if the work takes longer than ``seconds`` (408) or the server
+    shuts down (503).  ``look`` is called about every second, and an exception that it raises ends the work too.
+    """
+    task = asyncio.create_task(work)
+    gone = asyncio.create_task(_gone(receive))
     end = time.monotonic() + seconds
     try:
         while True:
-            left = end - time.monotonic()
-            await asyncio.wait(
-                {task, gone, door.ended}, timeout=max(min(left, TICK), 0), return_when=asyncio.FIRST_COMPLETED
-            )
+            remaining = end - time.monotonic()
+            timeout = max(min(remaining, TICK), 0)
+            await asyncio.wait({task, gone, door.ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if task.done():
                 return task.result()
             if gone.done():
                 raise Gone
             if door.ended.done():
                 raise ApiError(503, "the server is shutting down", headers={"Retry-After": "5"})
-            if left <= 0:
+            if remaining <= 0:
                 raise ApiError(408, f"the answer took longer than {seconds:g} s")
             if look is not None:
                 await look()
     finally:
-        for one in (task, gone):
-            one.cancel()
+        task.cancel()
+        gone.cancel()
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _gone(receive: Any) -> None:
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 class EventStream(Response):
-    """An ASGI response that sends ``events`` (bytes) as they come.  ``held`` is closed when it ends, in every case.
+    """An ASGI response that sends ``events`` (bytes) as they come.
 
-    Its status goes out with the first event, or after a second: what fails before that has a status of its own.
-    ``events`` may write others itself once it has begun (``connection.Direct``, the connection's).
+    ``held`` is closed when the response ends, in every case.  The status line is sent with the first event, or after a
+    second.  An error before that is answered with its own status.
+    Once the response has begun, ``events`` may also write to the connection itself (``connection.Direct``).
     """
 
     head = HEADERS
-    comment = b": keep-alive\n\n"  # sent while there is nothing to say
+    comment = b": keep-alive\n\n"  # sent while there are no events
 
     def __init__(
         self,
@@ -108,9 +115,14 @@ class EventStream(Response):
     ) -> None:
         super().__init__()
         self.more = [(name.lower().encode(), value.encode()) for name, value in (more or {}).items()]
-        self.events, self.held, self.door, self.server, self.seconds = events, held, door, server, seconds
-        self._sent = time.monotonic()
-        self._writing = self._started = False
+        self.events = events
+        self.held = held
+        self.door = door
+        self.server = server
+        self.seconds = seconds
+        self._sent = time.monotonic()  # when the last event was sent, or began to be sent
+        self._writing = False  # an event is being sent
+        self._started = False  # the status line has been sent
         self._direct: Direct | None = None
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -122,7 +134,7 @@ class EventStream(Response):
             except Gone:
                 scope["state"]["log"]["gone"] = True
                 if not self._started:
-                    await Response(status_code=499)(scope, receive, send)  # nobody reads it
+                    await Response(status_code=499)(scope, receive, send)  # for the log, since the client has left
                 return
             except Exception as exc:
                 error = errors.of(exc)
@@ -131,24 +143,31 @@ class EventStream(Response):
                 if not self._started:
                     raise error from exc
                 scope["state"]["log"]["error"] = error.status
-                last = self._last_words(error)
+                last = self._final(error)
             await self._start(send)
             await send({"type": "http.response.body", "body": last})
 
     async def _start(self, send: Any) -> None:
+        """Send the status line and the headers, unless that was done."""
         if not self._started:
             self._started = True
             await send({"type": "http.response.start", "status": 200, "headers": [*self.head, *self.more]})
 
     async def _write(self, send: Any) -> None:
+        """Send all events."""
         async for event in self.events:
             await self._start(send)
-            self._writing, self._sent = True, time.monotonic()
+            self._writing = True
+            self._sent = time.monotonic()
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            self._writing, self._sent = False, time.monotonic()
+            self._writing = False
+            self._sent = time.monotonic()
 
     async def _look(self, send: Any) -> None:
-        """Proxies close a connection on which nothing is said; a reader who takes nothing holds memory."""
+        """Send a keep-alive comment on a silent stream, and raise Gone if the client has read nothing for too long.
+
+        A proxy would close a silent connection.  An answer that is not read holds memory.
+        """
         await self._start(send)
         last = self._sent if self._direct is None else max(self._sent, self._direct.last)
         idle = time.monotonic() - last
@@ -158,16 +177,21 @@ class EventStream(Response):
             self._sent = time.monotonic()
             await send({"type": "http.response.body", "body": self.comment, "more_body": True})
 
-    def _last_words(self, error: ApiError) -> bytes:
+    def _final(self, error: ApiError) -> bytes:
+        """Return the end of the body of an answer that has failed: the error as an event."""
         return encode(error.body())
 
 
 class LongAnswer(EventStream):
-    """JSON that is sent as it is made.  What fails on the way breaks the connection: its reader must not take a part of
-    an answer for the whole, and only the end of a body says that it is whole."""
+    """A JSON answer that is sent in parts.
+
+    An error in the middle breaks the connection, so that the body has no proper end.  Otherwise the client would take
+    the part for the whole answer.
+    """
 
     head = [(b"content-type", b"application/json")]
     comment = b""
 
-    def _last_words(self, error: ApiError) -> bytes:
+    def _final(self, error: ApiError) -> bytes:
+        """Raise the error, which makes the server break the connection."""
         raise error

@@ -1,7 +1,7 @@
-"""Connections that take nothing of what they are sent are ended, whatever they carry.
+"""End connections whose clients do not read what the server sends.
 
-A closed transport of asyncio waits until its buffer is empty, and a peer whose kernel answers but whose program does
-not read keeps it full for ever: its descriptor and its memory would never come back.
+asyncio keeps a closed transport until its buffer is empty.  If the client's program does not read while its kernel
+keeps the connection alive, the buffer stays full for ever, and its descriptor and memory are never freed.
 """
 
 from __future__ import annotations
@@ -14,21 +14,28 @@ from weakref import WeakKeyDictionary
 
 from minivllm.server.fair_queue import owner_of
 
-SMALL = 64 << 10  # unsent bytes of a connection that count for nothing: what a stream may have
-UNREAD = 256 << 20  # unsent bytes of one address, on all its connections
+SMALL = 64 << 10  # unsent bytes of a connection that are not counted, since a stream may have as many
+UNREAD = 256 << 20  # limit of the unsent bytes on all connections of one address
 
 
 class Sweep:
-    """``look`` is called now and then with all connections; one whose unsent bytes have not become fewer for
-    ``seconds`` is aborted.  Who reads slowly shows progress: nothing is added above the buffer's high mark.  An address
-    that leaves more than ``unread`` bytes, however slowly it reads, loses the connections with most of them."""
+    """Aborts connections that make no progress.
+
+    ``look`` must be called regularly with all connections.  It aborts a connection whose unsent bytes have not
+    decreased for ``seconds``.  A client that reads slowly does make progress, since nothing is added to a buffer above
+    its high-water mark.  If an address has more than ``unread`` unsent bytes, its connections with most of them are
+    aborted.
+    """
 
     def __init__(self, seconds: float, unread: int = UNREAD) -> None:
         self.seconds, self.unread = seconds, unread
-        self._stuck: WeakKeyDictionary[Any, tuple[int, float]] = WeakKeyDictionary()  # unsent bytes, since when
+        # connection -> its unsent bytes, and the time since when they have not decreased
+        self._stuck: WeakKeyDictionary[Any, tuple[int, float]] = WeakKeyDictionary()
 
     def look(self, connections: Iterable[Any]) -> None:
-        now, left = time.monotonic(), defaultdict[str, list[tuple[int, Any]]](list)
+        """Check all connections and abort those without progress or with too much unread data."""
+        now = time.monotonic()
+        unsent_of = defaultdict[str, list[tuple[int, Any]]](list)  # address -> (unsent bytes, transport)
         for connection in list(connections):
             transport = connection.transport
             size = 0 if transport is None else transport.get_write_buffer_size()
@@ -43,10 +50,11 @@ class Sweep:
             else:
                 self._stuck[connection] = size, since
             if size > SMALL:
-                left[owner_of("", getattr(connection, "client", None))].append((size, transport))
-        for unsent in left.values():
-            much = sum(size for size, _ in unsent) - self.unread
-            for size, transport in sorted(unsent, key=lambda one: -one[0]):
-                if much > 0:
+                address = owner_of("", getattr(connection, "client", None))
+                unsent_of[address].append((size, transport))
+        for unsent in unsent_of.values():
+            excess = sum(size for size, _ in unsent) - self.unread
+            for size, transport in sorted(unsent, key=lambda pair: -pair[0]):
+                if excess > 0:
                     transport.abort()
-                much -= size
+                excess -= size

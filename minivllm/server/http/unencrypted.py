@@ -1,4 +1,7 @@
-"""Who speaks HTTP to a port of HTTPS is told so, in HTTP: of a handshake that fails clients say nothing of use."""
+"""Answer plain HTTP requests to an HTTPS port with an error in plain HTTP.
+
+Otherwise the TLS handshake would fail, and most clients do not report the reason.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,15 @@ import socket
 
 from .connection import response
 
-LINGER = 2.0  # seconds for such a client to take its answer and to leave
-WANTED = "this port speaks HTTPS: want a URL that begins with https:// (wss:// for a WebSocket)"
+LINGER = 2.0  # seconds for the client to read the answer and to close the connection
+WANTED = "this port serves HTTPS: expected a URL that begins with https:// (wss:// for a WebSocket)"
 
 
 async def speaks_http(link: socket.socket) -> bool:
-    """Whether the first byte that comes is a letter, as that of a method: TLS begins with another.  It stays to be
-    read.  OSError if the connection breaks."""
+    """Wait for the first byte and return whether it is a letter, as in an HTTP method.  A TLS handshake has another.
+
+    The byte is not removed from the socket.  Raise OSError if the connection breaks.
+    """
     loop = asyncio.get_running_loop()
     come = asyncio.Event()
     loop.add_reader(link.fileno(), come.set)
@@ -25,7 +30,10 @@ async def speaks_http(link: socket.socket) -> bool:
 
 
 async def refuse(link: socket.socket) -> None:
-    """Answer 400 and read on until the client closes, since what is left unread would take the answer with it."""
+    """Answer 400 and read until the client closes the connection.
+
+    If data were left unread, the kernel would reset the connection and the client would lose the answer.
+    """
     loop = asyncio.get_running_loop()
     await loop.sock_sendall(link, response(400, WANTED))
     link.shutdown(socket.SHUT_WR)

@@ -1,7 +1,7 @@
-"""Requests for routes that are not here: what to ask instead.
+"""Answer requests for unknown routes with the route to use instead.
 
-Clients are written for other servers, or with a base URL that lacks /v1 or has it twice, and show nobody more of an
-answer than its message.
+Many clients were written for other servers, or have a base URL without /v1 or with /v1 twice.  They show their user
+only the message of an error, so the message has to contain the advice.
 """
 
 from __future__ import annotations
@@ -13,79 +13,85 @@ from collections.abc import Iterable, Mapping, Sequence
 from minivllm.server.errors import ApiError, printable
 
 CHAT, COMPLETIONS, MODELS = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
-ALL = f"ask {CHAT}, {COMPLETIONS} or {MODELS}"
-LIKE = 0.8  # of difflib: /v1/chat/completion is near enough to /v1/chat/completions
-LONGEST = 128  # characters of a path that is compared with others
-# what to ask instead <- paths, as they end, of other servers: * is a part of a path
+ALL = f"use {CHAT}, {COMPLETIONS} or {MODELS}"
+LIKE = 0.8  # similarity by difflib from which a route is suggested, as for /v1/chat/completion
+LONGEST = 128  # characters of a path up to which it is compared with the routes
+# advice <- ends of paths that other servers have; * stands for one part of a path
 _OTHERS = f"""\
-Anthropic's API is not served; {CHAT} is <- messages messages/count_tokens
-OpenAI's Responses are not served; {CHAT} is <- responses responses/*
-only text is generated; {CHAT} is served <- embeddings embed embedding rerank score pooling classify \
+Anthropic's API is not served; use {CHAT} <- messages messages/count_tokens
+OpenAI's Responses are not served; use {CHAT} <- responses responses/*
+only text is generated; use {CHAT} <- embeddings embed embedding rerank score pooling classify \
     audio/transcriptions audio/translations audio/speech images/generations images/edits moderations api/embed \
     api/embeddings
-nothing is kept on this server; ask {CHAT} for each <- files files/* batches batches/* fine_tuning/jobs assistants \
-    threads vector_stores
+files and batches are not stored; use {CHAT} for each request <- files files/* batches batches/* fine_tuning/jobs \
+    assistants threads vector_stores
 models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter api/pull \
     api/create api/delete api/push api/copy models/load models/unload
-Ollama's API is not served; {CHAT} is <- api/chat
-Ollama's API is not served; {COMPLETIONS} is <- api/generate
-Ollama's API is not served; {MODELS} is <- api/tags api/show api/ps
-Ollama's API is not served; GET /version is <- api/version
-here it is {COMPLETIONS} <- completion generate generate_stream infer inference invocations infill api/v1/generate \
+Ollama's API is not served; use {CHAT} <- api/chat
+Ollama's API is not served; use {COMPLETIONS} <- api/generate
+Ollama's API is not served; use {MODELS} <- api/tags api/show api/ps
+Ollama's API is not served; use GET /version <- api/version
+use {COMPLETIONS} <- completion generate generate_stream infer inference invocations infill api/v1/generate \
     api/extra/generate/stream v2/models/*/infer
-here it is POST /tokenize with {{"messages": [...]}}, and POST /detokenize for the text <- apply-template
-here it is GET /tokenizer_info, and {MODELS} for the context's length <- props info get_model_info get_server_info \
+use POST /tokenize with {{"messages": [...]}}, and POST /detokenize for the text <- apply-template
+use GET /tokenizer_info, and {MODELS} for the context's length <- props info get_model_info get_server_info \
     server_info api/v1/model
-here it is GET /debug/state, with --admin <- slots
-here it is a WebSocket: ws:// or wss:// <- v1/ws
-here it is GET /metrics <- load get_load stats
-here it is POST /reset_prefix_cache, with --admin <- flush_cache
-here it is GET /health <- ping healthz livez health_generate api/health v2/health/live
-here it is GET /ready <- readyz health/ready v2/health/ready
-here it is GET /openapi.json, which describes the routes <- docs redoc swagger.json
+use GET /debug/state, with --admin <- slots
+this route is a WebSocket: use ws:// or wss:// <- v1/ws
+use GET /metrics <- load get_load stats
+use POST /reset_prefix_cache, with --admin <- flush_cache
+use GET /health <- ping healthz livez health_generate api/health v2/health/live
+use GET /ready <- readyz health/ready v2/health/ready
+use GET /openapi.json, which describes the routes <- docs redoc swagger.json
 """
 
 
 def _rows(text: str) -> list[tuple[re.Pattern[str], str]]:
-    pairs = (line.split(" <- ") for line in text.splitlines())
-    rows = ((path, why) for why, paths in pairs for path in paths.split())
-    return [(re.compile("(/.*)?/" + re.escape(path).replace(r"\*", "[^/]+")), why) for path, why in rows]
+    """Return a pattern of whole paths and the advice for each path of the table."""
+    rows = []
+    for line in text.splitlines():
+        advice, paths = line.split(" <- ")
+        for path in paths.split():
+            pattern = re.escape(path).replace(r"\*", "[^/]+")
+            rows.append((re.compile("(/.*)?/" + pattern), advice))
+    return rows
 
 
 OTHERS = _rows(_OTHERS)
 
 
 def missing(path: str, routes: Iterable[str]) -> ApiError:
-    """404 for a path that is none of ``routes``, with what to ask instead."""
+    """Return the error 404 for a path that is none of ``routes``, with advice on the route to use instead."""
     return ApiError(404, f"there is no route {printable(path, 80)}: {_instead(path, list(routes))}")
 
 
 def refused(method: str, path: str, headers: Mapping[str, str] | None) -> ApiError:
-    """405: the route is there, but not by this method."""
+    """Return the error 405 for a route that does not accept the request's method."""
     allowed = (headers or {}).get("Allow", "another method")
-    what = f"the route {printable(path, 80)} does not take {printable(method, 16)}; want {allowed}"
+    what = f"the route {printable(path, 80)} does not accept {printable(method, 16)}; expected {allowed}"
     return ApiError(405, what, headers=headers)
 
 
 def _instead(path: str, routes: Sequence[str]) -> str:
+    """Return the advice for a path that is none of the routes."""
     plain = "/" + "/".join(part for part in path.split("/") if part)
     tail = plain.rpartition("/v1/")[2]
     if len(plain) > LONGEST or plain in ("/", "/v1"):
         return ALL
     if plain in routes:
-        return f"want {plain}"
+        return f"use {plain}"
     if f"/v1/{tail}" in routes and "/v1/" in plain:
-        return f"want /v1/{tail}: the base URL is the server's address and /v1, once"
+        return f"use /v1/{tail}: the base URL is the server's address and /v1, once"
     if plain.removeprefix("/v1") in routes:
-        return f"want {plain.removeprefix('/v1')}"
+        return f"use {plain.removeprefix('/v1')}"
     if f"/v1{plain}" in routes:
-        return f"want /v1{plain}: the base URL ends with /v1"
+        return f"use /v1{plain}: the base URL ends with /v1"
     if near := difflib.get_close_matches(plain, routes, n=1, cutoff=LIKE):
         return f"did you mean {near[0]}?"
-    for form, why in OTHERS:
-        if form.fullmatch(plain):
-            return why
-    for name, ask in (("/chat/completions", CHAT), ("/completions", COMPLETIONS)):  # Azure's, and /v1/engines/NAME
-        if plain.endswith(name):
-            return f"here it is {ask}, with the model in the body"
+    for pattern, advice in OTHERS:
+        if pattern.fullmatch(plain):
+            return advice
+    for end, route in (("/chat/completions", CHAT), ("/completions", COMPLETIONS)):  # Azure's, and /v1/engines/NAME
+        if plain.endswith(end):
+            return f"use {route}, with the model in the body"
     return ALL
