@@ -1,7 +1,8 @@
-"""The log of the engine's process in the log of the server: one record stays one message, a traceback with it.
+"""Copy the log of the engine's process into the server's log.
 
-The process writes a record as a line of JSON behind ``MARK`` (``LineFormatter``); what it, a library or a process of
-its own prints otherwise is taken line by line, a traceback as one message (``PrintedLog``).
+The engine's process writes each log record as a line of JSON after ``MARK`` (``LineFormatter``).  ``PrintedLog`` turns
+such a line into a record again.  It also makes a record of each other printed line, which may come from a library or a
+child process.  A printed traceback becomes one record.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 
-MARK = "\x1eminivllm "  # no line that is printed begins like that
+MARK = "\x1eminivllm "  # no ordinary line begins with this
 BEGIN = "Traceback (most recent call last):"
 BETWEEN = ("During handling of the above", "The above exception was")  # lines between two exceptions of a chain
 MOST = 20_000  # characters of a traceback
@@ -18,7 +19,7 @@ log = logging.getLogger("minivllm.engine")
 
 
 class LineFormatter(logging.Formatter):
-    """Writes a record as one line, for ``PrintedLog``."""
+    """Formats a record as one line, which ``PrintedLog`` reads."""
 
     def format(self, record: logging.LogRecord) -> str:
         trace = self.formatException(record.exc_info) if record.exc_info else ""
@@ -26,58 +27,64 @@ class LineFormatter(logging.Formatter):
 
 
 class PrintedLog:
-    """Makes records of what a process prints.  ``said``: its last lines, for an error."""
+    """Logs the output of a process.  ``said`` has its last ``tail`` characters, for an error message."""
 
     def __init__(self, tail: int) -> None:
-        self._tail, self._rest, self.said = tail, "", ""
-        self._trace: list[str] = []  # lines of a traceback that has not ended
+        self._tail = tail
+        self._rest = ""  # an incomplete line
+        self.said = ""
+        self._trace: list[str] = []  # lines of an incomplete traceback
 
     def feed(self, text: str) -> None:
-        """Take what has come."""
+        """Log the complete lines of a piece of output, and keep the rest."""
         *lines, rest = (self._rest + text).split("\n")
         self._rest = rest if rest.startswith(MARK) else rest[-self._tail :]
         for line in lines:
             self._line(line.rstrip())
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """Log the rest of the output, at its end."""
         if self._rest.strip():
             self._line(self._rest.rstrip())
         self._flush()
 
     def _line(self, line: str) -> None:
+        """Log a line, or add it to a traceback."""
         if line.startswith(MARK):
             self._flush()
             self._record(line[len(MARK) :])
-        elif self._trace and self._goes_on(line):
+        elif self._trace and self._continues(line):
             self._trace.append(line)
         elif line.strip().startswith(BEGIN):
             self._flush()
             self._trace = [line]
         elif line.strip():
             self._flush()
-            self._tell(logging.WARNING, line)
+            self._log(logging.WARNING, line)
 
-    def _goes_on(self, line: str) -> bool:
-        """Whether a line belongs to the traceback before it; one that says what was raised follows an indented one."""
-        begins = not line or line[0].isspace() or line.startswith((BEGIN, *BETWEEN))
-        return begins or self._trace[-1][:1].isspace()
+    def _continues(self, line: str) -> bool:
+        """Return whether a line belongs to the traceback before it."""
+        if not line or line[0].isspace() or line.startswith((BEGIN, *BETWEEN)):
+            return True
+        return self._trace[-1][:1].isspace()  # the line with the exception follows an indented line
 
     def _record(self, text: str) -> None:
+        """Log a record that ``LineFormatter`` has formatted."""
         try:
             level, message, trace = json.loads(text)
-            self._tell(int(level), str(message), str(trace))
+            self._log(int(level), str(message), str(trace))
         except (ValueError, TypeError):
-            self._tell(logging.WARNING, text)
+            self._log(logging.WARNING, text)
 
     def _flush(self) -> None:
-        """Tell of a traceback that has ended: by what was raised."""
-        lines, self._trace = self._trace, []
+        """Log a complete traceback, with its last line, the exception, as the message."""
+        lines = self._trace
+        self._trace = []
         while lines and not lines[-1].strip():
             lines.pop()
         if lines:
-            self._tell(logging.WARNING, lines[-1].strip(), "\n".join(lines)[-MOST:])
+            self._log(logging.WARNING, lines[-1].strip(), "\n".join(lines)[-MOST:])
 
-    def _tell(self, level: int, message: str, trace: str = "") -> None:
+    def _log(self, level: int, message: str, trace: str = "") -> None:
         self.said = (self.said + message + "\n")[-self._tail :]
         log.log(level, "%s", message, extra={"event": {"traceback": trace} if trace else {}})

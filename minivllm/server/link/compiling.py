@@ -1,9 +1,9 @@
-"""Grammars of requests that come to the engine's loop: compiled beside it, because that may take seconds.
+"""Compile the grammars of requests in threads beside the engine's loop, since that may take seconds.
 
-    begin ──► found at once? ──yes──────────────────────────────────────────────► ready
-                   └──no──► jobs wait, owners in turn ──► workers, not all of one owner's ──┘
+    begin ──► grammar found at once? ──yes────────────────────────────────────► ready
+                   └──no──► jobs wait, owners in turn ──► workers, never all for one owner ──┘
 
-Requests that ask for the same are one job.  A job whose requests have all been cancelled is not begun, or stopped.
+Requests with equal grammars share one job.  A job whose requests have all been cancelled is removed or stopped.
 """
 
 from __future__ import annotations
@@ -16,28 +16,30 @@ from typing import Any
 
 from minivllm.server.fair_queue import FairQueue
 
-LOOK = 0.005  # seconds between looks while something is compiled and nothing else happens
+LOOK = 0.005  # seconds between checks of an idle loop while a grammar is compiled
 
 
 class _CompileJob:
-    """What is to be compiled, and for which requests."""
+    """A grammar to compile, for the requests in ``lives`` (by number).  ``number`` is that of the first request."""
 
     __slots__ = ("begun", "key", "lives", "number", "params")
 
     def __init__(self, number: int, key: Hashable, params: Any) -> None:
-        self.number, self.key, self.params = number, key, params  # the number of its first request
+        self.number = number
+        self.key = key
+        self.params = params
         self.lives: dict[int, Any] = {}
         self.begun = False
 
 
 class Compiling:
-    """Requests by number whose grammars are being compiled.  One thread asks; ``cancel`` forgets one.
+    """The requests, by number, whose grammars are being compiled.  One thread calls its methods.
 
-    ``find(params)`` gives a grammar that is there already, or None, or raises why there is none; ``compile(params)``
-    makes it, at most ``workers`` at once, and ``stop(params)`` has it end before it has.  One owner has all workers but
-    one at most, if there are several: another's waits for nobody.
+    ``find(params)`` returns a grammar that exists already, or None, or raises the error of a refused one.
+    ``compile(params)`` makes a grammar.  At most ``workers`` calls run at once.  ``stop(params)`` interrupts a call.
+    If there are several workers, an owner may use all but one of them, so that other owners need not wait.
 
-    Invariant: a job in ``_jobs`` has a request; one in ``_queue`` has a request and has not begun.
+    Invariant: a job in ``_jobs`` has a request.  A job in ``_queue`` has a request and has not begun.
     """
 
     def __init__(
@@ -47,14 +49,20 @@ class Compiling:
         workers: int,
         stop: Callable[[Any], None] = lambda params: None,
     ) -> None:
-        self._find, self._compile, self._stop = find, compile, stop
-        self._workers, self._most = workers, max(workers - 1, 1)
+        self._find = find
+        self._compile = compile
+        self._stop = stop
+        self._workers = workers
+        self._most = max(workers - 1, 1)  # workers of one owner
         self._pool = ThreadPoolExecutor(workers, "minivllm-compile")
         self._lock = threading.Lock()
         self._queue: FairQueue[_CompileJob] = FairQueue()
         self._jobs: dict[Hashable, _CompileJob] = {}
-        self._of: dict[int, _CompileJob | None] = {}  # by request; None: there is an answer, which ``ready`` is to give
-        self._busy: Counter[str] = Counter()  # jobs that run, by owner
+        self._of: dict[
+            int, _CompileJob | None
+        ] = {}  # number of a request -> its job; None means that it is in ``_done``
+        self._busy: Counter[str] = Counter()  # owner -> running jobs
+        # (number, request, grammar, error) that ``ready`` has to return
         self._done: deque[tuple[int, Any, Any, BaseException | None]] = deque()
         self._closed = False
 
@@ -62,12 +70,13 @@ class Compiling:
         return len(self._of)
 
     def begin(self, number: int, live: Any) -> None:
-        """``live.request.grammar`` will be there when ``ready`` gives ``live`` back."""
+        """Compile the grammar of ``live.request``.  ``ready`` returns ``live`` when it is done."""
         request = live.request
+        found, error = None, None
         try:
-            found, error = self._find(request.params), None
-        except BaseException as e:  # refused before: it is told as any refusal is
-            found, error = None, e
+            found = self._find(request.params)
+        except BaseException as e:  # the grammar was refused before
+            error = e
         with self._lock:
             if found is not None or error is not None:
                 self._of[number] = None
@@ -83,7 +92,7 @@ class Compiling:
             self._start()
 
     def _start(self) -> None:
-        """Give free workers what is next; the lock is held."""
+        """Start waiting jobs on free workers.  The caller holds the lock."""
         while not self._closed and self._busy.total() < self._workers:
             full = [owner for owner, jobs in self._busy.items() if jobs >= self._most]
             next_up = self._queue.pop(full)
@@ -95,10 +104,11 @@ class Compiling:
             self._pool.submit(self._run, owner, job)
 
     def _run(self, owner: str, job: _CompileJob) -> None:
-        made, error = None, None
+        """Compile the grammar of a job, on a thread of the pool."""
+        grammar, error = None, None
         try:
-            made = self._compile(job.params)
-        except BaseException as e:  # what is not told here is told nowhere: its requests would wait for ever
+            grammar = self._compile(job.params)
+        except BaseException as e:  # any error must reach the requests, which would otherwise wait for ever
             error = e
         with self._lock:
             self._busy[owner] -= 1
@@ -107,37 +117,45 @@ class Compiling:
             if self._jobs.get(job.key) is job:
                 del self._jobs[job.key]
             for number, live in job.lives.items():
-                self._done.append((number, live, made, error))
+                self._done.append((number, live, grammar, error))
             self._start()
 
     def cancel(self, number: int) -> bool:
-        """Whether it was being compiled; it will not come back."""
+        """Forget a request, which ``ready`` will not return.  Return whether its grammar was being compiled."""
         with self._lock:
             if number not in self._of:
                 return False
             job = self._of.pop(number)
             if job is not None:
                 job.lives.pop(number, None)
-                if not job.lives:  # who asks for the same now has a job of its own
-                    if self._jobs.get(job.key) is job:
-                        del self._jobs[job.key]
-                    self._stop(job.params) if job.begun else self._queue.remove(job.number)
+                if not job.lives:
+                    self._abandon(job)
             return True
 
+    def _abandon(self, job: _CompileJob) -> None:
+        """Remove or stop a job without requests; the lock is held.  Later requests for the grammar get a new job."""
+        if self._jobs.get(job.key) is job:
+            del self._jobs[job.key]
+        if job.begun:
+            self._stop(job.params)
+        else:
+            self._queue.remove(job.number)
+
     def ready(self) -> list[tuple[Any, BaseException | None]]:
-        """What has been compiled, or why it could not be."""
+        """Return the requests whose compilation has ended, with None or its error, and set ``grammar`` of each."""
         found = []
         while self._done:
             number, live, grammar, error = self._done.popleft()
             with self._lock:
-                here = number in self._of
+                wanted = number in self._of  # not cancelled
                 self._of.pop(number, None)
-            if here:
+            if wanted:
                 live.request.grammar = grammar
                 found.append((live, error))
         return found
 
     def close(self) -> None:
+        """Forget all requests and end the threads without waiting for them."""
         with self._lock:
             self._closed = True
             self._of.clear()

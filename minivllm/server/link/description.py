@@ -1,4 +1,4 @@
-"""What an engine says of itself to a client, once it has started."""
+"""The description of a started engine that its client receives."""
 
 from __future__ import annotations
 
@@ -11,30 +11,34 @@ if TYPE_CHECKING:
 
 
 def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
-    """What a client is told of an engine: the fields of ``EngineInfo``, and ``tokenizer``, its folder or None."""
+    """Return the fields of ``EngineInfo``, the folder of the tokenizer (``tokenizer``, or None) and its ``eos_ids``."""
     import minivllm
 
-    w, config = engine.wiring, resolved.config
-    reads = own_names(engine.strategies).union(*(made.reads for _, made in engine.processors))
-    room = min(pool.total for pool in engine.cache.pools) - 1
-    most = engine.capacity.vocab_size if w.max_logprobs < 0 else w.max_logprobs
-    several = {"strategy": resolved.strategies, "hooks": resolved.hooks}
+    wiring, config = engine.wiring, resolved.config
+    reads = own_names(engine.strategies)
+    for _, processor in engine.processors:
+        reads = reads.union(processor.reads)
+    blocks = min(pool.total for pool in engine.cache.pools) - 1  # without the null block
+    selections: dict[str, Any] = {seam: part.name for seam, part in resolved.parts.items()}
+    for seam, parts in (("strategy", resolved.strategies), ("hooks", resolved.hooks)):
+        if parts:
+            selections[seam] = [part.name for part in parts]
+    vocab_size = engine.capacity.vocab_size
     return {
         "model": config.model,
-        "max_model_len": w.max_model_len,
-        "vocab_size": engine.capacity.vocab_size,
-        "kv_tokens": room * w.block,
-        "max_num_seqs": w.max_num_seqs,
-        "max_logprobs": most,
-        "selections": {seam: part.name for seam, part in resolved.parts.items()}
-        | {seam: [part.name for part in parts] for seam, parts in several.items() if parts},
+        "max_model_len": wiring.max_model_len,
+        "vocab_size": vocab_size,
+        "kv_tokens": blocks * wiring.block,
+        "max_num_seqs": wiring.max_num_seqs,
+        "max_logprobs": vocab_size if wiring.max_logprobs < 0 else wiring.max_logprobs,
+        "selections": selections,
         "version": minivllm.__version__,
         "reads": sorted(reads),
         "tap_points": dict(engine.capacity.taps or {}),
         "energy": "" if engine.energy is None else engine.energy.meter.name,
-        "device": w.device,
-        "dtype": w.dtype,
+        "device": wiring.device,
+        "dtype": wiring.dtype,
         "tokenizer": resolved.tokenizer_dir,
-        "eos_ids": list(w.eos_ids),
+        "eos_ids": list(wiring.eos_ids),
         "sampling": dict(resolved.sampling),
     }

@@ -1,12 +1,12 @@
-"""What goes over the socket between a client and its engine: frames of a small JSON header and raw columns.
+"""The frames that a client and its engine send each other over a socket: a small JSON header and raw columns.
 
-    u32 size of all that follows | u8 version | u8 kind | u8 columns | u8 0 | u32 size of the header
+    u32 size of all that follows | u8 version | u8 kind | u8 number of columns | u8 0 | u32 size of the header
     header      JSON object, UTF-8
-    columns     for each: u8 index into COLUMNS, 3 zero bytes, u32 entries
-    data        the columns' entries in that order, little-endian, nothing between them
+    columns     for each: u8 index into COLUMNS, 3 zero bytes, u32 number of entries
+    data        the columns' entries in that order, little-endian, without gaps
 
-Both ends know the columns' names and dtypes; no type, no object and no code comes from the other side.  Every size is
-checked against what is there and against ``MAX_FRAME`` before anything is made of it.  FrameError says what is wrong.
+Both ends have the columns' names and dtypes.  A frame therefore cannot bring types, objects or code.  Every size is
+checked against the frame's size and ``MAX_FRAME`` before memory is allocated for it.  FrameError reports a bad frame.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = {
     "prompt_rank": "<i4", "prompt_top_ids": "<i4", "prompt_top": "<f4", "entered": "<f8",
     "vectors": "<f4", "tap_rows": "<i8", "tap_values": "<f4", "joules": "<f8",
 }  # fmt: skip
-ENDS = (None, *FINISH_REASONS)  # what the numbers in the column "end" stand for; None: the branch goes on
+ENDS = (None, *FINISH_REASONS)  # finish reason for each number in the column "end"; None means that the branch runs on
 ROW = ("stream", "sample", "count", "end", "stop_id", "scored")  # the columns with an entry for each row of a step
 _NAMES = tuple(COLUMNS)
 _DTYPES = tuple(np.dtype(form) for form in COLUMNS.values())
@@ -42,17 +42,22 @@ _COLUMN = struct.Struct("<BxxxI")
 
 
 class FrameError(EngineDeadError):
-    """What came is no frame: the two ends do not understand each other any more."""
+    """The received bytes are not a frame, so the two ends cannot communicate any longer."""
 
 
 class Frame(NamedTuple):
+    """A decoded frame; ``kind`` is one of ``KINDS``."""
+
     kind: str
     header: dict[str, Any]
     columns: dict[str, np.ndarray]
 
 
 def encode(kind: str, header: Mapping[str, Any], columns: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """TypeError or ValueError for a header that JSON cannot hold (NaN is such a value) or a frame that is too large."""
+    """Return the bytes of a frame, its size first.
+
+    Raise TypeError or ValueError for a header that JSON cannot hold, as with NaN, and for a frame that is too large.
+    """
     text = json.dumps(header, separators=(",", ":"), allow_nan=False, default=_plain).encode()
     table, data = [], []
     for name, column in (columns or {}).items():
@@ -61,53 +66,55 @@ def encode(kind: str, header: Mapping[str, Any], columns: Mapping[str, np.ndarra
         table.append(_COLUMN.pack(index, len(column)))
     body = b"".join((_HEAD.pack(VERSION, KINDS.index(kind), len(table), 0, len(text)), text, *table, *data))
     if len(body) > MAX_FRAME:
-        raise ValueError(f"a frame of {len(body)} bytes; want at most {MAX_FRAME}")
+        raise ValueError(f"a frame of {len(body)} bytes; expected at most {MAX_FRAME}")
     return _SIZE.pack(len(body)) + body
 
 
 def decode(body: bytes | memoryview) -> Frame:
-    """The frame of what follows its size.  Columns are views of ``body``, read-only."""
+    """Return the frame in the bytes after its size.  Its columns are read-only views of ``body``."""
     body = memoryview(body)
     if len(body) < _HEAD.size:
-        raise FrameError(f"a frame of {len(body)} bytes; want at least {_HEAD.size}")
+        raise FrameError(f"a frame of {len(body)} bytes; expected at least {_HEAD.size}")
     version, kind, n_columns, zero, n_header = _HEAD.unpack_from(body)
     if version != VERSION or zero or kind >= len(KINDS):
-        raise FrameError(f"a frame of version {version} and kind {kind}; want version {VERSION}")
+        raise FrameError(f"a frame of version {version} and kind {kind}; expected version {VERSION}")
     at = _HEAD.size + n_header
     start = at + n_columns * _COLUMN.size
     if start > len(body):
-        raise FrameError(f"a frame of {len(body)} bytes whose header and table take {start}")
+        raise FrameError(f"the header and the table of columns take {start} bytes of a frame of {len(body)}")
     header = _header(bytes(body[_HEAD.size : at]))
     columns: dict[str, np.ndarray] = {}
     for i in range(n_columns):
         index, entries = _COLUMN.unpack_from(body, at + i * _COLUMN.size)
         if index >= len(_NAMES) or _NAMES[index] in columns:
             raise FrameError(f"column {index} is unknown or comes twice")
-        dtype = _DTYPES[index]
-        if start + entries * dtype.itemsize > len(body):
-            raise FrameError(f"column {_NAMES[index]!r} of {entries} entries goes beyond its frame")
-        columns[_NAMES[index]] = np.frombuffer(body, dtype, entries, start)
-        start += entries * dtype.itemsize
+        name, dtype = _NAMES[index], _DTYPES[index]
+        end = start + entries * dtype.itemsize
+        if end > len(body):
+            raise FrameError(f"column {name!r} of {entries} entries goes beyond its frame")
+        columns[name] = np.frombuffer(body, dtype, entries, start)
+        start = end
     if start != len(body):
-        raise FrameError(f"{len(body) - start} bytes behind the last column")
+        raise FrameError(f"{len(body) - start} bytes after the last column")
     return Frame(KINDS[kind], header, columns)
 
 
 def size_of(head: bytes) -> int:
-    """Bytes that follow the four of ``head``."""
+    """Return the size of a frame, without the four bytes of ``head`` that hold it."""
     (size,) = _SIZE.unpack(head)
     if size > MAX_FRAME:
-        raise FrameError(f"a frame of {size} bytes; want at most {MAX_FRAME}")
+        raise FrameError(f"a frame of {size} bytes; expected at most {MAX_FRAME}")
     return size
 
 
 class Splitter:
-    """A stream of bytes to frames: what is not whole yet is kept."""
+    """Splits a stream of bytes into frames, and keeps the bytes of an incomplete frame."""
 
     def __init__(self) -> None:
         self._rest = bytearray()
 
     def feed(self, data: bytes) -> list[Frame]:
+        """Return the frames that more bytes complete."""
         self._rest += data
         frames, at = [], 0
         while len(self._rest) - at >= _SIZE.size:
@@ -124,15 +131,16 @@ def _header(text: bytes) -> dict[str, Any]:
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as e:
-        raise FrameError(f"the header of a frame is no JSON: {e}") from e
+        raise FrameError(f"the header of a frame is not JSON: {e}") from e
     if not isinstance(header, dict):
-        raise FrameError(f"the header of a frame is a {type(header).__name__}; want an object")
+        raise FrameError(f"the header of a frame is a {type(header).__name__}; expected an object")
     return header
 
 
 def _plain(value: Any) -> Any:
+    """Return a NumPy value, tuple or set as a value that JSON has.  Raise TypeError for other types."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, (np.ndarray, tuple, set, frozenset)):
         return list(value)
-    raise TypeError(f"{type(value).__name__} is not JSON")
+    raise TypeError(f"{type(value).__name__} cannot be written as JSON")

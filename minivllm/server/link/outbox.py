@@ -1,7 +1,7 @@
-"""Requests on their way to an engine in another process, where what is said last may overtake them.
+"""Queue the requests that are to be sent to an engine in another process, so that aborts can overtake or remove them.
 
-Bytes that were given to a transport cannot be taken back or overtaken.  So it gets what the socket takes and ``HIGH``
-bytes more: the other requests wait here, owners in turn, until there is room.  One that is removed costs nothing more.
+Bytes given to an asyncio transport can be neither taken back nor overtaken.  So the transport holds at most ``HIGH``
+bytes more than the socket accepts.  Other requests wait here, owners in turn.  A removed request costs nothing more.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from collections import Counter
 from minivllm.errors import EngineDeadError
 from minivllm.server.fair_queue import FairQueue
 
-HIGH = 64 << 10  # bytes that a transport holds before the next request waits here
-UNREAD = 64 << 20  # bytes of one owner that an engine may leave unread
+HIGH = 64 << 10  # unsent bytes in the transport from which requests wait here
+UNREAD = 64 << 20  # bytes of an owner's requests that may wait
 
 
 class Outbox:
-    """One event loop's thread uses it.  Invariant: while requests wait, a task waits for the transport to have room."""
+    """The waiting requests, used by the event loop's thread alone.
+
+    Invariant: while requests wait, a task waits for room in the transport.
+    """
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
         self._writer, self._queue = writer, FairQueue[tuple[str, bytes]]()
         writer.transport.set_write_buffer_limits(high=HIGH)
-        self._bytes: Counter[str] = Counter()  # that wait, by owner
+        self._bytes: Counter[str] = Counter()  # owner -> waiting bytes
         self._pushing: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def put(self, owner: str, number: int, data: bytes) -> None:
-        """EngineDeadError if too much of this owner waits already."""
+        """Send a request now or later.  Raise EngineDeadError if too many bytes of the owner wait already."""
         if self._bytes[owner] + len(data) > UNREAD:
-            raise EngineDeadError("the engine does not read what it is told")
+            raise EngineDeadError("the engine does not read its requests")
         self._queue.push(owner, number, (owner, data))
         self._bytes[owner] += len(data)
         self._push()
@@ -40,22 +43,25 @@ class Outbox:
             self._pushing = asyncio.create_task(self._push_on())
 
     def remove(self, number: int) -> bool:
-        """Whether the request was still here; it will not be sent."""
+        """Remove a request, which will not be sent.  Return whether it was still waiting."""
         found = self._queue.remove(number)
         if found is not None:
             self._count(*found)
         return found is not None
 
     def _push(self) -> None:
+        """Give waiting requests to the transport until it is full."""
         while self._queue and self._writer.transport.get_write_buffer_size() <= HIGH:
             next_up = self._queue.pop()
             assert next_up is not None
-            self._count(*next_up[2])
-            self._writer.write(next_up[2][1])
+            owner, _, (_, data) = next_up
+            self._count(owner, data)
+            self._writer.write(data)
 
     async def _push_on(self) -> None:
+        """Send the waiting requests as the transport gets room."""
         try:
-            with contextlib.suppress(ConnectionError):  # the engine is gone: its client hears of it
+            with contextlib.suppress(ConnectionError):  # the client notices a dead engine by itself
                 while self._queue:
                     await self._writer.drain()
                     self._push()
@@ -63,12 +69,13 @@ class Outbox:
             self._pushing = None
 
     def _count(self, owner: str, data: bytes) -> None:
+        """Count the bytes of a request as no longer waiting."""
         self._bytes[owner] -= len(data)
         if not self._bytes[owner]:
             del self._bytes[owner]
 
     def close(self) -> None:
-        """Nothing more is sent."""
+        """Drop all waiting requests."""
         self._queue.clear()
         self._bytes.clear()
         if self._pushing is not None:

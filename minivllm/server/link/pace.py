@@ -1,12 +1,13 @@
-"""How many prompt tokens a step may have, so that it ends in time: nothing is obeyed and nobody else served before.
+"""Limit the prompt tokens of a step so that the step ends in time.
 
-A step on a CPU takes seconds where it has thousands of tokens, and a token costs more the more tokens are before it.
-So the loop learns what a prompt token costs, and what each key that it attends to adds::
+While a step runs, commands wait and no other owner is served.  A step of thousands of tokens takes seconds on a CPU,
+and a token costs more the more tokens precede it.  So the loop learns the cost of a prompt token, and of each key that
+the token attends to::
 
-    seconds of a step's prompts = tokens * (each + context * key)        context: keys that a token attends to, mean
+    seconds of a step's prompts = tokens * (each + context * key)        context: mean number of keys of a token
 
-Where several owners are served, each token of one waits for a chunk of another's prompt, scored or not: their steps
-have a shorter turn.
+Steps are shorter while several owners are served, because every token of one owner waits for the prompt chunks of the
+others.  Steps with scored prompts (prompt log-probabilities) have a ``Pace`` of their own.
 """
 
 from __future__ import annotations
@@ -16,41 +17,46 @@ from math import sqrt
 import numpy as np
 
 TURN = 0.5  # seconds that the prompts of a step should take at most
-LONG = 0.9  # seconds that they may take where chunks would have fewer than ``LEAST`` tokens otherwise
-LEAST = 256  # tokens: smaller chunks would cost more than they bring
+LONG = 0.9  # seconds that they may take if chunks would otherwise have fewer than ``LEAST`` tokens
+LEAST = 256  # tokens of a chunk, since smaller chunks cost more than they gain
 FEWEST = 16  # tokens that a step may always have
-SHARED_TURN = 0.05  # seconds that prompts may add to a step whose rows are of several owners
-SHARED_FOR = 10.0  # seconds that they stay so short: an owner who was there is likely to come again
-SHARED_LEAST = {"cpu": 64}  # tokens of it, by device
-SHARED_LEAST_ELSE = 512  # an accelerator takes about as long for fewer
-FIRST = 32  # tokens on a CPU, before anything has been measured
-GROWTH = 4  # times the most tokens of a step so far: how a step may surpass all before it
-KEPT = 0.6  # weight of what is known, once a step of full size has said more
-CONTEXT = 1024  # keys that cost as much as the rest of a token, as far as nothing else is known
-PRIOR = 0.05, 256.0  # how much that counts: as a step of such weight whose context is so many keys away
+SHARED_TURN = 0.05  # seconds that prompts may add to a step while several owners are served
+SHARED_FOR = 10.0  # seconds that steps stay short after several owners were served, since they are likely to return
+SHARED_LEAST = {"cpu": 64}  # device -> tokens of a chunk while several owners are served
+SHARED_LEAST_ELSE = 512  # the same for accelerators, which take about as long for fewer tokens
+FIRST = 32  # tokens of a step on a CPU before any step has been measured
+GROWTH = 4  # a step may have this many times the tokens of the largest step so far
+KEPT = 0.6  # weight of the earlier measurements after a step of full size
+CONTEXT = 1024  # prior assumption: so many keys cost as much as the rest of a token
+PRIOR = 0.05, 256.0  # weight of the prior assumption: its share of a step's weight, and the distance of its context
 
 
 class Pace:
-    """The cost of prompt tokens, from the steps so far, and the chunks that follow from it.
+    """The cost of prompt tokens, learnt from the steps so far, and the number of tokens for the next step.
 
-    ``budget``: tokens that a step may have at most; ``first``: tokens of the first one, before anything is known."""
+    A step may have ``budget`` tokens at most, and ``first`` tokens before any step has been measured.
+    """
 
     def __init__(self, budget: int, first: int) -> None:
-        self.budget, self.reach = budget, min(first, budget)
-        self.each, self.key = 0.0, 0.0  # seconds of a token, and of each key that it attends to; 0: not known
-        self.mean = 0.0  # seconds of a token, of late
-        self._bound = self.reach  # what a step of full size has
-        # sums over the steps so far, each with its weight: 1, x, y, x x, x y (x: context, y: seconds a token)
+        self.budget = budget
+        self.reach = min(first, budget)  # tokens that the next step may have by its growth
+        self.each, self.key = 0.0, 0.0  # seconds of a token, and of each key that it attends to; 0 means unknown
+        self.mean = 0.0  # recent mean seconds of a token
+        self._bound = self.reach  # tokens of a step of full size
+        # weighted sums over the steps so far of 1, x, y, x x, x y with x = context and y = seconds per token
         self._sums = np.zeros(5)
 
     def note(self, tokens: int, context: float, seconds: float) -> None:
-        """Learn from a step whose prompts had so many tokens, of such a mean context, and took so long.  Steps of
-        few tokens say little."""
-        x, y = context, seconds / tokens
+        """Update the costs from a step whose prompts had ``tokens`` tokens, a mean ``context``, and took ``seconds``.
+
+        Steps of few tokens have a low weight.
+        """
+        x = context
+        y = seconds / tokens
         weight = min(tokens / self._bound, 1.0)
         self._sums = self._sums * KEPT**weight + weight * np.array((1.0, x, y, x * x, x * y))
         n, sx, sy, sxx, sxy = self._sums.tolist()
-        far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior says: key = each / CONTEXT
+        far = PRIOR[0] * n * PRIOR[1] ** 2  # the prior assumes key = each / CONTEXT
         a, b, c = n + far / CONTEXT**2, sx - far / CONTEXT, sxx + far
         det = a * c - b * b
         each, key = (c * sy - b * sxy) / det, (a * sxy - b * sy) / det
@@ -62,8 +68,11 @@ class Pace:
         self.reach = max(self.reach, min(GROWTH * tokens, self.budget))
 
     def most(self, context: int, turn: float = TURN, least: int = LEAST) -> int:
-        """Return how many tokens of a prompt, of which ``context`` are computed, the next step may have: what takes
-        ``turn`` seconds, or ``least`` tokens if these take no longer than is bearable."""
+        """Return the prompt tokens that the next step may have, after ``context`` computed tokens of the prompt.
+
+        They take about ``turn`` seconds.  If these are fewer than ``least`` tokens, a step may take longer (``LONG``,
+        or ``TURN`` for a shared step) to have up to ``least``.
+        """
         if not self.each:
             self._bound = self.reach
             return self.reach
@@ -75,7 +84,10 @@ class Pace:
         return self._bound
 
     def _tokens(self, context: int, seconds: float) -> float:
-        """Return the n with n * (each + key * (context + n / 2)) = seconds, or the budget.  Far from the contexts of
-        late the two are not known well, so a token is never taken to cost less than half of what it did."""
+        """Return the n with n * (each + key * (context + n / 2)) = seconds, at most the budget.
+
+        The costs are uncertain for contexts far from the recent ones.  So a token is assumed to cost at least half of
+        the recent mean.
+        """
         linear = max(self.each + self.key * context, self.mean / 2)
         return min(2.0 * seconds / (linear + sqrt(linear * linear + 2.0 * self.key * seconds)), self.budget)

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens as columns, as they come from the engine: arrays, not a dozen objects for each token.
+"""Log-probabilities of tokens as columns, in the form in which they come from the engine.
 
-An answer may have millions of them, and how many is the client's choice.  So they stay as they are until they are
-written: an entry of text and numbers is made of a few at a time (``logprobs``).
+A client may request millions of them.  Arrays take far less memory than a dozen objects for each token.
+They become entries of text and numbers a few at a time, when an answer is written (``openai.logprobs``).
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import numpy as np
 from minivllm.core.engine.scores import TokenLogprobs
 from minivllm.runtime.text.outputs import Logprob, entry_of
 
-BYTES = 4  # of each entry of the columns but ``ends``
+BYTES = 4  # size of an entry of each column except ``ends``
 Spell = Callable[[int], "str | None"]
 
 
 class ScoredToken(NamedTuple):
-    """A token's.  ``rank`` 0: it has no score, as the first of a prompt, which nothing came before."""
+    """The log-probability and the rank of a token, and the best tokens of its position with theirs.
+
+    Rank 0 means that the token has no score, as the first token of a prompt.
+    """
 
     token: int
     chosen: float
@@ -30,21 +33,28 @@ class ScoredToken(NamedTuple):
 
 
 class Scored(Sequence[dict[int, Logprob]]):
-    """``tokens`` i32 [N], ``chosen`` f32 [N], ``rank`` i32 [N], ``ends`` i64 [N + 1]; the best of token i are
-    ``top_ids[ends[i] : ends[i + 1]]`` (i32) and ``top`` (f32).
+    """The log-probabilities of N tokens as columns.
 
-    As a sequence it has what ``CompletionOutput.logprobs`` has, made anew at each look; None where there is no score.
-    ``spell``: the text of a token, or None."""
+    The columns are ``tokens`` i32 [N], ``chosen`` f32 [N], ``rank`` i32 [N] and ``ends`` i64 [N + 1].  The best tokens
+    at the position of token i are ``top_ids[ends[i] : ends[i + 1]]`` (i32), with log-probabilities ``top`` (f32).
+
+    As a sequence, it has the entries of ``CompletionOutput.logprobs``, made at each access.  An entry is None for a
+    token without a score.  ``spell`` returns the text of a token; None means that entries have no text.
+    """
 
     __slots__ = ("chosen", "ends", "rank", "spell", "tokens", "top", "top_ids")
 
     def __init__(self, spell: Spell | None = None) -> None:
-        self.tokens, self.chosen, self.rank = array("i"), array("f"), array("i")
+        self.tokens = array("i")
+        self.chosen = array("f")
+        self.rank = array("i")
         self.ends = array("q", (0,))
-        self.top_ids, self.top = array("i"), array("f")
+        self.top_ids = array("i")
+        self.top = array("f")
         self.spell = spell
 
     def extend(self, more: Scored) -> None:
+        """Append the tokens of another object."""
         last = self.ends[-1]
         self.tokens += more.tokens
         self.chosen += more.chosen
@@ -54,38 +64,47 @@ class Scored(Sequence[dict[int, Logprob]]):
         self.ends.extend([last + end for end in more.ends[1:]])
 
     def cut(self, low: int, high: int) -> Scored:
-        part, a, b = Scored(self.spell), self.ends[low], self.ends[high]
-        part.tokens, part.chosen, part.rank = self.tokens[low:high], self.chosen[low:high], self.rank[low:high]
-        part.top_ids, part.top = self.top_ids[a:b], self.top[a:b]
-        part.ends = array("q", [end - a for end in self.ends[low : high + 1]])
+        """Return a copy of the tokens [low, high)."""
+        begin, end = self.ends[low], self.ends[high]
+        part = Scored(self.spell)
+        part.tokens = self.tokens[low:high]
+        part.chosen = self.chosen[low:high]
+        part.rank = self.rank[low:high]
+        part.top_ids = self.top_ids[begin:end]
+        part.top = self.top[begin:end]
+        part.ends = array("q", [at - begin for at in self.ends[low : high + 1]])
         return part
 
     def row(self, i: int) -> ScoredToken:
-        a, b = self.ends[i], self.ends[i + 1]
-        return ScoredToken(
-            self.tokens[i], self.chosen[i], self.rank[i], self.top_ids[a:b].tolist(), self.top[a:b].tolist()
-        )
+        """Return the scores of token i."""
+        best = slice(self.ends[i], self.ends[i + 1])
+        top_ids = self.top_ids[best].tolist()
+        return ScoredToken(self.tokens[i], self.chosen[i], self.rank[i], top_ids, self.top[best].tolist())
 
     def rows(self, low: int = 0, high: int | None = None) -> Iterator[ScoredToken]:
+        """Return the scores of the tokens [low, high).  None means up to the last token."""
         return map(self.row, range(low, len(self) if high is None else high))
 
     def weight(self, low: int = 0, high: int | None = None) -> int:
-        """How many scores the tokens [low, high) have, and as many more as there are tokens."""
+        """Return the number of scores of the tokens [low, high), their own and those of the best tokens."""
         high = len(self) if high is None else high
         return self.ends[high] - self.ends[low] + high - low
 
     def parts(self, most: int, low: int = 0) -> Iterator[tuple[int, int]]:
-        """(first, end) of parts of at most that ``weight``, or of one token, from ``low`` on."""
+        """Split the tokens from ``low`` on into parts and yield (first, end) of each.
+
+        A part has a ``weight`` of at most ``most``, or a single token.
+        """
         while low < len(self):
             high = low + 1
-            step = max(most // max(self.weight(low, high), 1), 1)  # most tokens have as many as the one before
+            step = max(most // max(self.weight(low, high), 1), 1)  # most tokens have as many scores as the token before
             while high < len(self) and self.weight(low, min(high + step, len(self))) <= most:
                 high = min(high + step, len(self))
             yield low, high
             low = high
 
     def pack(self) -> list[bytes]:
-        """Buffers: tokens, chosen, rank, how many of the best, top_ids, top."""
+        """Return the columns as bytes: tokens, chosen, rank, number of best tokens of each token, top_ids, top."""
         sizes = np.diff(np.frombuffer(self.ends, np.int64)).astype(np.int32)
         return [
             self.tokens.tobytes(),
@@ -98,7 +117,7 @@ class Scored(Sequence[dict[int, Logprob]]):
 
     @classmethod
     def unpack(cls, columns: Iterable[Any], spell: Spell | None = None) -> Scored:
-        """Of buffers as ``pack`` makes them."""
+        """Return the object for buffers in the form and order of ``pack``."""
         found = cls(spell)
         tokens, chosen, rank, sizes, top_ids, top = columns
         found.tokens.frombytes(tokens)
@@ -112,17 +131,29 @@ class Scored(Sequence[dict[int, Logprob]]):
 
     @classmethod
     def of_prompt(cls, prompt: np.ndarray, parts: Sequence[tuple[int, Any]], spell: Spell | None = None) -> Scored:
-        """``parts``: (position, plan.LogProbs), of which later ones count; what none of them has has no score."""
-        n, width = len(prompt), max((lp.top.shape[1] for _, lp in parts), default=0)
-        chosen, rank, sizes = np.zeros(n, np.float32), np.zeros(n, np.int32), np.zeros(n, np.int32)
-        ids, top = np.zeros((n, width), np.int32), np.zeros((n, width), np.float32)
+        """Return the log-probabilities of a prompt's tokens.
+
+        ``parts`` are pairs of a first position and a ``plan.LogProbs``.  A later part replaces an earlier one at the
+        same positions.  Tokens that no part covers have no score.
+        """
+        n = len(prompt)
+        width = max((lp.top.shape[1] for _, lp in parts), default=0)
+        chosen = np.zeros(n, np.float32)
+        rank = np.zeros(n, np.int32)
+        sizes = np.zeros(n, np.int32)
+        ids = np.zeros((n, width), np.int32)
+        top = np.zeros((n, width), np.float32)
         for first, lp in parts:
-            at, k = slice(first, first + len(lp.chosen)), lp.top.shape[1]
-            chosen[at], rank[at], sizes[at] = lp.chosen, lp.rank, k
-            ids[at, :k], top[at, :k] = lp.top_ids, lp.top
-        there = np.arange(width) < sizes[:, None]
-        columns = (np.asarray(prompt, np.int32), chosen, rank, sizes, ids[there], top[there])
-        return cls.unpack((one.tobytes() for one in columns), spell)
+            at = slice(first, first + len(lp.chosen))
+            best = lp.top.shape[1]
+            chosen[at] = lp.chosen
+            rank[at] = lp.rank
+            sizes[at] = best
+            ids[at, :best] = lp.top_ids
+            top[at, :best] = lp.top
+        used = np.arange(width) < sizes[:, None]
+        columns = (np.asarray(prompt, np.int32), chosen, rank, sizes, ids[used], top[used])
+        return cls.unpack((column.tobytes() for column in columns), spell)
 
     # ---- as a sequence of entries --------------------------------------------------------------------------------
 
@@ -133,8 +164,10 @@ class Scored(Sequence[dict[int, Logprob]]):
         if isinstance(at, slice):
             return [self[i] for i in range(len(self))[at]]
         row = self.row(range(len(self))[at])
-        got = TokenLogprobs(row.chosen, row.rank, row.top_ids, row.top)
-        return entry_of(row.token, got, None, self.spell or _unspelled) if row.rank else None
+        if not row.rank:
+            return None
+        scores = TokenLogprobs(row.chosen, row.rank, row.top_ids, row.top)
+        return entry_of(row.token, scores, None, self.spell or _unspelled)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)
@@ -147,7 +180,7 @@ def _unspelled(token: int) -> None:
 
 
 class Columns:
-    """Log-probabilities of a frame, in the order of its tokens."""
+    """Reads the log-probabilities of a frame in the order of its tokens."""
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         if "chosen" in columns:
@@ -157,9 +190,11 @@ class Columns:
         self._at = 0
 
     def take(self, ids: Sequence[int]) -> Scored:
-        """Those of the next tokens, which are ``ids``."""
-        low, self._at = self._at, self._at + len(ids)
-        a, b = BYTES * self._ends[low], BYTES * self._ends[self._at]
-        one = slice(BYTES * low, BYTES * self._at)
+        """Return the log-probabilities of the next tokens, whose ids are ``ids``."""
+        low = self._at
+        self._at = high = low + len(ids)
+        own = slice(BYTES * low, BYTES * high)
+        best = slice(BYTES * self._ends[low], BYTES * self._ends[high])
         chosen, rank, sizes, top_ids, top = self._data
-        return Scored.unpack((array("i", ids).tobytes(), chosen[one], rank[one], sizes[one], top_ids[a:b], top[a:b]))
+        tokens = array("i", ids).tobytes()
+        return Scored.unpack((tokens, chosen[own], rank[own], sizes[own], top_ids[best], top[best]))

@@ -1,7 +1,7 @@
-"""What a process of a server holds right now: tables, blocks, memory, descriptors, threads, children.
+"""Report the state of the server's processes: tables, blocks, memory, file descriptors, threads and children.
 
-``GET /debug/state`` shows it to find leaks, with ``--admin`` only: the walk over the KV cache stops the engine for some
-milliseconds.
+``GET /debug/state`` shows it, to find leaks.  It requires ``--admin``, because checking the KV cache stops the engine
+for some milliseconds.
 """
 
 from __future__ import annotations
@@ -21,21 +21,27 @@ if TYPE_CHECKING:
 
 
 def freeze_loaded() -> None:
-    """All is loaded, and stays: the garbage collector need not look at it again, which takes a tenth of a second each
-    time in the process of an engine, and a quarter of what /health waits for while 1,000 connections are made."""
+    """Keep all present objects out of garbage collection, after everything is loaded.
+
+    Otherwise each full collection takes a tenth of a second in the engine's process.  In the server it would be a
+    quarter of the latency of /health while 1,000 connections are made.
+    """
     gc.collect()
     gc.freeze()
 
 
 def process(trim: bool) -> dict[str, Any]:
-    """Return the figures of this process, None where the system has none; ``trim`` frees unused memory first."""
+    """Return the figures of this process, None for those that the system does not report.
+
+    ``trim`` first returns free memory of the heap to the system.
+    """
     if trim:
         gc.collect()
         if (give_back := find_trim()) is not None:
             give_back()
     fds = children = None
     with contextlib.suppress(OSError):
-        fds = len(os.listdir("/proc/self/fd")) - 1  # the one that reads the list
+        fds = len(os.listdir("/proc/self/fd")) - 1  # without the descriptor that reads the list
         children = []
         for task in os.listdir("/proc/self/task"):
             with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children", "rb") as file:
@@ -53,17 +59,17 @@ def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bo
     """Return the figures of an engine and its process.
 
     ``loop_tables`` has the sizes of the tables of the loop around the engine, and ``accepted`` is the number of
-    requests that the engine took.  ``fault`` in the result is the error that the walk over every block and table
-    found, or None; ``tap_points`` has the points of the model and their widths."""
+    requests that the engine accepted.  In the result, ``fault`` is the error that a check of every block and table
+    found, or None.  ``tap_points`` has the points of the model and their widths.
+    """
     fault = None
     try:
         made.check()
     except AssertionError as e:
         fault = str(e) or "a check without a message failed"
-    pools = [
-        {"total": pool.total - 1, "free": pool.free, "cached": pool.idle, "held": pool.held}
-        for pool in made.cache.pools
-    ]
+    pools = []
+    for pool in made.cache.pools:
+        pools.append({"total": pool.total - 1, "free": pool.free, "cached": pool.idle, "held": pool.held})
     tables = {
         "requests": len(made.requests),
         "in_flight": len(made.in_flight),
@@ -73,10 +79,10 @@ def engine(made: Engine, loop_tables: Mapping[str, int], accepted: int, trim: bo
         **loop_tables,
     }
     counts = {"accepted": accepted, "finished": made.finished}
-    taken = None  # an executor may not know
-    with contextlib.suppress(NotImplementedError, EngineDeadError):
-        taken = made.call("kv_resident")
-    memory = {"kv_resident_bytes": taken, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
+    resident = None
+    with contextlib.suppress(NotImplementedError, EngineDeadError):  # not every executor implements it
+        resident = made.call("kv_resident")
+    memory = {"kv_resident_bytes": resident, "grammar_bytes": getattr(made.grammars, "bytes", 0)}
     return {
         "fault": fault,
         "pools": pools,

@@ -1,4 +1,4 @@
-"""The client's side of one request: tokens come in, pieces of text go out, and a slow reader holds nobody up."""
+"""The client's side of a request: turn tokens into pieces of text, without ever waiting for a slow reader."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
-# tell(sample, text, tokens) -> whether it was told; if not, it becomes a piece
+# tell(sample, text, number of tokens) returns whether it has sent the text; if not, the text becomes a piece
 Tell = Callable[[int, str, int], bool]
 
 
 @dataclass(slots=True)
 class TextPiece:
-    """New text and tokens of one branch.  The last piece of a branch has ``finish_reason``: "stop", "length", "abort"
-    or "error", then ``error`` says why, and ``param`` which field of the request is at fault, if one is.
-    ``logprobs``: a sequence of one dict per token, as in ``CompletionOutput``."""
+    """New text and tokens of a branch.
+
+    The last piece of a branch has a ``finish_reason``: "stop", "length", "abort" or "error".
+    With "error", ``error`` is the message, and ``param`` the field of the request at fault, if any.
+    ``logprobs`` is a sequence with a dict for each token, as in ``CompletionOutput``.
+    """
 
     sample: int
     text: str
@@ -44,13 +47,13 @@ class TextPiece:
 
 
 class Stream(RequestText):
-    """An async iterator of ``TextPiece``; it ends when every branch has.  ``aclose``, leaving ``async with``, or
-    losing the last reference to it aborts.  Log-probabilities are kept as columns (``scored``).
+    """The answer of a request as an async iterator of ``TextPiece``, used by the event loop's thread alone.
 
-    Invariant: at most one piece of each branch waits to be read; what comes meanwhile is joined to it.  So what an
-    unread stream holds is bounded by its own answer, and who fills it never waits.
+    It ends when every branch has ended.  The request is aborted by ``aclose``, at the end of ``async with``, or when
+    the last reference to the stream is lost.
 
-    One event loop's thread uses it.
+    Invariant: at most one piece of each branch waits to be read.  Later text is appended to that piece.  So a slow
+    reader delays nothing, and an unread stream takes no more memory than its answer.
     """
 
     def __init__(
@@ -64,23 +67,28 @@ class Stream(RequestText):
         cut: Callable[[Stream, int, str], None],
         read: set[Stream],
     ) -> None:
-        branches = params.n if params.beam_width is not None else params.width  # beams come when they are chosen
+        # beams are sent once they have been chosen, so only the n best become branches here
+        branches = params.n if params.beam_width is not None else params.width
         super().__init__(params, tokenizer, branches, time.monotonic(), scored=False)
-        self.number, self.request_id, self.prompt_tokens = number, request_id, prompt_tokens
+        self.number = number
+        self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
         self.prompt: Any = ()  # i32 [prompt_tokens]
         self._parts: list[tuple[int, Any]] = []  # (first position, plan.LogProbs) of the prompt
         self._prompt_scored: Scored | None = None
-        spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
-        self._spell = spell
-        self.scored = None if params.logprobs is None else [Scored(spell) for _ in range(branches)]  # of all tokens
-        # f32 [width] of each read of each branch that has ended well, once the request has ended
+        self._spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
+        # log-probabilities of all tokens of each branch
+        self.scored = None if params.logprobs is None else [Scored(self._spell) for _ in range(branches)]
+        # values f32 [width] of each read (``taps``) of each branch that has ended well
         self.tapped: dict[int, list[np.ndarray]] = {}
-        self._drop, self._cut, self._read = drop, cut, read
+        self._drop = drop  # aborts the request
+        self._cut = cut  # ends a branch in the engine
+        self._read = read  # the client's set of streams that a task waits for
         self._pending: dict[int, TextPiece] = {}
-        self._fed: dict[int, float] = {}  # branch -> when its last tokens came
+        self._fed: dict[int, float] = {}  # branch -> time of its last tokens
         self._error: Exception | None = None
         self._done = False  # nothing more will come
-        self._tell: Tell | None = None  # while its reader waits and has not been woken, see ``take``
+        self._tell: Tell | None = None  # set while the reader waits in ``take``
         self._wake: asyncio.Future[None] | None = None
         self._until: Callable[[int, str], bool] | None = None
 
@@ -90,14 +98,15 @@ class Stream(RequestText):
         return self
 
     async def __anext__(self) -> TextPiece:
-        """EngineDeadError if the engine has ended before the request."""
+        """Return the next piece.  Raise EngineDeadError if the engine has ended before the request."""
         while not self._pending:
             if self._error is not None:
                 raise self._error
             if self._done:
                 raise StopAsyncIteration
             self._wake = asyncio.get_running_loop().create_future()
-            self._read.add(self)  # a task that waits for us is held by nobody else
+            # the client's other references to a stream are weak: this one keeps the waiting task from being collected
+            self._read.add(self)
             try:
                 await self._wake
             finally:
@@ -106,7 +115,10 @@ class Stream(RequestText):
         return self._pending.pop(next(iter(self._pending)))
 
     def taken(self) -> list[TextPiece]:
-        """All that waits, without waiting.  EngineDeadError if nothing does and the engine has ended."""
+        """Return the unread pieces without waiting.
+
+        Raise EngineDeadError if there are none and the engine has ended.
+        """
         if self._pending:
             pieces = list(self._pending.values())
             self._pending.clear()
@@ -116,7 +128,7 @@ class Stream(RequestText):
         return []
 
     async def ended(self) -> None:
-        """Returns once the request has ended in the engine; what it said until then can be read."""
+        """Wait until the request has ended in the engine.  Its pieces can still be read."""
         while not self._done:
             self._wake = asyncio.get_running_loop().create_future()
             try:
@@ -125,7 +137,7 @@ class Stream(RequestText):
                 self._wake = None
 
     async def aclose(self) -> None:
-        """Abort what still runs; nothing more is read.  Idempotent."""
+        """Drop the unread pieces, and abort the request if it runs.  A second call does nothing."""
         self._pending.clear()
         if not self._done:
             self._end()
@@ -144,15 +156,15 @@ class Stream(RequestText):
 
     @property
     def running(self) -> bool:
-        """Whether more may come."""
+        """Return whether the request has not ended."""
         return not self._done
 
     @property
     def cached_tokens(self) -> int:
-        """Of the prompt, found in the prefix cache; known with the first token."""
+        """Return the number of prompt tokens found in the prefix cache, known from the first token on."""
         return self.metrics.cached_tokens
 
-    # ---- who fills it --------------------------------------------------------------------------------------------
+    # ---- called by the client ------------------------------------------------------------------------------------
 
     def feed(
         self,
@@ -164,20 +176,25 @@ class Stream(RequestText):
         error: str | None = None,
         param: str | None = None,
     ) -> None:
-        """Accepted tokens of a branch, and why it has ended if it has; ``stop_token`` is the id that ended it where
-        that is not an end-of-sequence token.  Ignored if the branch has ended."""
+        """Add tokens to a branch.  They are ignored if the branch has ended.
+
+        ``reason`` is its finish reason if it ends with them.  ``stop_token`` is the id that ended it, if that is not an
+        end-of-sequence token.  ``error`` and ``param`` are those of ``TextPiece``.
+        """
         if reason is None and sample in self.open and self.texts[sample].plain and self._until is None:
-            # by far the most: a token or two in the middle of an answer
+            # the usual case: a token or two in the middle of an answer
             new, stopped, used = self.texts[sample].extend(ids), None, len(ids)
             if self._tell is not None and not self._pending and self._tell(sample, new, used):
                 return
-        elif (delta := self.accept(sample, ids, Finish(reason, stop_token) if reason else None)) is not None:
+        else:
+            delta = self.accept(sample, ids, Finish(reason, stop_token) if reason else None)
+            if delta is None:
+                return
             new, stopped, used = delta
             if self._until is not None and new and sample in self.open and self._until(sample, new):
                 self._close(sample)
-        else:
-            return
-        if (piece := self._pending.get(sample)) is None:
+        piece = self._pending.get(sample)
+        if piece is None:
             if not new and not used and sample in self.open:
                 return
             piece = self._pending[sample] = TextPiece(sample, "", [])
@@ -195,36 +212,51 @@ class Stream(RequestText):
         self._rouse()
 
     def end_when(self, until: Callable[[int, str], bool]) -> None:
-        """End a branch once ``until(sample, text)`` is true; it gets the text of each branch piece by piece."""
+        """End a branch once ``until(sample, text)`` is true.  ``until`` is called with each new piece of its text."""
         self._until = until
         for sample in sorted(self.open):
             text = self.texts[sample].text
             if text and until(sample, text):
                 self._close(sample)
-                self._pending.setdefault(sample, TextPiece(sample, "", [])).finish_reason = "stop"
+                piece = self._pending.setdefault(sample, TextPiece(sample, "", []))
+                piece.finish_reason = "stop"
                 self._cut(self, sample, "")
                 self._rouse()
 
     def _close(self, sample: int) -> None:
+        """End the text of a branch."""
         self.texts[sample].finish("stop")
         self.open.discard(sample)
 
     def started(self, at: float, cached_tokens: int, entered: float | None = None) -> None:
-        """The first token came ``at`` seconds of ``time.monotonic``; it left the queue when it ``entered``."""
-        self.metrics.first_token_time, self.metrics.cached_tokens = at, cached_tokens
+        """Record the times (``time.monotonic``) at which the first token came and the request left the queue."""
+        self.metrics.first_token_time = at
+        self.metrics.cached_tokens = cached_tokens
         self.metrics.scheduled_time = entered
 
     def gap(self, sample: int, count: int, now: float) -> tuple[float, int] | None:
-        """``count`` tokens of a branch have come: (seconds between them, how many such gaps); None for the first."""
+        """Record that ``count`` tokens of a branch have come.
+
+        Return the seconds between two tokens and the number of gaps, or None after the first token alone.
+        """
         before = self._fed.get(sample)
         self._fed[sample] = now
-        if before is None:  # several at once: they are those of a request that nobody watches, or of a draft
-            before, count = self.metrics.first_token_time, count - 1
-        return None if before is None or not count else (max(now - before, 0.0) / count, count)
+        if before is None:  # the first tokens are several if the request is not streamed, or with a draft
+            before = self.metrics.first_token_time
+            count -= 1
+        if before is None or not count:
+            return None
+        return max(now - before, 0.0) / count, count
 
     def _keep(self, piece: TextPiece, all: Scored, new: Scored | None, used: int) -> None:
-        """The scores of as many new tokens as belong to the sequence, in its next piece and among all of them."""
-        new = Scored() if new is None else new if used == len(new) else new.cut(0, used)
+        """Add the scores of the first ``used`` new tokens to a piece and to ``all`` scores of the branch.
+
+        The tokens after a stop string do not belong to the answer.
+        """
+        if new is None:
+            new = Scored()
+        elif used != len(new):
+            new = new.cut(0, used)
         new.spell = self._spell
         all.extend(new)
         if piece.logprobs is None:
@@ -233,35 +265,44 @@ class Stream(RequestText):
             piece.logprobs.extend(new)
 
     def score_prompt(self, parts: Sequence[tuple[int, Any]]) -> None:
-        """(first position, plan.LogProbs) of the prompt: all of them are there with the first piece."""
+        """Add scores of the prompt, as pairs of a first position and a ``plan.LogProbs``.
+
+        All of them come before the first piece.
+        """
         self._parts += parts
         self._prompt_scored = None
 
     @property
     def prompt_logprobs(self) -> Scored:
-        """A row a token of the prompt, as far as scores were asked for and have come."""
+        """Return the scores of the prompt's tokens.  Tokens whose scores were not requested have none."""
         if self._prompt_scored is None:
             self._prompt_scored = Scored.of_prompt(self.prompt, self._parts, self._spell)
         return self._prompt_scored
 
     def finished(self, at: float, order: list[int] | None = None) -> None:
-        """The request has ended in the engine."""
+        """End the stream because the request has ended in the engine.
+
+        ``at`` is the time of ``time.monotonic``.  ``order`` lists the samples of the answer, best first; None means all
+        in order.
+        """
         self.order = order if order is not None else list(range(self.params.n))
         self.metrics.finished_time = at
         self._end()
 
     def fail(self, error: Exception) -> None:
-        """The engine has ended; what has come can still be read."""
+        """End the stream with an error.  Pieces that have come can still be read."""
         if not self._done:
             self._error = error
             self._end()
 
     def _end(self) -> None:
+        """Mark the request as ended and wake the reader."""
         self._done = True
         self.open.clear()
         self._rouse()
 
     def _rouse(self) -> None:
+        """Wake the reader."""
         self._tell = None
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
@@ -272,11 +313,13 @@ def _spelled(tokenizer: Tokenizer, token: int) -> str:
 
 
 async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
-    """(position of the stream, piece) of all that waits in any of them, once something does; [] when all have ended.
-    EngineDeadError if the engine has ended before one of them.
+    """Wait for the streams and return their unread pieces, as pairs of the stream's position and the piece.
 
-    ``tell``, one a stream: while this waits, text in the middle of an answer is offered there first, without the turn
-    of the event loop that a task costs.  No log-probabilities are told so: the streams are to have none."""
+    Return [] when all streams have ended.  Raise EngineDeadError if the engine has ended before one of them.
+    ``tell`` has a function for each stream.  While this function waits, text in the middle of an answer is passed to
+    it first.  That saves the round of the event loop that waking a task costs.  It gets no log-probabilities, so
+    streams with log-probabilities must not use it.
+    """
     while True:
         found: list[tuple[int, TextPiece]] = []
         done = True
@@ -288,8 +331,9 @@ async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) ->
             return found
         wake = asyncio.get_running_loop().create_future()
         for at, stream in enumerate(streams):
-            stream._wake, stream._tell = wake, None if tell is None else tell[at]
-            stream._read.add(stream)  # a task that waits for us is held by nobody else
+            stream._wake = wake
+            stream._tell = None if tell is None else tell[at]
+            stream._read.add(stream)  # see ``Stream.__anext__``
         try:
             await wake
         finally:
@@ -299,17 +343,18 @@ async def take(streams: Sequence[Stream], tell: Sequence[Tell] | None = None) ->
 
 
 async def end(abort: Callable[[str], Awaitable[None]], streams: Sequence[Stream], seconds: float = 1.0) -> None:
-    """Close streams of one client, aborting running requests by ``abort(request_id)``.
+    """Close streams of one client, and abort running requests by ``abort(request_id)``.
 
-    Wait for their last tokens for ``seconds`` at most: the engine sends the tokens of an answer that is not read piece
-    by piece only at its end."""
-    left = {asyncio.create_task(stream.ended()) for stream in streams if stream.running}
+    Wait at most ``seconds`` for the last tokens of the requests.  The engine sends the tokens of an answer that is not
+    streamed only at the end of the answer.
+    """
+    ending = {asyncio.create_task(stream.ended()) for stream in streams if stream.running}
     for stream in streams:
         if stream.running:
             with contextlib.suppress(EngineDeadError):
                 await abort(stream.request_id)
-    if left:
-        _, late = await asyncio.wait(left, timeout=seconds)
+    if ending:
+        _, late = await asyncio.wait(ending, timeout=seconds)
         for task in late:
             task.cancel()
     for stream in streams:
