@@ -1,8 +1,9 @@
-"""Processors: logits against a float64 reference."""
+"""Conformance suite of processors: changed logits equal a float64 reference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,22 +21,24 @@ from .base import Seen, since
 from .sampling import SamplingConformance
 from .sampling_data import histories
 from .sampling_reference import standard_reference
-from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage
+from .sampling_rows import LARGE, LOGITS, MAX_LEN, SCHEDULES, SampledSeq, Stage, normal_logits, stack_logits
 from .sampling_sizes import ProcessorSizes
 
-TOLERANCE = 2e-6  # of the largest number in a row: some roundings of float32
+TOLERANCE = 2e-6  # of the largest number in a row: a few roundings of float32
 
 
 class ProcessorConformance(ProcessorSizes, SamplingConformance):
-    """Beside ``params`` an author overrides ``reference`` for parameters of the processor's own.  One that claims
-    ``own_model`` gets ``own_logits`` here, which its ``reference`` may ask for too."""
+    """Suite of a processor.  Override ``params`` and ``reference`` if the processor has parameters of its own.  One
+    that claims ``own_model`` gets ``own_logits`` here, which ``reference`` may call too."""
 
     kind = "processor"
 
     def reference(
         self, params: SamplingParams, logits: Tensor, prompt: Sequence[int], output: Sequence[int]
     ) -> Tensor | None:
-        """What the logits f64 [V] of one row must become; None: unknown, only what holds for all is tested."""
+        """Return the expected logits f64 [V] of one row.
+
+        None means that they are unknown, so that only the properties of all processors are tested."""
         if self.reads - set(LOGITS) or not self.reads:
             return None
         return standard_reference(self.reads, params, logits, prompt, output)
@@ -54,35 +57,36 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         return super().exercise(instance), stage.apply([1], torch.linspace(-3, 3, self.vocab)[None]).tolist()
 
     def check(self, got: Tensor, s: SampledSeq, seen: Seen) -> None:
-        """Compare one row with the reference, or with what holds for all if there is none."""
-        got, before = got.cpu().double(), s.logits.double()
+        """Compare one row with the reference, or with the properties of all processors if there is none."""
+        got = got.cpu().double()
+        before = s.logits.double()
+        impossible = before.isneginf()
         assert not got.isnan().any(), f"{s}: NaN at tokens {got.isnan().nonzero().flatten().tolist()[:8]}"
+        seen["banned"] += bool(impossible.any())
         want = self.reference(s.params, before.clone(), list(s.prompt), list(s.output))
         if want is None:
-            revived = (before.isneginf() & ~got.isneginf()).nonzero().flatten().tolist()
+            revived = (impossible & ~got.isneginf()).nonzero().flatten().tolist()[:8]
             assert not revived, (
-                f"{s}: logits of -inf at tokens {revived[:8]} became {got[revived[:8]].tolist()}: what another "
-                "processor or the engine forbade would be drawn; if that is meant, say so in reference()"
+                f"{s}: logits of -inf at tokens {revived} became {got[revived].tolist()}: a token that another "
+                "processor or the engine forbade could be drawn; if that is intended, return it in reference()"
             )
-            seen["banned"] += bool(before.isneginf().any())
             return
         seen["changed"] += not torch.equal(want, before)
-        seen["banned"] += bool(before.isneginf().any())
         finite = torch.cat([before[before.isfinite()], want[want.isfinite()]]).abs()
         allowed = TOLERANCE * max(1.0, float(finite.max()))
-        wrong = ~((got - want).abs() <= allowed) & (got != want)  # equal infinities differ by NaN
+        wrong = ~((got - want).abs() <= allowed) & (got != want)  # the difference of equal infinities is NaN
         if wrong.any():
             t = int(wrong.nonzero()[0])
             pytest.fail(
                 f"{s}: the logit of token {t} (in the prompt {s.prompt.count(t)} times, in the output "
-                f"{s.output.count(t)} times) was {before[t]:.7g}, became {got[t]:.7g}; want {want[t]:.7g} within "
+                f"{s.output.count(t)} times) was {before[t]:.7g}, became {got[t]:.7g}; expected {want[t]:.7g} within "
                 f"{allowed:.2g}; {int(wrong.sum())} of {len(want)} tokens are wrong",
                 pytrace=False,
             )
 
     @since(1, 0)
     def test_logits_are_those_of_the_float64_reference(self) -> None:
-        """In place, float32, for every row whatever is beside it; -inf stays -inf and gives no NaN."""
+        """Check changed logits, float32 and in place, for every row of any batch; -inf stays -inf and gives no NaN."""
         seen = Seen()
 
         @self.for_all(120, st.data(), st.randoms(use_true_random=False), st.integers(0, 2**20))
@@ -96,69 +100,70 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
                 self.check(row, s, seen)
             seen["bound"] += bool(stage.state.active[slots].any())
 
-        assert seen["bound"], "bind returned None for all that was tried: override params() with what turns it on"
+        assert seen["bound"], "bind returned None for all test values: override params() with values that turn it on"
         seen.require(banned=20)
         if self.reads and not self.reads - set(LOGITS):
             seen.require(changed=60)
 
     @since(1, 0)
     def test_a_single_token_that_is_left_stays(self) -> None:
-        """All but one logit are -inf, as a grammar leaves them."""
+        """Check logits that are -inf but for one token, as a grammar leaves them."""
 
         @self.for_all(15, st.data(), st.integers(0, self.vocab - 1), st.sampled_from([-1e4, -1.0, 0.0, 1e4]))
         def holds(data: Any, token: int, value: float) -> None:
             (s,) = self.sequences(data, 1)
             logits = torch.full((self.vocab,), -torch.inf)
             logits[token] = value
-            s = SampledSeq(s.params, s.prompt, s.output, logits)
+            s = replace(s, seed=0, sample=0, logits=logits)
             got = self.alone(s)
             self.check(got, s, Seen())
             if self.reference(s.params, logits.double(), list(s.prompt), list(s.output)) is None:
                 assert got[token].isfinite(), (
-                    f"{s}: the one token that was left, {token}, became {got[token]}; a processor that may ban it "
-                    "says so in reference(): what the logits must become"
+                    f"{s}: the only possible token, {token}, became {got[token]}; if the processor may ban it, return "
+                    "the expected logits in reference()"
                 )
 
     @since(1, 4, spec_only=True)
     def test_an_own_model_is_named_by_an_option(self) -> None:
-        """The engine loads what the option ``model`` names.  It reads a row once in a step, outside of a capture, so
-        the spec claims neither ``multi_position`` nor ``graph_safe`` beside ``own_model``."""
+        """Check a spec that claims ``own_model``: the engine loads the model that the option ``model`` names.  It reads
+        each row once in a step and outside of a capture, so that the spec may claim neither ``multi_position`` nor
+        ``graph_safe`` too."""
         self.need("own_model")
         options = import_target(self.spec.options).model_fields if self.spec.options else {}
-        assert "model" in options, f"own_model is claimed, and the options are {sorted(options)}: want one called model"
-        beside = sorted(self.spec.features & set(WITHOUT))
-        assert not beside, f"own_model is claimed, and {', '.join(beside)} beside it: want it alone"
+        assert "model" in options, f"own_model is claimed, and the options are {sorted(options)}: expected also `model`"
+        others = sorted(self.spec.features & set(WITHOUT))
+        assert not others, f"own_model is claimed together with {', '.join(others)}: claim it without them"
 
-    def _tried(self, name: str) -> list[Mapping[str, Any]]:
-        """Keywords that set one of the parameters that it reads."""
-        own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
+    def keywords_with(self, name: str) -> list[Mapping[str, Any]]:
+        """Return keywords that set a parameter that the processor reads."""
         standard: dict[str, Any] = {
             "repetition_penalty": 1.7, "presence_penalty": 1.1, "frequency_penalty": 1.1,
             "logit_bias": {3: 7.0, "5": -7.0}, "bad_words": [[3], [8, 8, 5], [40, 41]],
             "allowed_token_ids": [0, 3, 8, self.vocab - 1], "no_repeat_ngram_size": 1,
             "temperature_schedule": SCHEDULES[0], "encoder_repetition_penalty": 1.7,
         }  # fmt: skip
-        return [*([{name: standard[name]}] if name in standard else []), *own]
+        own = [p for p in self.params(self.vocab) if name in p or name in p.get("extra", ())]
+        return [{name: standard[name]}, *own] if name in standard else own
 
     @since(1, 0)
     def test_a_long_history_counts_to_its_end(self) -> None:
-        """400 tokens of which one comes 300 times, in the output or in the prompt: no buffer is too short for them and
-        no counter wraps around."""
+        """Check a history of 400 tokens that has one token 300 times, in the output or in the prompt: no buffer may be
+        too short for it, and no counter may wrap around."""
         rng = np.random.default_rng(2)
         early, late = (rng.choice(np.arange(0, self.vocab, step), 50) for step in (5, 7))  # some come only at the end
         history = tuple(map(int, [*early, *rng.permutation([8] * 300 + [9, 11] * 5), *late[:40]]))
-        logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
-        asked = [p for name in sorted(self.reads - set(self.unknown())) for p in self._tried(name)] or [{}]
-        for at in (10, len(history) - 10):  # where the output begins
-            seqs = [SampledSeq(SamplingParams.make(**p), history[:at], history[at:], logits) for p in asked]
+        logits = normal_logits(rng, 3, self.vocab)
+        params = [SamplingParams.make(**asked) for asked in self.tried_rows() or [{}]]
+        for start in (10, len(history) - 10):  # of the output
+            seqs = [SampledSeq(p, history[:start], history[start:], logits) for p in params]
             stage = Stage(self, len(seqs), max_len=len(history) + 8)
             stage.join(range(len(seqs)), seqs)
-            for row, s in zip(stage.apply(range(len(seqs)), torch.stack([s.logits for s in seqs])), seqs, strict=True):
+            for row, s in zip(stage.apply(range(len(seqs)), stack_logits(seqs)), seqs, strict=True):
                 self.check(row, s, Seen())
 
     @since(1, 0)
     def test_a_large_vocabulary(self) -> None:
-        """Ids beyond 16 bits, and rows of 151,936 logits."""
+        """Check rows of 151,936 logits, with token ids beyond 16 bits."""
 
         @self.for_all(4, st.data())
         def holds(data: Any) -> None:
@@ -167,10 +172,10 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_default_parameters_change_nothing(self) -> None:
-        """A processor that reads parameters is off until one is set; ``bind`` returns None, or it costs each step of
-        everybody and still must leave the logits as they are."""
+        """Check that a processor that reads parameters is off until a request sets one.  If ``bind`` does not return
+        None then, every step of every request is slower; in any case the logits must stay as they are."""
         if not self.reads:
-            pytest.skip("it reads no parameter: being in the config turns it on")
+            pytest.skip("it reads no parameter: it is on if it is in the config")
 
         @self.for_all(10, st.data())
         def holds(data: Any) -> None:
@@ -180,18 +185,22 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
 
     @since(1, 0)
     def test_every_parameter_that_it_reads_changes_something(self) -> None:
-        """The engine takes a request because ``reads`` names its parameter: it must not be ignored.  Several histories
-        are tried, among them tails that repeat."""
-        logits = torch.tensor(np.random.default_rng(1).normal(0, 3, self.vocab), dtype=torch.float32)
-        tried = histories(self.vocab)
+        """Check that each parameter in ``reads`` changes a logit after some history, such as a tail that repeats.  The
+        engine accepts a request because ``reads`` names its parameter, so that it may not be ignored."""
         for name in sorted(self.reads - set(self.unknown())):
-            keywords = self._tried(name)
-            assert any(
-                not torch.equal(self.alone(SampledSeq(SamplingParams.make(**asked), prompt, output, x)).cpu(), x)
-                for asked in keywords
-                for prompt, output in tried.values()
-                for x in (logits, torch.zeros(self.vocab))
-            ), (
-                f"reads has {name!r}, and no logit changes with {keywords} after any of {len(tried)} histories "
-                f"({', '.join(tried)}): if it needs other values, override params()"
+            keywords = self.keywords_with(name)
+            names = histories(self.vocab)
+            assert any(self._changes_a_logit(SamplingParams.make(**asked)) for asked in keywords), (
+                f"reads has {name!r}, and no logit changes with {keywords} after any of {len(names)} histories "
+                f"({', '.join(names)}): if it needs other values, override params()"
             )
+
+    def _changes_a_logit(self, params: SamplingParams) -> bool:
+        """Return whether the processor changes a logit after a history of ``histories``."""
+        random_logits = normal_logits(np.random.default_rng(1), 3, self.vocab)
+        for prompt, output in histories(self.vocab).values():
+            for logits in (random_logits, torch.zeros(self.vocab)):
+                s = SampledSeq(params, prompt, output, logits)
+                if not torch.equal(self.alone(s).cpu(), logits):
+                    return True
+        return False

@@ -1,4 +1,4 @@
-"""What may be drawn for a row, alone and beside others that have nothing in common with it."""
+"""Tests that the tokens that may be drawn for a row do not depend on the other rows of a step."""
 
 from __future__ import annotations
 
@@ -14,75 +14,82 @@ from minivllm.core.interfaces.sampling import Sampler
 
 from .base import since
 from .sampling_data import unlike
-from .sampling_rows import SampledSeq, Stage
+from .sampling_rows import SampledSeq, Stage, stack_logits
 
-MANY, FEW = 1 << 11, 24  # draws in one step, and draws in steps of their own
-SPREADS = (2.0, 6.0)  # of the row's logits: a tail that is often drawn, and one that is cut
+MANY, FEW = 1 << 11, 24  # draws in one step, and draws in steps of a single draw
+SPREADS = (2.0, 6.0)  # of the row's logits: a tail that is often drawn, and a tail that limits cut
 
 
 class Batches:
-    """The tests of rows beside others; part of ``SamplerConformance``."""
+    """The tests of rows in a batch; part of ``SamplerConformance``."""
 
     if TYPE_CHECKING:
         draws: Any
         keys: Any
         make: Any
         vocab: int
-        _tried: Any
+        tried_rows: Any
 
     @since(1, 0)
     def test_what_may_be_drawn_does_not_depend_on_the_batch(self) -> None:
-        """The same keys draw the same tokens, and ``drawn_from`` says the same, in steps of one row, of three, of many,
-        and beside rows of other parameters whose logits are peaked, even, larger, smaller or nearly all -inf: no
-        maximum, mean, order or length of the batch goes into the limits of a row."""
-        says = type(self.make(self.vocab)).drawn_from is not Sampler.drawn_from
-        for asked in self._tried():
-            params = SamplingParams.make(**asked)
+        """Check that the same keys draw the same tokens, and that ``drawn_from`` returns the same distribution, in
+        steps of one row, of three and of many.  The other rows have other parameters, and logits that are peaked, even,
+        larger, smaller or nearly all -inf: no maximum, mean, order or length of the batch may enter the limits of a
+        row."""
+        for asked in self.tried_rows():
             for spread in SPREADS:
-                row = torch.linspace(-spread, spread, self.vocab).roll(29)
-                crowd = list(self._crowd(row))
-                if says:
-                    self._says_the_same(params, row, crowd)
-                keys = self.keys(MANY)
-                want = self.draws(params, row, keys)
-                ways = [
-                    (f"beside {len(crowd)} others", MANY, crowd, MANY),
-                    ("alone in a step", FEW, [], 1),
-                    ("beside 2 others", FEW, crowd[:2], 1),
-                    (f"alone beside {len(crowd)} others", FEW // 4, crowd, 1),
-                ]
-                for what, n, others, at_once in ways if spread == SPREADS[0] else ways[:1]:
-                    got = self.draws(params, row, keys[:n], others, at_once)
-                    at = (got != want[:n]).nonzero().flatten().tolist()
-                    assert not at, (
-                        f"{asked or 'default parameters'}: {what} it draws other tokens in {len(at)} of {n} draws than "
-                        f"in a step of {MANY} rows that are alike, such as {got[at[0]]}, not {want[at[0]]}"
-                    )
+                self._check_row(SamplingParams.make(**asked), spread)
+
+    def _check_row(self, params: SamplingParams, spread: float) -> None:
+        """Compare draws of one row in several batches; ``spread`` is the largest logit."""
+        row = torch.linspace(-spread, spread, self.vocab).roll(29)
+        crowd = list(self._crowd(row))
+        seq = SampledSeq(params, (0,), (), row)
+        if type(self.make(self.vocab)).drawn_from is not Sampler.drawn_from:
+            self._check_drawn_from(seq, crowd)
+        keys = self.keys(MANY)
+        want = self.draws(params, row, keys)
+        batches = [(f"beside {len(crowd)} others", MANY, crowd, MANY)]
+        if spread == SPREADS[0]:
+            batches.append(("alone in a step", FEW, [], 1))
+            batches.append(("beside 2 others", FEW, crowd[:2], 1))
+            batches.append((f"alone beside {len(crowd)} others", FEW // 4, crowd, 1))
+        for batch, n, others, at_once in batches:
+            got = self.draws(params, row, keys[:n], others, at_once)
+            wrong = (got != want[:n]).nonzero().flatten().tolist()
+            assert not wrong, (
+                f"{seq}: {batch} it draws other tokens in {len(wrong)} of {n} draws than in a step of {MANY} rows "
+                f"that are alike, such as {got[wrong[0]]}, not {want[wrong[0]]}"
+            )
 
     def _crowd(self, row: Tensor) -> Iterator[SampledSeq]:
-        """40 neighbours: each kind of logits with several parameters."""
-        tried, kinds = self._tried(), unlike(row)
+        """Yield 40 other sequences, each kind of logits with several parameters."""
+        tried = self.tried_rows()
+        kinds = unlike(row)
         for i in range(5 * len(kinds)):
-            params = SamplingParams.make(**tried[(i + i // len(tried)) % len(tried)])
-            yield SampledSeq(params, (0,), (), kinds[i % len(kinds)], seed=i)
+            asked = tried[(i + i // len(tried)) % len(tried)]
+            yield SampledSeq(SamplingParams.make(**asked), (0,), (), kinds[i % len(kinds)], seed=i)
 
-    def _says_the_same(self, params: SamplingParams, row: Tensor, crowd: Sequence[SampledSeq]) -> None:
-        """``drawn_from`` of a row alone and among others, first and last."""
-        mine, found = SampledSeq(params, (0,), (), row), {}
-        for what, seqs in (
-            ("alone", [mine]),
-            ("before two others", [mine, *crowd[:2]]),
-            ("after one other", [crowd[-1], mine]),
-            (f"after {len(crowd)} others", [*crowd, mine]),
+    def _check_drawn_from(self, seq: SampledSeq, crowd: Sequence[SampledSeq]) -> None:
+        """Compare ``drawn_from`` of a row alone with the same row before and after others."""
+        alone = self._distribution([seq], 0)
+        for batch, before, after in (
+            ("before two others", (), crowd[:2]),
+            ("after one other", crowd[-1:], ()),
+            (f"after {len(crowd)} others", crowd, ()),
         ):
-            stage, slots = Stage(self, len(seqs)), np.arange(len(seqs))
-            stage.join(slots, seqs)
-            logits = torch.stack([s.logits for s in seqs]).to(stage.device)
-            with torch.inference_mode():
-                said = stage.worker.drawn_from(logits, stage.rows(slots, stage.variant(slots)), stage.state.columns)
-            found[what] = said[[s is mine for s in seqs].index(True)].double().softmax(0).cpu()
-            alone = found["alone"]
-            moved = ((alone > 0) != (found[what] > 0)).nonzero().flatten().tolist()
-            assert not moved, f"{mine}: drawn_from {what} differs from alone in whether tokens {moved[:8]} may come"
-            near = torch.allclose(alone, found[what], rtol=1e-4, atol=1e-7)
-            assert near, f"{mine}: drawn_from {what} gives other probabilities than alone"
+            found = self._distribution([*before, seq, *after], len(before))
+            moved = ((alone > 0) != (found > 0)).nonzero().flatten().tolist()
+            assert not moved, f"{seq}: drawn_from {batch} differs from alone in whether tokens {moved[:8]} may come"
+            near = torch.allclose(alone, found, rtol=1e-4, atol=1e-7)
+            assert near, f"{seq}: drawn_from {batch} returns other probabilities than alone"
+
+    def _distribution(self, seqs: Sequence[SampledSeq], at: int) -> Tensor:
+        """Return the probabilities f64 [V] of one sequence by ``drawn_from`` in a step of some sequences."""
+        stage = Stage(self, len(seqs))  # type: ignore[arg-type]
+        slots = np.arange(len(seqs))
+        stage.join(slots, seqs)
+        logits = stack_logits(seqs).to(stage.device)
+        with torch.inference_mode():
+            drawn = stage.worker.drawn_from(logits, stage.rows(slots, stage.variant(slots)), stage.state.columns)
+        return drawn[at].double().softmax(0).cpu()

@@ -1,6 +1,6 @@
-"""What the limits of a sampler leave of a distribution, in float64, and how far float32 may differ from that.
+"""The tokens that the limits of a sampler leave of a distribution, in float64 and within the rounding of float32.
 
-Each function gives two masks bool [V]: tokens that must be drawable, and tokens that may be.
+Each function returns two masks bool [V]: tokens that must be drawable, and tokens that may be.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from minivllm.core.interfaces.params import SamplingParams
 
-NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side: float32 has no opinion
+NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side, as float32 cannot decide
+TINY = 1e-300  # keeps a sum from being 0
 
 LIMITS: tuple[dict[str, Any], ...] = (
     *({"top_k": k} for k in (1, 2, 3, 11, 12, 13)), *({"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)),
@@ -25,53 +26,84 @@ LIMITS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: bool) -> tuple[Tensor, Tensor]:
-    """Masks bool [V] of what min-p, then top-k, then top-p leave of probabilities f64 [V], as in vLLM.
+def top_mass(mass: Tensor, most: float) -> int:
+    """Return how many tokens, in order and at least one, reach a mass; the token that crosses it counts."""
+    before = mass.cumsum(0) - mass
+    return max(int((before < most).sum()), 1)
 
-    The first keeps what ties with the last one kept, the second drops all that tie if not all of them are kept.
-    ``wide``: top-p counts the mass of what ties at the edge of top-k.
+
+def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: bool) -> tuple[Tensor, Tensor]:
+    """Return the tokens that min-p, then top-k, then top-p keep of probabilities f64 [V], as in vLLM.
+
+    The first mask has all tokens that tie with the last one that is kept.  The second has none of them unless all are
+    kept.  ``wide`` makes top-p count the mass of all tokens that tie at the edge of top-k.
     """
     alive = (prob >= min(least_p, 1.0) * prob.max()) & (prob > 0)
     order = torch.argsort(torch.where(alive, prob, -1.0), descending=True, stable=True)[: int(alive.sum())]
     if 0 < p.top_k < len(order):
         edge = prob[order[p.top_k - 1]]
-        order = order[: int((prob[order] >= edge).sum()) if wide else p.top_k]
+        count = int((prob[order] >= edge).sum()) if wide else p.top_k
+        order = order[:count]
     if p.top_p < 1:
         mass = prob[order] / prob[order].sum()
-        order = order[: max(int((mass.cumsum(0) - mass < mass_p).sum()), 1)]
+        order = order[: top_mass(mass, mass_p)]
     last = prob[order[-1]]
     ties = alive & (prob >= last)
-    return ties, ties if int(ties.sum()) == len(order) else alive & (prob > last)
+    if int(ties.sum()) == len(order):
+        return ties, ties
+    return ties, alive & (prob > last)
 
 
 def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
-    """Masks bool [V] of what locally typical sampling leaves of probabilities f64 [V]: (surely, maybe).
+    """Return the tokens that locally typical sampling keeps of probabilities f64 [V]: (surely, maybe).
 
-    Of the tokens whose surprise -log p is nearest to the entropy as many as have that mass together; what is as far as
-    the last one, to float32, may stay or go.
+    It keeps the tokens whose surprise -log p is nearest to the entropy, until they have that mass together.  Tokens
+    that are as far from it as the last one, to float32, may stay or go.
     """
     alive = prob > 0
     logp = torch.where(alive, prob, 1.0).log()
-    far = torch.where(alive, (-logp - -(prob * logp).sum()).abs(), torch.inf)
+    entropy = -(prob * logp).sum()
+    far = torch.where(alive, (-logp - entropy).abs(), torch.inf)
     order = torch.argsort(far, stable=True)[: int(alive.sum())]
-    mass = prob[order]
-    edge = far[order[max(int((mass.cumsum(0) - mass < mass_p).sum()), 1) - 1]]
-    may, inner = alive & (far <= edge + NEAR), alive & (far < edge - NEAR)
-    return (may, may) if int(may.sum()) == int(inner.sum()) + 1 else (inner, may)
+    edge = far[order[top_mass(prob[order], mass_p) - 1]]
+    may = alive & (far <= edge + NEAR)
+    inner = alive & (far < edge - NEAR)
+    if int(may.sum()) == int(inner.sum()) + 1:
+        return may, may
+    return inner, may
 
 
 def surprising(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """The same of mirostat's first draw: at most 2 tau bits of surprise, and the best in any case."""
+    """Return the tokens of mirostat's first draw: at most 2 tau bits of surprise, and the best token in any case."""
     bits = -prob.log2()
     inner, may = ((bits <= 2 * params.mirostat_tau + by) & (prob > 0) for by in (-NEAR, NEAR))
     best = prob == prob.max()
-    return inner | (best if best.sum() == 1 else best & ~best), may | best
+    must = inner | best if best.sum() == 1 else inner
+    return must, may | best
 
 
 def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
-    """(tokens that must be drawable, tokens that may be): they differ by ties and by masses within NEAR of a limit."""
-    must, may = prob > 0, prob < 0
+    """Return the tokens that min-p, top-k and top-p keep; the masks differ by ties and by masses within ``NEAR``."""
+    must = prob > 0
+    may = prob < 0
     for a, b, wide in itertools.product((-NEAR, 0.0, NEAR), (-NEAR, 0.0, NEAR), (True, False)):
         ties, sure = kept(prob, p, p.min_p * (1 - a), p.top_p + b, wide)
-        must, may = must & sure, may | ties
+        must = must & sure
+        may = may | ties
+    return must, may
+
+
+def typical_supports(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
+    """Return the tokens that typical-p, and then the other limits, keep."""
+    must = prob > 0
+    may = prob < 0
+    for by in (-NEAR, 0.0, NEAR):
+        for tokens in nearest(prob, params.typical_p + by):
+            if not tokens.any():
+                must = tokens
+                continue
+            rest = torch.where(tokens, prob, 0.0)
+            sure, maybe = supports(rest / rest.sum().clamp(min=TINY), params)
+            must = must & sure
+            may = may | maybe
     return must, may

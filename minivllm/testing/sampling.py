@@ -1,4 +1,4 @@
-"""What holds for processors and samplers alike: parameters, rows that know nothing of each other, state in columns."""
+"""Tests for processors and samplers alike: parameters, rows that do not depend on each other, state in columns."""
 
 from __future__ import annotations
 
@@ -32,70 +32,81 @@ from .sampling_rows import (
     captured,
     check_row,
     check_row_type,
+    normal_logits,
     same_rows,
+    stack_logits,
     wrong_values,
 )
 from .spec import SpecConformance
 
-MOST_ALONE = 5  # rows of a step that are compared with themselves alone
-MOST_COMMITTED = 12  # tokens that a row gets at once
+MOST_ALONE = 5  # rows of a step that are compared with the same rows alone
+MOST_COMMITTED = 12  # tokens of one commit of a row
 
 
 class SamplingConformance(DeclaringOnRows, SpecConformance):
-    """The kit knows values and references of the standard sampling parameters; a plug-in that reads parameters of its
-    own overrides ``params`` (what to try) and ``wrong_params`` (what must be refused)."""
+    """The kit has values and references of the standard sampling parameters.  Override ``params`` (values to test) and
+    ``wrong_params`` (values to refuse) for a plug-in that reads other parameters."""
 
     vocab = 67  # width of the logits: not a multiple of 32
 
     def params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
-        """Keywords of SamplingParams that exercise the plug-in's own parameters: ``[{"mine": 2}]``."""
+        """Return keywords of SamplingParams that set the plug-in's own parameters, such as ``[{"mine": 2}]``."""
         return []
 
     def wrong_params(self, vocab: int) -> Sequence[Mapping[str, Any]]:
-        """Keywords, one own parameter each, that ``bind`` must refuse."""
+        """Return keywords that ``bind`` must refuse, each with one of the plug-in's own parameters."""
         return []
 
     def output(self, stage: Stage, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
-        """What the plug-in makes of logits [N, V], a row each: logits of a processor, tokens of a sampler."""
+        """Return the plug-in's results for logits [N, V]: changed logits of a processor, or tokens of a sampler."""
         raise NotImplementedError
 
     def call(self, worker: Any, logits: Tensor, rows: Rows, columns: Mapping[str, Tensor]) -> Tensor:
-        """The bare call on the device; returns the tensor that was written."""
+        """Call the plug-in without any check, and return the tensor that it wrote."""
         raise NotImplementedError
 
     def make(self, vocab: int, max_len: int = MAX_LEN) -> Any:
+        """Return a new instance of the plug-in."""
         return self.build(SamplingContext(vocab, max_len, (2,)))
 
     def own_logits(self, ids: Sequence[int], vocab: int) -> Tensor:
-        """Return logits f32 [V] of the own model of a processor behind some tokens."""
-        return torch.tensor(np.random.default_rng([vocab, *ids]).normal(0, 3, vocab), dtype=torch.float32)
+        """Return logits f32 [V] of a processor's own model after some tokens."""
+        return normal_logits(np.random.default_rng([vocab, *ids]), 3, vocab)
 
     def context(self) -> tuple[Any, ...]:
         return (SamplingContext(self.vocab, MAX_LEN, (2,)),)
 
     @property
     def reads(self) -> frozenset[str]:
+        """Return the names of the parameters that the plug-in reads."""
         return self.make(self.vocab).reads
 
     def unknown(self) -> list[str]:
-        """Parameters that it reads and that neither the kit nor ``params`` has values for."""
+        """Return parameters that the plug-in reads and that neither the kit nor ``params`` has values for."""
         own = {name for p in self.params(self.vocab) for name in (*p, *p.get("extra", ()))}
         return sorted(self.reads - own - set(STANDARD))
 
+    def _skip_unknown(self) -> None:
+        """Skip the test if the kit has no values for a parameter that the plug-in reads."""
+        if unknown := self.unknown():
+            pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
+
     def keywords(self, vocab: int) -> st.SearchStrategy[dict[str, Any]]:
-        """Keywords of SamplingParams that the plug-in reads.  A bias does not come with penalties: which of them is
-        first is not laid down."""
+        """Return a strategy for keywords of SamplingParams that the plug-in reads.
+
+        A bias never comes together with penalties, as their order is not specified.
+        """
         found = keywords_of(self.reads, self.params(vocab), vocab)
         if found is None:
-            pytest.skip(f"no values known of {', '.join(self.unknown())}: override params()")
+            self._skip_unknown()
         return found
 
     def sequences(self, data: Any, n: int, vocab: int = 0) -> list[SampledSeq]:
-        """n sequences with parameters that the plug-in reads, tokens that repeat, and some logits of -inf and 0."""
+        """Draw n sequences with parameters that the plug-in reads, repeated tokens, and some logits of -inf and 0."""
         return make_sequences(data, n, vocab or self.vocab, self.keywords)
 
     def alone(self, s: SampledSeq, vocab: int = 0, **how: Any) -> Tensor:
-        """The output of one sequence in an engine of its own."""
+        """Return the output of one sequence in an engine that has no other; ``how`` are arguments of ``Stage``."""
         stage = Stage(self, 1, vocab=vocab, **how)
         stage.join([0], [s])
         return self.output(stage, [0], s.logits[None])[0]
@@ -105,107 +116,115 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
 
     def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
-        if not torch.equal(got, want):
-            at = (got != want).nonzero().flatten().tolist()
-            shown = f"at tokens {at[:8]}: {got[at[:8]].tolist()}, not {want[at[:8]].tolist()}" if got.ndim else ""
-            pytest.fail(f"{s}: {what} gives {shown or f'token {got.item()}, not {want.item()}'}", pytrace=False)
+        """Fail unless two outputs of a sequence are equal bit for bit."""
+        if torch.equal(got, want):
+            return
+        if got.ndim:
+            at = (got != want).nonzero().flatten().tolist()[:8]
+            shown = f"at tokens {at}: {got[at].tolist()}, not {want[at].tolist()}"
+        else:
+            shown = f"token {got.item()}, not {want.item()}"
+        pytest.fail(f"{s}: {what} gives {shown}", pytrace=False)
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_it_reads_parameters_that_exist(self) -> None:
-        """``reads`` names fields of SamplingParams that are for processors and samplers, or own names in ``extra``; a
-        misspelt one means that no request reaches the plug-in."""
-        assert isinstance(self.reads, (set, frozenset)), f"reads is {self.reads!r}: want a frozenset of names"
+        """Check that ``reads`` names fields of SamplingParams that are for processors and samplers, or declared names
+        in ``extra``.  If a name is misspelt, no request reaches the plug-in."""
+        assert isinstance(self.reads, (set, frozenset)), f"reads is {self.reads!r}: expected a frozenset of names"
+        known = NAMES | self.spec.reads
         for name in sorted(self.reads):
-            assert isinstance(name, str), f"reads has {name!r}: want names"
+            assert isinstance(name, str), f"reads has {name!r}: expected names"
             assert name in PROCESSED or name not in NAMES, f"reads has {name!r}, which the engine itself serves"
-            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in NAMES | self.spec.reads else []
+            near = difflib.get_close_matches(name, PROCESSED, 1, 0.85) if name not in known else []
             assert not near, f"reads has {name!r}, which is no sampling parameter: did you mean {near[0]!r}?"
-        if unknown := self.unknown():
-            pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
+        self._skip_unknown()
 
     @since(1, 0)
     def test_columns_can_be_made(self) -> None:
-        """``columns()`` is the same each time, of dtypes that torch has, with fills that they can hold."""
-        first, second = self.make(self.vocab).columns(), self.make(self.vocab).columns()
-        assert dict(first) == dict(second), f"columns() differs between two instances: {first} and {second}"
+        """Check that ``columns()`` is the same for each instance, with dtypes of torch that can hold their fills."""
+        first, second = (dict(self.make(self.vocab).columns()) for _ in range(2))
+        assert first == second, f"columns() differs between two instances: {first} and {second}"
         for name, column in first.items():
             dtype = getattr(torch, column.dtype, None)
             assert isinstance(dtype, torch.dtype), f"column {name!r}: torch has no dtype {column.dtype!r}"
             filled = torch.full(column.shape, column.fill, dtype=dtype).double()
-            same = bool((filled - column.fill).abs().le(1e-2 * abs(column.fill)).all()) or math.isinf(column.fill)
+            near = (filled - column.fill).abs() <= 1e-2 * abs(column.fill)
+            same = math.isinf(column.fill) or bool(near.all())
             assert same, f"column {name!r}: {column.dtype} cannot hold fill={column.fill}"
 
     @since(1, 0)
     def test_bind_gives_values_for_the_declared_columns(self) -> None:
-        """A function of the parameters and the prompt; the names, shapes and ranges are the columns'."""
+        """Check that ``bind`` is a function of the parameters and the prompt, and returns values that fit the names,
+        shapes and ranges of the columns."""
 
         @self.for_all(60, st.data(), st.integers(1, MAX_LEN - 1))
         def holds(data: Any, prompt_len: int) -> None:
             asked = data.draw(self.keywords(self.vocab))
-            one, two = self.make(self.vocab), self.make(self.vocab)
-            row = self.bound(one, SamplingParams.make(**asked), prompt_len)
-            check_row(row, one.columns(), str(asked))
-            for again in (one, two):
-                other = self.bound(again, SamplingParams.make(**asked), prompt_len)
-                assert same_rows(row, other), f"bind({asked}) gave {row}, and {other} when it was asked again"
+            first, second = self.make(self.vocab), self.make(self.vocab)
+            row = self.bound(first, SamplingParams.make(**asked), prompt_len)
+            check_row(row, first.columns(), str(asked))
+            for instance in (first, second):
+                again = self.bound(instance, SamplingParams.make(**asked), prompt_len)
+                assert same_rows(row, again), f"bind({asked}) returned {row}, and {again} when it was called again"
 
     @since(1, 0)
     def test_bad_values_are_refused_by_name(self) -> None:
-        """``RequestError(message, parameter)``, so that a client learns which parameter is wrong; never another
-        exception, never a row that does not fit its columns."""
-        made = self.make(self.vocab)
-        wrong = [(n, {n: v}) for n in sorted(self.reads & set(STANDARD)) for v in wrong_values(n, self.vocab)]
-        wrong += [(next(iter(p.get("extra") or p)), dict(p)) for p in self.wrong_params(self.vocab)]
-        for name, asked in wrong:
-            try:
-                row = self.bound(made, SamplingParams.make(**asked))
-            except RequestError as e:
-                assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
-            except Exception as e:
-                pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; want a RequestError", pytrace=False)
-            else:
-                pytest.fail(f"bind({asked}) gave {row}: want a RequestError that names {name!r}", pytrace=False)
+        """Check that ``bind`` refuses a bad value with ``RequestError(message, parameter)``, which tells a client the
+        wrong parameter.  Another exception, or a row that does not fit the columns, fails the test."""
+        instance = self.make(self.vocab)
+        for name in sorted(self.reads & set(STANDARD)):
+            for value in wrong_values(name, self.vocab):
+                self._check_refusal(instance, name, {name: value}, True)
+        for asked in self.wrong_params(self.vocab):
+            self._check_refusal(instance, next(iter(asked.get("extra") or asked)), asked, True)
         for name in sorted(self.reads - PROCESSED):
             for value in GARBAGE:
-                asked = {"extra": {name: value}}
-                try:
-                    check_row(
-                        self.bound(made, SamplingParams.make(**asked)),
-                        made.columns(),
-                        str(asked),
-                    )
-                except RequestError as e:
-                    assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: want {name!r}"
-                except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as e:
-                    pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; want a RequestError", pytrace=False)
+                self._check_refusal(instance, name, {"extra": {name: value}}, False)
+
+    def _check_refusal(self, instance: Any, name: str, asked: Mapping[str, Any], required: bool) -> None:
+        """Bind parameters that must be refused if ``required``, and else may be refused or served."""
+        try:
+            row = self.bound(instance, SamplingParams.make(**asked))
+        except RequestError as e:
+            assert e.param == name, f"bind({asked}): RequestError names parameter {e.param!r}: expected {name!r}"
+        except Exception as e:
+            pytest.fail(f"bind({asked}) raised {type(e).__name__}: {e}; expected a RequestError", pytrace=False)
+        else:
+            if required:
+                wish = f"expected a RequestError that names {name!r}"
+                pytest.fail(f"bind({asked}) returned {row}: {wish}", pytrace=False)
+            check_row(row, instance.columns(), str(asked))
 
     @since(1, 0)
     def test_a_parameter_that_it_does_not_read_has_no_effect(self) -> None:
-        """Else the engine would refuse, or give to another plug-in, what this one acts on."""
+        """Check that parameters outside of ``reads`` have no effect: the engine refuses a request that sets one, or
+        passes it to another plug-in."""
         set_all = {
             "temperature": 0.5, "top_p": 0.5, "top_k": 3, "min_p": 0.2, "repetition_penalty": 1.5,
             "presence_penalty": 1.0, "frequency_penalty": 1.0, "logit_bias": {1: 5.0}, "bad_words": [[1]],
             "allowed_token_ids": [1], "no_repeat_ngram_size": 2, "temperature_schedule": SCHEDULES[0],
             "typical_p": 0.5, "mirostat_tau": 2.0, "encoder_repetition_penalty": 2.0,
         }  # fmt: skip
-        made, other = self.make(self.vocab), {k: v for k, v in set_all.items() if k not in self.reads}
+        instance = self.make(self.vocab)
+        other = {k: v for k, v in set_all.items() if k not in self.reads}
 
         @self.for_all(20, st.data())
         def holds(data: Any) -> None:
             asked = data.draw(self.keywords(self.vocab))
-            plain = check_row_type(self.bound(made, SamplingParams.make(**asked)), str(asked))
+            params = SamplingParams.make(**asked)
+            plain = check_row_type(self.bound(instance, params), str(asked))
             extra = {**asked.get("extra", {}), "no_one_reads_this": 1.0}
-            row = self.bound(made, SamplingParams.make(**{**other, **asked, "extra": extra}))
+            row = self.bound(instance, SamplingParams.make(**{**other, **asked, "extra": extra}))
             assert same_rows(plain, row), (
-                f"bind({asked}) gave {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
+                f"bind({asked}) returned {plain}, and {row} with {sorted(other)} set, which `reads` does not name"
             )
-            looked = Noted((params := SamplingParams.make(**asked)).extra)
-            self.bound(made, replace(params, extra=looked))
-            hidden = sorted(looked.names - self.reads)
+            noted = Noted(params.extra)
+            self.bound(instance, replace(params, extra=noted))
+            hidden = sorted(noted.names - self.reads)
             assert not hidden, (
-                f"bind({asked}) looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that "
+                f"bind({asked}) looks up {', '.join(hidden)} in extra, which `reads` does not name: a request that "
                 "sets it is refused, so declare it there"
             )
 
@@ -213,8 +232,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_row_does_not_depend_on_the_rows_beside_it(self) -> None:
-        """Alone or in any batch, few or many, in any order, whatever the others' parameters, variant bits, histories
-        and logits (peaked, even, larger, smaller, nearly all -inf): the same bits."""
+        """Check that a row has the same bits alone and in any batch, small or large, in any order.  The other rows have
+        other parameters, variant bits, histories and logits (peaked, even, larger, smaller, nearly all -inf)."""
         seen = Seen()
 
         @self.for_all(40, st.data(), st.integers(0, 2**32))
@@ -222,25 +241,29 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             rng = random.Random(seed)
             seqs = self.sequences(data, data.draw(st.integers(2, 6)))
             crowd = [replace(s, logits=x) for s in seqs[1:] for x in rng.sample(unlike(seqs[0].logits), 2)]
-            seqs = [*seqs, *crowd] if rng.random() < 0.7 else seqs
-            if many := rng.random() < 0.25:
+            if rng.random() < 0.7:
+                seqs = [*seqs, *crowd]
+            many = rng.random() < 0.25
+            if many:
                 seqs += [replace(rng.choice(crowd), seed=i) for i in range(18)]
-            stage, slots = Stage(self, len(seqs) + 2), rng.sample(range(len(seqs) + 2), len(seqs))
+            n = len(seqs)
+            stage = Stage(self, n + 2)
+            slots = rng.sample(range(n + 2), n)
             stage.join(slots, seqs)
-            order = rng.sample(range(len(seqs)), len(seqs) if many else rng.randint(2, len(seqs)))
-            got = self.output(stage, [slots[i] for i in order], torch.stack([seqs[i].logits for i in order]))
+            order = rng.sample(range(n), n if many else rng.randint(2, n))
+            got = self.output(stage, [slots[i] for i in order], stack_logits([seqs[i] for i in order]))
             seen["order"] += order != sorted(order)
             seen["many"] += len(order) > 16
             for j, i in list(enumerate(order))[:MOST_ALONE]:
-                what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
-                self._same(got[j], self.alone(seqs[i]), seqs[i], what)
+                label = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
+                self._same(got[j], self.alone(seqs[i]), seqs[i], label)
 
         seen.require(order=5, many=2)
 
     @since(1, 0)
     def test_stale_history_and_other_slots_do_not_matter(self) -> None:
-        """A history counts up to ``position``; what lies behind, what other slots hold, in which slot a row is, and how
-        far ``max_position`` reaches, is chance."""
+        """Check that only the history before ``position`` counts.  Entries behind it, the contents of other slots, the
+        slot of a row and the size of ``max_position`` may not change a result."""
 
         @self.for_all(40, st.data(), st.integers(1, 2**20), st.integers(0, 4))
         def holds(data: Any, garbage: int, slot: int) -> None:
@@ -254,8 +277,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_only_the_columns_of_its_rows_change(self) -> None:
-        """Columns of slots that are not in the step belong to others, and histories and the rows' own numbers are the
-        engine's."""
+        """Check that a step changes only the columns of its rows.  Columns of other slots belong to other sequences;
+        histories and the numbers of rows belong to the engine."""
 
         @self.for_all(20, st.data(), st.integers(1, 2**20))
         def holds(data: Any, garbage: int) -> None:
@@ -263,94 +286,108 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             stage = Stage(self, 6, garbage=garbage)
             stage.join([4, 1, 3], seqs)
             stage.poison([0, 2, 5])
-            before, tokens = stage.columns(range(6)), stage.tokens.clone()
-            self.output(stage, [1, 4], torch.stack([seqs[1].logits, seqs[0].logits]))
+            before = stage.columns(range(6))
+            tokens = stage.tokens.clone()
+            self.output(stage, [1, 4], stack_logits([seqs[1], seqs[0]]))
             assert torch.equal(stage.tokens, tokens), "wrote into rows.tokens, the engine's token history"
             stage.accept([1, 4], [[5], [6]])
             for name, column in stage.columns(range(6)).items():
-                touched = [i for i in (0, 2, 3, 5) if not torch.equal(column[i], before[name][i])]
-                assert not touched, f"column {name!r} of slots {touched} changed in a step with the rows of slots 1, 4"
+                changed = [i for i in (0, 2, 3, 5) if not torch.equal(column[i], before[name][i])]
+                assert not changed, f"column {name!r} of slots {changed} changed in a step with the rows of slots 1, 4"
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
-    def _life(self, seqs: Sequence[SampledSeq], rng: np.random.Generator, **how: Any) -> list[Tensor]:
-        """Outputs and columns over some steps."""
-        stage, slots = Stage(self, len(seqs) + 1, **how), list(range(len(seqs), 0, -1))
+    def _life(self, seqs: Sequence[SampledSeq], seed: int, **how: Any) -> list[Tensor]:
+        """Return the outputs of three steps, and the columns at the end."""
+        rng = np.random.default_rng(seed)
+        stage = Stage(self, len(seqs) + 1, **how)
+        slots = list(range(len(seqs), 0, -1))
         stage.join(slots, seqs)
         out = []
         for _ in range(3):
-            logits = torch.tensor(rng.normal(0, 3, (len(seqs), self.vocab)), dtype=torch.float32)
-            out.append(self.output(stage, slots, logits))
+            out.append(self.output(stage, slots, normal_logits(rng, 3, len(seqs), self.vocab)))
             stage.accept(slots, rng.integers(0, self.vocab, (len(seqs), 1)))
         return out + list(stage.columns(slots).values())
 
     @since(1, 0)
     def test_state_is_in_the_columns_alone(self) -> None:
-        """The engine makes one instance that binds and another, maybe in another process, that works; what is kept in
-        ``self`` is lost, or given to the wrong row."""
+        """Check that all state is in the columns.  The engine makes an instance that binds and another that works,
+        perhaps in another process: state in ``self`` would be lost, or used for the wrong row."""
 
         @self.for_all(20, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
             seqs = self.sequences(data, 3)
-            fused = self._life(seqs, np.random.default_rng(seed), fused=True)
-            fresh = self._life(seqs, np.random.default_rng(seed), fresh=True)
+            fused = self._life(seqs, seed, fused=True)
+            fresh = self._life(seqs, seed, fresh=True)
             for step, (a, b) in enumerate(zip(fused, fresh, strict=True)):
                 differ = [i for i in range(len(seqs)) if not torch.equal(a[i], b[i])]
-                where = f"step {step}" if step < 3 else f"column {step - 3} at the end"
+                place = f"step {step}" if step < 3 else f"column {step - 3} at the end"
                 rows = "; ".join(str(seqs[j]) for j in differ)
-                assert not differ, f"{where}: rows {differ} differ if another instance serves each call: {rows}"
+                assert not differ, f"{place}: rows {differ} differ if another instance serves each call: {rows}"
 
     @since(1, 0)
     def test_commit_counts_accepted_tokens_only(self) -> None:
-        """k tokens at once, some of them equal, are k commits of one; what lies beyond ``count`` was rejected; a count
-        of 0 changes nothing; ``rows.variant`` says nothing here."""
+        """Check that a commit of k tokens, some of them equal, does the same as k commits of one token.  Tokens beyond
+        ``count`` were rejected, a count of 0 changes nothing, and ``rows.variant`` has no meaning here."""
         if not Stage(self, 1).commits:
             pytest.skip("it has no commit")
         seen = Seen()
 
         @self.for_all(40, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
-            seqs, rng, slots = self.sequences(data, 3), np.random.default_rng(seed), [2, 0, 3]
-            k = int(rng.integers(2, MOST_COMMITTED + 1))
-            tokens, count = rng.integers(0, self.vocab, (3, k)), rng.permutation([0, int(rng.integers(1, k)), k])
-            tokens = np.where(rng.random((3, k)) < 0.5, rng.choice([3, 5, self.vocab - 1], (3, k)), tokens)
-            logits = torch.stack([s.logits for s in seqs])
-            got, want = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
-            for stage in (got, want):
-                stage.join(slots, seqs)
-                self.output(stage, slots, logits)  # what a draw leaves for its commit
-            before = got.columns(slots)
-            poisoned = np.where(np.arange(k) < count[:, None], tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))
-            got.accept(slots, poisoned, count, variant=got.variant(np.array(slots)))
-            seen["twice"] += any(len(set(row[:n])) < n for row, n in zip(tokens.tolist(), count.tolist(), strict=True))
-            for i in range(k):
-                on = [j for j in range(3) if count[j] > i]
-                want.accept([slots[j] for j in on], tokens[on, i : i + 1])
-            a, b = got.columns(slots), want.columns(slots)
-            for name, column in a.items():
-                for j, s in enumerate(seqs):
-                    what = f"{s}, then tokens {poisoned[j].tolist()} with count {count[j]}: column {name!r} is"
-                    seen["changed"] += not torch.equal(b[name][j], before[name][j])
-                    assert torch.equal(column[j], b[name][j]), f"{what} {column[j]}, one by one {b[name][j]}"
-            out, again = self.output(got, slots, logits), self.output(want, slots, logits)
-            for j, s in enumerate(seqs):
-                self._same(out[j], again[j], s, f"after {count[j]} of the tokens {poisoned[j].tolist()} at once, it")
+            self._check_commit(self.sequences(data, 3), np.random.default_rng(seed), seen)
 
         seen.require(twice=10)
-        if not seen["changed"] and (unknown := self.unknown()):  # what turns its state on may be one of these
-            pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
-        assert seen["changed"], "no commit changes a column: what it hears is lost, or kept where no fork finds it"
+        if not seen["changed"]:  # a parameter without known values may turn the state on
+            self._skip_unknown()
+        assert seen["changed"], "no commit changes a column: its tokens are lost, or stored where no fork copies them"
+
+    def _check_commit(self, seqs: list[SampledSeq], rng: np.random.Generator, seen: Seen) -> None:
+        """Compare one commit of several tokens with as many commits of one token, for three rows."""
+        slots = [2, 0, 3]
+        k = int(rng.integers(2, MOST_COMMITTED + 1))
+        favourites = [3, 5, self.vocab - 1]
+        tokens = rng.integers(0, self.vocab, (3, k))
+        count = rng.permutation([0, int(rng.integers(1, k)), k])
+        tokens = np.where(rng.random((3, k)) < 0.5, rng.choice(favourites, (3, k)), tokens)
+        logits = stack_logits(seqs)
+        together, single = (Stage(self, 4, max_len=MAX_LEN + MOST_COMMITTED) for _ in range(2))
+        for stage in (together, single):
+            stage.join(slots, seqs)
+            self.output(stage, slots, logits)  # a draw may store state that its commit reads
+        before = together.columns(slots)
+        accepted = np.arange(k) < count[:, None]
+        passed = np.where(accepted, tokens, rng.choice([0, 5, self.vocab - 1], (3, k)))
+        together.accept(slots, passed, count, variant=together.variant(np.array(slots)))
+        for i in range(k):
+            on = [j for j in range(3) if count[j] > i]
+            single.accept([slots[j] for j in on], tokens[on, i : i + 1])
+        want = single.columns(slots)
+        for name, column in together.columns(slots).items():
+            for j, s in enumerate(seqs):
+                label = f"{s}, then tokens {passed[j].tolist()} with count {count[j]}: column {name!r} is"
+                seen["changed"] += not torch.equal(want[name][j], before[name][j])
+                assert torch.equal(column[j], want[name][j]), f"{label} {column[j]}, one by one {want[name][j]}"
+        got, want_out = self.output(together, slots, logits), self.output(single, slots, logits)
+        for j, s in enumerate(seqs):
+            label = f"after {count[j]} of the tokens {passed[j].tolist()} at once, it"
+            self._same(got[j], want_out[j], s, label)
+        kept = [row[:n] for row, n in zip(tokens.tolist(), count.tolist(), strict=True)]
+        seen["twice"] += any(len(set(row)) < len(row) for row in kept)
 
     @since(1, 0)
     def test_positions_of_one_row_are_served_together(self) -> None:
-        """With ``multi_position`` a step may hold a row and its drafts: several rows of one slot at consecutive
-        positions, each with the history up to its own.  They come out as one by one, with the tokens accepted."""
+        """Check a step with a row and its drafts, if ``multi_position`` is claimed: several rows of one slot at
+        consecutive positions, each with the history before its own.  Results equal those of one row at a time, with the
+        drafts accepted."""
         self.need("multi_position")
         seen = Seen()
 
         @self.for_all(30, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
-            (s,), rng, k = self.sequences(data, 1), np.random.default_rng(seed), data.draw(st.integers(1, 4))
+            (s,) = self.sequences(data, 1)
+            rng = np.random.default_rng(seed)
+            k = data.draw(st.integers(1, 4))
             tokens = rng.choice([3, 5, *s.prompt[:3], self.vocab - 1], k)
             logits = torch.stack([s.logits.roll(i) for i in range(k + 1)])
             together, single = (Stage(self, 3, max_len=MAX_LEN + 8) for _ in range(2))
@@ -371,7 +408,8 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     @since(1, 0)
     def test_a_fork_goes_on_as_its_source(self) -> None:
-        """A fork gets copies of the columns; then each goes its own way, as if it had been alone from the start."""
+        """Check that a fork gets copies of the columns, and that both sequences then continue as if each had been
+        alone."""
 
         @self.for_all(20, st.data(), st.integers(0, self.vocab - 1), st.integers(0, self.vocab - 1))
         def holds(data: Any, x: int, y: int) -> None:
@@ -383,72 +421,91 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             self._same(twins[0], self.alone(s), s, "as a fork, it")
             stage.accept([1, 0], [[x], [y]])
             got = self.output(stage, [1, 0], s.logits.repeat(2, 1))
+            kept = any(column.kept for column in stage.state.specs.values())
             for j, token in enumerate((x, y)):
-                own, single = replace(s, output=(*s.output, token)), Stage(self, 1)
+                label = "after a fork" if j else "after it was forked"
+                longer = replace(s, output=(*s.output, token))
+                single = Stage(self, 1)
                 single.join([0], [s])
                 self.output(single, [0], s.logits[None])
                 single.accept([0], [[token]])
-                want = self.output(single, [0], s.logits[None])[0]
-                self._same(got[j], want, own, "after a fork" if j else "after it was forked")
-                if not any(column.kept for column in stage.state.specs.values()):
-                    self._same(got[j], self.alone(own), own, "after a fork" if j else "after it was forked")
+                self._same(got[j], self.output(single, [0], s.logits[None])[0], longer, label)
+                if not kept:
+                    self._same(got[j], self.alone(longer), longer, label)
 
     @since(1, 1)
     def test_a_preempted_row_goes_on_as_if_it_had_stayed(self) -> None:
-        """It leaves its slot between two steps and comes back in another, whose columns hold the fill, what ``bind``
-        gave, and what ``commit`` makes of its tokens; of its old columns those that are ``kept``.  What else a draw has
-        left in the state is lost."""
+        """Check a sequence that leaves its slot between two steps and returns in another slot.  Columns there hold the
+        fill, the values of ``bind`` and the effect of ``commit`` on its tokens; of the old columns only those that are
+        ``kept`` are restored.  Other state that a draw stored is lost."""
 
         @self.for_all(30, st.data(), st.integers(0, 2**20), st.integers(1, 4))
         def holds(data: Any, seed: int, leaves: int) -> None:
-            (s,), rng = self.sequences(data, 1), np.random.default_rng(seed)
+            (s,) = self.sequences(data, 1)
+            rng = np.random.default_rng(seed)
             s = replace(s, output=())
-            stages, slots, came = [Stage(self, 3, garbage=5) for _ in range(2)], [1, 1], ()
+            stages = [Stage(self, 3, garbage=5) for _ in range(2)]
+            slots = [1, 1]
             for stage in stages:
                 stage.join([1], [s])
             for step in range(6):
                 if step == leaves:
-                    saved, slots = stages[1].state.save(1), [1, 2]
-                    stages[1].poison([1])
-                    stages[1].join([2], [replace(s, output=came)])
-                    stages[1].state.restore(2, saved)
-                logits = torch.tensor(rng.normal(0, 2, (1, self.vocab)), dtype=torch.float32)
-                a, b = (self.output(stage, [slot], logits) for stage, slot in zip(stages, slots, strict=True))
-                self._same(b[0], a[0], replace(s, output=came), f"in step {step}, preempted before step {leaves}, it")
-                token = int(a[0]) if a.ndim == 1 else int(rng.integers(0, self.vocab))
+                    slots = [1, 2]
+                    self._move(stages[1], s)
+                logits = normal_logits(rng, 2, 1, self.vocab)
+                stayed = self.output(stages[0], slots[:1], logits)
+                moved = self.output(stages[1], slots[1:], logits)
+                self._same(moved[0], stayed[0], s, f"in step {step}, preempted before step {leaves}, it")
+                token = int(stayed[0]) if stayed.ndim == 1 else int(rng.integers(0, self.vocab))
                 for stage, slot in zip(stages, slots, strict=True):
                     stage.accept([slot], [[token]])
-                came = (*came, token)
+                s = replace(s, output=(*s.output, token))
+
+    def _move(self, stage: Stage, s: SampledSeq) -> None:
+        """Preempt the sequence in slot 1, and put it into slot 2."""
+        saved = stage.state.save(1)
+        stage.poison([1])
+        stage.join([2], [s])
+        stage.state.restore(2, saved)
 
     @since(1, 0)
     def test_a_graph_replays_on_new_data(self) -> None:
-        """Captured in a CUDA graph, ``apply`` or ``draw`` works on what its tensors hold at each replay."""
+        """Check that ``apply`` or ``draw``, captured in a CUDA graph, works on the values that its tensors hold at each
+        replay."""
         self.need("graph_safe")
         if self.place() != "cuda":
             pytest.skip("CUDA graphs need a GPU")
 
         @self.for_all(5, st.data())
         def holds(data: Any) -> None:
-            both, slots, stage = [self.sequences(data, 4) for _ in range(2)], np.array([2, 0, 3, 5]), Stage(self, 6)
-            on, variant = np.ones(4, bool), 0
-            for seqs in both:
+            self._check_replay([self.sequences(data, 4) for _ in range(2)])
+
+    def _check_replay(self, batches: Sequence[list[SampledSeq]]) -> None:
+        """Capture a graph with the second batch, and replay it with both."""
+        slots = np.array([2, 0, 3, 5])
+        stage = Stage(self, 6)
+        on = np.ones(4, bool)
+        variant = 0
+        for seqs in batches:
+            stage.join(slots, seqs)
+            on &= stage.state.active[slots] | (self.kind == "sampler")
+            variant |= stage.variant(slots)
+        if not on.any():
+            return
+        at = np.flatnonzero(on)
+        rows = stage.rows(slots[on], variant, MAX_LEN)
+        logits = [stack_logits([seqs[i] for i in at]).cuda() for seqs in batches]
+        source = logits[1].clone()
+        worker, columns = stage.worker, stage.state.columns
+        with torch.inference_mode():
+            got, replay = captured(lambda: self.call(worker, source.clone(), rows, columns))
+            for seqs, now in zip(batches, logits, strict=True):
                 stage.join(slots, seqs)
-                on &= stage.state.active[slots] | (self.kind == "sampler")
-                variant |= stage.variant(slots)
-            if not on.any():
-                return
-            at, rows = np.flatnonzero(on), stage.rows(slots[on], variant, MAX_LEN)
-            logits = [torch.stack([seqs[i].logits for i in at]).cuda() for seqs in both]
-            source, worker, columns = logits[1].clone(), stage.worker, stage.state.columns
-            with torch.inference_mode():
-                got, replay = captured(lambda: self.call(worker, source.clone(), rows, columns))
-                for seqs, now in zip(both, logits, strict=True):
-                    stage.join(slots, seqs)
-                    fresh = stage.rows(slots[on], variant, MAX_LEN)
-                    for name in ("position", "prompt", "seed", "sample"):
-                        getattr(rows, name).copy_(getattr(fresh, name))
-                    source.copy_(now)
-                    replay()
-                    want = self.call(self.make(self.vocab), now.clone(), fresh, columns)
-                    for j, i in enumerate(at):
-                        self._same(got[j], want[j], seqs[i], "replayed from a graph, it")
+                fresh = stage.rows(slots[on], variant, MAX_LEN)
+                for name in ("position", "prompt", "seed", "sample"):
+                    getattr(rows, name).copy_(getattr(fresh, name))
+                source.copy_(now)
+                replay()
+                want = self.call(self.make(self.vocab), now.clone(), fresh, columns)
+                for j, i in enumerate(at):
+                    self._same(got[j], want[j], seqs[i], "replayed from a graph, it")

@@ -1,7 +1,7 @@
-"""Rows of a step as the engine lays them out, for the suites of processors and samplers.
+"""Rows of a step in the engine's layout, for the suites of processors and samplers.
 
 slot      0     1     2     3          columns and token histories are by slot, in any order of rows;
-rows      -    row2  row0  row1        what lies at or after a row's position is stale and may be anything
+rows      -    row2  row0  row1        entries at or after a row's position are stale and may hold any number
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from minivllm.errors import shown
 from .waiting import waits
 
 MAX_LEN = 48
-LONGEST = 1024  # tokens of a history; a longer sequence has only its number of tokens
-NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # of Rows, a tensor [N] each
-LARGE = 151_936  # a vocabulary that no 16-bit number counts
-STALE = (-1, 2**30, 3, -(2**31), 0)  # what may lie in a history beyond its end
+LONGEST = 1024  # tokens of a stored history; of a longer sequence only the position is stored
+NUMBERS = ("slots", "position", "prompt", "seed", "sample")  # fields of Rows that are tensors [N]
+LARGE = 151_936  # size of a vocabulary whose ids do not fit 16 bits
+STALE = (-1, 2**30, 3, -(2**31), 0)  # numbers that a history may hold beyond its end
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty", "encoder_repetition_penalty")
 DRAWS = ("temperature", "top_k", "top_p", "min_p")
 BANS = ("bad_words", "allowed_token_ids", "no_repeat_ngram_size")
-LOGITS = (*PENALTIES, "logit_bias", *BANS, "temperature_schedule")  # what processors do
+LOGITS = (*PENALTIES, "logit_bias", *BANS, "temperature_schedule")  # parameters of processors
 STANDARD = (*LOGITS, *DRAWS, "typical_p", "mirostat_tau", "mirostat_eta")
 SCHEDULES: tuple[dict[str, Any], ...] = (
     {"kind": "linear", "start": 1.7, "end": 0.3, "tokens": 20}, {"kind": "linear", "start": 0.5, "end": 2, "tokens": 1},
@@ -40,76 +40,64 @@ SCHEDULES: tuple[dict[str, Any], ...] = (
     {"kind": "entropy", "low": 1.5, "high": 0.5, "exponent": 0.25},
 )  # fmt: skip
 GARBAGE = (None, "x", "", -1, 0.5, float("nan"), float("inf"), 10**30, [], [1], {}, {"a": 1}, True, b"x", object())
+VALUES: dict[str, tuple] = {  # standard parameter -> values that change something
+    "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
+    "encoder_repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
+    "presence_penalty": (0.3, -1.5, 2.0, -2.0),
+    "frequency_penalty": (0.3, -1.5, 2.0, -2.0),
+    "temperature": (0.0, 0.31, 0.9, 1.9),
+    "top_k": (1, 2, 5, 17, 40, 1000),
+    "top_p": (0.913579, 0.5012345, 0.0123),
+    "min_p": (0.0519, 0.3, 0.7071),
+    "no_repeat_ngram_size": (1, 2, 3, 5),
+    "temperature_schedule": SCHEDULES,
+    "typical_p": (0.913579, 0.5012345, 0.2123),
+    "mirostat_tau": (0.5, 1.7, 3.0),
+}
 
 
 def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
-    """Values of a standard sampling parameter that change something."""
+    """Return a strategy for values of a standard sampling parameter that change something."""
     token = st.integers(0, vocab - 1) | st.sampled_from([0, vocab - 1])
     if name == "logit_bias":
         bias = st.floats(-100, 100, width=32)
         by_id = st.dictionaries(st.integers(0, vocab - 1), bias, min_size=1, max_size=6)
-        return by_id | by_id.map(lambda wanted: {str(token): b for token, b in wanted.items()})
+        return by_id | by_id.map(lambda biases: {str(token): b for token, b in biases.items()})
     if name == "bad_words":
         return st.lists(st.lists(token, min_size=1, max_size=3), min_size=1, max_size=8)
     if name == "allowed_token_ids":
         return st.lists(token, min_size=1, max_size=12)
-    return st.sampled_from(
-        {
-            "repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
-            "encoder_repetition_penalty": (1.3, 0.8, 1.0001, 5.0),
-            "presence_penalty": (0.3, -1.5, 2.0, -2.0),
-            "frequency_penalty": (0.3, -1.5, 2.0, -2.0),
-            "temperature": (0.0, 0.31, 0.9, 1.9),
-            "top_k": (1, 2, 5, 17, 40, 1000),
-            "top_p": (0.913579, 0.5012345, 0.0123),
-            "min_p": (0.0519, 0.3, 0.7071),
-            "no_repeat_ngram_size": (1, 2, 3, 5),
-            "temperature_schedule": SCHEDULES,
-            "typical_p": (0.913579, 0.5012345, 0.2123),
-            "mirostat_tau": (0.5, 1.7, 3.0),
-        }[name]
-    )
+    return st.sampled_from(VALUES[name])
 
 
 def wrong_values(name: str, vocab: int) -> Sequence[Any]:
-    """Values of a standard parameter that ``SamplingParams`` lets through and that nobody can serve."""
-    nan, inf = float("nan"), float("inf")
+    """Return values of a standard parameter that ``SamplingParams`` accepts and every plug-in must refuse."""
+    nan, inf = math.nan, math.inf
     linear = {"kind": "linear", "start": 1.0, "end": 0.5, "tokens": 9}
-    return {
-        "logit_bias": (
-            {vocab: 1.0},
-            {-1: 1.0},
-            {"x": 1.0},
-            {1.5: 1.0},
-            {1: nan},
-            {1: inf},
-            {1: "a"},
-            {1: None},
-            [1],
-            5,
-            "x",
-        ),
-        "bad_words": ([[vocab]], [[-1]], [[]], [[1.5]], [["x"]], [[1], [2, vocab]], [None], 5, {1: 2}),
-        "allowed_token_ids": ([vocab], [-1], [], [1.5], ["x"], [[1, 2]], [True, 3], 5, "x", {1: 2}),
-        "temperature_schedule": (
-            5,
-            "linear",
-            {},
-            {"kind": "x"},
-            {"kind": "linear"},
-            {**linear, "start": nan},
-            {**linear, "end": 0},
-            {**linear, "tokens": -1},
-            {**linear, "more": 1},
-            {**linear, "start": "1"},
-            {**linear, "start": inf},
-        ),
-    }.get(name, ())
+    if name == "logit_bias":
+        return (
+            {vocab: 1.0}, {-1: 1.0}, {"x": 1.0}, {1.5: 1.0}, {1: nan}, {1: inf}, {1: "a"}, {1: None}, [1], 5, "x",
+        )  # fmt: skip
+    if name == "bad_words":
+        return ([[vocab]], [[-1]], [[]], [[1.5]], [["x"]], [[1], [2, vocab]], [None], 5, {1: 2})
+    if name == "allowed_token_ids":
+        return ([vocab], [-1], [], [1.5], ["x"], [[1, 2]], [True, 3], 5, "x", {1: 2})
+    if name == "temperature_schedule":
+        return (
+            5, "linear", {}, {"kind": "x"}, {"kind": "linear"}, {**linear, "start": nan}, {**linear, "end": 0},
+            {**linear, "tokens": -1}, {**linear, "more": 1}, {**linear, "start": "1"}, {**linear, "start": inf},
+        )  # fmt: skip
+    return ()
+
+
+def normal_logits(rng: np.random.Generator, spread: float, *shape: int) -> Tensor:
+    """Return normally distributed logits, float32, with this standard deviation."""
+    return torch.tensor(rng.normal(0, spread, shape), dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class SampledSeq:
-    """One sequence in the middle of its life, and the logits of its next token."""
+    """A sequence in the middle of its output, with the logits of its next token."""
 
     params: SamplingParams
     prompt: tuple[int, ...]
@@ -120,14 +108,23 @@ class SampledSeq:
 
     def __str__(self) -> str:
         neutral = SamplingParams()
-        asked = {f.name: getattr(self.params, f.name) for f in fields(self.params)}
-        asked = {k: v for k, v in asked.items() if v != getattr(neutral, k)}
-        shown = lambda ids: ids if len(ids) <= MAX_LEN else f"{ids[:8]} and {len(ids) - 8} more"  # noqa: E731
-        return f"a row with {asked or 'default parameters'}, prompt {shown(self.prompt)}, output {shown(self.output)}"
+        values = {f.name: getattr(self.params, f.name) for f in fields(self.params)}
+        changed = {name: value for name, value in values.items() if value != getattr(neutral, name)}
+        prompt, output = _shorten(self.prompt), _shorten(self.output)
+        return f"a row with {changed or 'default parameters'}, prompt {prompt}, output {output}"
+
+
+def _shorten(ids: tuple[int, ...]) -> str:
+    return str(ids) if len(ids) <= MAX_LEN else f"{ids[:8]} and {len(ids) - 8} more"
+
+
+def stack_logits(seqs: Sequence[SampledSeq]) -> Tensor:
+    """Return the logits of some sequences, f32 [N, V]."""
+    return torch.stack([s.logits for s in seqs])
 
 
 class RowSuite(Protocol):
-    """What a stage needs of its suite: the plug-in, its claims and the size of its logits."""
+    """The attributes of a suite that a stage uses: the plug-in, its claims and the size of its logits."""
 
     vocab: int
 
@@ -138,10 +135,11 @@ class RowSuite(Protocol):
 
 
 class Stage:
-    """Slots of a small engine: its columns and token histories, and the plug-in, made twice as the engine does.
+    """Slots of a small engine with their columns and token histories, and two instances of the plug-in.
 
-    ``fresh``: another instance serves each call; ``fused``: one instance binds and serves.  Neither may matter.
-    ``history``: tokens of a slot at most.
+    Like in the engine, one instance binds and the other works.  ``fresh`` makes a new instance for each call, ``fused``
+    makes one instance bind and work; neither may change results.  ``history`` is the largest number of tokens that is
+    stored of a slot.  ``garbage`` is a seed for stale numbers, and 0 means zeros.
     """
 
     def __init__(
@@ -156,57 +154,70 @@ class Stage:
         max_len: int = MAX_LEN,
         history: int = LONGEST,
     ) -> None:
-        self.suite, self.vocab, self.fresh, self.max_len = suite, vocab or suite.vocab, fresh, max_len
+        self.suite = suite
+        self.vocab = vocab or suite.vocab
+        self.fresh = fresh
+        self.max_len = max_len
         self.device = torch.device(suite.place())
         self.host = suite.make(self.vocab, max_len)
         self._worker = self.host if fused else suite.make(self.vocab, max_len)
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
-        rng = np.random.default_rng(garbage)
         shape = (slots, min(max_len, history) + 1)
-        stale = rng.choice(STALE, shape) if garbage else np.zeros(shape)
-        self.ahead: Any = 0  # of each row: how many drafts stand between its slot's known tokens and its own
+        stale = np.random.default_rng(garbage).choice(STALE, shape) if garbage else np.zeros(shape)
+        self.ahead: Any = 0  # number, or [N] of each row, of drafts between the slot's known tokens and the row's token
         self.tokens = torch.tensor(stale, dtype=torch.int32, device=self.device)
         self.position, self.prompt, self.seed, self.sample = (np.zeros(slots, np.int64) for _ in range(4))
-        self.waited: list[str] | None = None  # what would wait for a GPU in a call, where that is asked
+        self.waited: list[str] | None = None  # calls that would wait for a GPU; None means that they are not recorded
         if garbage:
             self.poison(range(slots))
 
     @property
     def worker(self) -> Any:
+        """Return the instance that works on rows."""
         return self.suite.make(self.vocab, self.max_len) if self.fresh else self._worker
 
     def poison(self, slots: Sequence[int]) -> None:
-        """What former owners left in the columns of some slots."""
+        """Fill the columns of some slots with numbers that a former sequence may have left there."""
         for column in self.state.columns.values():
             column[list(slots)] = 1e30 if column.dtype in (torch.float32, torch.float64) else 100
 
     def join(self, slots: Sequence[int], seqs: Sequence[SampledSeq]) -> None:
-        """Sequences take slots; their outputs are accepted one token at a time."""
+        """Put sequences into slots, and accept their outputs one token at a time."""
         at = np.asarray(slots)
-        given = [(s.params, np.array(s.prompt, np.int32)) for s in seqs]
-        bound = [check_row_type(self.host.bind_prompt(*one), str(one[0].extra or "")) for one in given]
-        where = torch.tensor(at, dtype=torch.int64, device=self.device)
-        self.state.join(at, where, {i: row for i, row in enumerate(bound) if row is not None})
+        bound = {}
+        for i, s in enumerate(seqs):
+            row = self.host.bind_prompt(s.params, np.array(s.prompt, np.int32))
+            if check_row_type(row, str(s.params.extra or "")) is not None:
+                bound[i] = row
+        self.state.join(at, self._on_device(at), bound)
         for slot, s in zip(at.tolist(), seqs, strict=True):
             self.tokens[slot, : len(s.prompt)] = torch.tensor(s.prompt, dtype=torch.int32, device=self.device)
             self.position[slot] = self.prompt[slot] = len(s.prompt)
-            self.seed[slot], self.sample[slot] = s.seed, s.sample
+            self.seed[slot] = s.seed
+            self.sample[slot] = s.sample
         for i in range(max(len(s.output) for s in seqs)):
             on = [j for j, s in enumerate(seqs) if len(s.output) > i]
             self.accept(at[on], [[seqs[j].output[i]] for j in on])
 
+    def _on_device(self, numbers: np.ndarray) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
+
     def fork(self, source: int, to: int) -> None:
+        """Copy a sequence to another slot."""
         self.state.fork(np.array([source]), np.array([to]))
         self.tokens[to] = self.tokens[source]
         for column in (self.position, self.prompt, self.seed, self.sample):
             column[to] = column[source]
 
     def accept(self, slots: Sequence[int], tokens: Any, count: Any = None, variant: int = 0) -> None:
-        """Tokens [N, k] come, of which ``count`` [N] are accepted (None: all); rejected ones stay in the history."""
-        slots, tokens = np.asarray(slots), np.asarray(tokens, np.int64)
-        count = np.full(len(slots), tokens.shape[1]) if count is None else np.asarray(count)
-        new = torch.tensor(tokens, device=self.device)
+        """Write tokens [N, k] to the histories and commit the first ``count`` [N] of each row.
+
+        None means that all are accepted.  Rejected tokens stay in the history beyond its end.
+        """
+        slots = np.asarray(slots)
+        new = self._on_device(np.asarray(tokens))
+        count = np.full(len(slots), new.shape[1]) if count is None else np.asarray(count)
         for slot, row in zip(slots.tolist(), new, strict=True):
             start = int(self.position[slot])
             self.tokens[slot, start : start + len(row)] = row.int()
@@ -214,32 +225,24 @@ class Stage:
         if self.commits and len(on):
             rows = self.rows(slots[on], variant)
             with torch.inference_mode(), unwritten(rows, "commit"):
-                n = torch.tensor(count[on], dtype=torch.int32, device=self.device)
-                self.worker.commit(new[torch.tensor(on, device=self.device)], n, rows, self.state.columns)
+                accepted = torch.tensor(count[on], dtype=torch.int32, device=self.device)
+                self.worker.commit(new[self._on_device(on)], accepted, rows, self.state.columns)
         self.position[slots] += count
 
     def rows(self, slots: np.ndarray, variant: int, max_position: int = 0) -> Rows:
-        to = lambda array: torch.tensor(array[slots], device=self.device)  # noqa: E731
+        """Return the rows of some slots; ``max_position`` 0 means the largest position of them."""
         at = self.position[slots] + self.ahead
         own = None
         if self.suite.claims("own_model"):
             ids = [self.tokens[slot, :n].tolist() for slot, n in zip(slots.tolist(), at.tolist(), strict=True)]
             own = torch.stack([self.suite.own_logits(row, self.vocab) for row in ids]).to(self.device)
-        return Rows(
-            torch.tensor(slots, device=self.device),
-            torch.tensor(at, device=self.device),
-            to(self.prompt),
-            to(self.seed),
-            to(self.sample),
-            variant,
-            self.tokens,
-            max_position or int(at.max()),
-            own,
-        )
+        by_slot = (self.prompt[slots], self.seed[slots], self.sample[slots])
+        numbers = [self._on_device(n) for n in (slots, at, *by_slot)]
+        return Rows(*numbers, variant, self.tokens, max_position or int(at.max()), own)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Note what waits for the device in ``waited``, unless that is None."""
+        """Record in ``waited`` the calls that wait for the device, unless it is None."""
         if self.waited is None:
             yield
             return
@@ -248,47 +251,53 @@ class Stage:
         self.waited += found
 
     def variant(self, slots: np.ndarray) -> int:
+        """Return the variant bits of some slots, or-ed."""
         return int(np.bitwise_or.reduce(self.state.variant[slots]))
 
     def apply(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
-        """Logits [N, V] after the processor, which sees the rows that bound."""
-        slots, logits = np.asarray(slots), logits.to(self.device, copy=True)
+        """Return logits [N, V] after the processor, which gets only the rows for which ``bind`` returned a row."""
+        slots = np.asarray(slots)
+        logits = logits.to(self.device, copy=True)
         on = np.flatnonzero(self.state.active[slots])
         if len(on):
-            at = torch.tensor(on, device=self.device)
-            part, rows = logits[at], self.rows(slots[on], self.variant(slots[on]), max_position)
+            at = self._on_device(on)
+            part = logits[at]
+            rows = self.rows(slots[on], self.variant(slots[on]), max_position)
             with torch.inference_mode(), unwritten(rows, "apply"), self._watched():
                 self.worker.apply(part, rows, self.state.columns)
             logits[at] = part
         return logits
 
     def draw(self, slots: Sequence[int], logits: Tensor, max_position: int = 0) -> Tensor:
-        """Tokens i64 [N]; a sampler sees every row, bound or not."""
+        """Return drawn tokens i64 [N]; a sampler gets every row, also if ``bind`` returned None for it."""
         slots = np.asarray(slots)
         rows = self.rows(slots, self.variant(slots), max_position)
-        out = Draw(torch.full((len(slots),), -1, dtype=torch.int64, device=self.device))
-        tokens, worker, given = out.tokens, self.worker, logits.to(self.device, copy=True)
+        tokens = torch.full((len(slots),), -1, dtype=torch.int64, device=self.device)
+        out = Draw(tokens)
+        worker = self.worker
+        logits = logits.to(self.device)
+        passed = logits.clone()
         with torch.inference_mode(), unwritten(rows, "draw"), self._watched():
-            worker.draw(given, rows, self.state.columns, out)
-        assert out.tokens is tokens, "put another tensor into out.tokens: the engine may hold the first, write into it"
+            worker.draw(passed, rows, self.state.columns, out)
+        assert out.tokens is tokens, "put another tensor into out.tokens: write into the first, which the engine keeps"
         if worker.keeps_logits:
-            same = torch.equal(given.nan_to_num(), logits.to(self.device).nan_to_num())
+            same = torch.equal(passed.nan_to_num(), logits.nan_to_num())
             assert same, (
-                "draw writes to the logits although keeps_logits is True: log-probabilities may be made of them"
+                "draw writes to the logits although keeps_logits is True: log-probabilities may be computed from them"
             )
         if out.peaks is not None:
             ends = (math.inf, math.inf, -math.inf)
             got, want = (t.to(self.device).nan_to_num(*ends).amax(dim=1) for t in (out.peaks, logits))
-            assert torch.equal(got, want), f"the largest of out.peaks are {got}: want those of the logits, {want}"
+            assert torch.equal(got, want), f"the largest of out.peaks are {got}: expected those of the logits, {want}"
         return tokens
 
     def columns(self, slots: Sequence[int]) -> dict[str, Tensor]:
-        """Copies of the columns' values at some slots."""
+        """Return copies of the columns at some slots."""
         return {name: column[list(slots)].clone() for name, column in self.state.columns.items()}
 
 
 class WatchedProcessor(Tensor):
-    """Notes in ``used`` that anybody asked for more than its form."""
+    """A tensor that sets ``used`` when code reads more of it than device, shape and dtype."""
 
     used = False
 
@@ -302,61 +311,75 @@ class WatchedProcessor(Tensor):
 
 @contextmanager
 def unwritten(rows: Rows, call: str) -> Iterator[None]:
-    """That a call leaves the rows as they are: the engine hands the same ones to what comes after it.  What it does to
-    token histories a test of its own sees."""
-    before, variant, most = {name: getattr(rows, name) for name in NUMBERS}, rows.variant, rows.max_position
-    values, history = {name: tensor.clone() for name, tensor in before.items()}, rows.tokens
+    """Fail if the code of the block changes rows, which the engine passes on to the next plug-in.
+
+    Token histories have a test of their own, so that only the tensor itself is compared.
+    """
+    tensors = {name: getattr(rows, name) for name in NUMBERS}
+    values = {name: tensor.clone() for name, tensor in tensors.items()}
+    others = (rows.variant, rows.max_position)
+    history = rows.tokens
     yield
-    words = "; rows are the engine's, work with dataclasses.replace(rows, ...)"
-    for name, tensor in before.items():
-        assert torch.equal(tensor, values[name]), f"{call} writes to rows.{name}{words}"
-        assert getattr(rows, name) is tensor, f"{call} puts another tensor into rows.{name}{words}"
-    same = (rows.variant, rows.max_position) == (variant, most) and rows.tokens is history
-    assert same, f"{call} changes rows.variant, max_position or tokens{words}"
+    advice = "; rows belong to the engine, work with dataclasses.replace(rows, ...)"
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, values[name]), f"{call} writes to rows.{name}{advice}"
+        assert getattr(rows, name) is tensor, f"{call} puts another tensor into rows.{name}{advice}"
+    same = (rows.variant, rows.max_position) == others and rows.tokens is history
+    assert same, f"{call} changes rows.variant, max_position or tokens{advice}"
 
 
 def some_prompt(n: int, vocab: int) -> np.ndarray:
-    """Token ids i32 [n] as a plug-in is given them: read-only."""
+    """Return n token ids i32 as the engine passes them to a plug-in, read-only."""
     ids = np.random.default_rng(n).integers(0, vocab, n, np.int32)
     ids.flags.writeable = False
     return ids
 
 
 def check_row_type(row: Any, asked: str) -> Row | None:
-    """What ``bind`` returned, if it is a Row or None."""
+    """Return the result of ``bind``, or fail if it is neither a Row nor None; ``asked`` are its parameters."""
     assert row is None or isinstance(row, Row), (
-        f"bind({asked}) returned {shown(row)} ({type(row).__name__}): want a Row or None"
+        f"bind({asked}) returned {shown(row)} ({type(row).__name__}): expected a Row or None"
     )
     return row
 
 
 def check_row(row: Row | None, columns: Mapping[str, Column], asked: str) -> None:
-    """That the engine can put a row into its columns without changing what it says."""
+    """Fail unless the declared columns can hold the values of a row without a change."""
     if check_row_type(row, asked) is None:
         return
     fits = isinstance(row.variant, int) and 0 <= row.variant < 2**63
-    assert fits, f"bind({asked}) gave variant={row.variant!r}: want a whole number of at most 63 bits"
+    assert fits, f"bind({asked}) returned variant={row.variant!r}: expected a whole number of at most 63 bits"
     for name, value in row.values.items():
-        place = f"bind({asked}): column {name!r}"
-        assert name in columns, f"{place} is not declared: columns() has {sorted(columns) or 'none'}"
-        array, column = np.asarray(value), columns[name]
-        assert array.dtype.kind in "biuf", f"{place} got {value!r}: want numbers"
-        assert array.size == math.prod(column.shape), f"{place} got shape {array.shape}: want {column.shape}"
-        stored = torch.as_tensor(array).to(getattr(torch, column.dtype)).double().numpy()
-        assert not np.isnan(stored).any(), f"{place} got NaN: refuse the value with a RequestError"
-        same = np.isinf(stored) <= np.isinf(array) if column.dtype.startswith(("float", "bfloat")) else stored == array
-        assert np.all(same), f"{place} got {value!r}, which {column.dtype} cannot hold: it becomes {stored.tolist()}"
+        label = f"bind({asked}): column {name!r}"
+        assert name in columns, f"{label} is not declared: columns() has {sorted(columns) or 'none'}"
+        _check_value(value, columns[name], label)
+
+
+def _check_value(value: Any, column: Column, label: str) -> None:
+    """Fail unless a column can hold a value without a change; a float may be rounded."""
+    array = np.asarray(value)
+    assert array.dtype.kind in "biuf", f"{label} has value {value!r}: expected numbers"
+    assert array.size == math.prod(column.shape), f"{label} has shape {array.shape}: expected {column.shape}"
+    stored = torch.as_tensor(array).to(getattr(torch, column.dtype)).double().numpy()
+    assert not np.isnan(stored).any(), f"{label} is NaN: refuse the value with a RequestError"
+    if column.dtype.startswith(("float", "bfloat")):
+        same = np.isinf(stored) <= np.isinf(array)
+    else:
+        same = stored == array
+    assert np.all(same), f"{label} has value {value!r}, which becomes {stored.tolist()} in {column.dtype}"
 
 
 def same_rows(a: Row | None, b: Row | None) -> bool:
+    """Return whether two results of ``bind`` have the same values and variant bits."""
     if a is None or b is None:
         return a is b
-    same = a.values.keys() == b.values.keys() and a.variant == b.variant
-    return same and all(np.array_equal(np.asarray(a.values[k]), np.asarray(b.values[k])) for k in a.values)
+    if a.values.keys() != b.values.keys() or a.variant != b.variant:
+        return False
+    return all(np.array_equal(np.asarray(a.values[k]), np.asarray(b.values[k])) for k in a.values)
 
 
 def captured(call: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
-    """(what a call captured in a CUDA graph returns, what replays the graph and waits)."""
+    """Capture a call in a CUDA graph; return its result, and a function that replays the graph and waits for it."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

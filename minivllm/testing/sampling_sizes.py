@@ -1,5 +1,5 @@
-"""Processors and samplers beyond the sizes at which a buffer, a grid or a packed number would end: many rows, long
-lists and histories, limits that keep many tokens."""
+"""Tests of processors and samplers at sizes beyond which a buffer, a grid or a packed number might end: many rows,
+long lists and histories, limits that keep many tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ from minivllm.errors import RequestError
 from .base import Seen, since
 from .chisquare import ALPHA, check_draws
 from .kept import Lasting
-from .sampling_rows import SampledSeq, Stage, some_prompt
+from .sampling_rows import SampledSeq, Stage, normal_logits, some_prompt, stack_logits
 from .waiting import no_wait
 
 ROWS = 150  # of a step
 WIDE = 2500  # tokens of a vocabulary in which limits keep many
-ENTRIES = (17, 40, 65, 129, 257, 300)  # of a list that a request gives
-LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # of a bad word, and of an n-gram
+ENTRIES = (17, 40, 65, 129, 257, 300)  # lengths of lists in a request
+LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # tokens of a bad word, and of an n-gram
 HISTORY = 3000  # tokens
-FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)  # tokens that a shortened lane takes for one
+FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)  # tokens whose noise is equal if their lane is cut to few bits
 
 
 class SamplingSizes(Lasting):
-    """What holds for both seams."""
+    """Tests for processors and samplers alike."""
 
     if TYPE_CHECKING:
         alone: Any
+        default_probabilities: Any
         draws: Any
         keys: Any
         make: Any
@@ -45,17 +46,22 @@ class SamplingSizes(Lasting):
         _same: Any
 
     def tried_rows(self) -> list[Mapping[str, Any]]:
+        """Return keywords of SamplingParams that send a row through each branch of the plug-in."""
         raise NotImplementedError
+
+    def _keywords_to_try(self) -> list[Mapping[str, Any]]:
+        return self.tried_rows() or [{}]
 
     @since(1, 0)
     def test_what_can_be_captured_does_not_wait_for_the_device(self) -> None:
-        """``graph_safe``: ``apply`` and ``draw`` read no tensor's value on the host and make no tensor whose shape
-        depends on values, whatever a request asks for.  What the host knows of the rows is in ``rows.variant``."""
+        """Check that a plug-in that claims ``graph_safe`` never waits for the device: ``apply`` and ``draw`` read no
+        tensor's value on the host, and make no tensor whose shape depends on values.  The host's knowledge of the rows
+        is in ``rows.variant``."""
         self.need("graph_safe")
         if "cuda" not in self.values("device", "cpu", "cuda"):
-            pytest.skip("it claims the CPU alone, for which nobody waits")
-        logits = torch.tensor(np.random.default_rng(4).normal(0, 2, self.vocab), dtype=torch.float32)
-        for asked in self.tried_rows() or [{}]:
+            pytest.skip("it claims only the CPU, where nothing waits")
+        logits = normal_logits(np.random.default_rng(4), 2, self.vocab)
+        for asked in self._keywords_to_try():
             stage = Stage(self, 1)  # type: ignore[arg-type]
             stage.join([0], [SampledSeq(SamplingParams.make(**asked), (1, 2, 3), (4, 5), logits, seed=1)])
             stage.waited = []
@@ -63,31 +69,37 @@ class SamplingSizes(Lasting):
             no_wait(stage.waited, f"with {asked} it")
 
     def once_more(self, instance: Any, number: int) -> None:
-        """Serve a new sequence: bind it, let its tokens be accepted, and change its logits or draw from them."""
-        rng, asked = np.random.default_rng(number), self.tried_rows() or [{}]
-        params = SamplingParams.make(**{"seed": number, **asked[number % len(asked)]})
+        """Serve a new sequence: bind it, commit its tokens, and change its logits or draw from them."""
+        rng = np.random.default_rng(number)
+        tried = self._keywords_to_try()
+        params = SamplingParams.make(**{"seed": number, **tried[number % len(tried)]})
         ids = tuple(rng.integers(0, self.vocab, 4 + number % 7).tolist())
-        logits = torch.tensor(rng.normal(0, 2, self.vocab), dtype=torch.float32)
+        seq = SampledSeq(params, ids[:3], ids[3:], normal_logits(rng, 2, self.vocab), seed=number)
         stage = Stage(self, 1)  # type: ignore[arg-type]
         stage.host = stage._worker = instance
-        stage.join([0], [SampledSeq(params, ids[:3], ids[3:], logits, seed=number)])
-        self.output(stage, [0], logits[None])
+        stage.join([0], [seq])
+        self.output(stage, [0], seq.logits[None])
 
     @since(1, 0)
     def test_many_rows_get_what_each_gets_alone(self) -> None:
-        """150 rows in one step, as a server has them: no grid, buffer or index ends before them."""
+        """Check a step of 150 rows, as a server has: no grid, buffer or index may end before them."""
         rng = np.random.default_rng(11)
-        asked = [SamplingParams.make(**p) for p in self.tried_rows()] or [SamplingParams()]
+        params = [SamplingParams.make(**asked) for asked in self._keywords_to_try()]
         seqs = []
         for i in range(ROWS):
             ids = tuple(rng.integers(0, 9, 7).tolist())
-            logits = torch.tensor(rng.normal(0, 2, self.vocab), dtype=torch.float32)
-            seqs.append(SampledSeq(asked[rng.integers(len(asked))], ids[:3], ids[3:], logits, seed=i))
+            logits = normal_logits(rng, 2, self.vocab)
+            seqs.append(SampledSeq(params[rng.integers(len(params))], ids[:3], ids[3:], logits, seed=i))
         stage = Stage(self, ROWS)  # type: ignore[arg-type]
         stage.join(range(ROWS), seqs)
-        got = self.output(stage, range(ROWS), torch.stack([s.logits for s in seqs]))
-        for i in range(ROWS):
-            self._same(got[i], self.alone(seqs[i]), seqs[i], f"as row {i} of {ROWS} it")
+        got = self.output(stage, range(ROWS), stack_logits(seqs))
+        for i, seq in enumerate(seqs):
+            self._same(got[i], self.alone(seq), seq, f"as row {i} of {ROWS} it")
+
+
+def _token(i: int) -> int:
+    """Return a token that is different for each i below ``WIDE``."""
+    return (17 * i + 5) % WIDE
 
 
 class ProcessorSizes(SamplingSizes):
@@ -97,101 +109,104 @@ class ProcessorSizes(SamplingSizes):
         check: Any
         reference: Any
         unknown: Any
-        _tried: Any
+        keywords_with: Any
 
     def tried_rows(self) -> list[Mapping[str, Any]]:
-        return [p for name in sorted(self.reads - set(self.unknown())) for p in self._tried(name)]
+        return [keywords for name in sorted(self.reads - set(self.unknown())) for keywords in self.keywords_with(name)]
 
     def _long(self) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
-        """(parameter, keywords, the end of a history at which they take effect)."""
-        token = lambda i: (17 * i + 5) % WIDE  # noqa: E731  (a different one for each i below WIDE)
+        """Yield (parameter, keywords, end of a history after which they take effect)."""
         for n in ENTRIES:
-            yield "logit_bias", {"logit_bias": {token(i): 1.0 + i % 9 for i in range(n)}}, (3,)
-            yield "bad_words", {"bad_words": [[7, token(i)] for i in range(n)]}, (7,)
-            yield "allowed_token_ids", {"allowed_token_ids": [token(i) for i in range(n)]}, (3,)
+            tokens = [_token(i) for i in range(n)]
+            yield "logit_bias", {"logit_bias": {token: 1.0 + i % 9 for i, token in enumerate(tokens)}}, (3,)
+            yield "bad_words", {"bad_words": [[7, token] for token in tokens]}, (7,)
+            yield "allowed_token_ids", {"allowed_token_ids": tokens}, (3,)
         for n in LENGTHS:
-            word = [token(i) for i in range(n)]
-            for near in ((word, word[:-1]), (word, [word[1], *word[1:-1]])):  # all of it came, or all but the first
-                yield "bad_words", {"bad_words": [near[0]]}, tuple(near[1])
-                yield "no_repeat_ngram_size", {"no_repeat_ngram_size": n}, (*near[0], 1, *near[1])
+            word = [_token(i) for i in range(n)]
+            # all tokens of the word but the last came, or the first of them is another
+            for tail in (word[:-1], [word[1], *word[1:-1]]):
+                yield "bad_words", {"bad_words": [word]}, tuple(tail)
+                yield "no_repeat_ngram_size", {"no_repeat_ngram_size": n}, (*word, 1, *tail)
 
     @since(1, 0)
     def test_what_is_long_is_served_whole_or_refused(self) -> None:
-        """Lists of up to 300 entries, words and n-grams of up to 33 tokens: a processor that has no room for one says
-        so in a ``RequestError`` that names the parameter; it cuts nothing off."""
-        logits = torch.tensor(np.random.default_rng(4).normal(0, 3, WIDE), dtype=torch.float32)
-        worker, done = self.make(WIDE), 0
+        """Check lists of up to 300 entries, and words and n-grams of up to 33 tokens.  A processor that has no room for
+        one must raise a ``RequestError`` that names the parameter; it may not cut a list."""
+        logits = normal_logits(np.random.default_rng(4), 3, WIDE)
+        worker = self.make(WIDE)
+        served = False
         for name, asked, end in self._long():
             if name not in self.reads:
                 continue
-            params = SamplingParams.make(**asked)
+            seq = SampledSeq(SamplingParams.make(**asked), (1, 2), end, logits)
             try:
-                worker.bind_prompt(params, some_prompt(2, WIDE))
+                worker.bind_prompt(seq.params, some_prompt(2, WIDE))
             except RequestError as e:
-                assert e.param == name, f"RequestError names parameter {e.param!r}: want {name!r}"
+                assert e.param == name, f"RequestError names parameter {e.param!r}: expected {name!r}"
                 continue
-            s, done = SampledSeq(params, (1, 2), end, logits), done + 1
-            if self.reference(params, logits.double(), list(s.prompt), list(s.output)) is not None:
-                stage = Stage(self, 1, vocab=WIDE, max_len=len(end) + 9)  # type: ignore[arg-type]
-                stage.join([0], [s])
-                self.check(self.output(stage, [0], logits[None])[0], s, Seen())
-        if not done:
+            served = True
+            if self.reference(seq.params, logits.double(), list(seq.prompt), list(end)) is not None:
+                self._check_alone(seq, vocab=WIDE, max_len=len(end) + 9)
+        if not served:
             pytest.skip("it reads no list, word or n-gram that is known here, or refuses all that are long")
+
+    def _check_alone(self, seq: SampledSeq, **sizes: int) -> None:
+        """Check the logits of one sequence in a stage of its own."""
+        self.check(self.alone(seq, **sizes), seq, Seen())
 
     @since(1, 0)
     def test_a_very_long_history_counts_too(self) -> None:
-        """3,000 tokens of a prompt and some of the output, those that come once at either end."""
+        """Check a prompt of 3,000 tokens with some output: tokens that come once, at either end, count."""
         rng = np.random.default_rng(3)
         prompt = (50, *rng.integers(0, 40, HISTORY).tolist(), 51)
-        logits = torch.tensor(rng.normal(0, 3, self.vocab), dtype=torch.float32)
-        for asked in self.tried_rows() or [{}]:
-            s = SampledSeq(SamplingParams.make(**asked), prompt, (52, 3, 52), logits)
-            stage = Stage(self, 1, max_len=HISTORY + 9, history=HISTORY + 9)  # type: ignore[arg-type]
-            stage.join([0], [s])
-            self.check(self.output(stage, [0], logits[None])[0], s, Seen())
+        logits = normal_logits(rng, 3, self.vocab)
+        for asked in self._keywords_to_try():
+            seq = SampledSeq(SamplingParams.make(**asked), prompt, (52, 3, 52), logits)
+            self._check_alone(seq, max_len=HISTORY + 9, history=HISTORY + 9)
 
 
 class SamplerSizes(SamplingSizes):
     """Part of ``SamplerConformance``."""
 
-    if TYPE_CHECKING:
-        _tried: Any
-
-    def tried_rows(self) -> list[Mapping[str, Any]]:
-        return list(self._tried())
-
     @since(1, 0)
     def test_limits_that_keep_many_tokens_keep_all_of_them(self) -> None:
-        """top-k of 100 and 2,000, and a top-p that needs 2,400 tokens and leaves out a few: a sampler that looks at the
-        best 64, or 1,024, draws too few, and one that takes 0.97 for 1 too many."""
-        logits, n = torch.linspace(0.6, 0.0, WIDE), 1 << 10
+        """Check a top-k of 100 and of 2,000, and a top-p that keeps 2,400 tokens and drops a few.  A sampler that looks
+        only at the best 64 or 1,024 tokens draws too few, and one that takes 0.97 for 1 too many."""
+        logits = torch.linspace(0.6, 0.0, WIDE)
         tried: Sequence[dict[str, Any]] = ({"top_k": 100}, {"top_k": 2000}, {"top_p": 0.97})
         for asked in (a for a in tried if a.keys() <= self.reads):
-            must, may, prob = self.must_and_may(SamplingParams.make(**asked), logits)
-            tokens = self.draws(SamplingParams.make(**asked), logits, self.keys(n))
-            assert may[tokens].all(), f"{asked} of {WIDE} tokens: drew {tokens[~may[tokens]][:5].tolist()}: left out"
-            if prob is not None or torch.equal(must, may):
-                exact = torch.where(may, logits.double().softmax(0), 0.0) if prob is None else prob
-                check_draws(tokens, exact / exact.sum(), f"{asked} of {WIDE} tokens", ALPHA)
+            params = SamplingParams.make(**asked)
+            must, may, prob = self.must_and_may(params, logits)
+            tokens = self.draws(params, logits, self.keys(1 << 10))
+            wrong = tokens[~may[tokens]][:5].tolist()
+            assert not wrong, f"{asked} of {WIDE} tokens: drew {wrong}, which the limit excludes"
+            if prob is None and torch.equal(must, may):
+                prob = torch.where(may, logits.double().softmax(0), 0.0)
+            if prob is not None:
+                check_draws(tokens, prob / prob.sum(), f"{asked} of {WIDE} tokens", ALPHA)
 
     @since(1, 0)
     def test_tokens_that_are_far_apart_have_noise_of_their_own(self) -> None:
-        """Tokens 2**8 to 2**17 apart that are equally likely all come: those that share their noise would always lose
-        to the first of them."""
+        """Check that equally likely tokens 2**8 to 2**17 apart are all drawn: tokens with the same noise would always
+        lose to the first of them."""
         logits = torch.full((FAR[-1] + 1,), -torch.inf)
         logits[list(FAR)] = 0.0
-        prob = self.must_and_may(SamplingParams(), logits)[2]
-        if prob is None:
-            pytest.skip("probabilities() leaves them open")
+        prob = self.default_probabilities(logits)
         check_draws(self.draws(SamplingParams(), logits, self.keys(96)), prob, f"tokens {FAR}, equally likely")
 
     @since(1, 0)
     def test_a_low_temperature_is_not_greedy(self) -> None:
-        """Tokens whose logits are closer than the temperature come as often as they should, at 0.05 and at 0.002."""
-        if "temperature" not in self.reads:
-            pytest.skip("it does not read temperature")
+        """Check that tokens whose logits differ by less than the temperature come as often as they should, at 0.05 and
+        at 0.002."""
+        self.need_temperature()
         for temperature in (0.05, 0.002):
-            params, logits = SamplingParams(temperature=temperature), torch.linspace(-1, 1, 8) * temperature
+            params = SamplingParams(temperature=temperature)
+            logits = torch.linspace(-1, 1, 8) * temperature
             prob = self.must_and_may(params, logits)[2]
             if prob is not None:
                 check_draws(self.draws(params, logits, self.keys(1 << 12)), prob, f"temperature={temperature}")
+
+    def need_temperature(self) -> None:
+        """Skip the test unless the sampler reads ``temperature``."""
+        if "temperature" not in self.reads:
+            pytest.skip("it does not read temperature")

@@ -1,4 +1,4 @@
-"""Decoding strategies: which branches a request becomes, and which of them are its answer."""
+"""Conformance suite of decoding strategies: the branches of a request, and which of them are its answer."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ from .declaring import Declaring, values_of_own
 from .kept import Lasting
 from .sampling_data import Noted
 from .sim import answer, at_rest, guided_answer, outputs, request, run, sim_engine
-from .strategy_steps import StepwiseConformance
+from .strategy_steps import StepwiseConformance, changed_fields
 
 WIDTHS = (1, 2, 3, 5, 8, 128)
-PLAIN = [("minivllm/single", Single())]  # serves who asks for nothing
+NARROW = 8  # most branches in tests that draw examples
+PLAIN = [("minivllm/single", Single())]  # serves requests without parameters of a strategy
 NAMES = [f.name for f in fields(SamplingParams)]
 BRANCHING = ("best_of", "beam_width")  # fields that a strategy may read
 OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max_tokens": None})
@@ -32,7 +33,7 @@ OTHERS = ({"temperature": 0.0}, {"seed": 0}, {"seed": 7}, {"logprobs": 1}, {"max
 
 @st.composite
 def ended(draw: Any, n: int) -> list[BranchEnd]:
-    """How n branches may have ended; ties are common on purpose."""
+    """Draw how n branches have ended; few different values, so that ties are common."""
     scored = draw(st.booleans())
     score = st.sampled_from([0.0, -1.5, -1.5, -80.0]) if scored else st.none()
     why = st.sampled_from(["stop", "length", "abort", "error"])
@@ -44,8 +45,8 @@ def _named(change: Mapping[str, Any]) -> str:
 
 
 class StrategyConformance(Declaring, Lasting, StepwiseConformance):
-    """Override ``params`` if the strategy takes only requests of a certain kind.  Of a stepwise strategy, which has no
-    ``result`` of its own, the searches are tested."""
+    """Suite of a decoding strategy.  Override ``params`` if the strategy takes only requests of a certain kind.  A
+    stepwise strategy has no ``result`` of its own; instead its searches are tested."""
 
     kind = "strategy"
 
@@ -53,21 +54,27 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return ()
 
     def params(self, n: int) -> SamplingParams:
-        """A request for n outputs that is fit for this strategy: of ``beam_width=n`` if it reads that; of the numbers
-        that its spec declares, at other values than their defaults, if it takes no request without them."""
+        """Return a request for n outputs that this strategy takes.
+
+        It has ``beam_width=n`` if the strategy reads that.  If the strategy takes no request without the parameters
+        that its spec declares, its numbers have other values than their defaults."""
         strategy = self.build()
         wide = {"beam_width": n} if "beam_width" in strategy.reads else {}
         plain = SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)
         if not self.spec.params or strategy.takes(replace(plain, n=1)):
             return plain
-        numbers = {p.name: list(values_of_own(p))[-1:] for p in self.spec.params if p.kind in (int, float)}
-        return replace(plain, extra={name: values[0] for name, values in numbers.items() if values})
+        extra = {}
+        for param in self.spec.params:
+            values = list(values_of_own(param))
+            if param.kind in (int, float) and values:
+                extra[param.name] = values[-1]
+        return replace(plain, extra=extra)
 
     def reference(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int] | None:
-        """Sample numbers of the answer, best first, as the strategy should give them; None leaves the order open.
+        """Return the sample numbers of the expected answer, best first; None leaves the order open.
 
-        Default: the ``n`` likeliest of ``best_of`` branches that ended by themselves, if it reads ``best_of`` and the
-        request sets it.  Override it for another order, without a look at the strategy's own code."""
+        The default is the ``n`` likeliest of ``best_of`` branches that ended without error, if the strategy reads
+        ``best_of`` and the request sets it.  An override for another order should not use the strategy's own code."""
         if "best_of" not in self.build().reads or params.best_of is None or params.best_of == params.n:
             return None
         if any(e.cumulative_logprob is None or e.finish_reason in ("abort", "error") for e in ends):
@@ -76,20 +83,25 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         return [e.sample for e in likeliest[: params.n]]
 
     def free(self) -> DecodingStrategy:
+        """Return a new strategy, or skip the test if it is stepwise."""
         strategy = self.build()
         if strategy.mode == "stepwise":
-            pytest.skip("it is stepwise: its searches give the answer")
+            pytest.skip("it is stepwise: its searches return the answer")
         return strategy
 
     def exercise(self, instance: DecodingStrategy) -> Any:
         if instance.mode == "stepwise":
             return [self.drive(instance, self.params(n), [n, 1]).run() for n in (1, 2, 5)]
-        mine = [self.params(n) for n in WIDTHS if instance.takes(self.params(n))]
-        ends = lambda p: [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(p.n)]  # noqa: E731
-        return [([b.sample for b in instance.start(p)], list(instance.result(p, ends(p)))) for p in mine]
+        found = []
+        for params in (self.params(n) for n in WIDTHS):
+            if instance.takes(params):
+                ends = [BranchEnd(i, 3 + i % 2, -float(i % 3), "stop") for i in range(params.n)]
+                samples = [b.sample for b in instance.start(params)]
+                found.append((samples, list(instance.result(params, ends))))
+        return found
 
     def once_more(self, instance: DecodingStrategy, number: int) -> None:
-        """Serve a request with a seed, a length and a number of branches of its own."""
+        """Serve a request whose seed, length and number of branches depend on a number."""
         n = 1 + number % 3
         params = replace(self.params(n), seed=number, max_tokens=6 + number)
         if instance.mode == "stepwise":
@@ -99,120 +111,129 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
             instance.result(params, [BranchEnd(b.sample, 3, -1.0 - number, "stop") for b in branches])
 
     def widths(self) -> list[int]:
-        """Those of WIDTHS that the strategy takes."""
+        """Return the numbers among ``WIDTHS`` that the strategy takes."""
         strategy = self.build()
         taken = [n for n in WIDTHS if strategy.takes(self.params(n))]
-        assert taken, f"takes() is false for n={', '.join(map(str, WIDTHS))}: override params() if it asks for more"
+        assert taken, f"takes() is false for n={', '.join(map(str, WIDTHS))}: override params() if it needs more"
         return taken
 
+    def _narrow(self) -> list[int]:
+        return [n for n in self.widths() if n <= NARROW]
+
     def variants(self) -> Iterator[tuple[str, SamplingParams]]:
-        """Requests of every width, as ``params`` gives them and with other values of what all requests may set."""
+        """Yield (name, request) of every width, by ``params`` and with other values of common parameters."""
         for n in WIDTHS:
-            ranked = [{"best_of": n + 2}] if "best_of" in self.build().reads and n <= 8 else []
+            ranked = [{"best_of": n + 2}] if "best_of" in self.build().reads and n <= NARROW else []
             for change in ({}, *OTHERS, *ranked):
                 yield f"n={n}{_named(change)}", replace(self.params(n), **change)
 
     def check_result(self, n: int, ends: Sequence[BranchEnd], got: Sequence[int]) -> None:
-        """Sample numbers of ended branches, at least one, none twice."""
+        """Fail unless a result names at least one of the ended branches, and none twice."""
         ids = list(got)
-        assert ids, f"result() gave nothing for n={n}: a request has at least one output"
-        unknown = [i for i in ids if i not in {e.sample for e in ends}]
-        assert not unknown, f"result() gave the samples {unknown}, and those that ended are {[e.sample for e in ends]}"
-        assert len(set(ids)) == len(ids), f"result() gave a sample twice: {ids}"
+        known = [e.sample for e in ends]
+        assert ids, f"result() returned nothing for n={n}: a request has at least one output"
+        unknown = [i for i in ids if i not in known]
+        assert not unknown, f"result() returned the samples {unknown}, and the ended branches are {known}"
+        assert len(set(ids)) == len(ids), f"result() returned a sample twice: {ids}"
 
     @since(1, 0)
     def test_a_request_of_n_has_n_branches_numbered_from_0(self) -> None:
-        """What it takes it serves: n outputs were asked for (``params.width``: or more branches, by ``best_of`` or
-        ``beam_width``), the text side and the KV cache keep room for just so many, and branches of equal numbers would
-        draw the same tokens."""
+        """Check that ``start`` returns ``params.width`` branches: n, or more by ``best_of`` or ``beam_width``.  The
+        text side and the KV cache reserve room for just so many, and branches of equal numbers would draw the same
+        tokens."""
         strategy = self.build()
-        assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: want 'free' or 'stepwise'"
-        self.widths()  # it takes some
-        for what, params in self.variants():
+        assert strategy.mode in ("free", "stepwise"), f"mode={strategy.mode!r}: expected 'free' or 'stepwise'"
+        self.widths()  # fails if it takes none
+        for name, params in self.variants():
             if not strategy.takes(params):
                 continue
             try:
-                made = list(strategy.start(params))
+                branches = list(strategy.start(params))
             except RequestError as e:
-                pytest.fail(f"takes() is true for {what}, and start() refuses it ({e}): say so in takes()")
-            assert all(isinstance(b, Branch) for b in made), f"start() gave {made}: want Branch objects"
-            samples, want = [b.sample for b in made], list(range(params.width))
-            assert samples == want, f"{what}: the branches have the samples {samples}, want {want}"
+                pytest.fail(f"takes() is true for {name}, and start() refuses it ({e}): return False in takes()")
+            assert all(isinstance(b, Branch) for b in branches), f"start() returned {branches}: expected Branch objects"
+            samples, want = [b.sample for b in branches], list(range(params.width))
+            assert samples == want, f"{name}: the branches have the samples {samples}, expected {want}"
 
     @since(1, 4)
     def test_a_guide_has_a_scale_and_token_ids(self) -> None:
-        """And names the parameter that asks for it.  Of a free strategy's request each branch has one, or none has:
-        branches without one share the blocks of their prompt, and those of a search are asked after each step."""
+        """Check guides, which must also name the parameter that turns them on.  Either all branches of a request have a
+        guide or none has, because branches without a guide share the blocks of their prompt.  Only a free strategy may
+        have guides."""
         strategy = self.build()
-        for what, params in self.variants():
-            made = list(strategy.start(params)) if strategy.takes(params) else []
-            guides = [b.guide for b in made if b.guide is not None]
-            assert len(guides) in (0, len(made)), f"{what}: {len(guides)} of {len(made)} branches have a guide"
-            assert not guides or strategy.mode == "free", f"{what}: guides of a {strategy.mode} strategy"
+        for name, params in self.variants():
+            branches = list(strategy.start(params)) if strategy.takes(params) else []
+            guides = [b.guide for b in branches if b.guide is not None]
+            assert len(guides) in (0, len(branches)), f"{name}: {len(guides)} of {len(branches)} branches have a guide"
+            assert not guides or strategy.mode == "free", f"{name}: guides of a {strategy.mode} strategy"
             for guide in guides:
-                assert isinstance(guide, Guide), f"{what}: guide={guide!r}: want a Guide"
+                assert isinstance(guide, Guide), f"{name}: guide={guide!r}: expected a Guide"
                 number = isinstance(guide.scale, (int, float)) and math.isfinite(guide.scale)
-                assert number, f"{what}: a guide has scale={guide.scale!r}: want a finite number"
+                assert number, f"{name}: a guide has scale={guide.scale!r}: expected a finite number"
                 whole = all(isinstance(i, int) and i >= 0 for i in guide.prompt)
-                assert whole, f"{what}: a guide has prompt={guide.prompt!r}: want token ids"
-                assert guide.param in (*strategy.reads, "prompt"), f"{what}: param={guide.param!r}: want one it reads"
+                assert whole, f"{name}: a guide has prompt={guide.prompt!r}: expected token ids"
+                known = guide.param in (*strategy.reads, "prompt")
+                assert known, f"{name}: param={guide.param!r}: expected a parameter in reads"
+
+    def _guide(self, params: SamplingParams) -> Guide | None:
+        """Return the guide of a request; None if it has none or another strategy serves it."""
+        strategy = self.build()
+        return next(iter(strategy.start(params))).guide if strategy.takes(params) else None
 
     @since(1, 4)
     def test_rows_and_guides_are_preempted_and_come_back(self) -> None:
-        """On the simulated device, in little memory: the tokens are those that there are alone, for whoever has a guide
-        and whoever has none."""
+        """Check requests with and without guides on the simulated device, with so little memory that rows are
+        preempted: their tokens are the same as alone."""
         strategy = self.free()
         params = self.params(1)
-        if not strategy.takes(params) or next(iter(strategy.start(params))).guide is None:
+        if self._guide(params) is None:
             pytest.skip("its branches have no guides")
         plain = SamplingParams(max_tokens=9, ignore_eos=True)
         engine = sim_engine(slots=9, blocks=24, depth=1, strategy=strategy, budget=16)
         engine.strategies = [*engine.strategies, *PLAIN]
-        made = []
+        requests = []
         for i in range(12):
-            values = {
-                k: v for k, v in vars(params if i % 3 else plain).items() if v != getattr(SamplingParams, k, None)
-            }
-            made.append(request(engine, f"r{i}", [i, 7, 9, 3 + i] * (1 + i % 2), **{**values, "max_tokens": 9 + i % 4}))
+            values = {**changed_fields(params if i % 3 else plain), "max_tokens": 9 + i % 4}
+            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i] * (1 + i % 2), **values))
         run(engine, check=True)
         at_rest(engine)
-        assert engine.planner.preemptions, "nobody was preempted"
-        for r in made:
-            branch = next(iter(self.build().start(r.params))) if self.build().takes(r.params) else Branch(0)
-            guide = branch.guide
+        assert engine.planner.preemptions, "no row was preempted"
+        for r in requests:
+            guide = self._guide(r.params)
             want = answer(r.prompt, r.params) if guide is None else guided_answer(r.prompt, guide, r.params)
             assert outputs(r) == [want], f"{r.id} with the guide {guide}: {outputs(r)}; alone {want}"
 
     @since(1, 0)
     def test_it_declares_the_parameters_that_it_reads(self) -> None:
-        """``reads`` names ``best_of``, ``beam_width`` or own names in ``extra``.  What it looks for in ``extra`` and
-        does not name there no request can bring: the engine refuses it."""
+        """Check that ``reads`` names ``best_of``, ``beam_width`` or own names in ``extra``.  The engine refuses a
+        request that sets a name outside of it, so the strategy may look up no other name in ``extra``."""
         reads = self.build().reads
-        assert isinstance(reads, (set, frozenset)), f"reads is {reads!r}: want a frozenset of names"
+        assert isinstance(reads, (set, frozenset)), f"reads is {reads!r}: expected a frozenset of names"
         served = [name for name in sorted(reads) if name in NAMES and name not in BRANCHING]
-        assert not served, f"reads names {served}: of the fields of SamplingParams want {' or '.join(BRANCHING)}"
-        for what, params in self.variants():
+        assert not served, f"reads names {served}: of the fields of SamplingParams expected {' or '.join(BRANCHING)}"
+        for name, params in self.variants():
             extra = Noted(params.extra)
             self._decide(replace(params, extra=extra))
             hidden = sorted((extra.names | params.extra.keys()) - reads)
             assert not hidden, (
-                f"{what}: it looks for {', '.join(hidden)} in extra, which `reads` does not name: a request that sets "
-                f"it is refused; say reads = frozenset({{{', '.join(map(repr, hidden))}}})"
+                f"{name}: it looks up {', '.join(hidden)} in extra, which `reads` does not name: a request that sets "
+                f"it is refused; write reads = frozenset({{{', '.join(map(repr, hidden))}}})"
             )
 
     @since(1, 3)
     def test_its_spec_declares_the_parameters_that_are_its_own(self) -> None:
-        """With kind, range and meaning; what is in ``reads`` beside ``best_of`` and ``beam_width`` is declared, and
-        what is declared is in ``reads``."""
+        """Check that the spec declares, with kind, range and meaning, the parameters in ``reads`` besides ``best_of``
+        and ``beam_width``, and no others."""
         self.check_declarations(self.build().reads)
 
     @since(1, 3)
     def test_it_looks_for_every_parameter_that_it_declares(self) -> None:
-        """A request that sets one reaches the strategy, which must not ignore it."""
+        """Check that the strategy looks up each parameter that its spec declares, so that a request that sets it is not
+        ignored."""
         self.check_looked_for([params for _, params in self.variants()], self._decide)
 
     def _decide(self, params: SamplingParams) -> None:
-        """Ask a new strategy all that a request is asked."""
+        """Call all methods of a new strategy for a request."""
         strategy = self.build()
         if not strategy.takes(params):
             return
@@ -225,75 +246,78 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_takes_answers_for_any_request(self) -> None:
-        """The engine asks every strategy in the config, also about requests that are for another one, which set none of
-        the parameters that this one may want."""
+        """Check that ``takes`` raises no error for any request.  The engine calls it on every strategy in the config,
+        also for requests of other strategies, which set none of its parameters."""
         strategy = self.build()
         for n in WIDTHS:
             for change in ({}, *OTHERS):
-                params = SamplingParams(n=n, **change)
                 try:
-                    strategy.takes(params)
+                    strategy.takes(SamplingParams(n=n, **change))
                 except Exception as e:
                     pytest.fail(f"takes() raised {type(e).__name__}: {e} for n={n}{_named(change)}")
 
     @since(1, 0)
     def test_what_it_does_not_take_it_refuses_by_name(self) -> None:
-        """``start`` of a request that is not its own raises RequestError, and ``param`` names what does not fit."""
+        """Check that ``start`` of a request that the strategy does not take raises a RequestError whose ``param`` names
+        the wrong parameter."""
         strategy = self.build()
-        others = [(what, params) for what, params in self.variants() if not strategy.takes(params)]
+        others = [(name, params) for name, params in self.variants() if not strategy.takes(params)]
         if not others:
             pytest.skip("takes every request")
-        for what, params in others:
+        for name, params in others:
             with pytest.raises(RequestError) as e:
-                pytest.fail(f"takes() is false for {what}, and start() gives {list(strategy.start(params))}")
-            known = [*NAMES, *params.extra]
-            assert e.value.param in known, f"param={e.value.param!r} of the RequestError: want the name of a parameter"
+                pytest.fail(f"takes() is false for {name}, and start() returns {list(strategy.start(params))}")
+            known = e.value.param in [*NAMES, *params.extra]
+            assert known, f"param={e.value.param!r} of the RequestError: expected the name of a parameter"
             assert e.value.param in str(e.value), f"{str(e.value)!r} does not name {e.value.param}"
 
     @since(1, 0)
     def test_the_answer_has_the_order_of_the_reference(self) -> None:
-        """Best first by the author's own definition, ``reference``; where branches are equal, any order of them."""
+        """Check that the answer has the order of ``reference``, best first; equal branches may have any order."""
         self.free()
         seen = Seen()
 
         @self.for_all(100, st.data())
         def ordered(data: Any) -> None:
-            n = data.draw(st.sampled_from([n for n in self.widths() if n <= 8]))
+            n = data.draw(st.sampled_from(self._narrow()))
             more = {"best_of": n + 2} if "best_of" in self.build().reads and data.draw(st.booleans()) else {}
-            params, strategy = replace(self.params(n), **more), self.build()
-            ends = [
-                replace(e, finish_reason="stop" if e.length % 2 else "length", cumulative_logprob=float(score))
-                for e in data.draw(ended(n + 2 if more else n))
-                for score in [data.draw(st.sampled_from([0.0, -0.5, -1.5, -1.5, -80.0]))]
-            ]
+            params = replace(self.params(n), **more)
+            ends = []
+            for e in data.draw(ended(n + 2 if more else n)):
+                score = data.draw(st.sampled_from([0.0, -0.5, -1.5, -1.5, -80.0]))
+                reason = "stop" if e.length % 2 else "length"
+                ends.append(replace(e, finish_reason=reason, cumulative_logprob=score))
             want = self.reference(params, ends)
             if want is None:
                 return
             seen["ordered"] += 1
-            got, by = list(strategy.result(params, ends)), {e.sample: e for e in ends}
-            rank = lambda ids: [(by[i].length, by[i].cumulative_logprob, by[i].finish_reason) for i in ids]  # noqa: E731
-            same = got == list(want) or [r[1] for r in rank(got)] == [r[1] for r in rank(want)]
-            assert same, f"of {ends} the answer is {got}: the reference says {list(want)}"
+            got = list(self.build().result(params, ends))
+            scores = {e.sample: e.cumulative_logprob for e in ends}
+            same = got == list(want) or [scores[i] for i in got] == [scores[i] for i in want]
+            assert same, f"for {ends} the answer is {got}: the reference is {list(want)}"
 
         if not seen["ordered"]:
             pytest.skip("reference() leaves the order open: override it in a test class")
 
     @since(1, 0)
     def test_the_answer_is_made_of_branches_that_ended(self) -> None:
-        """Some or all of them, each once, best first, however they ended; the same ends give the same answer, in
-        another instance too."""
+        """Check that the answer has some or all ended branches, each once, best first, however they ended.  The same
+        ends always have the same answer, in another instance too."""
         self.free()
-        seen, widths = Seen(), [n for n in self.widths() if n <= 8]
+        seen = Seen()
+        widths = self._narrow()
 
         @self.for_all(150, st.data())
         def answers(data: Any) -> None:
             n = data.draw(st.sampled_from(widths))
-            ends, params, strategy = data.draw(ended(n)), self.params(n), self.build()
+            ends = data.draw(ended(n))
+            params = self.params(n)
+            strategy = self.build()
             first = list(strategy.result(params, ends))
             self.check_result(n, ends, first)
-            for again in (strategy, self.build()):
-                second = list(again.result(params, list(ends)))
-                assert second == first, f"the same {n} ends gave {first}, and then {second}"
+            for instance in (strategy, self.build()):
+                again = list(instance.result(params, list(ends)))
+                assert again == first, f"the same {n} ends gave {first}, and then {again}"
             shuffled = data.draw(st.permutations(ends))
             self.check_result(n, ends, strategy.result(params, shuffled))
             seen["several"] += n > 1
@@ -304,55 +328,57 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_wide_requests_are_answered_as_narrow_ones(self) -> None:
-        """Up to 128 branches: each ended one at most once, and all of them if of 2, 3, 5 and 8 all are given."""
+        """Check up to 128 branches: each ended branch comes at most once, and all of them come if all of 2, 3, 5 and 8
+        branches do."""
         strategy = self.free()
-        ends = lambda n: [BranchEnd(i, 3 + i % 5, -float(i * 37 % 101), "stop") for i in range(n)]  # noqa: E731
-        taken = [n for n in (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128) if strategy.takes(self.params(n))]
-        given = {}
-        for n in taken:
-            got = list(strategy.result(self.params(n), ends(n)))
-            self.check_result(n, ends(n), got)
-            given[n] = len(got)
-        if all(given[n] == n for n in taken if n <= 8) and any(n <= 8 for n in taken):
-            few = {n: m for n, m in given.items() if m < n}
-            assert not few, f"of 2, 3, 5 and 8 branches it gives all, and fewer of {few} (branches: given)"
+        lengths = {}
+        for n in (2, 3, 5, 8, 16, 31, 33, 63, 64, 65, 100, 127, 128):
+            if strategy.takes(self.params(n)):
+                ends = [BranchEnd(i, 3 + i % 5, -float(i * 37 % 101), "stop") for i in range(n)]
+                got = list(strategy.result(self.params(n), ends))
+                self.check_result(n, ends, got)
+                lengths[n] = len(got)
+        narrow = [n for n in lengths if n <= NARROW]
+        if narrow and all(lengths[n] == n for n in narrow):
+            fewer = {n: m for n, m in lengths.items() if m < n}
+            assert not fewer, f"of 2, 3, 5 and 8 branches all are in the answer, but not of {fewer} (branches: answer)"
 
     @since(1, 0)
     def test_a_request_that_has_gone_is_forgotten(self) -> None:
-        """Another one may lie where it lay: nothing is known by ``id()``."""
-        strategy, widths = self.build(), self.widths()
+        """Check that a strategy stores nothing by ``id()``: a new request may have the address of an earlier one."""
+        strategy = self.build()
+        widths = self.widths()
         for i in range(60):
             n = widths[i * 7 % len(widths)]
             params = self.params(n)
             got, want = list(strategy.start(params)), list(self.build().start(params))
-            assert got == want, f"n={n}: start() gives {got[:9]} after {i} other requests, {want[:9]} in a new instance"
+            assert got == want, f"n={n}: start() returns {got[:9]} after {i} other requests, {want[:9]} when new"
             del params
 
     @since(1, 0)
     def test_requests_know_nothing_of_each_other(self) -> None:
-        """One instance serves all requests, whose starts and ends come in any order; each gets what it gets alone."""
+        """Check that one instance gives each of several requests, which start and end in any order, the same answer as
+        alone."""
         self.free()
-        widths = [n for n in self.widths() if n <= 8]
+        widths = self._narrow()
 
         @self.for_all(50, st.lists(st.sampled_from(widths), min_size=2, max_size=5), st.data())
         def interleaved(ns: list[int], data: Any) -> None:
             params = [self.params(n) for n in ns]
             ends = [data.draw(ended(n)) for n in ns]
-            alone = [
-                (list(self.build().start(p)), list(self.build().result(p, e)))
-                for p, e in zip(params, ends, strict=True)
-            ]
             shared = self.build()
             starts = [list(shared.start(p)) for p in params]
             order = data.draw(st.permutations(range(len(ns))))
             results = {i: list(shared.result(params[i], ends[i])) for i in order}
-            for i, (branches, result) in enumerate(alone):
+            for i in range(len(ns)):
+                branches = list(self.build().start(params[i]))
+                result = list(self.build().result(params[i], ends[i]))
                 assert starts[i] == branches, f"request {i} of n={ns}: {starts[i]} beside others, {branches} alone"
                 assert results[i] == result, f"request {i} of n={ns}: {results[i]} beside others, {result} alone"
 
     @since(1, 0)
     def test_the_parameters_of_a_request_stay_as_they_are(self) -> None:
-        """They are the caller's, who may use them for the next request."""
+        """Check that the strategy does not change the parameters of a request, which the caller may use again."""
         strategy = self.build()
         for n in self.widths():
             params = self.params(n)
@@ -369,25 +395,28 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
 
     @since(1, 0)
     def test_the_engine_serves_it(self) -> None:
-        """On the simulated device: several requests at once, each branch with the tokens of its own sample."""
+        """Check several concurrent requests on the simulated device: each branch has the tokens of its sample, and an
+        aborted request has an answer too."""
         self.free()
         engine = sim_engine(slots=8, blocks=200, depth=1, strategy=self.build(), reads=PROCESSED)
-        made = []
-        for i, n in enumerate([n for n in self.widths() if n <= 8] * 3):
-            values = {k: v for k, v in vars(self.params(n)).items() if v != getattr(SamplingParams, k, None)}
-            made.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **values))
-        gone = made[-1]
+        requests = []
+        for i, n in enumerate(self._narrow() * 3):
+            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **changed_fields(self.params(n))))
+        aborted = requests[-1]
         for _ in range(3):
             engine.step()
-        engine.abort(gone.id)
+        engine.abort(aborted.id)
         run(engine, check=True)
         at_rest(engine)
-        for r in made:
-            guide = next(iter(self.build().start(r.params))).guide
-            want = {i: answer(r.prompt, r.params, i) for i in range(r.params.n)}
-            want = want if guide is None else dict.fromkeys(want, guided_answer(r.prompt, guide, r.params))
-            by_sample = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
-            if r is not gone:
-                assert by_sample == want, f"{r.id} n={r.params.n}"
+        for r in requests:
+            if r is not aborted:
+                guide = self._guide(r.params)
+                found = dict(zip([s.sample for s in r.sequences], outputs(r), strict=True))
+                want = {}
+                for i in range(r.params.n):
+                    want[i] = (
+                        answer(r.prompt, r.params, i) if guide is None else guided_answer(r.prompt, guide, r.params)
+                    )
+                assert found == want, f"{r.id} n={r.params.n}"
             ends = [BranchEnd(s.sample, 0, None, s.finish_reason or "") for s in r.sequences]
             self.check_result(r.params.n, ends, [s.sample for s in engine.answer(r)])

@@ -1,4 +1,4 @@
-"""Stepwise decoding strategies: what their searches do with the candidates that they are given."""
+"""Tests of stepwise decoding strategies: the moves of a search among its candidates."""
 
 from __future__ import annotations
 
@@ -20,31 +20,39 @@ from .spec import SpecConformance
 MOST, LONG = 7, 40  # tokens of an output in these tests
 
 
+def changed_fields(params: SamplingParams) -> dict[str, Any]:
+    """Return the fields of a request that do not have their defaults."""
+    return {k: v for k, v in vars(params).items() if v != getattr(SamplingParams, k, None)}
+
+
 @dataclass
 class Driven:
-    """One search, driven as the engine does it over the distribution of the simulated device."""
+    """A search that advances as in the engine, over the distribution of the simulated device."""
 
     search: Search
     prompt: list[int]
     topk: int
-    most: int
+    most: int  # tokens of an output
     live: list[list[int]] = field(default_factory=lambda: [[]])  # generated tokens of each live branch
-    kept: list[list[int]] = field(default_factory=list)
-    scores: list[float] = field(default_factory=list)  # of what is kept
+    kept: list[list[int]] = field(default_factory=list)  # outputs
+    scores: list[float] = field(default_factory=list)  # of the outputs
     done: bool = False
 
     def ends(self, tokens: Sequence[int]) -> bool:
+        """Return whether these tokens are a complete output."""
         return tokens[-1] == EOS_ID or len(tokens) == self.most
 
     def grown(self) -> list[Grown]:
+        """Return the candidates of each live branch."""
         out = []
         for tokens in self.live:
             values = logprobs_after(np.array(self.prompt + tokens)).astype(np.float64)
-            ids = np.argsort(-values, kind="stable")[: self.topk + 1]  # one of them may be the stop id
+            ids = np.argsort(-values, kind="stable")[: self.topk + 1]  # one more, as the stop id may be among them
             out.append(Grown(len(tokens), ids.astype(np.int32), values[ids]))
         return out
 
     def step(self, check: Callable[[Moves, list[Grown]], None] = lambda moves, grown: None) -> Moves:
+        """Advance the search by a token; ``check`` receives its moves and the candidates."""
         grown = self.grown()
         moves = self.search.advance(grown, lambda branch, token: self.ends([*self.live[branch], token]))
         check(moves, grown)
@@ -55,34 +63,43 @@ class Driven:
         return moves
 
     def run(self) -> list[list[int]]:
+        """Advance the search to its end, and return its outputs, best first."""
         while not self.done:
             self.step()
+        return self.answer()
+
+    def answer(self) -> list[list[int]]:
+        """Return the outputs of the search so far, best first."""
         return [self.kept[i] for i in self.search.result()]
 
 
 class StepwiseConformance(SpecConformance):
-    """The rules for ``mode = "stepwise"``."""
+    """The tests of strategies with ``mode = "stepwise"``; part of ``StrategyConformance``."""
 
     def params(self, n: int) -> SamplingParams:
+        """Return a request for n outputs."""
         raise NotImplementedError
 
     def stepwise(self) -> DecodingStrategy:
+        """Return a new strategy, or skip the test if it is not stepwise."""
         strategy = self.build()
         if strategy.mode != "stepwise":
             pytest.skip("it is not stepwise")
         return strategy
 
     def drive(self, strategy: DecodingStrategy, params: SamplingParams, prompt: list[int], most: int = MOST) -> Driven:
+        """Start a search for a request, with outputs of up to ``most`` tokens."""
         k = strategy.topk(params)
         assert isinstance(k, int) and k >= 1, f"topk()={k!r}: a stepwise strategy needs candidates"
         return Driven(strategy.search(params, most), prompt, min(k, VOCAB - 1), most)
 
     @since(1, 1)
     def test_a_search_keeps_to_its_candidates_and_comes_to_an_end(self) -> None:
-        """Each step at most as many branches go on as ``start`` gave, each with a candidate of a live branch that does
-        not end it, no two with equal tokens; what is kept is a candidate too.  It ends when its outputs are as long as
-        they may be, and the answer is made of what was kept, each once."""
-        strategy, seen = self.stepwise(), Seen()
+        """Check each step of a search.  At most as many branches continue as ``start`` returned, each with a candidate
+        of a live branch that does not end it, and no two with equal tokens.  A kept output ends with a candidate too.
+        The search ends once its outputs have the largest length, and its answer names kept outputs, each once."""
+        strategy = self.stepwise()
+        seen = Seen()
 
         @self.for_all(100, st.integers(1, 6), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4), st.data())
         def search(n: int, prompt: list[int], data: Any) -> None:
@@ -97,13 +114,14 @@ class StepwiseConformance(SpecConformance):
         seen.require(forked=10)
 
     def _to_its_end(self, driven: Driven, width: int) -> None:
-        """Drive a search, and check each of its moves and its answer."""
+        """Advance a search to its end, and check each of its moves and its answer."""
 
         def check(moves: Moves, grown: list[Grown]) -> None:
             picked = [(p.branch, int(p.token)) for p in moves.go_on]
-            assert len(picked) <= width, f"{len(picked)} branches go on, and start() gave {width}"
+            kept = [(p.branch, int(p.token)) for p in moves.keep]
+            assert len(picked) <= width, f"{len(picked)} branches go on, and start() returned {width}"
             assert len(set(picked)) == len(picked), f"two branches go on with the same tokens: {picked}"
-            for branch, token in [*picked, *((p.branch, int(p.token)) for p in moves.keep)]:
+            for branch, token in [*picked, *kept]:
                 assert 0 <= branch < len(grown), f"branch {branch} is picked, and {len(grown)} are live"
                 assert token in grown[branch].tokens, f"token {token} is no candidate of branch {branch}"
             for branch, token in picked:
@@ -113,39 +131,44 @@ class StepwiseConformance(SpecConformance):
         for _ in range(driven.most):
             if not driven.done:
                 driven.step(check)
-        assert driven.done, f"it goes on after {driven.most} steps, when every branch has ended"
-        order = list(driven.search.result())
-        assert order and len(set(order)) == len(order), f"result() gave {order}: want one at least, none twice"
-        assert all(0 <= i < len(driven.kept) for i in order), f"result() gave {order} of {len(driven.kept)} kept"
+        assert driven.done, f"the search continues after {driven.most} steps, when every branch has ended"
+        order = self._check_result(driven)
+        assert order and len(set(order)) == len(order), f"result() returned {order}: expected at least one, none twice"
         scores = [driven.scores[i] for i in order]
         assert scores == sorted(scores, reverse=True), (
-            f"result() gave {order}, with the scores {scores}: want the best first"
+            f"result() returned {order}, with the scores {scores}: expected the best first"
         )
+
+    def _check_result(self, driven: Driven) -> list[int]:
+        """Return the result of a search, after a check that it names kept outputs."""
+        order = list(driven.search.result())
+        known = all(0 <= i < len(driven.kept) for i in order)
+        assert known, f"result() returned {order}, and {len(driven.kept)} outputs were kept"
+        return order
 
     @since(1, 1)
     def test_wide_and_long_searches_keep_to_the_rules(self) -> None:
-        """Of 9 and of 20 branches, over 40 tokens: the same as of few branches and tokens."""
+        """Check searches of 9 and of 20 branches, and of 40 tokens, by the same rules."""
         strategy = self.stepwise()
         for n, most in ((9, 12), (20, 6), (2, LONG)):
             params = self.params(n)
             if strategy.takes(params):
-                self._to_its_end(self.drive(strategy, params, [n, 3], most), len(list(strategy.start(params))))
+                width = len(list(strategy.start(params)))
+                self._to_its_end(self.drive(strategy, params, [n, 3], most), width)
 
     @since(1, 1)
     def test_a_search_that_is_cut_short_says_what_it_has(self) -> None:
-        """``result`` is asked at any time, also before anything was kept."""
+        """Check that ``result`` works at any time, also before an output was kept."""
         strategy = self.stepwise()
         driven = self.drive(strategy, self.params(3), [1, 2])
         for _ in range(MOST):
-            order = list(driven.search.result())
-            assert all(0 <= i < len(driven.kept) for i in order), f"result() gave {order} of {len(driven.kept)} kept"
+            self._check_result(driven)
             if not driven.done:
                 driven.step()
 
     @since(1, 1)
     def test_searches_know_nothing_of_each_other(self) -> None:
-        """Those of one instance run side by side, a step of the one, a step of the other; each gives what it gives
-        alone."""
+        """Check that searches of one instance, advanced in turns, return the same outputs as alone."""
         strategy = self.stepwise()
 
         @self.for_all(40, st.lists(st.tuples(st.integers(1, 5), st.integers(0, 9)), min_size=2, max_size=4), st.data())
@@ -155,23 +178,23 @@ class StepwiseConformance(SpecConformance):
             while open_ := [i for i, d in enumerate(shared) if not d.done]:
                 shared[data.draw(st.sampled_from(open_))].step()
             for i, driven in enumerate(shared):
-                got = [driven.kept[j] for j in driven.search.result()]
+                got = driven.answer()
                 assert got == alone[i], f"request {i} of {requests}: {got} beside others, {alone[i]} alone"
 
     @since(1, 1)
     def test_the_engine_gives_what_the_search_gives(self) -> None:
-        """On the simulated device, in little memory, so that rows are preempted and come back."""
+        """Check the outputs of the engine on the simulated device, with so little memory that rows are preempted."""
         strategy = self.stepwise()
         engine = sim_engine(slots=12, blocks=40, depth=1, strategy=strategy, budget=16)
-        made = []
+        requests = []
         for i, n in enumerate([1, 2, 3, 4] * 3):
-            values = {k: v for k, v in vars(self.params(n)).items() if v != getattr(SamplingParams, k, None)}
-            values.update(max_tokens=MOST + i % 3, ignore_eos=False)
-            made.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **values))
+            values = {**changed_fields(self.params(n)), "max_tokens": MOST + i % 3, "ignore_eos": False}
+            requests.append(request(engine, f"r{i}", [i, 7, 9, 3 + i], **values))
         run(engine, check=True)
         at_rest(engine)
-        for r in made:
+        for r in requests:
             assert r.sequences[0].error is None, f"{r.id}: {r.sequences[0].error}"
-            alone = self.drive(self.build(), r.params, r.prompt.tolist(), r.params.max_tokens).run()[: r.params.n]
+            driven = self.drive(self.build(), r.params, r.prompt.tolist(), r.params.max_tokens)
+            alone = driven.run()[: r.params.n]
             got = [s.tokens[len(r.prompt) : s.known].tolist() for s in engine.answer(r)]
-            assert got == alone, f"{r.id} n={r.params.n}: {got}, and the search alone gives {alone}"
+            assert got == alone, f"{r.id} n={r.params.n}: {got}, and the search alone returns {alone}"

@@ -324,7 +324,7 @@ def test_bind_that_returns_a_number_is_told_what_is_wanted():
         [("processor", "wrong.processors_own:ReturnsANumber")], select="default or beside_it or columns", overrides=OWN
     )
     failed = [o.text for o in done if o.status == "failed"]
-    assert failed and all("returned 5 (int): want a Row or None" in text for text in failed), failed
+    assert failed and all("returned 5 (int): expected a Row or None" in text for text in failed), failed
 
 
 @pytest.mark.parametrize(
