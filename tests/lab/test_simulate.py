@@ -306,7 +306,7 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
     ("flags", "said"),
     [
         (["--rate", "x0"], "--rate x0: want xK"),
-        (["--goodput", "ttft"], "--goodput 'ttft': want NAME:MILLISECONDS"),
+        (["--goodput", "ttft"], "--goodput 'ttft': expected NAME:MILLISECONDS"),
         (["--oracle", "--real"], "no real run to compare with"),
         (["--set", "drafter=ngram"], "drafts have no table of costs"),
         (["--output-json", "/nowhere/s.json"], "/nowhere/s.json: No such file or directory"),

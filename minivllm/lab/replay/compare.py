@@ -109,7 +109,7 @@ def _case(
     origins |= {seam: f"--{seam}" for seam in replaced}
     parts = choose_seams(config.model_copy(update=replaced), catalog, SEAMS, origins)
     options = (options_text(evictor), options_text(scheduler))
-    return ComparedCase(label, sizes=sizes, options=options, **parts)
+    return ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, options)
 
 
 def _is_configured(config: EngineConfig, seam: str, choice: PluginChoice) -> bool:

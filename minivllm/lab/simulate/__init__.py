@@ -1,10 +1,11 @@
-"""The engine over a trace on a virtual clock, whose steps take what steps of a real engine were measured to take.
+"""Simulate the engine on a trace with a virtual clock, which advances by measured costs of steps.
 
-    calibrate.py   a real engine under many kinds of steps      fit.py       costs of steps from what was measured
-    device.py      the device that costs time and no more       drive.py     a trace through an engine, real or not
-    cases.py       what is run: configurations, bounds          figures.py   percentiles, throughput, goodput
-    leap.py        steps of which all is known, without the turns of the engine's loop
+    calibrate.py   measure many kinds of steps of an engine      fit.py       fit costs to measured steps
+    device.py      a device that only advances the clock         drive.py     run a trace on a real or simulated engine
+    cases.py       configurations and bounds to simulate         figures.py   percentiles, throughput, goodput
+    leap.py        take predictable steps without turns of the engine's loop
+    uncertainty.py carry the error of the costs into the results
 
-Planner, block pools, scheduler and evictor are the engine's own (``lab.replay.serve`` builds it); requests see the
-clock.
+The engine has its own planner, block pools, scheduler and evictor (``lab.replay.serve`` builds it).  The times of
+requests are those of the virtual clock.
 """

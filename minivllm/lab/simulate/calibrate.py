@@ -2,12 +2,12 @@
 
 prefill   prompts of many lengths, alone and several in a step
 decode    1, 2, 4 ... rows with short and long contexts
-mixed     prompts of few and of many tokens beside any number of rows that decode, and decodes right behind them
-wake      prompts behind pauses, in which caches become cold and threads sleep
-traffic   requests that come and go at random: what a server sees, at several loads
-check     traffic and mixed with other lengths from another seed, which the fit does not see
+mixed     short and long prompts in a step with any number of decoding rows, and decode steps right after them
+wake      prompts after pauses, during which caches become cold and threads sleep
+traffic   requests that arrive and end at random, as on a server, at several loads
+check     traffic and mixed with another seed, and so other lengths; the fit does not use these steps
 
-The time of a step is that from turn to turn of the real engine, and so has the host's share in it.
+The time of a step is measured from turn to turn of the real engine, so it includes the host's work.
 """
 
 from __future__ import annotations
@@ -32,46 +32,57 @@ from minivllm.plugins.executor.costs import PAUSE, CostTable, StepCounter
 from .fit import MeasuredStep, errors, fit
 
 SHARES = {"prefill": 0.1, "decode": 0.2, "mixed": 0.25, "wake": 0.15, "traffic": 0.2, "check": 0.1}  # of the time
-WARM = 0.1  # of the time, before anything counts
-PAUSES = (2 * PAUSE, 0.1)  # seconds
-DECODES = 24  # steps of each point
-LOADS = (0.1, 0.3, 0.6, 1.0)  # of the rows
-LEAST_STEPS = 4  # of each load that are measured
-BURSTS, BEHIND = 4, 5  # of prompts beside the same rows; decodes behind each, fewer than so many
-REFILL = 0.15  # chance in a step that a free row gets a request: what ended together is not replaced together
+WARM = 0.1  # share of the time for warming up, which is not measured
+PAUSES = (2 * PAUSE, 0.1)  # shortest and longest pause, in seconds
+DECODES = 24  # decode steps of each point
+LOADS = (0.1, 0.3, 0.6, 1.0)  # busy share of the rows
+LEAST_STEPS = 4  # measured steps of each load, however short the time is
+BURSTS = 4  # bursts of prompts for the same decoding rows
+BEHIND = 5  # fewer decode steps than this follow each burst
+REFILL = 0.15  # probability per step that a free row gets a request, so that rows do not start together
 
 
 @dataclass
 class Point:
-    """Requests that enter together."""
+    """Requests that are added together."""
 
     prompts: list[int]  # tokens
     outputs: list[int]
 
 
 class Calibrator:
-    """Drives an engine and keeps the time of each step, by ``timer`` (seconds)."""
+    """Runs an engine and measures each step with ``timer`` (seconds).
+
+    As a context it intercepts the plans that the engine submits.  Raise ConfigError if the engine's context is too
+    short.
+    """
 
     def __init__(self, engine: Engine, seed: int = 0, timer: Callable[[], float] = perf_counter) -> None:
-        self.engine, self.rng, self.timer = engine, np.random.default_rng(seed), timer
+        self.engine = engine
+        self.rng = np.random.default_rng(seed)
+        self.timer = timer
         self.steps: list[MeasuredStep] = []
-        self.adds: list[float] = []
-        self._plans: deque[StepPlan] = deque()
-        self._paused = False  # before the next step
-        self._woken: StepPlan | None = None  # the last that came behind a pause
-        self._counter = StepCounter()  # of steps that came back
-        # rows that entered, prompt tokens that were planned, and seconds, since a step came back
-        self._joins, self._planned, self._carried = 0, 0, 0.0
+        self.adds: list[float] = []  # seconds of each call that adds a request
+        self._plans: deque[StepPlan] = deque()  # submitted steps without a result
+        self._paused = False  # whether the next step follows a pause
+        self._woken: StepPlan | None = None  # the latest plan after a pause
+        self._counter = StepCounter()
+        # since the latest result: rows that joined, planned prompt tokens, and seconds of turns
+        self._joins = 0
+        self._planned = 0
+        self._carried = 0.0
         self._submit = engine.executor.submit
-        self._number = self._ended = 0
+        self._number = 0  # of the latest request
+        self._ended = 0  # requests that ended in the current turn
         w = engine.wiring
-        self.rows, self.most = w.max_num_seqs, w.max_num_batched_tokens
-        # a row that grows must not be preempted here: what it is charged would be another's
+        self.rows = w.max_num_seqs
+        self.most = w.max_num_batched_tokens
+        # KV tokens to use: a tenth is kept free, since a preemption would be charged to another request's step
         self.room = (engine.capacity.blocks[0] - 1) * w.block * 9 // 10
         self.longest = min(w.max_model_len - DECODES - 2, self.room)
         if self.longest < 16:
             raise ConfigError(
-                f"max_model_len={w.max_model_len}: too short to calibrate; want at least {16 + DECODES + 2}"
+                f"max_model_len={w.max_model_len}: too short to calibrate; expected at least {16 + DECODES + 2}"
             )
 
     def __enter__(self) -> Calibrator:
@@ -80,7 +91,8 @@ class Calibrator:
             self._joins += 0 if plan.delta.join is None else len(plan.delta.join.slot)
             self._planned += int(plan.q_len[plan.q_len > 1].sum())
             if self._paused:
-                self._paused, self._woken = False, plan
+                self._paused = False
+                self._woken = plan
             self._submit(plan)
 
         self.engine.executor.submit = submit  # type: ignore[method-assign]
@@ -90,6 +102,7 @@ class Calibrator:
         del self.engine.executor.submit
 
     def add(self, prompt: int, output: int) -> None:
+        """Add a request with a random prompt and measure the call; both arguments are tokens."""
         self._number += 1
         engine = self.engine
         tokens = self.rng.integers(0, engine.capacity.vocab_size, prompt).astype(np.int32)
@@ -102,10 +115,14 @@ class Calibrator:
         self._ended += 1
 
     def turn(self, phase: str) -> None:
-        """One turn of the engine's loop.  With several steps in flight it begins one and waits for the oldest, whose
-        time it takes: that of turns in which none came back is the next one's, and so is what the host had to do in
-        them for rows that entered and prompts that it planned."""
-        begun, self._ended = self.timer(), 0
+        """Run a turn of the engine's loop and record the step whose result arrives, unless ``phase`` is "".
+
+        With several steps in flight a turn submits a step and waits for the oldest.  The step is charged with the time
+        of all turns since the latest result, and with their joins and planned prompt tokens.  Raise EngineDeadError if
+        the engine has failed.
+        """
+        self._ended = 0
+        begun = self.timer()
         if not self.engine.step():
             if self.engine.dead:
                 raise EngineDeadError(self.engine.dead)
@@ -113,20 +130,23 @@ class Calibrator:
         self._carried += self.timer() - begun
         back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
-        if len(back) == 1 and phase:  # of several nobody knows whose time it was
+        if len(back) == 1 and phase:  # the time of several steps cannot be divided
             counted = counts[0]._replace(joins=self._joins, planned=self._planned)
             self.steps.append(MeasuredStep(counted, self._carried, phase))
         if back:
-            self._joins, self._planned, self._carried = 0, 0, 0.0
+            self._joins = 0
+            self._planned = 0
+            self._carried = 0.0
 
     def drain(self, phase: str) -> None:
+        """Run turns until no request is left."""
         while self.engine.busy:
             self.turn(phase)
 
     # ---- phases --------------------------------------------------------------------------------------------------
 
     def run(self, phase: str, seconds: float, points: Iterator[Point]) -> None:
-        """Points until the time is over; one that has begun is ended."""
+        """Run points for some seconds; the last one is finished."""
         until = self.timer() + seconds
         for point in points:
             for prompt, output in zip(point.prompts, point.outputs, strict=True):
@@ -136,7 +156,7 @@ class Calibrator:
                 return
 
     def prefills(self) -> Iterator[Point]:
-        """One token is drawn, so nothing but prompts is computed."""
+        """Yield prompts whose requests generate a single token, so that all computed tokens are prompt tokens."""
         while True:
             for _ in range(8):
                 length = self._length(2, self.longest)
@@ -145,15 +165,16 @@ class Calibrator:
                 yield Point([max(2, length // several)] * several, [1] * several)
 
     def decodes(self) -> Iterator[Point]:
+        """Yield numbers of rows that decode, with short and long contexts."""
         while True:
-            for rows in (*_powers(1, self.rows),):
+            for rows in _powers(1, self.rows):
                 for context in (16, 256, self.longest):
                     length = min(context, self.longest, max(16, self.room // rows - DECODES))
                     if rows * length <= self.room and rows * length <= 16 * self.most:
                         yield Point([length] * rows, [DECODES] * rows)
 
     def mixed(self, phase: str, seconds: float) -> None:
-        """Prompts beside rows that decode; what has begun is ended."""
+        """Measure prompts in steps with decoding rows for some seconds; the last bursts are finished."""
         until = self.timer() + seconds
         while True:
             rows = int(self.rng.integers(0, self.rows))
@@ -168,9 +189,12 @@ class Calibrator:
                 return
 
     def _fill(self, phase: str, rows: int, share: int) -> None:
-        """Rows that decode; each may hold ``share`` tokens, and none ends before all have begun and been measured."""
+        """Start rows that decode, each with at most ``share`` tokens, and run until all prompts are computed.
+
+        Their outputs are long enough for the measurements that follow.
+        """
         top = max(8, min(self.longest, share - DECODES - self.room // self.most))
-        low = int(self.rng.choice([4, top // 2]))  # a cache that is full counts as much as one that is not
+        low = int(self.rng.choice([4, top // 2]))  # measure a full cache as often as one with short rows
         prompts = [self._length(low, top) for _ in range(rows)]
         output = DECODES + sum(prompts) // self.most + 1
         for prompt in prompts:
@@ -178,24 +202,28 @@ class Calibrator:
         self._begin_all(phase)
 
     def _burst(self, phase: str, free: int, most: int) -> None:
-        """Up to three prompts at once, of ``most`` tokens together."""
-        several, tokens = int(self.rng.integers(1, min(3, free) + 1)), self._length(4, max(5, most))
+        """Add up to three prompts, at most ``free``, with at most about ``most`` tokens together, and compute them."""
+        several = int(self.rng.integers(1, min(3, free) + 1))
+        tokens = self._length(4, max(5, most))
         for _ in range(several):
             self.add(min(self.longest, max(2, tokens // several)), 1)
         self._begin_all(phase)
 
     def _begin_all(self, phase: str) -> None:
+        """Run turns until no request waits."""
         while self.engine.planner.n_waiting:
             self.turn(phase)
 
     def _clear(self) -> None:
+        """Abort all requests."""
         for name in list(self.engine.requests):
             self.engine.abort(name)
         self.drain("")
 
     def wake(self, phase: str, seconds: float) -> None:
-        """One prompt behind each pause, and two decodes behind the prompt."""
-        until, top = self.timer() + seconds, min(self.longest, self.most)
+        """Measure a prompt after each pause, and two decode steps after the prompt."""
+        until = self.timer() + seconds
+        top = min(self.longest, self.most)
         while self.timer() < until:
             sleep(float(self.rng.uniform(*PAUSES)))
             self._paused = True
@@ -203,30 +231,37 @@ class Calibrator:
             self.drain(phase)
 
     def traffic(self, phase: str, seconds: float) -> None:
-        """So many rows are kept busy, for some steps however short the time is; lengths are log-uniform, where
-        there is room for all."""
+        """Measure requests that arrive and end at random, at each load in ``LOADS``.
+
+        Lengths are log-uniform.  A request is added only if the cache has room for all requests at their ends.
+        """
         share = seconds / len(LOADS)
         top = min(self.longest // 2, self.room // 2)
         for load in LOADS:
-            until, rows = self.timer() + share, max(1, round(self.rows * load))
+            until = self.timer() + share
+            rows = max(1, round(self.rows * load))
             least = len(self.steps) + (LEAST_STEPS if phase else 0)
             while self.timer() < until or len(self.steps) < least:
                 if len(self.engine.requests) < rows and self.rng.random() < REFILL:
-                    prompt, output = self._length(4, top), self._length(2, max(4, top // 2))
+                    prompt = self._length(4, top)
+                    output = self._length(2, max(4, top // 2))
                     if self._promised() + prompt + output <= self.room:
                         self.add(prompt, output)
                 self.turn(phase)
             self._clear()
 
     def _promised(self) -> int:
-        """Tokens that the requests there will have at their ends."""
+        """Return the tokens that the current requests will have at their ends."""
         return sum(len(r.prompt) + (r.params.max_tokens or 0) for r in self.engine.requests.values())
 
     def _length(self, low: int, high: int) -> int:
-        return int(np.exp(self.rng.uniform(np.log(low), np.log(max(high, low + 1)))))
+        """Draw a log-uniform length."""
+        exponent = self.rng.uniform(np.log(low), np.log(max(high, low + 1)))
+        return int(np.exp(exponent))
 
 
 def _powers(low: int, high: int) -> list[int]:
+    """Return ``low`` times the powers of two below ``high``, and ``high``."""
     found = [low]
     while found[-1] * 2 < high:
         found.append(found[-1] * 2)
@@ -234,7 +269,7 @@ def _powers(low: int, high: int) -> list[int]:
 
 
 def _halves(low: int, high: int) -> list[int]:
-    """Powers of two, and what is halfway between them."""
+    """Return the same numbers, and the middle of each two neighbours."""
     powers = _powers(low, high)
     return sorted({*powers, *((a + b) // 2 for a, b in itertools.pairwise(powers))})
 
@@ -243,46 +278,59 @@ def calibrate(
     engine: Engine,
     about: dict[str, Any],
     seconds: float = 60.0,
-    told: Callable[[str], None] = lambda _: None,
+    report: Callable[[str], None] = lambda _: None,
     timer: Callable[[], float] = perf_counter,
 ) -> CostTable:
-    """``about``: what the table says of itself; ``timer``: by what steps are measured, and ``seconds``.  ConfigError
-    where there is nothing to measure by."""
+    """Measure an engine for some seconds and return its costs.
+
+    ``about`` is stored in the table as its description.  ``report`` receives the name of each phase.  ``timer`` returns
+    seconds, for steps and for the time of the phases.  Raise ConfigError for an engine with drafts, or if a phase
+    measured no step in its time.
+    """
     if engine.speculation is not None:
         raise ConfigError("steps with drafts have no table of costs; set drafter=none")
     with Calibrator(engine, timer=timer) as c:
-        told("warming up")
+        report("warming up")
         c.run("", WARM * seconds / 2, c.decodes())
         c.traffic("", WARM * seconds / 2)
         c.adds.clear()
-        for phase in SHARES:
-            spend = SHARES[phase] * seconds * (1 - WARM)
-            told(f"{phase}, {spend:.0f} s")
-            c.rng = np.random.default_rng(list(SHARES).index(phase))
-            _measure(c, phase, spend)
-        seen = [s for s in c.steps if s.phase != "check"]
+        for seed, (phase, share) in enumerate(SHARES.items()):
+            phase_seconds = share * seconds * (1 - WARM)
+            report(f"{phase}, {phase_seconds:.0f} s")
+            c.rng = np.random.default_rng(seed)
+            _measure(c, phase, phase_seconds)
         empty = [name for name in SHARES if not any(s.phase == name for s in c.steps)]
         if empty or not c.adds:
             raise ConfigError(f"--seconds {seconds:g}: no step of {', '.join(empty) or 'any request'}; raise --seconds")
-        table = fit(seen, _halves(1, c.rows), [1, *_halves(8, c.most)])
-        adds = float(np.median(c.adds))
+        fitted = [s for s in c.steps if s.phase != "check"]
+        table = fit(fitted, _halves(1, c.rows), [1, *_halves(8, c.most)])
+        add_seconds = float(np.median(c.adds))
     when = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    about, found = {"measured": when, **about}, errors(table, c.steps)
-    return replace(table, add=adds, engine=_sizes(engine), about=about, fit=found)
+    about = {"measured": when, **about}
+    return replace(table, add=add_seconds, engine=_sizes(engine), about=about, fit=errors(table, c.steps))
 
 
 def _measure(c: Calibrator, phase: str, seconds: float) -> None:
-    if phase in ("prefill", "decode"):
-        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
-    elif phase == "check":
+    """Measure the steps of a phase for some seconds."""
+    if phase == "prefill":
+        c.run(phase, seconds, c.prefills())
+    elif phase == "decode":
+        c.run(phase, seconds, c.decodes())
+    elif phase == "mixed":
+        c.mixed(phase, seconds)
+    elif phase == "wake":
+        c.wake(phase, seconds)
+    elif phase == "traffic":
+        c.traffic(phase, seconds)
+    else:
         c.mixed(phase, seconds / 2)
         c.traffic(phase, seconds / 2)
-    else:
-        {"mixed": c.mixed, "wake": c.wake, "traffic": c.traffic}[phase](phase, seconds)
 
 
 def _sizes(engine: Engine) -> dict[str, Any]:
-    w, cap = engine.wiring, engine.capacity
+    """Return the engine's sizes, which a table of costs stores."""
+    w = engine.wiring
+    cap = engine.capacity
     return {
         "kvcache_block_size": w.block,
         "num_kvcache_blocks": cap.blocks[0] - 1,

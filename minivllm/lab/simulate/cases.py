@@ -1,4 +1,4 @@
-"""What is simulated: a configuration on the machine that a table of costs was measured on, and bounds beside it."""
+"""Simulate configurations on the machine that a table of costs was measured on, and bounds to compare them with."""
 
 from __future__ import annotations
 
@@ -28,122 +28,151 @@ SHORTEST = "shortest-job"
 
 @dataclass(frozen=True)
 class SimulatedCase:
-    """One row of the table.  ``evictor`` None is Belady's rule; ``known``: the scheduler knows each answer's length.
-    ``told``: the options of evictor and scheduler that were given beside their names, behind which they are shown."""
+    """One row of the table: a configuration with an evictor and a scheduler.
+
+    ``evictor`` None means Belady's rule.  ``options`` are texts of the options that the command line gives to the
+    evictor and the scheduler; the table shows them behind the names.  ``known`` gives the scheduler the length of each
+    answer.
+    """
 
     label: str
     loaded: Loaded
     evictor: Part | None
     scheduler: Part
     sizes: ServeSizes
-    told: tuple[str, str] = ("", "")
+    options: tuple[str, str] = ("", "")
     known: bool = False
 
     @property
     def head(self) -> dict[str, Any]:
-        short = lambda part: part.name.removeprefix("minivllm/")  # noqa: E731
-        return {
-            "config": self.label,
-            "scheduler": short(self.scheduler) + (" (lengths known)" if self.known else self.told[1]),
-            "evictor": "optimum" if self.evictor is None else short(self.evictor) + self.told[0],
-        }
+        """Return the fields of a result that describe the case."""
+        evictor_options, scheduler_options = self.options
+        scheduler = self.scheduler.name.removeprefix("minivllm/")
+        scheduler += " (lengths known)" if self.known else scheduler_options
+        evictor = "optimum"
+        if self.evictor is not None:
+            evictor = self.evictor.name.removeprefix("minivllm/") + evictor_options
+        return {"config": self.label, "scheduler": scheduler, "evictor": evictor}
 
 
 def cases(
     configs: Sequence[tuple[str, Loaded]],
     costs: CostTable,
-    told: Callable[[str], None],
+    warn: Callable[[str], None],
     oracles: bool = False,
     options: Sequence[tuple[str, str]] = (),
 ) -> list[SimulatedCase]:
-    """Each configuration; ``oracles``: and each with Belady's evictor, and with the shortest answer first.
-    ``options``: of each configuration what its runs show behind the names of evictor and scheduler."""
-    found = []
+    """Return a case for each configuration.
+
+    ``oracles`` adds for each a case with Belady's evictor, and a case whose scheduler runs the shortest answer first.
+    ``options`` holds the shown options of each configuration (``SimulatedCase``).  ``warn`` receives warnings about
+    sizes beyond the table of costs.  Raise ConfigError for a configuration with a drafter.
+    """
+    found: list[SimulatedCase] = []
     for (label, loaded), shown in zip(configs, options or [("", "")] * len(configs), strict=True):
-        config, catalog = loaded.engine, Catalog.discover(allow_targets=loaded.engine.allow_targets)
+        config = loaded.engine
+        catalog = Catalog.discover(allow_targets=config.allow_targets)
         if config.drafter.name not in ("auto", "none"):
             raise ConfigError(f"{label}: drafts have no table of costs; set drafter=none")
         parts = choose_seams(config, catalog, ("evictor", "scheduler"), loaded.origins)
-        sizes = sizes_of(label, loaded, costs, told)
+        sizes = sizes_of(label, loaded, costs, warn)
         case = SimulatedCase(label, loaded, parts["evictor"], parts["scheduler"], sizes, shown)
         found.append(case)
         if oracles:
             found.append(replace(case, evictor=None))
-            shortest = choose_seams(
-                config.model_copy(update={"scheduler": type(config.scheduler)(name=SHORTEST)}),
-                catalog,
-                ("scheduler",),
-                {},
-            )
-            found.append(replace(case, scheduler=shortest["scheduler"], known=True))
-    decided = lambda case: (case.head, case.evictor, case.scheduler)  # noqa: E731
-    return [case for i, case in enumerate(found) if decided(case) not in map(decided, found[:i])]  # bounds once
+            shortest = config.model_copy(update={"scheduler": type(config.scheduler)(name=SHORTEST)})
+            scheduler = choose_seams(shortest, catalog, ("scheduler",), {})["scheduler"]
+            found.append(replace(case, scheduler=scheduler, known=True))
+    # configurations that differ in other plug-ins have the same bounds, which need one run
+    distinct: list[SimulatedCase] = []
+    seen: list[tuple[Any, ...]] = []
+    for case in found:
+        key = (case.head, case.evictor, case.scheduler)
+        if key not in seen:
+            seen.append(key)
+            distinct.append(case)
+    return distinct
 
 
-def sizes_of(label: str, loaded: Loaded, costs: CostTable, told: Callable[[str], None]) -> ServeSizes:
-    """Of the configuration; what it leaves open is as it was where the table was measured."""
-    config, measured = loaded.engine, costs.engine
+def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str], None]) -> ServeSizes:
+    """Return the sizes of a configuration; the table's engine gives those that the configuration does not set.
+
+    ``warn`` receives a warning if a step can be larger than all steps that were measured for the table.
+    """
+    config = loaded.engine
+    measured = costs.engine
     for name in ("max_num_seqs", "max_num_batched_tokens"):
         if getattr(config, name) > int(measured[name]):
-            told(
+            warn(
                 f"{label}: {name}={getattr(config, name)}, and the table was measured up to {measured[name]}: "
-                "larger steps go on along its last slope"
+                "the costs of larger steps are extrapolated from its last two points"
             )
     block = config.kvcache_block_size or int(measured["kvcache_block_size"])
-    fitted = int(measured["num_kvcache_blocks"]) * int(measured["kvcache_block_size"]) // block
+    blocks = config.num_kvcache_blocks
+    if blocks <= 0:
+        blocks = int(measured["num_kvcache_blocks"]) * int(measured["kvcache_block_size"]) // block
     return ServeSizes(
         config.max_num_seqs,
         config.max_num_batched_tokens,
         config.max_model_len or int(measured["max_model_len"]),
         block,
-        config.num_kvcache_blocks if config.num_kvcache_blocks > 0 else fitted,
-        config.enable_prefix_caching,
-        config.partial_prefix_hits,
-        int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
-        tuple(measured["windows"]),
+        blocks,
+        prefix=config.enable_prefix_caching,
+        partial=config.partial_prefix_hits,
+        depth=int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
+        windows=tuple(measured["windows"]),
     )
 
 
 def at_rate(trace: Trace, rate: float) -> Trace:
-    """Arrivals ``rate`` times as fast; infinite: all at once."""
+    """Return the trace with arrivals ``rate`` times as fast; an infinite rate means that all arrive at once."""
     return replace(trace, arrival=trace.arrival / rate)
 
 
 def simulate(
     case: SimulatedCase, trace: Trace, costs: CostTable, answers: bool = True, leaping: bool = True
 ) -> TraceOutcome:
-    """``answers``: later prompts hold the answers of earlier ones, where the trace says so.  ``leaping``: steps of
-    which all is known are taken without turns of the loop, which decides nothing and saves a good part of the time."""
-    clock, sent = ModelClock(), 0
-    device = Simulated(trace, case.sizes, costs, clock, answers)
-    evictor = None if case.evictor is None else _maker("evictor", case.evictor)
-    engine = engine_for(device, case.sizes, _maker("scheduler", case.scheduler), evictor, clock.now, lambda: sent)
+    """Simulate a case on a trace and return its results.
 
-    def told(n: int) -> None:
+    ``answers`` means that prompts which contain earlier answers find them in the cache.  ``leaping`` takes predictable
+    steps without turns of the engine's loop, which is much faster and gives the same results.
+    """
+    clock = ModelClock()
+    sent = 0
+    device = Simulated(trace, case.sizes, costs, clock, answers)
+    evictor = None if case.evictor is None else _constructor("evictor", case.evictor)
+    scheduler = _constructor("scheduler", case.scheduler)
+    engine = engine_for(device, case.sizes, scheduler, evictor, clock.now, lambda: sent)
+
+    def set_sent(n: int) -> None:
         nonlocal sent
         sent = n
 
     fast: dict[str, Any] = {}
     if leaping:
         fast = {"leap": lambda until: leap(engine, device, clock, until), "turn": lambda: turn(engine, device)}
-    run = drive(engine, trace, clock, trace.tokens, told, case.known, costs.add, **fast)
+    run = drive(engine, trace, clock, trace.tokens, set_sent, case.known, costs.add, **fast)
     return replace(run, busy=device.busy)
 
 
-def _maker(seam: str, part: Part) -> Any:
+def _constructor(seam: str, part: Part) -> Any:
+    """Return a function that constructs a plug-in from its context."""
     return lambda ctx: build_part(seam, part, ctx)
 
 
 def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:
-    """The same requests on a real engine, at their real times (``clock``: the engine's own, if it has one).  Answers
-    are the model's own, so no later prompt holds them.  Prompts are made before: that is no work of a server's."""
+    """Run the trace on a real engine in real time and return its results.
+
+    ``clock`` is the engine's own clock if it has one.  The model generates other tokens than the trace's, so prompts do
+    not find earlier answers in the cache.  All prompts are built before the run, since a server does not do this work.
+    """
     width = min(engine.capacity.vocab_size, UNSAID)
     prompts = [tokens_within(trace.tokens(i), width) for i in range(len(trace))]
     return drive(engine, trace, clock or RealClock(), prompts.__getitem__)
 
 
 def warm(engine: Engine, trace: Trace) -> None:
-    """First calls allocate and compile: a few requests of other contents, which are gone when the trace begins."""
+    """Run a few requests with other prompts, since the first calls of an engine allocate memory and compile kernels."""
     few = trace.part(0, min(len(trace), 2 * engine.wiring.max_num_seqs, 32))
     other = replace(few, arrival=few.arrival * 0, output=np.minimum(few.output, 8))
     width = min(engine.capacity.vocab_size, UNSAID)

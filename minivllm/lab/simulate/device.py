@@ -1,4 +1,4 @@
-"""The device of a simulation: the trace's tokens, after the time that the table of costs says."""
+"""The device of a simulation: it returns the trace's tokens and advances the clock by the costs of steps."""
 
 from __future__ import annotations
 
@@ -13,53 +13,60 @@ from minivllm.plugins.executor.clocks import ModelClock
 from minivllm.plugins.executor.costs import CostTable
 from minivllm.plugins.executor.sim import SimStep
 
-UNSAID = 2**31 - 2  # the content of an answer that no later prompt repeats
+UNSAID = 2**31 - 2  # the content number of an answer that no later prompt repeats
 ENDS = np.array(LENGTH, np.uint8)
 NO_COLUMN = np.empty(0, np.int32)
 NOTHING = StepResult(0, NO_COLUMN, NO_COLUMN, NO_COLUMN, NO_COLUMN.astype(np.uint8))
 
 
 class Simulated(Counting):
-    """``answers``: what they hold is what the trace says, so the next turn of a conversation finds it in the cache;
-    else no prompt has it, as where a model writes answers of its own.
+    """A device that computes nothing and takes the time of the table of costs.
 
-    Most steps are of the rows of the one before, each a token further, and none of them ends.  What such a step answers
-    is known from the last one, so ``_again`` makes it in a few operations; lengths of rows wait in ``_ahead`` until
-    another step reads them.
+    With ``answers`` the tokens of answers are the trace's, so the next turn of a conversation finds them in the cache.
+    Without, no prompt contains an answer, as with a real model.
+
+    Most steps repeat the rows of the step before, each a token further, and end no row.  The result of such a step
+    follows from the step before, so ``submit`` builds it in a few operations.  The lengths of its rows are then not
+    updated in ``known`` but counted in ``_ahead``, until another kind of step reads them.
     """
 
     def __init__(self, trace: Trace, sizes: ServeSizes, costs: CostTable, clock: ModelClock, answers: bool) -> None:
         super().__init__(trace, sizes, Steps(0.0))
-        self.costs, self.clock, self.answers = costs, clock, answers
+        self.costs = costs
+        self.clock = clock
+        self.answers = answers
         self.busy = 0.0  # seconds
-        self._rows: np.ndarray | None = None  # ``plan.slots`` of the last step, if it can be made again
-        self._at = np.empty(0, np.intp)  # the same
-        self._left = 0  # steps until one of the rows ends
-        self._ahead = 0  # steps that ``known`` does not have
-        self._kv = 0  # tokens that the last one read
-        self.tokens = np.empty(0, np.int32)  # that the rows of the last step draw, in each step alike
+        self._rows: np.ndarray | None = None  # ``plan.slots`` of the last step, if the next step may repeat it
+        self._at = np.empty(0, np.intp)  # the same slots as an index
+        self._left = 0  # steps until a row ends
+        self._ahead = 0  # repeated steps that ``known`` does not include
+        self._kv = 0  # tokens whose KV the last step read
+        self.tokens = np.empty(0, np.int32)  # the token that each row of the last step generates, in all steps the same
         self._unsaid = np.full(sizes.max_num_seqs, UNSAID, np.int32)
 
     @property
     def again(self) -> int:
-        """So many more steps like the last one end no row."""
+        """Return how many times the last step can be repeated before a row ends."""
         return self._left - 1 if self._rows is not None else 0
 
     def goes_on(self, plan: StepPlan) -> bool:
-        """Whether this is the last step, and can be made again."""
+        """Return whether a plan is that of the last step, and the step can be repeated."""
         return plan.slots is self._rows
 
     def go_on(self, plan: StepPlan, at: np.ndarray) -> None:
-        """The next steps are of the rows of this plan, ``at``, each a token further."""
+        """Prepare for steps that repeat a plan, each row a token further; ``at`` are the plan's slots."""
         self._settle()
-        self._rows, self._at = None, at
+        self._rows = None
+        self._at = at
         self._left = int((self.end[at] - self.known[at]).min())
         self._kv = int(plan.computed.sum()) + len(at)
         self.tokens = self._drawn(at)
 
     def pass_one(self, clock: ModelClock, plan: StepPlan) -> np.ndarray:
-        """One of these steps, which may cost more than the next ones, or end rows; the clock shows its end.  Which of
-        its rows it ends, i64."""
+        """Run one repeated step, advance the clock to its end, and return the indices of the rows that end, i64.
+
+        This step may cost more than the later ones, since caches can be cold.
+        """
         assert self.costs is not None
         self._count()
         self._work(1e3 * self.costs.seconds(self._counter.decodes(plan, self._kv, wake=self.wakes())))
@@ -73,20 +80,30 @@ class Simulated(Counting):
         return ends.nonzero()[0]
 
     def pass_steps(self, clock: ModelClock, most: int, until: float | None) -> int:
-        """Steps like the last one that end no row, as many as begin before ``until``, at most so many; the clock shows
-        the end of the last.  What ``_work`` and ``_count`` do for one each, without calls."""
+        """Run at most ``most`` repeated steps that end no row and begin before ``until`` (None means no limit).
+
+        Return their number and advance the clock to the end of the last.  The loop does the work of ``_work`` and
+        ``_count`` without calls.
+        """
         assert self.costs is not None
-        rows, kv, free_at, time, taken = len(self._at), self._kv, self._free_at, clock.time, 0
-        alone, each = self.costs.rows(rows), self.costs.slopes["kv"]
+        rows = len(self._at)
+        kv = self._kv
+        free_at = self._free_at
+        time = clock.time
+        taken = 0
+        base = self.costs.rows(rows)
+        per_token = self.costs.slopes["kv"]
         most = min(most, self.again)
         while taken < most and (until is None or time < until):
             kv += rows
-            seconds = 1e3 * (alone + each * kv) / 1e3  # as milliseconds of a plan become seconds, to the last bit
+            seconds = 1e3 * (base + per_token * kv) / 1e3  # rounded as the milliseconds of other steps are
             self.busy += seconds
             free_at = max(time, free_at) + seconds
             time = max(time, free_at)
             taken += 1
-        self._kv, self._free_at, clock.time = kv, free_at, time
+        self._kv = kv
+        self._free_at = free_at
+        clock.time = time
         self._left -= taken
         self._ahead += taken
         if self._counter.last is not None:
@@ -94,29 +111,33 @@ class Simulated(Counting):
         return taken
 
     def _count(self) -> None:
+        """Count a repeated step."""
         self._kv += len(self._at)
         self._left -= 1
         self._ahead += 1
 
     def _settle(self) -> None:
-        """Lengths of rows, of those steps that they lack."""
+        """Add the repeated steps to the lengths of their rows."""
         if self._ahead:
             self.known[self._at] += self._ahead
             self._ahead = 0
 
     def _end(self, rows: int) -> None:
-        """What it takes that so many end."""
+        """Charge the cost of rows that end."""
         if rows and self.costs is not None and self.costs.slopes["end"]:
             self._work(1e3 * self.costs.slopes["end"] * rows)
 
     def submit(self, plan: StepPlan) -> None:
-        if plan.slots is self._rows and self._left > 1 and not self._behind and not self.wakes() and _is_still(plan):
+        """Compute a step; a step that repeats the last one takes a few operations."""
+        repeats = plan.slots is self._rows and self._left > 1
+        if repeats and not self._behind and not self.wakes() and _keeps_rows(plan):
             assert self.costs is not None
             ms = 1e3 * self.costs.decode(len(self._at), self._kv + len(self._at))
             self._count()
             self._work(ms)
             self._counter.skip(plan)
-            count, flags = np.ones(len(self._at), np.int32), np.zeros(len(self._at), np.uint8)
+            count = np.ones(len(self._at), np.int32)
+            flags = np.zeros(len(self._at), np.uint8)
             result = _result(id=plan.id, slots=plan.slots, tokens=self.tokens, count=count, flags=flags, device_ms=ms)
             self._running.append(SimStep(plan, ms, result, self._free_at))
             return
@@ -129,52 +150,61 @@ class Simulated(Counting):
             super().submit(plan)
 
     def _begin(self, plan: StepPlan) -> None:
-        """A step of requests that ask for nothing but tokens: what ``Sim`` does, in a third of the operations."""
-        delta, n = plan.delta, len(plan.slots)
+        """Compute a step whose rows need tokens alone, with a third of the operations of ``Sim``."""
+        delta = plan.delta
+        n = len(plan.slots)
         if len(delta.leave):
             self.stopped[delta.leave] = True
-        if (join := delta.join) is not None:
+        join = delta.join
+        if join is not None:
             at = join.slot
-            self.known[at], self.end[at], self.stopped[at] = join.known, join.end, False
-            self.token[at], self.request[at] = self.trace.answer[join.seed], join.seed
+            self.known[at] = join.known
+            self.end[at] = join.end
+            self.stopped[at] = False
+            self.token[at] = self.trace.answer[join.seed]
+            self.request[at] = join.seed
         ms = self._cost(plan)
         self._work(ms)
         rows = slots = plan.slots.astype(np.intp)
         if len(plan.samples) < n:
             slots = rows[plan.samples]
-        goes = ~self.stopped[slots]
-        known = self.known[slots] + goes
+        active = ~self.stopped[slots]
+        known = self.known[slots] + active
         ends = known >= self.end[slots]
-        self.known[slots], self.stopped[slots] = known, ends
-        ends &= goes
+        self.known[slots] = known
+        self.stopped[slots] = ends
+        ends &= active
         flags = ends.view(np.uint8) * ENDS
-        if np.count_nonzero(goes) < len(goes):
-            flags[~goes] = OVERSHOOT
+        if np.count_nonzero(active) < len(active):
+            flags[~active] = OVERSHOOT
         self.tokens = self._drawn(slots)
         result = _result(
             id=plan.id,
             slots=plan.slots if slots is rows else plan.slots[plan.samples],
             tokens=self.tokens,
-            count=goes.astype(np.int32),
+            count=active.astype(np.int32),
             flags=flags,
             device_ms=ms,
         )
         self._end(int(np.count_nonzero(ends)))
         self._running.append(SimStep(plan, ms, result, self._free_at))
         if slots is rows and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
-            self._rows, self._at = plan.slots, rows
+            self._rows = plan.slots
+            self._at = rows
             self._left = int((self.end[rows] - known).min())
             self._kv = int(plan.computed.sum()) + n
 
     def _is_warm(self) -> bool:
-        """Whether the step after the last one costs no more for those before it."""
+        """Return whether the next step pays no extra cost for a large step before it."""
         return self.costs is None or not 0 < self.costs.limit < max(self._counter.before)
 
     def _work(self, ms: float) -> None:
+        """Keep the device busy for some milliseconds."""
         self.busy += ms / 1e3
         super()._work(ms)
 
     def _drawn(self, slots: np.ndarray) -> np.ndarray:
+        """Return the tokens that rows generate, i32."""
         return self._next(slots).astype(np.int32, copy=False)
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
@@ -182,13 +212,13 @@ class Simulated(Counting):
 
 
 def _result(**columns: Any) -> StepResult:
-    """In a fraction of the time that the class takes for one."""
-    made: StepResult = object.__new__(StepResult)
-    made.__dict__.update(NOTHING.__dict__, **columns)
-    return made
+    """Build a StepResult without its constructor, which takes several times as long."""
+    result: StepResult = object.__new__(StepResult)
+    result.__dict__.update(NOTHING.__dict__, **columns)
+    return result
 
 
-def _is_still(plan: StepPlan) -> bool:
-    """Whether nobody enters, leaves or forks; blocks may be added."""
+def _keeps_rows(plan: StepPlan) -> bool:
+    """Return whether no row joins, leaves or forks; blocks may be added."""
     d = plan.delta
     return d is NO_CHANGE or not (len(d.leave) or d.join is not None or len(d.fork) or len(d.token))

@@ -1,5 +1,7 @@
-"""A trace through an engine: each request when it comes, turn after turn.  The same for a real engine and a real clock
-and for a simulated one, so that both are asked the same and measured alike."""
+"""Run a trace on an engine: add each request at its arrival, and run turn after turn.
+
+The same loop runs a real engine with a real clock and a simulated one, so that both are measured alike.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,29 @@ from minivllm.core.engine.engine import Engine
 from minivllm.core.engine.request import Request
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import EngineDeadError, RequestError
+from minivllm.lab.replay.serve import IDLE_TURNS, describe_stall
 from minivllm.lab.traces.trace import Trace
 from minivllm.runtime.hooks.figures import flat
 
-HELD = 1e-3  # seconds to wait where a policy holds requests back and does not say until when
-IDLE_TURNS = 100_000
+HELD = 1e-3  # seconds to wait if the scheduler holds requests back without a wake-up time
 
 
 class TraceClock(Protocol):
-    def now(self) -> float: ...
+    """A real or virtual clock."""
 
-    def until(self, when: float) -> None: ...
+    def now(self) -> float:
+        """Return the time in seconds."""
+
+    def until(self, when: float) -> None:
+        """Wait until a time, or advance to it."""
 
 
 @dataclass(frozen=True)
 class TraceOutcome:
-    """Columns are [n], seconds from the first arrival; nan where a request was refused."""
+    """The results of a trace.  Columns are [n requests]; times are seconds from the first arrival, nan if refused."""
 
-    arrival: np.ndarray  # f64, when it was due
-    first: np.ndarray  # f64, its first token
+    arrival: np.ndarray  # f64, the time in the trace
+    first: np.ndarray  # f64, the time of the first token
     finished: np.ndarray  # f64
     prompt: np.ndarray  # i32 tokens
     output: np.ndarray  # i32 tokens
@@ -41,13 +47,14 @@ class TraceOutcome:
     steps: int
     preemptions: int
     evictions: int
-    busy: float  # seconds of the device, where it is simulated
+    busy: float  # seconds in which the simulated device computed; 0 for a real engine
     took: float  # seconds of this run on this machine
-    cpu: float  # and of its CPU time
-    figures: Mapping[str, float] = field(default_factory=dict)  # of plug-ins, by "evictor.NAME"
+    cpu: float  # CPU seconds of this run
+    figures: Mapping[str, float] = field(default_factory=dict)  # counters of plug-ins, by "evictor.NAME"
 
     @property
     def served(self) -> np.ndarray:
+        """Return which requests have finished, bool [n]."""
         return np.isfinite(self.finished)
 
 
@@ -56,65 +63,94 @@ def drive(
     trace: Trace,
     clock: TraceClock,
     tokens: Callable[[int], np.ndarray],
-    told: Callable[[int], None] = lambda sent: None,
+    on_sent: Callable[[int], None] = lambda sent: None,
     known_lengths: bool = False,
     add_seconds: float = 0.0,
     leap: Callable[[float | None], int] = lambda until: 0,
     turn: Callable[[], bool] | None = None,
 ) -> TraceOutcome:
-    """Until all are served.  ``tokens(i)``: the prompt of request i; ``told`` hears how many have come;
-    ``known_lengths``: the scheduler may know how long each answer will be; ``add_seconds``: what a request costs the
-    host when it comes, on a clock that does not run by itself; ``leap(until)`` may take several steps at once before
-    each turn, up to the time of the next arrival; ``turn``: in place of the engine's own."""
+    """Run a trace until all requests are served, and return its results.
+
+    ``tokens(i)`` returns the prompt of request i.  ``on_sent`` receives the number of requests that have arrived.
+    ``known_lengths`` gives the scheduler the length of each answer.  ``add_seconds`` is the host's time to add a
+    request, by which a virtual clock is advanced.  ``leap(until)`` runs before each turn.  It may take several steps up
+    to the time of the next arrival, and returns their number.  ``turn`` replaces the engine's own turn.  Raise
+    EngineDeadError if the engine fails, or the scheduler plans nothing for too long.
+    """
     n = len(trace)
-    first, finished = np.full(n, np.nan), np.full(n, np.nan)
-    output, cached = np.zeros(n, np.int32), np.zeros(n, np.int32)
     base = clock.now()
-
-    def ended(r: Request) -> None:
-        i = int(r.id)
-        if r.first_token is not None and r.finished is not None and r.sequences[0].finish_reason == "length":
-            first[i], finished[i], cached[i] = r.first_token - base, r.finished - base, r.cached_tokens
-            output[i] = outputs[i]
-
-    plain = SamplingParams(ignore_eos=True, detokenize=False)
-    due, outputs = (base + trace.arrival).tolist(), trace.output.tolist()
-    start, start_cpu, before, sent, idle = perf_counter(), process_time(), _counted(engine), 0, 0
+    record = _Record(trace, base)
+    due = (base + trace.arrival).tolist()
+    before = _counts(engine)
+    sent = 0
+    idle = 0
+    start = perf_counter()
+    start_cpu = process_time()
     while sent < n or engine.busy:
         while sent < n and due[sent] <= clock.now():
-            expected = outputs[sent] if known_lengths else None
-            params = plain.ending_after(outputs[sent])  # in a fifth of the time that all checks take
-            params.seed, params.expected_tokens = sent, expected
-            with suppress(RequestError):  # longer than the model, or the cache: nan
-                engine.add(Request(str(sent), tokens(sent), params, due[sent], on_done=ended))
+            request = record.request(sent, tokens(sent), due[sent], known_lengths)
+            with suppress(RequestError):  # a request too long for the model or the cache keeps nan
+                engine.add(request)
             sent += 1
-            told(sent)
+            on_sent(sent)
             if add_seconds:
                 clock.until(clock.now() + add_seconds)
-        if leap(due[sent] if sent < n else None):
-            continue  # a request may have come meanwhile
+        next_arrival = due[sent] if sent < n else None
+        if leap(next_arrival):
+            continue  # a request may have arrived meanwhile
         worked = engine.step() if turn is None else turn()
         if engine.dead:
             raise EngineDeadError(engine.dead)
         idle = 0 if worked else idle + 1
         if not worked:
-            _wait(engine, clock, due[sent] if sent < n else None)
+            _wait(engine, clock, next_arrival)
         if idle > IDLE_TURNS:
-            what = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
-            raise EngineDeadError(f"{what}: the scheduler {type(engine.planner.policy).__name__} holds them back")
-    took, cpu = perf_counter() - start, process_time() - start_cpu
-    columns = (trace.arrival, first, finished, trace.prompt, output, cached)
-    steps, preemptions, evictions = (now - then for now, then in zip(_counted(engine), before, strict=True))
-    return TraceOutcome(*columns, steps, preemptions, evictions, 0.0, took, cpu, flat(engine.stats()))
+            raise EngineDeadError(describe_stall(engine, IDLE_TURNS))
+    took = perf_counter() - start
+    cpu = process_time() - start_cpu
+    columns = (trace.arrival, record.first, record.finished, trace.prompt, record.output, record.cached)
+    counts = [now - then for now, then in zip(_counts(engine), before, strict=True)]
+    return TraceOutcome(*columns, *counts, 0.0, took, cpu, flat(engine.stats()))
 
 
-def _counted(engine: Engine) -> tuple[int, int, int]:
-    """Steps, preemptions and evictions since the engine began: an engine may have served others before."""
+class _Record:
+    """The requests of a trace and the columns of their results; ``base`` is the time of the first arrival."""
+
+    def __init__(self, trace: Trace, base: float) -> None:
+        n = len(trace)
+        self.base = base
+        self.lengths = trace.output.tolist()
+        self.first = np.full(n, np.nan)
+        self.finished = np.full(n, np.nan)
+        self.output = np.zeros(n, np.int32)
+        self.cached = np.zeros(n, np.int32)
+        self.params = SamplingParams(ignore_eos=True, detokenize=False)
+
+    def request(self, i: int, prompt: np.ndarray, due: float, known_length: bool) -> Request:
+        """Return request i of the trace, with the length of its answer for the scheduler if ``known_length``."""
+        params = self.params.ending_after(self.lengths[i])  # five times as fast as the checks of new parameters
+        params.seed = i
+        params.expected_tokens = self.lengths[i] if known_length else None
+        return Request(str(i), prompt, params, due, on_done=self.end)
+
+    def end(self, r: Request) -> None:
+        """Store the results of a request that has generated its whole answer."""
+        if r.first_token is None or r.finished is None or r.sequences[0].finish_reason != "length":
+            return
+        i = int(r.id)
+        self.first[i] = r.first_token - self.base
+        self.finished[i] = r.finished - self.base
+        self.cached[i] = r.cached_tokens
+        self.output[i] = self.lengths[i]
+
+
+def _counts(engine: Engine) -> tuple[int, int, int]:
+    """Return the steps, preemptions and evictions of the engine so far, those of earlier traces included."""
     return engine.clock.count, engine.planner.preemptions, sum(p.evictions for p in engine.cache.pools)
 
 
 def _wait(engine: Engine, clock: TraceClock, arrival: float | None) -> None:
-    """Until a request comes or the policy lets go of those that it holds."""
+    """Wait until the next arrival, or until the scheduler releases the requests that it holds back."""
     until = arrival
     if engine.busy:
         held = max(engine.planner.wake_at, clock.now() + HELD)

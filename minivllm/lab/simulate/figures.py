@@ -1,4 +1,4 @@
-"""What became of a trace, in numbers.  Names are those of vLLM's benchmark, so what reads its results reads these."""
+"""Compute the results of a trace.  Their names are those of vLLM's benchmark, so that its readers can read them."""
 
 from __future__ import annotations
 
@@ -17,66 +17,71 @@ PERCENTILES = (50, 90, 99)
 
 
 def parse_goals(texts: Sequence[str]) -> dict[str, float]:
-    """``ttft:500`` and so on; ConfigError."""
-    found = {}
+    """Parse goals such as ``ttft:500`` (milliseconds).  Raise ConfigError."""
+    goals = {}
     for text in texts:
         name, _, value = text.partition(":")
         try:
-            most = float(value)
+            limit = float(value)
         except ValueError:
-            most = -1.0
-        if name not in GOALS or not most > 0:
-            raise ConfigError(f"--goodput {shown(text)}: want NAME:MILLISECONDS with a name of {', '.join(GOALS)}")
-        found[name] = most
-    return found
+            limit = -1.0
+        if name not in GOALS or not limit > 0:
+            names = ", ".join(GOALS)
+            raise ConfigError(f"--goodput {shown(text)}: expected NAME:MILLISECONDS, where NAME is one of {names}")
+        goals[name] = limit
+    return goals
 
 
 def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, float]) -> dict[str, Any]:
-    """Milliseconds, seconds, tokens.  ``duration`` is from the first arrival to the last token."""
+    """Return the results of a run in milliseconds, seconds and tokens.
+
+    ``duration`` is from the first arrival to the last token.  ``goals`` are the limits of a request that counts as
+    goodput, as ``parse_goals`` returns them.  ``watts`` is the power of a busy and an idle device; {} omits the energy.
+    """
     ok = run.served
     times = columns(run)
     duration = float(run.finished[ok].max()) if ok.any() else 0.0
-    per = lambda x: float(x) / duration if duration else 0.0  # noqa: E731
+
+    def per_second(total: Any) -> float:
+        return float(total) / duration if duration else 0.0
+
     good = np.ones(int(ok.sum()), bool)
-    for name, most in goals.items():
-        good &= ~(times[name] > most)  # one token has no time between tokens
-    prompt, output = int(run.prompt[ok].sum()), int(run.output[ok].sum())
-    found: dict[str, Any] = {
-        "completed": int(ok.sum()),
-        "failed": int((~ok).sum()),
-        "duration": duration,
-        "total_input_tokens": prompt,
-        "total_output_tokens": output,
-        "request_throughput": per(ok.sum()),
-        "output_throughput": per(output),
-        "total_token_throughput": per(prompt + output),
-    }
+    for name, limit in goals.items():
+        good &= ~(times[name] > limit)  # an answer of one token has no time per output token, and passes
+    prompt = int(run.prompt[ok].sum())
+    output = int(run.output[ok].sum())
+    found: dict[str, Any] = {"completed": int(ok.sum()), "failed": int((~ok).sum()), "duration": duration}
+    found |= {"total_input_tokens": prompt, "total_output_tokens": output}
+    found["request_throughput"] = per_second(ok.sum())
+    found["output_throughput"] = per_second(output)
+    found["total_token_throughput"] = per_second(prompt + output)
     if goals:
-        found["request_goodput"] = per(good.sum())
-    for name, x in times.items():
-        x = x[np.isfinite(x)]
-        if len(x):
-            found[f"mean_{name}_ms"] = float(x.mean())
-            found |= {
-                f"p{p}_{name}_ms": float(v) for p, v in zip(PERCENTILES, np.percentile(x, PERCENTILES), strict=True)
-            }
-    found |= {
-        "prefix_hit_rate": float(run.cached[ok].sum() / max(1, prompt)),
-        "preemptions": run.preemptions,
-        "evictions": run.evictions,
-        "steps": run.steps,
-    }
+        found["request_goodput"] = per_second(good.sum())
+    for name, values in times.items():
+        finite = values[np.isfinite(values)]
+        if len(finite):
+            found[f"mean_{name}_ms"] = float(finite.mean())
+            for p, value in zip(PERCENTILES, np.percentile(finite, PERCENTILES), strict=True):
+                found[f"p{p}_{name}_ms"] = float(value)
+    found["prefix_hit_rate"] = float(run.cached[ok].sum() / max(1, prompt))
+    found |= {"preemptions": run.preemptions, "evictions": run.evictions, "steps": run.steps}
     if {"busy", "idle"} <= set(watts):
-        joules = watts["busy"] * run.busy + watts["idle"] * max(0.0, duration - run.busy)
+        idle = max(0.0, duration - run.busy)
+        joules = watts["busy"] * run.busy + watts["idle"] * idle
         found |= {"joules": joules, "joules_per_output_token": joules / max(1, output)}
-    own = {f"{FIGURE}{name}": value for name, value in run.figures.items()}
-    return {**found, "run_seconds": run.took, "run_cpu_seconds": run.cpu, **own}
+    plugins = {f"{FIGURE}{name}": value for name, value in run.figures.items()}
+    return {**found, "run_seconds": run.took, "run_cpu_seconds": run.cpu, **plugins}
 
 
 def columns(run: TraceOutcome) -> dict[str, np.ndarray]:
-    """Milliseconds of each request that was served; nan between the tokens of one that has a single one."""
+    """Return the times of each served request in milliseconds, by the names of ``GOALS``.
+
+    The time per output token is nan for an answer of one token.
+    """
     ok = run.served
-    first, finished, arrival = run.first[ok], run.finished[ok], run.arrival[ok]
+    first = run.first[ok]
+    finished = run.finished[ok]
+    arrival = run.arrival[ok]
     later = run.output[ok] - 1
     tpot = np.where(later > 0, 1e3 * (finished - first) / np.maximum(later, 1), np.nan)
     return {"ttft": 1e3 * (first - arrival), "tpot": tpot, "e2el": 1e3 * (finished - arrival)}
@@ -90,16 +95,16 @@ COMPARED = (
 )
 
 
-def off(said: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Return relative errors of a simulation, and between which values they lie with confidence 95 %.
+def off(simulated: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the relative errors of a simulation, and their 95 % confidence intervals.
 
-    ``real`` has ``intervals`` of its figures (``repeats.merged``).  An end of an interval that is not above 0 gives no
-    bound, so such a figure has no interval of its error.
+    ``real`` has ``intervals`` of its figures (``repeats.merged``).  A figure whose interval begins at 0 or below has no
+    interval of its error.
     """
-    errors = {k: said[k] / real[k] - 1 for k in COMPARED if real.get(k) and k in said}
+    errors = {key: simulated[key] / real[key] - 1 for key in COMPARED if real.get(key) and key in simulated}
     bounds = {}
     for key in errors:
         low, high = real.get("intervals", {}).get(key) or (0.0, 0.0)
         if low > 0:
-            bounds[key] = [said[key] / high - 1, said[key] / low - 1]
+            bounds[key] = [simulated[key] / high - 1, simulated[key] / low - 1]
     return errors, bounds

@@ -1,10 +1,10 @@
-"""Costs of steps from steps that were measured: least squares of the relative error, no cost below nothing.
+"""Fit costs to measured steps: least squares of the relative error, with no negative cost.
 
-A step's time is a sum of hat functions (the broken lines) and slopes, so it is linear in what is sought.  Steps that
-something else on the machine has stretched count less (Huber, "Robust estimation of a location parameter", 1964).
+A step's time is a sum of broken lines and slopes, and therefore linear in the costs.  A step with a large error has a
+smaller weight, since other processes may have delayed it (Huber, "Robust estimation of a location parameter", 1964).
 
-Only ``limit`` is not linear: the tokens from which steps with prompts cost otherwise.  Each point that could be it is
-tried, and the one with the least error taken, if that is clearly less than with costs of one kind.
+Only ``limit`` is not linear: the number of tokens beyond which steps with prompts have other costs.  All candidates are
+tried.  The one with the least error is used if it is clearly better than no limit.
 """
 
 from __future__ import annotations
@@ -17,169 +17,221 @@ import numpy as np
 
 from minivllm.plugins.executor.costs import PROMPT_SLOPES, SLOPES, BrokenLine, CostTable, PromptCosts, StepCounts
 
-OFF = 0.5  # relative error from which a step counts less
-ROUNDS, FEW_ROUNDS = 8, 2  # of weighing; to compare limits
-FEWEST = 20  # steps at a point of a line
-SMOOTH = 16.0  # steps that say a point lies between its neighbours: it decides where those that were measured do not
-GAIN = 0.95  # of the error with one kind of costs: what a limit must leave at most
+OFF = 0.5  # relative error above which a step has a smaller weight
+ROUNDS = 8  # of computing weights
+FEW_ROUNDS = 2  # the same, to compare limits
+FEWEST = 20  # steps near a point of a line
+SMOOTH = 16.0  # weight, in steps, of a point's place between its neighbours; it decides where few steps were measured
+GAIN = 0.95  # largest error with a limit, as a share of the error without
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
+    """A step of an engine, with its counts and its time."""
+
     counts: StepCounts
     seconds: float
     phase: str  # of the calibration
 
 
 def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], tokens_at: Sequence[int]) -> CostTable:
-    """The table without what is said about it.  ``rows_at``, ``tokens_at``: points of the broken lines, of which those
-    are used that steps were measured at; those of ``tokens_at`` may be the limit."""
-    seen = _Columns(steps)
-    design = min(_designs(seen, rows_at, tokens_at), key=lambda one: one.error)
-    found = np.split(
-        _solve(design.matrix, seen.seconds, ROUNDS, design.bends)[0], np.cumsum([len(one) for one in design.parts])[:-1]
-    )
-    rows, line, prompts, more, more_prompts, rest = (x.tolist() for x in found)
-    large = PromptCosts(BrokenLine(design.parts[1], line), dict(zip(PROMPT_SLOPES, prompts, strict=True)))
-    small = large
-    if design.limit:
-        small = PromptCosts(BrokenLine(design.parts[3], more), dict(zip(PROMPT_SLOPES, more_prompts, strict=True)))
+    """Fit a table of costs, without its descriptions.
+
+    ``rows_at`` and ``tokens_at`` are candidate points of the broken lines, ascending; a point is used if enough steps
+    were measured near it.  Points of ``tokens_at`` are also candidates for the limit.
+    """
+    columns = _Columns(steps)
+    design = min(_designs(columns, rows_at, tokens_at), key=lambda one: one.error)
+    costs = _solve(design.matrix, columns.seconds, ROUNDS, design.bends)[0]
+    ends = np.cumsum([len(part) for part in design.parts])
+    rows, line, prompts, small_line, small_prompts, rest = (x.tolist() for x in np.split(costs, ends[:-1]))
+    large = _prompt_costs(design.parts[1], line, prompts)
+    small = _prompt_costs(design.parts[3], small_line, small_prompts) if design.limit else large
     slopes = dict(zip(SLOPES, rest, strict=True))
     return CostTable(BrokenLine(design.parts[0], rows), small, large, design.limit, slopes)
 
 
+def _prompt_costs(points: Sequence[Any], seconds: list[float], slopes: list[float]) -> PromptCosts:
+    return PromptCosts(BrokenLine(points, seconds), dict(zip(PROMPT_SLOPES, slopes, strict=True)))
+
+
 class _Columns:
-    """What was counted, [n] each."""
+    """The counts of all steps, [n] each."""
 
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         counts = [s.counts for s in steps]
-        column = lambda name: np.array([getattr(c, name) for c in counts], np.float64)  # noqa: E731
+
+        def column(name: str) -> np.ndarray:
+            return np.array([getattr(c, name) for c in counts], np.float64)
+
         self.seconds = np.array([s.seconds for s in steps])
-        self.rows, self.kv, self.tokens, self.before = (column(x) for x in ("rows", "kv", "tokens", "before"))
+        self.rows = column("rows")
+        self.kv = column("kv")
+        self.tokens = column("tokens")
+        self.before = column("before")
         self.prompts = column("prefill") > 0
-        self.own = np.stack([self.rows, self.kv, column("pairs"), column("chunks")], 1)  # by PROMPT_SLOPES
-        planned, own = column("planned"), column("prefill")
-        # of steps that are planned one by one it is what the line of tokens says
-        planned = planned if (planned != own).any() else np.zeros(len(steps))
+        self.own = np.stack([self.rows, self.kv, column("pairs"), column("chunks")], 1)  # in the order of PROMPT_SLOPES
+        planned = column("planned")
+        if np.array_equal(planned, column("prefill")):
+            # each step plans its own prompts, so their cost is part of the line of tokens
+            planned = np.zeros(len(steps))
         self.common = [column("joins"), planned, column("ends"), column("fresh")]
         self.wake = column("wake")
 
 
 @dataclass(frozen=True)
 class _Design:
-    """What is sought: in ``parts`` points of lines and names of slopes, of which each has a column of ``matrix``."""
+    """A linear problem: the costs to find, with a column of ``matrix`` for each.
+
+    ``parts`` lists the costs: points of the line of decode rows; points of the line of tokens beyond the limit, and
+    slopes there; points and slopes within the limit; slopes of all steps.
+    """
 
     limit: int
-    parts: tuple[Sequence[Any], ...]  # decodes | large: line, slopes | small: line, slopes | any
+    parts: tuple[Sequence[Any], ...]
     matrix: np.ndarray
     bends: np.ndarray  # of lines, from ``_bends``
-    error: float  # of the best table of this kind
+    error: float  # of the best costs
 
 
-def _designs(seen: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]) -> list[_Design]:
-    """With one kind of steps with prompts, and with each limit that leaves enough steps on both sides.  The error of
-    the former is taken as a little less, so that a limit must be worth its costs."""
-    one = _design(seen, 0, rows_at, tokens_at)
-    found, tokens = [replace(one, error=GAIN * one.error)], seen.tokens[seen.prompts]
+def _designs(columns: _Columns, rows_at: Sequence[int], tokens_at: Sequence[int]) -> list[_Design]:
+    """Return the design without a limit, and one for each limit that leaves enough steps on both sides.
+
+    The error of the former is lowered a little, so that a limit is chosen only if it is clearly better.
+    """
+    without = _design(columns, 0, rows_at, tokens_at)
+    found = [replace(without, error=GAIN * without.error)]
+    tokens = columns.tokens[columns.prompts]
     for limit in tokens_at[:-1]:
-        if min(np.count_nonzero(tokens <= limit), np.count_nonzero(tokens > limit)) >= 2 * FEWEST:
-            found.append(_design(seen, limit, rows_at, tokens_at))
+        within = np.count_nonzero(tokens <= limit)
+        beyond = np.count_nonzero(tokens > limit)
+        if min(within, beyond) >= 2 * FEWEST:
+            found.append(_design(columns, limit, rows_at, tokens_at))
     return found
 
 
-def _design(seen: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Sequence[int]) -> _Design:
-    large = seen.prompts & (seen.tokens > limit)
-    small = seen.prompts & ~large
+def _design(columns: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Sequence[int]) -> _Design:
+    """Return the design for a limit in tokens; 0 means no limit."""
+    large = columns.prompts & (columns.tokens > limit)
+    small = columns.prompts & ~large
+    decodes = ~columns.prompts
     above = [x for x in tokens_at if x > limit]
-    above = [limit + 1, *above] if limit and above[0] > limit + 1 else above
-    at_rows, at_large = _reached(rows_at, seen.rows[~seen.prompts]), _reached(above, seen.tokens[large])
-    at_small = _reached([x for x in tokens_at if x <= limit], seen.tokens[small]) if limit else []
-    cold = (seen.before > limit) & ~large if limit else np.zeros(len(large), bool)
-    blocks = [_hats(at_rows, seen.rows) * ~seen.prompts[:, None]]
-    for at, which in ((at_large, large), (at_small, small)):
-        blocks += [_hats(at, seen.tokens) * which[:, None], seen.own * which[:, None]] if at else []
-    rest = np.stack(
-        [seen.kv * ~seen.prompts, *seen.common, cold, cold * seen.kv, seen.wake, seen.wake * large * (limit > 0)], 1
-    )  # by SLOPES
-    matrix = np.concatenate([*blocks, rest], axis=1)
-    slopes = PROMPT_SLOPES if limit else ()
-    parts = (at_rows, at_large, PROMPT_SLOPES, at_small, slopes, SLOPES)
-    bends = _bends(parts, matrix, seen.seconds)
-    return _Design(limit, parts, matrix, bends, _solve(matrix, seen.seconds, FEW_ROUNDS, bends)[1])
+    if limit and above[0] > limit + 1:
+        above = [limit + 1, *above]
+    at_rows = _reached(rows_at, columns.rows[decodes])
+    at_large = _reached(above, columns.tokens[large])
+    at_small: list[int] = []
+    cold = np.zeros(len(large), bool)  # steps within the limit right after one beyond it
+    if limit:
+        at_small = _reached([x for x in tokens_at if x <= limit], columns.tokens[small])
+        cold = (columns.before > limit) & ~large
+    blocks = [_hats(at_rows, columns.rows) * decodes[:, None]]
+    for points, chosen in ((at_large, large), (at_small, small)):
+        if points:
+            blocks.append(_hats(points, columns.tokens) * chosen[:, None])
+            blocks.append(columns.own * chosen[:, None])
+    wake_large = columns.wake * large * (limit > 0)
+    rest = [columns.kv * decodes, *columns.common, cold, cold * columns.kv, columns.wake, wake_large]  # as SLOPES
+    matrix = np.concatenate([*blocks, np.stack(rest, 1)], axis=1)
+    small_slopes = PROMPT_SLOPES if limit else ()
+    parts = (at_rows, at_large, PROMPT_SLOPES, at_small, small_slopes, SLOPES)
+    bends = _bends(parts, matrix, columns.seconds)
+    _, error = _solve(matrix, columns.seconds, FEW_ROUNDS, bends)
+    return _Design(limit, parts, matrix, bends, error)
 
 
-def _reached(at: Sequence[int], seen: np.ndarray) -> list[int]:
-    """The first point, and each up to which there is something to know it by."""
-    kept, counted = [at[0]], at[0]
-    for high in at[1:]:
-        if np.count_nonzero((seen > counted) & (seen <= high)) >= FEWEST:
+def _reached(points: Sequence[int], values: np.ndarray) -> list[int]:
+    """Return the first point, and each point with enough values between it and the last one returned."""
+    kept = [points[0]]
+    for high in points[1:]:
+        if np.count_nonzero((values > kept[-1]) & (values <= high)) >= FEWEST:
             kept.append(high)
-            counted = high
     return kept
 
 
-def _hats(at: Sequence[int], x: np.ndarray) -> np.ndarray:
-    """[n, len(at)], what each point of a broken line counts for at ``x``; beyond the last as between the last two."""
-    out = np.zeros((len(x), len(at)))
-    if len(at) == 1:
-        out[:, 0] = 1
-        return out
-    i = np.clip(np.searchsorted(at, x, side="right"), 1, len(at) - 1)
-    low, high = np.array(at)[i - 1], np.array(at)[i]
+def _hats(points: Sequence[int], x: np.ndarray) -> np.ndarray:
+    """Return the weight of each point of a broken line at ``x``, [n, points].
+
+    Beyond the last point the line continues as between the last two.
+    """
+    weights = np.zeros((len(x), len(points)))
+    if len(points) == 1:
+        weights[:, 0] = 1
+        return weights
+    i = np.clip(np.searchsorted(points, x, side="right"), 1, len(points) - 1)
+    low = np.array(points)[i - 1]
+    high = np.array(points)[i]
     share = (x - low) / (high - low)
     every = np.arange(len(x))
-    out[every, i - 1], out[every, i] = 1 - share, share
-    return out
+    weights[every, i - 1] = 1 - share
+    weights[every, i] = share
+    return weights
 
 
 def _bends(parts: tuple[Sequence[Any], ...], matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
-    """[m, columns] rows that give, of what is sought, how far each inner point of a line is from between its
-    neighbours, relative to steps there."""
-    columns, rows, first = sum(map(len, parts)), [], 0
-    for at in parts:
-        for i in range(1, len(at) - 1) if at and isinstance(at[0], int) else ():
-            share = (at[i] - at[i - 1]) / (at[i + 1] - at[i - 1])
+    """Return a row [columns] for each inner point of a line.
+
+    A row times the costs is the distance of the point from the straight line between its neighbours, relative to the
+    time of steps there.
+    """
+    columns = sum(map(len, parts))
+    rows = []
+    first = 0
+    for points in parts:
+        is_line = len(points) > 0 and isinstance(points[0], int)
+        for i in range(1, len(points) - 1) if is_line else ():
+            share = (points[i] - points[i - 1]) / (points[i + 1] - points[i - 1])
             row = np.zeros(columns)
             row[first + i - 1 : first + i + 2] = share - 1, 1, -share
-            there = matrix[:, first + i]
-            rows.append(row * there.sum() / (there @ seconds))
-        first += len(at)
+            weights = matrix[:, first + i]
+            rows.append(row * weights.sum() / (weights @ seconds))
+        first += len(points)
     return np.array(rows).reshape(-1, columns)
 
 
 def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int, bends: np.ndarray) -> tuple[np.ndarray, float]:
-    """(costs, the mean error that is left).  Errors relative to what is said, from round to round: relative to what was
-    measured, steps that happened to be short would weigh most, and the sum would come out too small."""
-    weight, straight = 1 / seconds, np.sqrt(SMOOTH) * bends
+    """Return the costs with the least relative error, and this error as a mean.
+
+    Each round takes errors relative to the predictions of the round before.  Relative to the measured times, steps that
+    happened to be short would have the largest weight, and the sum of all predictions would be too small.
+    """
+    weight = 1 / seconds
+    straight = np.sqrt(SMOOTH) * bends
     for _ in range(rounds):
         rows = np.concatenate([matrix * weight[:, None], straight])
-        found = _not_negative(rows, np.concatenate([seconds * weight, np.zeros(len(straight))]))
-        said = np.maximum(matrix @ found, seconds.min())
-        off = np.abs(seconds / said - 1)
-        weight = np.sqrt(np.minimum(1, OFF / np.maximum(off, 1e-9))) / said
-    return found, float(np.minimum(off, OFF).mean())
+        target = np.concatenate([seconds * weight, np.zeros(len(straight))])
+        costs = _solve_nonnegative(rows, target)
+        predicted = np.maximum(matrix @ costs, seconds.min())
+        off = np.abs(seconds / predicted - 1)
+        weight = np.sqrt(np.minimum(1, OFF / np.maximum(off, 1e-9))) / predicted
+    return costs, float(np.minimum(off, OFF).mean())
 
 
-def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """x >= 0 with the least |matrix x - target|: what would help most is let free, one after the other, and what falls
-    below 0 is held at it (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23)."""
+def _solve_nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return the x >= 0 with the least |matrix x - target|.
+
+    All elements start at 0.  In each round the element that helps most becomes free, and elements that would fall below
+    0 are fixed at 0 again (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23).
+    """
     size = np.sqrt((matrix**2).sum(axis=0))
     size[size == 0] = 1
     scaled = matrix / size
     n = matrix.shape[1]
-    gram, wanted = scaled.T @ scaled + 1e-9 * np.eye(n), scaled.T @ target
-    x, free = np.zeros(n), np.zeros(n, bool)
+    gram = scaled.T @ scaled + 1e-9 * np.eye(n)
+    wanted = scaled.T @ target
+    x = np.zeros(n)
+    free = np.zeros(n, bool)
     for _ in range(3 * n):
         slope = np.where(free, 0.0, wanted - gram @ x)
         if slope.max() <= 1e-9 * np.abs(wanted).max():
             break
         free[slope.argmax()] = True
-        x = _best_within(gram, wanted, x, free)
+        x = _best_free(gram, wanted, x, free)
     return x / size
 
 
-def _best_within(gram: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """The best x >= 0 of those that are ``free``; the others are 0.  What is held at 0 is no longer free."""
+def _best_free(gram: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Return the best x >= 0 whose elements outside ``free`` are 0; elements that reach 0 are removed from ``free``."""
     while True:
         best = np.zeros(len(x))
         at = np.flatnonzero(free)
@@ -187,26 +239,26 @@ def _best_within(gram: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.n
         below = free & (best <= 0)
         if not below.any():
             return best
-        x = x + (x[below] / (x[below] - best[below])).min() * (best - x)
+        steps_to_zero = x[below] / (x[below] - best[below])
+        x = x + steps_to_zero.min() * (best - x)
         free &= x > 1e-12
         x[~free] = 0
 
 
 def errors(table: CostTable, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
-    """How far the table is from steps, of each phase and of all: relative errors of single steps, and of their sum."""
-    said = np.array([table.seconds(s.counts) for s in steps])
+    """Return the table's relative errors for single steps and for their sum, by phase and for all steps."""
+    predicted = np.array([table.seconds(s.counts) for s in steps])
     took = np.array([s.seconds for s in steps])
     phases = np.array([s.phase for s in steps])
 
-    def about(which: np.ndarray) -> dict[str, float]:
-        off = np.abs(said[which] / took[which] - 1)
+    def errors_of(chosen: np.ndarray) -> dict[str, float]:
+        off = np.abs(predicted[chosen] / took[chosen] - 1)
         p50, p90 = np.percentile(off, [50, 90])
-        return {
-            "steps": int(which.sum()),
-            "median_error": round(float(p50), 4),
-            "p90_error": round(float(p90), 4),
-            "sum_error": round(float(said[which].sum() / took[which].sum() - 1), 4),
-        }
+        total = predicted[chosen].sum() / took[chosen].sum() - 1
+        found = {"steps": int(chosen.sum())}
+        for name, value in (("median_error", p50), ("p90_error", p90), ("sum_error", total)):
+            found[name] = round(float(value), 4)
+        return found
 
-    found: dict[str, Any] = {name: about(phases == name) for name in dict.fromkeys(phases.tolist())}
-    return {"all": about(np.ones(len(steps), bool)), **found}
+    by_phase: dict[str, Any] = {name: errors_of(phases == name) for name in dict.fromkeys(phases.tolist())}
+    return {"all": errors_of(np.ones(len(steps), bool)), **by_phase}

@@ -1,9 +1,9 @@
-"""Steps in which all that would happen is known, without the turns of the engine's loop, and turns that time nothing.
+"""Take predictable steps of a simulation without turns of the engine's loop, and run other turns without timing them.
 
-In most steps of a simulation every row that runs draws one token more, nobody enters and no policy is asked.  ``leap``
-does to the engine's books what it would have done in those turns: columns once for a stretch of steps of the same rows,
-and in between, when it is due, what takes a block, publishes one or ends a row, with the engine's own functions.  What
-is decided, and when, is the same to the last bit (``tests/lab/test_leap.py``).
+In most steps of a simulation every running row generates a token, no row joins and no plug-in decides anything.
+``leap`` updates the engine's state as these turns would.  It updates columns once for a stretch of steps of the same
+rows.  Within the stretch it allocates and publishes blocks and ends rows with the engine's own functions.  Every
+decision and its time are the same to the last bit (``tests/lab/test_leap.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ NO_ROWS = np.empty(0, np.intp)
 
 
 def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | None) -> int:
-    """Take as many steps as can be, and say how many.  ``until``: the next request comes then; a step that begins
-    before is taken.  EngineDeadError if a plug-in fails in one."""
+    """Take as many steps as possible and return their number.
+
+    ``until`` is the time of the next arrival, or None; every step that begins before it may be taken.  Raise
+    EngineDeadError if a plug-in fails.
+    """
     s = engine.slots
     if engine.in_flight or engine.dead or engine.checked or s.timed or s.watched or engine.cache.slides:
         return 0
@@ -33,8 +36,11 @@ def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | No
     engine.within = "step"
     try:
         while not engine.dead and (until is None or clock.time < until):
-            last = _last(engine, device)
-            if last is None or not (more := _Stretch(engine, device, clock, last).take(until)):
+            last = _last_step(engine, device)
+            if last is None:
+                break
+            more = _Stretch(engine, device, clock, last).take(until)
+            if not more:
                 break
             taken += more
     except Exception as e:
@@ -47,11 +53,13 @@ def leap(engine: Engine, device: Simulated, clock: ModelClock, until: float | No
 
 
 def turn(engine: Engine, device: Simulated) -> bool:
-    """``Engine.step`` without what a simulation has no use for: times of its parts, checks of what the device answers.
-    EngineDeadError if a plug-in fails in it."""
+    """Run a turn as ``Engine.step`` does, without timing its parts and checking the device's results.
+
+    Return whether it did work.  Raise EngineDeadError if a plug-in fails.
+    """
     events = engine.events
-    heard = events.planning.wrappers or events.publishing.wrappers or events.turn_ended.listeners
-    if engine.in_flight or engine.capacity.depth or engine.checked or heard or engine.dead:
+    has_listeners = events.planning.wrappers or events.publishing.wrappers or events.turn_ended.listeners
+    if engine.in_flight or engine.capacity.depth or engine.checked or has_listeners or engine.dead:
         return bool(engine.step())
     engine.within = "step"
     try:
@@ -72,9 +80,13 @@ def turn(engine: Engine, device: Simulated) -> bool:
         engine.within = ""
 
 
-def _last(engine: Engine, device: Simulated) -> Steady | None:
-    """The plan that the next steps go on from, each row a token further; None if somebody may enter, or they do not."""
-    p, s = engine.planner, engine.slots
+def _last_step(engine: Engine, device: Simulated) -> Steady | None:
+    """Return the step that the next steps repeat, each row a token further.
+
+    None means that they may not repeat it: a waiting request may join, or the rows have changed.
+    """
+    p = engine.planner
+    s = engine.slots
     if p.n_waiting and (s.free or s.cooling or p.shared):
         return None
     last = p.steady
@@ -88,9 +100,12 @@ def _last(engine: Engine, device: Simulated) -> Steady | None:
 
 
 def _before_first(engine: Engine) -> Steady | None:
-    """As if the rows that run had been in the step before, where the planner would let all of them draw in the next one
-    and ask no policy; None where it might do anything else."""
-    p, s = engine.planner, engine.slots
+    """Return an imaginary step before the next one, with the running rows.
+
+    None means that the next step is not predictable: a row would not generate a token, or a plug-in would decide.
+    """
+    p = engine.planner
+    s = engine.slots
     at = s.running
     if not 0 < len(at) <= p.max_tokens or s.asking or s.special or s.paired or s.tapping:
         return None
@@ -100,42 +115,64 @@ def _before_first(engine: Engine) -> Steady | None:
     first = np.count_nonzero(known == s.prompt[at]) or np.count_nonzero(s.forking[at])
     if first or np.count_nonzero(p.need(at) != ONE):
         return None
-    q_len, samples = np.ones(len(at), np.int32), np.arange(len(at), dtype=np.int32)
+    q_len = np.ones(len(at), np.int32)
+    samples = np.arange(len(at), dtype=np.int32)
     plan = StepPlan(p.step_id, at.astype(np.int32), q_len, s.computed[at] - ONE, samples)
-    return Steady(plan, at, s.changes, int((s.end[at] - known).min()), 0)
+    steps_to_end = int((s.end[at] - known).min())
+    return Steady(plan, at, s.changes, steps_to_end, 0)
 
 
 def _least(column: np.ndarray) -> int:
+    """Return the least element; ``reduce`` is faster than ``min``."""
     return int(np.minimum.reduce(column))
 
 
 class _Stretch:
-    """Steps of the rows of the plan ``last``, each a token further.  Step k, from 1 on, computes the token at
-    ``before + k`` of each row, so that it has KV of ``before + k + 1``; columns are [R]."""
+    """Steps that repeat the rows of the step ``last``, each a token further.
+
+    Step k, counted from 1, computes the token at position ``before + k`` of each row, which then has KV of
+    ``before + k + 1`` tokens.  Columns are [rows].
+    """
 
     def __init__(self, engine: Engine, device: Simulated, clock: ModelClock, last: Steady) -> None:
-        self.engine, self.device, self.clock, self.last = engine, device, clock, last
-        self.slots, self.cache = engine.slots, engine.cache
-        self.at, self.before = last.slots, last.plan.computed
+        self.engine = engine
+        self.device = device
+        self.clock = clock
+        self.last = last
+        self.slots = engine.slots
+        self.cache = engine.cache
+        self.at = last.slots
+        self.before = last.plan.computed
 
     def take(self, until: float | None) -> int:
-        """Until rows have ended, a row lacks a block that is not there, or a request comes."""
-        device, clock, taken, ended = self.device, self.clock, 0, NO_ROWS
-        most = min(self.last.steps - 1, device.again) if self.engine.capacity.depth else self.last.steps
-        lacks, fills = self._lacks(), self._fills()
-        lack, fill = _least(lacks), _least(fills)
+        """Take steps until rows end, no block is left for a row that needs one, or the time is ``until``.
+
+        Return the number of steps.
+        """
+        device = self.device
+        clock = self.clock
+        taken = 0
+        ended = NO_ROWS
+        most = self.last.steps
+        if self.engine.capacity.depth:
+            most = min(most - 1, device.again)
+        lacks = self._lacks()
+        fills = self._fills()
+        lack = _least(lacks)
+        fill = _least(fills)
         while taken < most and (until is None or clock.time < until):
             if lack <= taken + 1:
                 rows = (lacks == lack).nonzero()[0]
                 if len(rows) > self.cache.available:
                     break
-                # as no group slides, each has what the others have, and a row lacks one in all of them
+                # no KV group has a sliding window, so a row needs its next block in all groups at once
                 self.cache.grow(self.at[rows], np.ones((len(self.cache.pools), len(rows)), np.int32))
                 lacks[rows] += self.slots.block
                 lack = _least(lacks)
-            self._tell_nobody()
+            self._drop_changes()
             if device.again and not device.wakes():
-                taken += device.pass_steps(clock, min(lack - 1, max(fill, taken + 1)) - taken, until)
+                next_event = min(lack - 1, max(fill, taken + 1))
+                taken += device.pass_steps(clock, next_event - taken, until)
             else:
                 taken += 1
                 ended = device.pass_one(clock, self.last.plan)
@@ -144,44 +181,56 @@ class _Stretch:
                 fills = self._fills()
                 fill = _least(fills)
         if taken:
-            self._note(taken, lack)
+            self._update_engine(taken, lack)
         for slot in self.at[ended].tolist():
             self.engine.publisher.send(self.slots.at(slot), Finish("length"))
         return taken
 
     def _lacks(self) -> np.ndarray:
-        """The step for which each row lacks a block."""
+        """Return the step for which each row needs a new block."""
         return self.slots.blocks[0, self.at] * self.slots.block - self.before
 
     def _fills(self) -> np.ndarray:
-        """The step in which each row fills the block that it is to publish next."""
+        """Return the step in which each row fills the block that it publishes next."""
         if not self.cache.prefix:
             return NEVER
         return (self.slots.prefix_published[self.at] + 1) * self.slots.block - self.before - 1
 
-    def _tell_nobody(self) -> None:
-        """What has changed since the last plan is for a device that has columns and tables."""
-        p, s, cache = self.engine.planner, self.slots, self.cache
+    def _drop_changes(self) -> None:
+        """Clear the changes since the last plan, which this device does not need: it has no block tables."""
+        p = self.engine.planner
+        s = self.slots
+        cache = self.cache
         if cache.table:
-            cache.table, cache.trims, cache.copies, cache.duplicates = [], [], [], False
+            cache.table = []
+            cache.trims = []
+            cache.copies = []
+            cache.duplicates = False
         if p.left:
             s.free.extend(s.cooling)
-            for told_of in (s.cooling, p.left, p.keeps, p.forgotten):
-                told_of.clear()
+            for changes in (s.cooling, p.left, p.keeps, p.forgotten):
+                changes.clear()
 
     def _publish(self, rows: np.ndarray, step: int) -> None:
-        """Blocks that rows have filled may be shared from now on."""
-        mine, before, tokens = self.at[rows].tolist(), self.before[rows].tolist(), self.device.tokens[rows].tolist()
-        for slot, first, token in zip(mine, before, tokens, strict=True):
+        """Publish the blocks that some rows have filled by a step, so that other requests can share them."""
+        slots = self.at[rows].tolist()
+        before = self.before[rows].tolist()
+        tokens = self.device.tokens[rows].tolist()
+        for slot, first, token in zip(slots, before, tokens, strict=True):
             self.slots.tokens[slot, first + 2 : first + step + 1] = token
-        self.cache.publish([(slot, first + step + 1) for slot, first in zip(mine, before, strict=True)])
+        self.cache.publish([(slot, first + step + 1) for slot, first in zip(slots, before, strict=True)])
 
     def _plan(self, step: int) -> StepPlan:
+        """Return the plan of a step."""
         return self.last.plan.further(self.last.plan.id + step, self.before + np.int32(step), NO_CHANGE)
 
-    def _note(self, taken: int, lack: int) -> None:
-        """What the turns would have left in the engine's books; ``lack``: the step for which a row lacks a block."""
-        p, s, at, last, plan = self.engine.planner, self.slots, self.at, self.last, self._plan(taken)
+    def _update_engine(self, taken: int, lack: int) -> None:
+        """Set the engine's state to that after ``taken`` steps; ``lack`` is the step for which a row needs a block."""
+        p = self.engine.planner
+        s = self.slots
+        at = self.at
+        last = self.last
+        plan = self._plan(taken)
         s.tokens[at[:, None], (self.before + 2)[:, None] + np.arange(taken)] = self.device.tokens[:, None]
         s.computed[at] = plan.computed + 1
         s.known[at] = s.schedulable[at] = s.collected[at] = plan.computed + 2

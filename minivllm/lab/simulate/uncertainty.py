@@ -1,8 +1,8 @@
-"""How far figures of a simulation may be off: the error of the table of costs, carried into every figure.
+"""Estimate the error of a simulation's results from the error of the table of costs.
 
-``minivllm calibrate`` checks its table against steps of other requests.  The simulation runs twice more with a table
-whose steps are faster and slower by the error of that check.  The band of a figure is what the three runs span, so it
-has what queues make of the error.  It does not have errors of other kinds: another load of the machine, other parts.
+``minivllm calibrate`` checks its table against steps of other requests.  The simulation runs twice more, with steps
+that are faster and slower by the error of this check.  The band of a result is the range of the three runs, so it
+includes the effect of queues on the error.  It does not include other errors, such as another load of the machine.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ from typing import Any
 
 from minivllm.plugins.executor.costs import CostTable
 
-LARGE = 0.2  # error of the check from which figures are rough
-FEW = 20  # steps of the check below which its error is itself unknown
-MOST = 0.9  # error that is carried at most: steps ten times as slow
-OWN_TIME = ("run_seconds", "run_cpu_seconds")  # of the simulator, not of what it simulates
+LARGE = 0.2  # error of the check above which results are rough
+FEW = 20  # steps of the check below which its error is uncertain
+MOST = 0.9  # largest error that is used: steps ten times as slow
+OWN_TIME = ("run_seconds", "run_cpu_seconds")  # times of the simulator itself, which get no band
 
 
 @dataclass(frozen=True)
 class CostError:
-    """The relative error of a table of costs.  ``error``: the larger of the median error of a step and the error of the
-    sum over all steps, None if the file has none; ``phase``: the steps it was measured on."""
+    """The relative error of a table of costs.
+
+    ``error`` is the larger of the median error of a step and the error of the sum over all steps, None if the file has
+    neither.  ``phase`` is "check", or "all" if the error was measured on the steps of the fit.
+    """
 
     error: float | None
     phase: str = ""
@@ -32,28 +35,28 @@ class CostError:
     sum: float = 0.0
 
     def scales(self) -> tuple[float, float]:
-        """Return the factors on all steps between which the measured steps lie.
+        """Return the factors on the time of all steps for a fast and a slow simulation.
 
-        The error is relative to the measured time, so a table that says too little by a half is scaled by two.
+        The error is relative to the measured time, so a table that predicts half the time is scaled by two.
         """
         error = self.error or 0.0
         return 1 / (1 + error), 1 / (1 - min(MOST, error))
 
     def warning(self, path: str) -> str:
-        """Return why figures by this table are rough, "" if they are not."""
+        """Return a warning that results of the table at ``path`` are rough, "" if they are not."""
         advice = "calibrate again for longer (--seconds) while nothing else runs"
         if self.error is None:
             return f"{path}: its error is unknown, so figures have no band; {advice}"
         if self.error >= LARGE:
             off = f"{100 * self.median:.0f} % off in the median and {100 * self.sum:+.0f} % in sum"
-            what = f"the table of costs is {off} on steps of its {self.phase}, so figures are rough"
-            return f"{path}: {what}: read them with their bands; {advice}"
+            problem = f"the table of costs is {off} on steps of its {self.phase}, so figures are rough"
+            return f"{path}: {problem}: read them with their bands; {advice}"
         if self.phase != "check" or self.steps < FEW:
             return f"{path}: only {self.steps} steps checked the table, so the bands are rough; {advice}"
         return ""
 
     def line(self) -> str:
-        """Return what the bands of a table are, in a line."""
+        """Return a line that explains the bands."""
         if self.error is None:
             return "bands: unknown"
         fast, slow = self.scales()
@@ -63,13 +66,13 @@ class CostError:
         )
 
     def as_json(self, path: str) -> dict[str, Any]:
-        """Return the error for a result."""
+        """Return the error as part of a JSON result."""
         found = {"error": self.error, "phase": self.phase, "steps": self.steps}
         return {**found, "median_error": self.median, "sum_error": self.sum, "warning": self.warning(path)}
 
 
 def error_of(costs: CostTable) -> CostError:
-    """Return the error of a table by its check, or by all steps of the fit where there was none."""
+    """Return the error of a table in its check, or in all steps if it has no check."""
     for phase in ("check", "all"):
         own = costs.fit.get(phase)
         own = own if isinstance(own, Mapping) else {}
@@ -81,12 +84,12 @@ def error_of(costs: CostTable) -> CostError:
 
 
 def _number(value: Any) -> float:
-    """Return a finite number of a file, NaN for anything else."""
+    """Return a value as a float if it is a finite number, else NaN."""
     return float(value) if type(value) in (int, float) and math.isfinite(value) else math.nan
 
 
 def bands(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Return for each figure the least and the most over the simulation and the ``others``."""
+    """Return the smallest and the largest value of each figure over the simulation and the ``others``."""
     out = {}
     for key, value in found.items():
         values = [one[key] for one in (found, *others) if type(one.get(key)) in (int, float)]
