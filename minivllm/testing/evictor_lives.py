@@ -1,8 +1,9 @@
-"""Long lives of an evictor: calls that leave nothing behind, many times, and then every key must still be there.
+"""Long runs of an evictor: many rounds of calls that leave the cached keys unchanged, after which no key may be lost.
 
-What an evictor tidies up only now and then (stale entries of a heap, tombstones, counters of a few bits) goes wrong
-after some number of rounds and not before, so a life is lived to many lengths: each up to 30 rounds, then longer and
-longer ones.  Some keys are *cold*, freed once and never touched again; who loses an entry loses theirs for good.
+An evictor cleans up some of its data only from time to time, such as stale heap entries, tombstones and counters of a
+few bits.  A fault there shows after a certain number of rounds, so the runs have many lengths: every length up to 30,
+then longer and longer ones.  Some keys are *cold*: they are freed once and never used again, so that an entry that the
+evictor loses is not replaced by a later call.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ from minivllm.core.interfaces.evictor import Evictor
 
 from .evictor_tree import Tree, key_of, keys
 
-COLD, HOT, LENGTH = 5, 6, 4  # sequences that rest, sequences that come again, blocks of one
-LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)
-LONGEST = 1000  # rounds
-HITS = 40_000  # lookups of one key; of another one twice as many, more than a counter of 16 bits holds
+COLD = 5  # sequences that are never used again
+HOT = 6  # sequences that are used again
+LENGTH = 4  # blocks of a sequence
+LENGTHS = (*range(1, 31), 36, 45, 50, 64, 65, 80, 100, 129, 200, 300)  # rounds of the runs
+LONGEST = 1000  # rounds of the longest run
+HITS = 40_000  # lookups of one key; another key has twice as many, which exceeds a counter of 16 bits
 
 
 class EvictorLife:
-    """An evictor and the tree that it must agree with: in the ``order`` of that name, if any, and by ``check``."""
+    """An evictor that runs together with its reference model, the tree.
+
+    ``check`` checks the victims of a call.  They must also equal the victims of the reference ``order``, if it is not
+    empty.
+    """
 
     def __init__(self, tree: Tree, evictor: Evictor, order: str, check: Callable[[Tree, list[int], int], None]) -> None:
-        self.tree, self.evictor, self.order, self.check = tree, evictor, order, check
+        self.tree = tree
+        self.evictor = evictor
+        self.order = order
+        self.check = check
         self.random = random.Random(5)
-        self.fresh = 1000  # number of the next sequence that nobody had
+        self.fresh = 1000  # number of the next new sequence
         for i in range(COLD):
             self.free(self.cached(i))
         self.hot = [self.cached(COLD + i) for i in range(HOT)]
@@ -34,20 +44,22 @@ class EvictorLife:
             self.free(path)
 
     def cached(self, number: int, n: int = LENGTH) -> list[int]:
-        """The blocks of a new sequence, held."""
+        """Cache n blocks of a new sequence, which are held, and return their keys."""
         path: list[int] = []
         for i in range(n):
             parent = path[-1] if path else 0
-            key = key_of(parent, number if not i else 0)
+            key = key_of(parent, 0 if i else number)
             self.evictor.add(keys([key]), self.tree.add(key, parent))
             path.append(key)
         return path
 
     def free(self, path: list[int]) -> None:
-        if gone := self.tree.give(path):
-            self.evictor.free(keys(gone))
+        """End a sequence that uses the keys of a path."""
+        if freed := self.tree.give(path):
+            self.evictor.free(keys(freed))
 
     def look_up(self, path: list[int]) -> None:
+        """Start a sequence on the cached prefix ``path``."""
         self.evictor.hit(keys(path))
         for key in path:
             self.tree.hits[key] += 1
@@ -55,24 +67,28 @@ class EvictorLife:
             self.evictor.hold(keys(woken))
 
     def drop(self, path: list[int]) -> None:
+        """Drop the free keys of a path, as at a reset of the cache."""
         self.evictor.drop(keys(path))
         for key in reversed(path):
             self.tree.remove(key)
 
     def give_up(self, n: int) -> None:
-        want = self.tree.expected(self.order, n) if self.order else None
-        got = [int(k) for k in self.evictor.victims(n)]
-        self.check(self.tree, got, n)
-        assert want is None or got == want, f"order={self.order!r}: gave {got}, the reference gives {want}"
-        for key in got:
+        """Evict n keys and check the victims."""
+        expected = self.tree.expected(self.order, n) if self.order else None
+        victims = [int(key) for key in self.evictor.victims(n)]
+        self.check(self.tree, victims, n)
+        if expected is not None:
+            check_order(self.order, victims, expected)
+        for key in victims:
             self.tree.remove(key)
 
     def give_up_all(self) -> None:
+        """Evict all free keys, and check that the evictor returns no more key afterwards."""
         self.give_up(len(self.tree.free))
-        assert len(self.evictor.victims(1)) == 0, "gives a key although every key is gone"
+        assert len(self.evictor.victims(1)) == 0, "victims(1) returns a key although no key is cached"
 
     def look_up_often(self, times: Sequence[tuple[int, int]]) -> None:
-        """``times``: (which of the sequences that come again, how often the first of its blocks is looked up)."""
+        """Look up the first block of some hot sequences often; ``times`` has (index in ``hot``, lookups) of each."""
         for which, n in times:
             path = self.hot[which]
             self.look_up(path)
@@ -84,35 +100,35 @@ class EvictorLife:
     # ---- a round of each kind ------------------------------------------------------------------------------------
 
     def again(self) -> None:
-        """A prompt comes again and ends."""
+        """Run a sequence on a part of a hot prompt."""
         path = self.random.choice(self.hot)
         path = path[: self.random.randint(1, len(path))]
         self.look_up(path)
         self.free(path)
 
     def the_same_again(self) -> None:
-        """The same prompt each time."""
+        """Run a sequence on the same hot prompt each time."""
         self.look_up(self.hot[0])
         self.free(self.hot[0])
 
     def in_vain(self) -> None:
-        """The engine asks for as many victims as it needs, which may be none."""
+        """Run a sequence on a hot prompt and call ``victims(0)``, as an engine does that needs no block."""
         self.again()
-        assert len(self.evictor.victims(0)) == 0, "victims(0) gave keys"
+        assert len(self.evictor.victims(0)) == 0, "victims(0) returned keys"
 
     def come_and_dropped(self) -> None:
-        """A sequence is cached, freed and dropped, as at a reset."""
+        """Cache, free and drop a sequence, as at a reset."""
         path = self.cached(self.fresh, 2)
         self.fresh += 1
         self.free(path)
         self.drop(path)
 
     def for_another(self) -> None:
-        """The cache is full: a newcomer takes the place of as many, a prompt comes again."""
+        """Evict some keys and cache a new sequence of as many, as in a full cache; sometimes use a hot prompt."""
         n = self.random.randint(1, 3)
         self.give_up(n)
-        left = [[k for k in path if k in self.tree.refs] for path in self.hot]
-        self.hot = [path for path in left if path]
+        cached = [[key for key in path if key in self.tree.refs] for path in self.hot]
+        self.hot = [path for path in cached if path]
         path = self.cached(self.fresh, n)
         self.fresh += 1
         self.hot.append(path)
@@ -130,7 +146,13 @@ KINDS: dict[str, Callable[[EvictorLife], None]] = {
 
 
 def lives() -> Iterator[tuple[str, Callable[[EvictorLife], None], int]]:
-    """(what happens in a round, the round, how many of them)."""
-    for what, turn in KINDS.items():
-        for n in (*LENGTHS, 5 * LONGEST if turn is EvictorLife.the_same_again else LONGEST):
-            yield what, turn, n
+    """Yield (name of a kind of round, method that runs a round, number of rounds) of each run."""
+    for name, run_round in KINDS.items():
+        longest = 5 * LONGEST if run_round is EvictorLife.the_same_again else LONGEST
+        for n in (*LENGTHS, longest):
+            yield name, run_round, n
+
+
+def check_order(order: str, victims: list[int], expected: list[int]) -> None:
+    """Fail unless the victims are the expected ones, in the same order."""
+    assert victims == expected, f"order={order!r}: victims returned {victims}, the reference order gives {expected}"

@@ -1,8 +1,9 @@
-"""A plain model of what an evictor must know: a tree of cached blocks, as the engine's pools make it.
+"""A reference model for evictors: the tree of cached blocks that the engine's pools keep.
 
-Sequences are paths from a root; the blocks of a common prefix are the same keys.  A key is held while a sequence that
-uses it runs.  Of the keys that nobody holds, those without a cached child are *ripe*: only they may be given up.
-Keys are hashes of content: what was given up comes back under the same key when it is computed again.
+A sequence is a path from a root of the tree.  Sequences with a common prefix share its blocks.  A key is *held* while
+a sequence that uses it runs.  Among the keys that are not held, those without a cached child are *ripe*: an evictor
+may evict only ripe keys.  A key is a hash of the block's content, so an evicted block has the same key when the engine
+computes it again.
 """
 
 from __future__ import annotations
@@ -15,77 +16,95 @@ import numpy as np
 from minivllm.core.interfaces.evictor import BlockInfo
 
 
-def keys(values: Sequence[int]) -> np.ndarray:
+def keys(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return keys as the array that an evictor receives, uint64."""
     return np.array(values, np.uint64)
 
 
 def key_of(parent: int, branch: int) -> int:
-    """The key of a block, from that of the block before it and a number for its content.  Keys are large on purpose:
-    they are hashes, not indices."""
+    """Return the key of a block, from the key of the block before it and a number for its content.
+
+    Keys are large, like hashes, so that an evictor cannot use them as indices.
+    """
     x = (parent + (branch + 1) * 0x9E3779B97F4A7C15) % (1 << 64)
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % (1 << 64)
     return x ^ x >> 27
 
 
+def block_info(
+    parent: Sequence[int] | np.ndarray, depth: Sequence[int] | np.ndarray, tenant: Sequence[int] | np.ndarray
+) -> BlockInfo:
+    """Return the information about some blocks of 4,096 bytes that an evictor receives.
+
+    The cost of a block grows with its depth.
+    """
+    depths = np.array(depth, np.int32)
+    sizes = np.full(len(depths), 4096, np.int64)
+    return BlockInfo(keys(parent), depths, sizes, (depths + 1) * 16.0, np.array(tenant, np.int32))
+
+
 class Tree:
-    """What an evictor must know, written down plainly."""
+    """The cached keys, with the facts about each key that decide whether and when it may be evicted."""
 
     def __init__(self) -> None:
-        self.parent: dict[int, int] = {}
+        self.parent: dict[int, int] = {}  # 0 for a key without a parent
         self.depth: dict[int, int] = {}
-        self.refs: dict[int, int] = {}
-        self.children: dict[int, int] = {}
-        self.added: dict[int, int] = {}
-        self.freed: dict[int, tuple[int, int]] = {}  # when, and deeper first within a call
+        self.refs: dict[int, int] = {}  # running sequences that use the key
+        self.children: dict[int, int] = {}  # number of cached children
+        self.added: dict[int, int] = {}  # time
+        self.freed: dict[int, tuple[int, int]] = {}  # time, and order within a call: deeper keys first
         self.hits: dict[int, int] = {}
         self.clock = 0
         self.gone: set[int] = set()  # keys that were cached once
 
     @property
     def free(self) -> list[int]:
-        return [k for k, n in self.refs.items() if not n]
+        """Return the keys that are not held."""
+        return [key for key, refs in self.refs.items() if not refs]
 
     def path(self, key: int) -> list[int]:
-        """The key's ancestors and itself, parents first."""
-        out = [key]
-        while self.parent[out[-1]]:
-            out.append(self.parent[out[-1]])
-        return out[::-1]
+        """Return the ancestors of a key and the key itself, parents first."""
+        path = [key]
+        while self.parent[path[-1]]:
+            path.append(self.parent[path[-1]])
+        return path[::-1]
 
     def add(self, key: int, parent: int, depth: int = 0) -> BlockInfo:
-        """``depth`` counts only without a parent."""
+        """Add a held key and return its information for the evictor.
+
+        ``depth`` is used only for a key without a parent.
+        """
         self.clock += 1
-        depth = self.depth[parent] + 1 if parent else depth
-        self.parent[key], self.depth[key], self.refs[key], self.children[key] = parent, depth, 1, 0
-        self.added[key], self.hits[key] = self.clock, 1
         if parent:
+            depth = self.depth[parent] + 1
             self.children[parent] += 1
-        column = lambda x, t: np.array([x], t)  # noqa: E731
-        return BlockInfo(
-            column(parent, np.uint64),
-            column(depth, np.int32),
-            column(4096, np.int64),
-            column((depth + 1) * 16.0, np.float64),
-            column(depth % 3, np.int32),
-        )
+        self.parent[key] = parent
+        self.depth[key] = depth
+        self.refs[key] = 1
+        self.children[key] = 0
+        self.added[key] = self.clock
+        self.hits[key] = 1
+        return block_info([parent], [depth], [depth % 3])
 
     def take(self, path: Sequence[int]) -> list[int]:
-        """One more user of each; returns those that nobody held."""
-        woken = [k for k in path if not self.refs[k]]
-        for k in path:
-            self.refs[k] += 1
+        """Add a user to each key, and return the keys that were not held before."""
+        woken = [key for key in path if not self.refs[key]]
+        for key in path:
+            self.refs[key] += 1
         return woken
 
     def give(self, path: Sequence[int]) -> list[int]:
-        """One user less; returns those that nobody holds now."""
+        """Remove a user from each key, and return the keys that are no longer held."""
         self.clock += 1
-        for k in path:
-            self.refs[k] -= 1
-        gone = [k for k in path if not self.refs[k]]
-        self.freed.update({k: (self.clock, -i) for i, k in enumerate(gone)})
-        return gone
+        for key in path:
+            self.refs[key] -= 1
+        freed = [key for key in path if not self.refs[key]]
+        for i, key in enumerate(freed):
+            self.freed[key] = (self.clock, -i)
+        return freed
 
     def remove(self, key: int) -> None:
+        """Remove a key that was evicted or dropped."""
         self.gone.add(key)
         if self.parent[key]:
             self.children[self.parent[key]] -= 1
@@ -93,20 +112,22 @@ class Tree:
             del column[key]
 
     ORDERS: dict[str, Callable[[Tree, int], Any]] = {
-        "lru": lambda self, k: self.freed[k],
-        "fifo": lambda self, k: self.added[k],
-        "lfu": lambda self, k: (self.hits[k], self.freed[k]),
+        "lru": lambda self, key: self.freed[key],
+        "fifo": lambda self, key: self.added[key],
+        "lfu": lambda self, key: (self.hits[key], self.freed[key]),
     }
 
     def expected(self, order: str, n: int) -> list[int]:
-        """The n victims of a reference order: again and again the least of the ripe keys."""
-        out: list[int] = []
-        left = dict(self.children)
+        """Return the n victims of a reference order, each of which is the first ripe key of that order."""
+        rank = self.ORDERS[order]
+        victims: list[int] = []
+        children = dict(self.children)
         free = set(self.free)
-        while len(out) < n:
-            key = min((k for k in free if not left[k]), key=lambda k: self.ORDERS[order](self, k))
+        while len(victims) < n:
+            ripe = (key for key in free if not children[key])
+            key = min(ripe, key=lambda key: rank(self, key))
             free.remove(key)
             if self.parent[key]:
-                left[self.parent[key]] -= 1
-            out.append(key)
-        return out
+                children[self.parent[key]] -= 1
+            victims.append(key)
+        return victims

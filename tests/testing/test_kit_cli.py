@@ -37,8 +37,8 @@ def test_a_failure_shows_rule_values_and_place_and_the_report_has_every_outcome(
     assert main([WRONG, "-k", "held_again or share_no_state", "--json", str(tmp_path / "r.json")]) == 1
     out = capsys.readouterr().out
     assert f"FAIL  {HELD}" in out
-    assert "rule  The prefix that a new request hit must survive until it is freed." in out
-    assert "want the three keys that are not held" in " ".join(out.split())
+    assert "rule  Check that the prefix that a new request hit is not evicted until the request frees it." in out
+    assert "expected the three keys that are not held" in " ".join(out.split())
     assert "minivllm/testing/evictor.py:" in out and "does not conform" in out
     report = json.loads((tmp_path / "r.json").read_text())
     assert {o["test"]: o["status"] for o in report["outcomes"]} == {
@@ -169,7 +169,7 @@ def test_an_authors_file_of_four_lines_runs_under_plain_pytest(tmp_path, plugin,
     path = {"PYTHONPATH": str(Path(__file__).parents[1] / "helpers"), "PATH": ""}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, env=path)
     assert done.returncode == status, done.stdout + done.stderr
-    assert ("want the three keys that are not held" in done.stdout) == bool(status)
+    assert ("expected the three keys that are not held" in done.stdout) == bool(status)
 
 
 RANKED = """
