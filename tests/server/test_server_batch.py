@@ -28,9 +28,9 @@ def test_parameters_of_a_batch_are_bounded_together_since_every_prompt_is_told_t
     body = {"prompt": ["a"] * 64, "max_tokens": 1, **PARAMETERS[name]}
     answer = server.post(COMPLETIONS, body)
     assert answer.status_code == 400, answer.text
-    assert "for each of 64 prompts; want at most 1048576 together" in answer.json()["error"]["message"]
+    assert "for each of 64 prompts; expected at most 1048576 together" in answer.json()["error"]["message"]
     one = server.post(COMPLETIONS, {**body, "prompt": "a"})  # it may be refused, but not for that
-    assert "prompts; want" not in one.text
+    assert "prompts; expected" not in one.text
 
 
 def test_prompts_of_a_batch_are_told_one_by_one_with_parameters_that_are_written_once(server, monkeypatch):

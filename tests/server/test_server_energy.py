@@ -92,13 +92,13 @@ def test_who_does_not_ask_is_told_nothing_of_it(server):
 def test_joules_without_a_usage_to_tell_them_in_and_a_counter_to_read_are_refused(server):
     answer = server.post("/v1/completions", {**TALE, **ASK, "stream": True})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("include_energy: want stream_options.include_usage beside it")
+    assert answer.json()["error"]["message"].startswith("include_energy: expected stream_options.include_usage with it")
     with_none = Running()
     try:
         for path, body in (("/v1/completions", TALE), ("/v1/chat/completions", CHAT)):
             answer = with_none.post(path, {**body, **ASK})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "include_energy"
-            assert "this server counts no joules; want it started with --set energy=on" in answer.text
+            assert "this server does not measure joules; start it with --set energy=on" in answer.text
         assert with_none.post("/v1/completions", {**TALE, "include_energy": False}).status_code == 200
         metrics = with_none.client.get("/metrics").text
         assert not re.search(r"^minivllm:(energy_joules_total|joules_per_output_token){", metrics, re.M)

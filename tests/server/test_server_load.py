@@ -236,7 +236,7 @@ def test_text_that_is_told_at_once_is_in_its_order_and_none_is_lost(empty, taken
             if place % 5:
                 await asyncio.sleep(0.001)
         await asyncio.wait_for(task, 5)
-        return b"".join(found), answer.told
+        return b"".join(found), answer.sent
 
     found, told = asyncio.run(main())
     lines = found.decode().split("\n\n")

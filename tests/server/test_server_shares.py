@@ -39,7 +39,8 @@ def test_branches_of_a_request_are_bounded_together_whatever_they_are(server, na
     answer = server.post(path, {**body, "max_tokens": 1})
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == field, error
-    assert product in error["message"] and "want at most 32" in error["message"] and "max_branches" in error["message"]
+    message = error["message"]
+    assert product in message and "expected at most 32" in message and "max_branches" in message
     assert server.stats()["finished"] == before
 
 

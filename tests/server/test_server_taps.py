@@ -185,26 +185,26 @@ def test_a_server_without_admin_serves_no_taps_and_one_with_a_single_key_serves_
     [
         ({}, 400, "a list of at most 16"),
         ([MEAN] * 17, 400, "a list of at most 16"),
-        (["layers.0.q"], 400, "taps[0]: want an object"),
-        ([{"read": "mean"}], 400, "taps[0].point: want the name of a point"),
-        ([{"point": POINT}], 400, 'want "read" or "add"'),
-        ([{"point": POINT, "read": "max"}], 400, "taps[0].read: want mean or last"),
-        ([{"point": POINT, "read": ["mean"]}], 400, "taps[0].read: want mean or last"),
+        (["layers.0.q"], 400, "taps[0]: expected an object"),
+        ([{"read": "mean"}], 400, "taps[0].point: expected the name of a point"),
+        ([{"point": POINT}], 400, 'expected "read" or "add"'),
+        ([{"point": POINT, "read": "max"}], 400, "taps[0].read: expected mean or last"),
+        ([{"point": POINT, "read": ["mean"]}], 400, "taps[0].read: expected mean or last"),
         ([MEAN, LAST, MEAN], 400, "taps[2]: layers.3.residual is read twice by mean"),
         ([MEAN, {"point": POINT, "reed": "mean"}], 400, "taps[1]: unknown key 'reed'. Did you mean 'read'?"),
         ([{"point": "layers.3.residul", "read": "mean"}], 400, "Did you mean 'layers.3.residual'?"),
-        ([{**MEAN, "scale": 2}], 400, 'taps[0].scale: want it only beside "add"'),
-        ([{"point": POINT, "add": "calm", "scale": True}], 400, "taps[0].scale: want a finite number"),
+        ([{**MEAN, "scale": 2}], 400, 'taps[0].scale: expected only with "add"'),
+        ([{"point": POINT, "add": "calm", "scale": True}], 400, "taps[0].scale: expected a finite number"),
         ([{"point": POINT, "add": "calm", "scale": 10**400}], 400, ""),
         ([{"point": POINT, "add": "calm", "scale": 1e300}], 400, "out of the range"),
-        ([{"point": POINT, "add": "clam"}], 404, "there is no vector clam; there are: bytes, calm, huge, large"),
+        ([{"point": POINT, "add": "clam"}], 404, "there is no vector clam; the vectors are bytes, calm, huge, large"),
         ([{"point": POINT, "add": "narrow"}], 400, "a vector of 3 numbers"),
-        ([{"point": POINT, "add": "square"}], 400, "square.npy: want one list of numbers"),
-        ([{"point": POINT, "add": "objects"}], 400, "objects.npy: want one list of numbers"),
+        ([{"point": POINT, "add": "square"}], 400, "square.npy: expected one list of numbers"),
+        ([{"point": POINT, "add": "objects"}], 400, "objects.npy: expected one list of numbers"),
         ([{"point": POINT, "add": "text"}], 400, "text.npy: not an array"),
         ([{"point": POINT, "add": "large"}], 400, "at most 1 MiB"),
-        ([MEAN, {"point": POINT, "add": "nan"}], 400, "taps[1].add: nan.npy: want finite numbers"),
-        ([{"point": POINT, "add": "huge"}], 400, "taps[0].add: huge.npy: want finite numbers"),
+        ([MEAN, {"point": POINT, "add": "nan"}], 400, "taps[1].add: nan.npy: expected finite numbers"),
+        ([{"point": POINT, "add": "huge"}], 400, "taps[0].add: huge.npy: expected finite numbers"),
         ([{"point": POINT, "add": "bytes"}] * 16, 400, "at most 16777216: add fewer, and vectors as wide"),
         ([{"point": POINT, "add": "../outside"}], 400, "the name of a vector"),
         ([{"point": POINT, "add": "/etc/passwd"}], 400, "the name of a vector"),
@@ -304,5 +304,5 @@ def test_a_file_takes_no_more_memory_than_it_has():
     stream = io.BytesIO()
     np.lib.format.write_array_header_1_0(stream, {"descr": "<f8", "fortran_order": False, "shape": (10**15,)})
     for data in (stream.getvalue(), stream.getvalue() + b"x" * 64, stream.getvalue()[:40], b"", b"PK\x03\x04"):
-        with pytest.raises(ValueError, match=r"want one list|not an array"):
+        with pytest.raises(ValueError, match=r"expected one list|not an array"):
             read_npy(data)

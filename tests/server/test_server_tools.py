@@ -239,14 +239,14 @@ def test_a_choice_as_others_spell_it_is_the_same_choice(given, choice, function)
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("f", 'tool_choice="f": want none'),
-        ({"type": "code"}, 'tool_choice={"type": "code"}: want none'),
-        ({"type": "tool"}, "null names no function"),
-        ({"type": "function", "name": "nobody"}, '"nobody" names no function'),
-        ({"type": "function", "function": "add"}, "null names no function"),
-        ({"type": ["any"]}, "want none"),
-        (["required"], "want none"),
-        (7, "tool_choice=7: want none"),
+        ("f", 'tool_choice="f": expected none'),
+        ({"type": "code"}, 'tool_choice={"type": "code"}: expected none'),
+        ({"type": "tool"}, "null is not the name of a function"),
+        ({"type": "function", "name": "nobody"}, '"nobody" is not the name of a function'),
+        ({"type": "function", "function": "add"}, "null is not the name of a function"),
+        ({"type": ["any"]}, "expected none"),
+        (["required"], "expected none"),
+        (7, "tool_choice=7: expected none"),
     ],
 )
 def test_a_choice_that_means_nothing_is_refused_as_it_came(given, words):

@@ -156,13 +156,13 @@ def test_a_message_that_does_not_come_ends_its_socket_and_one_in_pieces_between_
         ping = bytes([0x89, 0x80, 0, 0, 0, 0])
         quick.sendall(frame(b'{"type":"cancel",', fin=False) + ping + frame(b'"id":"a"}', 0))
         answer = b""
-        while b"want the id of a request" not in answer:
+        while b"expected the id of a request" not in answer:
             answer += quick.recv(4096)
         begun = time.monotonic()
         assert closing(slow) == socket_connection.LATE
         assert time.monotonic() - begun < 8
         quick.sendall(frame(b'{"type":"cancel","id":"b"}'))
-        assert b"want the id" in quick.recv(4096)
+        assert b"expected the id" in quick.recv(4096)
 
 
 class Transport:

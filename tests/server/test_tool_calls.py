@@ -284,10 +284,13 @@ def test_allowed_tools_are_the_only_ones_that_are_shown_and_called(server):
     [
         (only("maybe", "add"), "mode"),
         (only("auto"), "tools"),
-        (only("auto", "nobody"), "names no function"),
+        (only("auto", "nobody"), "does not have the name of a function"),
         ({"type": "allowed_tools"}, "mode"),
         ({"type": "allowed_tools", "allowed_tools": []}, "mode"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["add"]}}, "names no function"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["add"]}},
+            "does not have the name of a function",
+        ),
     ],
 )
 def test_an_allowed_part_that_is_malformed_is_refused_by_name(server, choice, word):

@@ -1,11 +1,11 @@
-"""A whole answer as JSON, written piece by piece: what a client chooses the size of is never built at once.
+"""A whole answer as JSON, written in pieces, because the client chooses the size of an answer.
 
-    answer ──pieces()──► 64 KiB and more ──► the client       the next piece is made once it has taken the last
-      │ small leaves at once
-      └ Leaf: many log-probabilities ──JOB each──► WorkerPool ──► JSON of a part
+    answer ──pieces()──► 64 KiB and more ──► the client       the next piece is made after the client took the last one
+      │ small values at once
+      └ WrittenInParts: many log-probabilities ──JOB each──► WorkerPool ──► JSON of a part
 
-So an answer holds the columns that it is made of and a piece of its text, whatever that comes to, and the event loop
-does something else between two pieces.
+So the memory of an answer is its columns and one piece of JSON, and the event loop serves other requests between two
+pieces.
 """
 
 from __future__ import annotations
@@ -29,27 +29,28 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.worker_pool import WorkerPool
 
-PIECE = 1 << 16  # bytes that are sent together
-AT_ONCE = 1024  # scores of an answer that the event loop writes itself: a millisecond or two
-FEW = 128  # tokens of an answer whose places it finds itself
-JOB = 1 << 13  # scores of a part: some ten milliseconds, and 0.5 MB of JSON
-SLICE = 0.002  # seconds of the event loop's time, after which others have their turn
+PIECE = 1 << 16  # least bytes of a piece
+AT_ONCE = 1024  # scores of an answer that the event loop converts: one or two milliseconds
+FEW = 128  # tokens of an answer whose positions the event loop computes
+JOB = 1 << 13  # scores of a job for the worker pool: about ten milliseconds, and 0.5 MB of JSON
+SLICE = 0.002  # seconds of the event loop's time, after which other requests run
 
 
 class Slices:
-    """The event loop's time for answers that have much to say: ``SLICE`` of each, and of one of them in a round of the
-    loop.  However many there are, who has little to do waits for one slice at each of its steps."""
+    """The event loop's time for long answers: slices of ``SLICE`` seconds, one in each iteration of the loop.
+
+    So a short task waits for at most one slice at each of its steps, however many long answers there are."""
 
     def __init__(self) -> None:
-        self._one = asyncio.Lock()
+        self._turn = asyncio.Lock()
 
     def begin(self) -> float:
-        """``time.perf_counter`` at which a slice that begins now ends."""
+        """Return the time (``time.perf_counter``) at which a slice that begins now ends."""
         return time.perf_counter() + SLICE
 
     async def next(self) -> float:
-        """The end of the next slice, once it is there."""
-        async with self._one:
+        """Wait for the next slice and return the time at which it ends."""
+        async with self._turn:
             await asyncio.sleep(0)
         return self.begin()
 
@@ -57,31 +58,35 @@ class Slices:
 class WrittenInParts(Protocol):
     """A value whose JSON is made in parts."""
 
-    def parts(self, shaper: Shaper) -> AsyncIterator[bytes]: ...
+    def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
+        """Yield the JSON of the value."""
 
 
 class Shaper:
-    """Makes the parts of one answer: the first few scores at once, the others at the worker pool, in turn of ``who``
-    asks."""
+    """Converts the log-probabilities of one answer to JSON: the first few on the event loop, the others in the worker
+    pool.
+
+    ``who`` identifies the client, because the pool serves clients in turn."""
 
     def __init__(self, pool: WorkerPool, tokenizer: Tokenizer | None, speller: Speller, who: str) -> None:
         self.tokenizer, self._pool, self._speller, self._who = tokenizer, pool, speller, who
-        self._scores, self._tokens = AT_ONCE, FEW
+        self._scores = AT_ONCE
+        self._tokens = FEW
 
     async def shape(self, kind: str, scored: Scored, top: int) -> AsyncIterator[list[bytes]]:
-        """For each part of the rows ``shaped`` of it, encoded."""
+        """Yield the result of ``shaped`` for each part of the rows."""
         for low, high in scored.parts(JOB):
             weight = scored.weight(low, high)
             if weight <= self._scores:
                 self._scores -= weight
                 yield shaped(kind, scored.rows(low, high), top, self._speller)
             else:
-                own = {"as_ids": self._speller.as_ids, "detokenize": self._speller.detokenize}
+                spelling = {"as_ids": self._speller.as_ids, "detokenize": self._speller.detokenize}
                 columns = scored.cut(low, high).pack()
-                yield await self._pool.shape({"kind": kind, "top": top, **own}, columns, self._who)
+                yield await self._pool.shape({"kind": kind, "top": top, **spelling}, columns, self._who)
 
     async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, shown: int) -> list[int]:
-        """Where each token begins in a text (see ``Places``) of which ``shown`` characters are shown."""
+        """Return the position of each token in a text of ``shown`` characters (see ``Places``)."""
         if len(tokens) <= self._tokens or self.tokenizer is None:
             self._tokens -= len(tokens)
             found = places(self.tokenizer, tokens, skip, begin, prompt)
@@ -91,7 +96,9 @@ class Shaper:
 
 
 def shaped(kind: str, rows: Iterator[logprobs.ScoredToken], top: int, speller: Speller) -> list[bytes]:
-    """JSON of a value a row, with commas and without brackets: one column of it, of completions three."""
+    """Return columns of JSON, each with one value for each row, with commas and without brackets.
+
+    ``kind`` is "chat", "prompt" (one column) or "completion" (three columns)."""
     if kind == "completion":
         columns = logprobs.completion(rows, top, speller)
         return [dump(columns[name])[1:-1] for name in ("top_logprobs", "tokens", "token_logprobs")]
@@ -100,20 +107,21 @@ def shaped(kind: str, rows: Iterator[logprobs.ScoredToken], top: int, speller: S
 
 
 def places(tokenizer: Tokenizer | None, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None) -> Any:
-    """i64 [N]."""
+    """Return the position of each token in a text, i64 [N]."""
     found = Places(tokenizer, skip, begin, prompt)
     return np.fromiter(map(found.next, tokens), np.int64, len(tokens))
 
 
 @dataclass
 class TokenScores:
-    """A list with a value a token.  ``kind``: "chat" or "prompt"."""
+    """The scores of tokens as a JSON list with one element for each token.  ``kind`` is "chat" or "prompt"."""
 
     kind: str
     scored: Scored
     top: int = 0
 
     async def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
+        """Yield the JSON of the list."""
         before = b"["
         async for (part,) in shaper.shape(self.kind, self.scored, self.top):
             yield before + part
@@ -123,7 +131,7 @@ class TokenScores:
 
 @dataclass
 class Stretch:
-    """Tokens of a choice one after another, and how they lie in its text: the arguments of ``Shaper.places``."""
+    """Successive tokens of a choice, and the arguments of ``Shaper.places`` for their positions in its text."""
 
     scored: Scored
     skip: bool
@@ -134,22 +142,28 @@ class Stretch:
 
 @dataclass
 class CompletionScores:
-    """``logprobs`` of a choice of completions.  The column that is by far the largest comes first: the others are kept
-    meanwhile."""
+    """The ``logprobs`` of a choice of completions.
+
+    The largest column, ``top_logprobs``, is written first.  The other columns are kept in memory meanwhile."""
 
     stretches: Sequence[Stretch]
     top: int
 
     async def parts(self, shaper: Shaper) -> AsyncIterator[bytes]:
-        before, tokens, chosen, offsets = b'{"top_logprobs":[', [], [], []
-        for one in self.stretches:
-            async for tops, names, values in shaper.shape("completion", one.scored, self.top):
+        """Yield the JSON of the columns."""
+        before = b'{"top_logprobs":['
+        tokens: list[bytes] = []
+        chosen: list[bytes] = []
+        offsets: list[bytes] = []
+        for part in self.stretches:
+            async for tops, names, values in shaper.shape("completion", part.scored, self.top):
                 yield before + tops
                 before = b","
                 tokens.append(names)
                 chosen.append(values)
-            found = await shaper.places(one.scored.tokens, one.skip, one.begin, one.prompt, one.shown)
-            offsets += [dump(found)[1:-1]] if found else []
+            found = await shaper.places(part.scored.tokens, part.skip, part.begin, part.prompt, part.shown)
+            if found:
+                offsets.append(dump(found)[1:-1])
         if before != b",":
             yield before
         for name, column in ((b"tokens", tokens), (b"token_logprobs", chosen), (b"text_offset", offsets)):
@@ -158,22 +172,26 @@ class CompletionScores:
 
 
 async def pieces(answer: dict[str, Any], shaper: Shaper, slices: Slices) -> AsyncIterator[bytes]:
-    """The JSON of an answer in pieces of ``PIECE`` bytes or a little more, the last one smaller."""
+    """Yield the JSON of an answer in pieces of at least ``PIECE`` bytes, except for the last piece."""
     held: list[bytes] = []
-    size, until = 0, slices.begin()
+    size = 0
+    until = slices.begin()
     async for part in _parts(answer, shaper, True):
         held.append(part)
         size += len(part)
         if size >= PIECE:
             yield b"".join(held)
-            held, size = [], 0
+            held = []
+            size = 0
         if time.perf_counter() > until:
             until = await slices.next()
     yield b"".join(held)
 
 
 async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncIterator[bytes]:
-    """``opened``: whether the entries are written one by one, whatever they are."""
+    """Yield the JSON of a value in parts.
+
+    A value with a ``WrittenInParts`` inside is written member by member.  ``opened`` does so for any object or list."""
     if hasattr(value, "parts"):
         async for part in value.parts(shaper):
             yield part
@@ -198,4 +216,5 @@ async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncItera
 
 
 def _has_leaf(value: dict[str, Any]) -> bool:
+    """Return whether an object has a ``WrittenInParts`` inside."""
     return any(hasattr(one, "parts") or (isinstance(one, dict) and _has_leaf(one)) for one in value.values())

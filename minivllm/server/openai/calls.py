@@ -1,9 +1,9 @@
-"""Calls of functions as a model writes them in JSON: read as the text comes, arguments exactly as they were written.
+"""Function calls that a model writes as JSON, parsed while the text is generated.  Arguments keep the model's spelling.
 
     [{"name": "f", "arguments": {...}}, ...]
               └ Begun       └ Written, Written, ... └ Ended
 
-A call that comes in pieces is ``Begun`` once its name is known; a ``ToolCall`` is whole at once.
+A parser reports a call either as ``Begun``, ``Written`` and ``Ended`` while it is generated, or as one ``ToolCall``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 SPACE = re.compile(r"[ \t\n\r]*")
 HEAD = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)', re.S)
-OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # what matters outside of a string, and in one
+OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # significant characters outside and inside a string
 DECODER = json.JSONDecoder()
 
 
 def new_id() -> str:
+    """Return a random id of a call."""
     return f"call_{secrets.token_hex(12)}"
 
 
@@ -34,7 +35,7 @@ class Said:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A whole call; ``arguments`` is JSON text.  ``id`` is ours."""
+    """A complete call.  ``arguments`` is JSON text.  The server makes the ``id``."""
 
     name: str
     arguments: str
@@ -43,7 +44,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Begun:
-    """A call whose arguments come in pieces; the pieces that follow are its own until the next one is begun."""
+    """The begin of a call.  Its arguments follow in pieces, until ``Ended`` or the next ``Begun``."""
 
     name: str
     id: str = field(default_factory=new_id)
@@ -51,23 +52,26 @@ class Begun:
 
 @dataclass(frozen=True)
 class Written:
-    """More of the arguments of the call that was begun last."""
+    """A piece of the arguments of the last call that has begun."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The arguments of the call that was begun last are whole."""
+    """The end of the arguments of the last call that has begun."""
 
 
 class Named:
-    """The arguments of one function, which the grammar of a named choice leaves and nothing else."""
+    """Parser of an answer that calls a named function.  Its grammar allows nothing but the arguments."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._begun, self._text = name, False, ""
+        self._name = name
+        self._begun = False
+        self._text = ""
 
     def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
+        """Return the parts of the call in new text.  ``final`` marks the end of the answer."""
         found: list[Begun | Written | Ended] = [] if self._begun else [Begun(self._name)]
         self._begun = True
         self._text += text
@@ -79,14 +83,18 @@ class Named:
 
 
 class Forced:
-    """The list of calls that the grammar of ``required`` leaves: each is begun when its name is there."""
+    """Parser of an answer that must call.  Its grammar allows nothing but a list of calls."""
 
     def __init__(self) -> None:
-        self._left, self._in_call = "", False
-        self._depth, self._quoted = 0, False  # of the arguments so far
+        self._left = ""
+        self._in_call = False
+        self._depth = 0  # open brackets of the arguments so far
+        self._quoted = False  # the arguments so far end inside a string
 
     def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
-        """Of a list that was cut the last call may have no end; what came of a name that is not whole is dropped."""
+        """Return the parts of calls in new text.  A call begins when its name is complete.
+
+        If the list is cut, its last call may have no ``Ended``, and an incomplete name is dropped."""
         self._left += text
         found: list[Begun | Written | Ended] = []
         while True:
@@ -94,7 +102,7 @@ class Forced:
                 end, whole = self._end_of_arguments()
                 if end:
                     found.append(Written(self._left[:end]))
-                self._left = self._left[end + whole :]  # the "}" behind the arguments goes too
+                self._left = self._left[end + whole :]  # without the "}" after the arguments
                 if not whole:
                     return found
                 found.append(Ended())
@@ -103,19 +111,23 @@ class Forced:
             if head is None:
                 return found
             self._left = self._left[head.end() :]
-            self._in_call, self._depth, self._quoted = True, 0, False
+            self._in_call = True
+            self._depth = 0
+            self._quoted = False
             found.append(Begun(json.loads(head[1])))
 
     def _end_of_arguments(self) -> tuple[int, bool]:
-        """(characters that are certainly of the arguments, whether the end of the call follows them)."""
-        text, at = self._left, 0
+        """Return the number of characters that surely belong to the arguments, and whether the end of the call follows
+        them."""
+        text = self._left
+        at = 0
         while True:
             match = (INSIDE if self._quoted else OUTSIDE).search(text, at)
             if match is None:
                 return len(text), False
             at, char = match.end(), match[0]
             if char == "\\":
-                if at == len(text):  # what it escapes is still to come
+                if at == len(text):  # the escaped character is not generated yet
                     return at - 1, False
                 at += 1
             elif char == '"':
@@ -129,36 +141,40 @@ class Forced:
 
 
 class Distinct:
-    """The calls of ``Forced`` without those that were made before: a model that the grammar makes call again has
-    nothing else to say.  ``repeated`` is set at the first one.
+    """Parser of an answer that must call, without repeated calls.
 
-    A call is held back while it may still become one that is there."""
+    A grammar that requires calls makes a model repeat itself when it has no further call.  ``repeated`` is set at the
+    first repeated call.  A call is held back while it may still become equal to an earlier one."""
 
     def __init__(self) -> None:
         self._calls = Forced()
         self._made: set[tuple[str, str]] = set()
         self._held: list[Begun | Written | Ended] = []
-        self._name, self._text, self._holds = "", "", False
+        self._name = ""
+        self._text = ""  # arguments of the last call
+        self._holds = False  # the last call may become equal to an earlier one
         self.repeated = False
 
     def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
-        """Return what is new, as ``Forced.feed`` does; with ``final``, what was held back of a call without end too."""
+        """Return the parts of new calls, as ``Forced.feed`` does.  ``final`` also returns a held, incomplete call."""
         found: list[Begun | Written | Ended] = []
-        for one in self._calls.feed(text, final):
-            if isinstance(one, Begun):
-                self._name, self._text = one.name, ""
-                self._holds = any(name == one.name for name, _ in self._made)
-            elif isinstance(one, Written):
-                self._text += one.text
-                like = (made for name, made in self._made if name == self._name)
-                self._holds = self._holds and any(made.startswith(self._text) for made in like)
-            elif (call := (self._name, self._text)) in self._made:
-                self._held, self.repeated = [], True
+        for part in self._calls.feed(text, final):
+            if isinstance(part, Begun):
+                self._name = part.name
+                self._text = ""
+                self._holds = any(name == part.name for name, _ in self._made)
+            elif isinstance(part, Written):
+                self._text += part.text
+                earlier = (arguments for name, arguments in self._made if name == self._name)
+                self._holds = self._holds and any(arguments.startswith(self._text) for arguments in earlier)
+            elif (self._name, self._text) in self._made:
+                self._held = []
+                self.repeated = True
                 continue
             else:
-                self._made.add(call)
+                self._made.add((self._name, self._text))
                 self._holds = False
-            self._held.append(one)
+            self._held.append(part)
             if not self._holds:
                 found += self._held
                 self._held = []
@@ -169,6 +185,7 @@ class Distinct:
 
 
 def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
     try:
         json.loads(text)
     except (ValueError, RecursionError):
@@ -177,10 +194,10 @@ def is_json(text: str) -> bool:
 
 
 def members(text: str) -> dict[str, str]:
-    """The members of a JSON object, each value as it is written.  ValueError for anything else."""
+    """Return the members of a JSON object, each value as its text.  ValueError for anything else."""
     at = _skip(text, 0)
     if text[at : at + 1] != "{":
-        raise ValueError("no object")
+        raise ValueError("expected an object")
     found: dict[str, str] = {}
     at = _skip(text, at + 1)
     while text[at : at + 1] != "}":
@@ -188,23 +205,24 @@ def members(text: str) -> dict[str, str]:
             at = _skip(text, _expect(text, at, ","))
         key, at = _value(text, at)
         if not key.startswith('"'):
-            raise ValueError("no key")
+            raise ValueError("expected a key")
         at = _skip(text, _expect(text, _skip(text, at), ":"))
         found[json.loads(key)], at = _value(text, at)
         at = _skip(text, at)
     if _skip(text, at + 1) != len(text):
-        raise ValueError("more than an object")
+        raise ValueError("text follows the object")
     return found
 
 
 def elements(text: str) -> Iterator[str]:
-    """The elements of a JSON list, or one value alone, each as it is written; of a text that ends early those that are
-    whole.  ValueError at the first thing that is none."""
+    """Yield the elements of a JSON list, or a single JSON value, each as its text.
+
+    ValueError at the first element that is incomplete or no JSON, and for text after the end."""
     at = _skip(text, 0)
     if text[at : at + 1] != "[":
         value, at = _value(text, at)
         if _skip(text, at) != len(text):
-            raise ValueError("more than a value")
+            raise ValueError("text follows the value")
         yield value
         return
     at = _skip(text, at + 1)
@@ -215,11 +233,11 @@ def elements(text: str) -> Iterator[str]:
         if text[at : at + 1] != "]":
             at = _skip(text, _expect(text, at, ","))
     if _skip(text, at + 1) != len(text):
-        raise ValueError("more than a list")
+        raise ValueError("text follows the list")
 
 
 def call_of(text: str) -> ToolCall | None:
-    """A call from {"name", "arguments"} (or "parameters"); None if the text is not one."""
+    """Return the call of a JSON object with "name" and "arguments" (or "parameters"), or None for other text."""
     try:
         parts = members(text)
         name = json.loads(parts.get("name", "null"))
@@ -233,11 +251,12 @@ def call_of(text: str) -> ToolCall | None:
 
 
 def calls_of(text: str) -> tuple[list[ToolCall], bool]:
-    """The calls at the beginning of a text that is one or a list of them, and whether it is nothing but that."""
+    """Return the calls at the beginning of a text, one call or a list, and whether nothing else follows them."""
     found: list[ToolCall] = []
     try:
-        for one in elements(text):
-            if (call := call_of(one)) is None:
+        for element in elements(text):
+            call = call_of(element)
+            if call is None:
                 return found, False
             found.append(call)
     except (ValueError, RecursionError):
@@ -246,12 +265,14 @@ def calls_of(text: str) -> tuple[list[ToolCall], bool]:
 
 
 def begins_call(text: str) -> bool:
-    """Whether the text, or its first element if it is a list, is the beginning of a call."""
+    """Return whether a text is the beginning of a call or of a list of calls."""
     return any(begun.fullmatch(text) for begun in _BEGUN)
 
 
 def _beginning(argument: str) -> re.Pattern[str]:
-    """Matches every beginning of a call with that key: piece by piece, each only behind the one before."""
+    """Return a pattern that matches every beginning of a call with the key ``argument``.
+
+    Each piece of the pattern is optional, but can only follow the piece before it."""
     pieces = [
         r"\s*",
         r"\[?",
@@ -283,17 +304,19 @@ _BEGUN = [_beginning(key) for key in ("arguments", "parameters")]
 
 
 def _skip(text: str, at: int) -> int:
+    """Return the position of the first character that is no whitespace."""
     match = SPACE.match(text, at)
     return match.end() if match else at
 
 
 def _expect(text: str, at: int, char: str) -> int:
+    """Return the position after an expected character.  ValueError for another character."""
     if text[at : at + 1] != char:
-        raise ValueError(f"no {char}")
+        raise ValueError(f"expected {char}")
     return at + 1
 
 
 def _value(text: str, at: int) -> tuple[str, int]:
-    """The JSON value that begins there, as it is written, and where it ends."""
+    """Return the text of the JSON value at a position, and the position of its end."""
     _, end = DECODER.raw_decode(text, at)
     return text[at:end], end

@@ -1,4 +1,4 @@
-"""The text of an answer as a message: what is said, and calls of tools, whole or piece by piece."""
+"""Convert the text of an answer to a message: content and tool calls, as a whole or as deltas of a stream."""
 
 from __future__ import annotations
 
@@ -9,61 +9,75 @@ from typing import Any
 from . import tools
 from .calls import Begun, Distinct, Ended, Named, Said, ToolCall, Written
 
-HELD: dict[str, Any] = {"none": lambda: None, "required": Distinct}
+
+def _parser_of(asked: tools.Tools, parser: Any) -> Any:
+    """Return a new parser for the text of one choice.  None means that all text is content."""
+    if asked.choice == "none":
+        return None
+    if asked.choice == "required":
+        return Distinct()
+    return Named(asked.function) if asked.choice == "named" else parser()
 
 
 class Reader:
-    """The text of one choice as deltas of a message, and the message that they add up to.
+    """The text of one choice as deltas of a message, and the message that the deltas add up to.
 
-    A call that is cut by the length of the answer is in the deltas as far as it came, and not in the message: neither
-    has a part of one as text."""
+    If the length limit cuts a call, the deltas have the part of the call that was generated, and the message does not
+    have the call.  Neither has a part of a call as content."""
 
     def __init__(self, asked: tools.Tools, parser: Any) -> None:
-        self._choice, self._only, self._parallel = asked.choice, asked.only, asked.parallel
-        makers = {**HELD, "auto": parser, "named": lambda: Named(asked.function)}
-        self._parser = makers[asked.choice]()
-        self._said: list[str] = []
-        self._calls: list[ToolCall | Begun] = []  # in order
-        self._arguments: list[str] = []  # of the call that was begun last, as far as it came
-        self._whole: dict[int, str] = {}  # place in ``_calls`` -> all its arguments
+        self._asked = asked
+        self._parser = _parser_of(asked, parser)
+        self._content: list[str] = []
+        self._calls: list[ToolCall | Begun] = []
+        self._arguments: list[str] = []  # parts of the arguments of the last call
+        self._whole: dict[int, str] = {}  # index in ``_calls`` -> complete arguments
 
     @property
     def plain(self) -> bool:
-        """Whether any text is content of the message as it comes."""
+        """Return whether all text is content of the message."""
         return self._parser is None
 
     def deltas(self, text: str, reason: str | None) -> dict[str, Any]:
-        """What is new; {} if nothing is.  ``reason``: why the text ends, with its last piece."""
-        said: list[str] = []
+        """Return the delta of a message for new text, or {} if the text adds nothing yet.
+
+        ``reason`` is the finish reason, with the last text of the choice."""
+        content: list[str] = []
         calls: dict[int, dict[str, Any]] = {}
-        for one in self._found(text, reason):
-            if self._whole and not self._parallel:  # one call is the whole answer
+        for part in self._found(text, reason):
+            if self._whole and not self._asked.parallel:  # only one call is allowed
                 break
-            if isinstance(one, Said):
-                said.append(one.text)
-            elif isinstance(one, ToolCall) and self._only is not None and one.name not in self._only:
-                # a function that the model was not shown: no call, so it is text
-                said.append(json.dumps({"name": one.name, "arguments": one.arguments}, ensure_ascii=False))
-            elif isinstance(one, (ToolCall, Begun)):
-                number = len(self._calls)
-                self._calls.append(one)
-                self._arguments = []
-                if isinstance(one, ToolCall):
-                    self._whole[number] = one.arguments
-                calls[number] = {"index": number, **_call(one, self._whole.get(number, ""))}
-            elif isinstance(one, Written):
+            if isinstance(part, Said):
+                content.append(part.text)
+            elif isinstance(part, ToolCall) and not self._asked.allows(part.name):
+                # the model was not shown this function, so the text is no call
+                content.append(json.dumps({"name": part.name, "arguments": part.arguments}, ensure_ascii=False))
+            elif isinstance(part, (ToolCall, Begun)):
+                number = self._add_call(part)
+                calls[number] = {"index": number, **_call(part, self._whole.get(number, ""))}
+            elif isinstance(part, Written):
                 number = len(self._calls) - 1
-                self._arguments.append(one.text)
+                self._arguments.append(part.text)
                 delta = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
-                delta["function"]["arguments"] += one.text
+                delta["function"]["arguments"] += part.text
             else:
-                assert isinstance(one, Ended)
+                assert isinstance(part, Ended)
                 self._whole[len(self._calls) - 1] = "".join(self._arguments)
-        delta = {"content": "".join(said)} if said else {}
-        self._said += said
+        self._content += content
+        delta = {"content": "".join(content)} if content else {}
         return {**delta, "tool_calls": list(calls.values())} if calls else delta
 
+    def _add_call(self, call: ToolCall | Begun) -> int:
+        """Add a call and return its index."""
+        number = len(self._calls)
+        self._calls.append(call)
+        self._arguments = []
+        if isinstance(call, ToolCall):
+            self._whole[number] = call.arguments
+        return number
+
     def _found(self, text: str, reason: str | None) -> list[Any]:
+        """Return the parts that the parser finds with new text."""
         if self._parser is None:
             return [Said(text)] if text else []
         cut = getattr(self._parser, "cut", None) if reason == "length" else None
@@ -71,7 +85,8 @@ class Reader:
         return found if cut is None else [*found, *cut()]
 
     def message(self, role: str = "assistant") -> dict[str, Any]:
-        content = "".join(self._said)
+        """Return the message of all deltas so far."""
+        content = "".join(self._content)
         message: dict[str, Any] = {"role": role, "content": content, "refusal": None}
         if self._whole:
             message["tool_calls"] = [_call(self._calls[number], text) for number, text in self._whole.items()]
@@ -79,29 +94,33 @@ class Reader:
         return message
 
     def reason(self, reason: str | None) -> str | None:
-        """A named function ends with "stop", as with OpenAI; calls that the model chose with "tool_calls"."""
-        return "tool_calls" if reason == "stop" and self._whole and self._choice != "named" else reason
+        """Return the finish reason of a choice: "tool_calls" in place of "stop" if the model chose to call.
+
+        A named function ends with "stop", as in OpenAI's API."""
+        chosen = reason == "stop" and self._whole and self._asked.choice != "named"
+        return "tool_calls" if chosen else reason
 
 
 def end_of_calls(asked: tools.Tools, parser: Any) -> Callable[[int, str], bool] | None:
-    """Return what tells when an answer has no more calls to make: at a call that was made before, where calls are
-    required, or behind the first one if ``parallel_tool_calls`` is false.  None if that is not to be asked.
+    """Return a function that detects the end of the calls of an answer, or None if generation must not end early.
 
-    It is called with the number of a branch and the text that is new."""
+    The function takes the number of a branch and its new text.  It returns True at a repeated call if calls are
+    required, or after the first call if ``parallel_tool_calls`` is false."""
     if asked.choice != "required" and (asked.choice != "auto" or asked.parallel):
         return None
     parsers: dict[int, Any] = {}
 
     def ended(sample: int, text: str) -> bool:
         if sample not in parsers:
-            parsers[sample] = Distinct() if asked.choice == "required" else parser()
+            parsers[sample] = _parser_of(asked, parser)
         found = parsers[sample].feed(text, False)
         if asked.choice == "required":
             return bool(parsers[sample].repeated)
-        return any(isinstance(one, ToolCall) and (asked.only is None or one.name in asked.only) for one in found)
+        return any(isinstance(part, ToolCall) and asked.allows(part.name) for part in found)
 
     return ended
 
 
 def _call(call: ToolCall | Begun, arguments: str) -> dict[str, Any]:
+    """Return a call in the shape of OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

@@ -1,4 +1,4 @@
-"""The field ``taps`` of a request: points of the model that an operator reads, or adds a vector of the server's to.
+"""The field ``taps`` of a request: points of the model that an operator reads, or adds a vector of the server to.
 
 "taps": [{"point": "layers.3.residual", "read": "mean"}, {"point": "layers.5.residual", "add": "calm", "scale": 2}]
 """
@@ -25,65 +25,71 @@ if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
 
-MOST = 16  # taps of a request
-LARGEST = files.MIB  # bytes of a file with a vector
-NAMED = 8  # vectors that an error names
-MOST_READ = 4 << 20  # bytes of the values of all choices: as JSON they are five times as many
+MOST = 16  # most taps of a request
+LARGEST = files.MIB  # most bytes of a file with a vector
+NAMED = 8  # most vectors that an error message names
+MOST_READ = 4 << 20  # most bytes of the values of all choices; their JSON has five times as many
 SUFFIX = ".npy"
 KEYS = ("point", "read", "add", "scale")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
 
 
-def read_taps(given: Any, state: Mapping[str, Any], server: ServerConfig, params: SamplingParams) -> PooledTaps:
-    """The taps of a body.  ApiError: 403 for who is no operator (``state``), 404 for a vector that is not there, else
-    400."""
-    if given is None or given == []:
+def read_taps(taps: Any, state: Mapping[str, Any], server: ServerConfig, params: SamplingParams) -> PooledTaps:
+    """Return the taps of a body.
+
+    ``state`` tells whether the client is an operator.  ApiError: 403 for other clients, 404 for an unknown vector, 400
+    for malformed taps."""
+    if taps is None or taps == []:
         return NOTHING
     if not state.get("operator"):
-        what = "taps: want the operator's key, on a server with --admin, and HTTP"
-        raise ApiError(403, f"{what}; leave the field out to ask without", "taps")
-    if not isinstance(given, list) or len(given) > MOST:
+        text = "taps: expected the operator's key, over HTTP, on a server with --admin; or omit the field"
+        raise ApiError(403, text, "taps")
+    if not isinstance(taps, list) or len(taps) > MOST:
         raise _wrong("taps", f"a list of at most {MOST} objects")
     adds: list[Tap] = []
     reads: list[tuple[str, str]] = []
-    for number, one in enumerate(given):
-        _read_tap(f"taps[{number}]", one, server, adds, reads)
+    for number, tap in enumerate(taps):
+        _read_tap(f"taps[{number}]", tap, server, adds, reads)
     if reads and params.stop:
-        what = "taps: values are pooled where tokens are made, and a stop string is found later"
-        raise ApiError(400, f"{what}; want stop_token_ids in place of stop, or no read", "taps")
+        text = "taps: values are pooled before stop strings are found; expected stop_token_ids, or no read"
+        raise ApiError(400, text, "taps")
     return PooledTaps(tuple(adds), tuple(reads))
 
 
 def check_reads(taps: PooledTaps, points: Mapping[str, int], prompts: int, params: SamplingParams) -> None:
-    """ApiError (400) for more values than an answer may have; ``points`` are those of the model, with their widths."""
+    """Raise ApiError (400) if the values of all branches exceed ``MOST_READ``.
+
+    ``points`` maps the points of the model to their widths."""
     size = 4 * sum(points.get(point, 0) for point, _ in taps.reads)
     branches = prompts * params.width
     if size * branches > MOST_READ:
-        what = f"taps: what is read is {size} bytes as float32 for each of {branches} branches"
-        raise ApiError(400, f"{what}; want at most {MOST_READ} together: read fewer points, or ask for less", "taps")
+        text = f"taps: the values have {size} bytes as float32 for each of {branches} branches"
+        raise ApiError(400, f"{text}; expected at most {MOST_READ} together: read fewer points or branches", "taps")
 
 
-def _read_tap(at: str, one: Any, server: ServerConfig, adds: list[Tap], reads: list[tuple[str, str]]) -> None:
-    if not isinstance(one, dict):
+def _read_tap(at: str, tap: Any, server: ServerConfig, adds: list[Tap], reads: list[tuple[str, str]]) -> None:
+    """Append a tap of a body to ``adds`` or ``reads``, or to both.  ``at`` is the place of the tap for errors."""
+    if not isinstance(tap, dict):
         raise _wrong(at, f"an object with {', '.join(KEYS)}")
-    if unknown := next((key for key in one if key not in KEYS), None):
+    unknown = next((key for key in tap if key not in KEYS), None)
+    if unknown:
         raise ApiError(400, f"{at}: unknown key {shown(unknown)}.{suggest(unknown, KEYS)}", "taps")
-    point, read, add = one.get("point"), one.get("read"), one.get("add")
+    point, read, add = tap.get("point"), tap.get("read"), tap.get("add")
     if not isinstance(point, str) or not point:
         raise _wrong(f"{at}.point", "the name of a point, such as layers.0.residual")
     if read is None and add is None:
-        raise ApiError(400, f'{at}: nothing is asked of {brief(point)}: want "read" or "add"', "taps")
+        raise ApiError(400, f'{at}: {brief(point)} is neither read nor changed: expected "read" or "add"', "taps")
     if read is not None:
         if read not in POOLS:
-            raise _wrong(f"{at}.read", f"{' or '.join(POOLS)}, what becomes of the values of all positions")
+            raise _wrong(f"{at}.read", f"{' or '.join(POOLS)}, the pooling of the values of all positions")
         if (point, read) in reads:
-            raise ApiError(400, f"{at}: {brief(point)} is read twice by {read}; want each once", "taps")
+            raise ApiError(400, f"{at}: {brief(point)} is read twice by {read}; expected each once", "taps")
         reads.append((point, read))
-    scale = one.get("scale")
+    scale = tap.get("scale")
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _finite(scale)):
         raise _wrong(f"{at}.scale", "a finite number")
     if scale is not None and add is None:
-        raise ApiError(400, f'{at}.scale: want it only beside "add"', "taps")
+        raise ApiError(400, f'{at}.scale: expected only with "add"', "taps")
     if add is not None:
         vector = _vector(f"{at}.add", add, server)
         try:
@@ -93,14 +99,15 @@ def _read_tap(at: str, one: Any, server: ServerConfig, adds: list[Tap], reads: l
 
 
 def _finite(number: float) -> bool:
+    """Return whether a number is finite as a float.  A whole number of hundreds of digits is not."""
     try:
         return math.isfinite(number)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:
         return False
 
 
 def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
-    """The vector of that name in ``steering_dir``."""
+    """Return the vector of a name in the server's ``steering_dir``.  ``at`` is its place in the body for errors."""
     if server.steering_dir is None:
         raise ApiError(400, f"{at}: this server has no vectors; start it with --steering-dir", "taps")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -109,8 +116,10 @@ def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
     if not os.path.lexists(folder / f"{name}{SUFFIX}"):
         there = sorted(path.stem for path in folder.glob(f"*{SUFFIX}"))
         more = f" and {len(there) - NAMED} more" if len(there) > NAMED else ""
-        what = f"there are: {', '.join(map(brief, there[:NAMED]))}{more}" if there else "there is none at all"
-        raise ApiError(404, f"{at}: there is no vector {name}; {what}", "taps")
+        known = (
+            f"the vectors are {', '.join(map(brief, there[:NAMED]))}{more}" if there else "the server has no vectors"
+        )
+        raise ApiError(404, f"{at}: there is no vector {name}; {known}", "taps")
     try:
         return read_npy(files.read_bytes(folder / f"{name}{SUFFIX}", LARGEST, RequestError, f"{at}: {name}{SUFFIX}"))
     except ValueError as exc:  # RequestError too
@@ -119,8 +128,10 @@ def _vector(at: str, name: Any, server: ServerConfig) -> np.ndarray:
 
 
 def read_npy(data: bytes) -> np.ndarray:
-    """One list of numbers from the bytes of a .npy file, of which nothing is run and no more memory is taken than it
-    has.  ValueError says what is wrong."""
+    """Return the list of numbers in a .npy file.
+
+    The file may come from anywhere: no code in it is run, and its header cannot make the server allocate more memory
+    than the file has bytes.  ValueError for anything but one list of numbers."""
     stream = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(stream)
@@ -130,9 +141,10 @@ def read_npy(data: bytes) -> np.ndarray:
         raise ValueError("not an array that numpy.save wrote") from None
     rest = data[stream.tell() :]
     if dtype.kind not in "fiu" or len(shape) != 1 or shape[0] < 1 or shape[0] * dtype.itemsize != len(rest):
-        raise ValueError("want one list of numbers")
+        raise ValueError("expected one list of numbers")
     return np.frombuffer(rest, dtype)
 
 
-def _wrong(at: str, want: str) -> ApiError:
-    return ApiError(400, f"{at}: want {want}", "taps")
+def _wrong(at: str, expected: str) -> ApiError:
+    """Return the error about a place in ``taps``."""
+    return ApiError(400, f"{at}: expected {expected}", "taps")

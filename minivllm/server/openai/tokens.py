@@ -1,7 +1,7 @@
-"""Text to token ids for the routes: cached for each salt, bounded, and off the event loop where it takes long.
+"""Convert text to token ids for the routes, with a cache for each salt.  The worker pool encodes long texts.
 
-What a conversation spells like a special token is encoded as the characters it is, unless the request asks otherwise:
-see ``minivllm.runtime.text.literal``.
+Text of a conversation that is spelled like a special token is encoded as plain text, unless the request asks for the
+special token: see ``minivllm.runtime.text.literal``.
 """
 
 from __future__ import annotations
@@ -25,77 +25,87 @@ from .prompts import around
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-LONG = 2048  # characters: half a millisecond of tokenizing
-MANY = 1024  # token ids: half a millisecond of making text of them
-CACHED = 8 << 20  # bytes of texts and their ids that are kept, with what Python takes for an entry
-ENTRY = 376  # bytes of an entry beside its text and its ids: keys, pair, number, and its places in an OrderedDict
-BYTES_A_TOKEN = 16  # a text with more than as many a token of the context is too long without counting
+LONG = 2048  # characters that take half a millisecond to encode
+MANY = 1024  # token ids that take half a millisecond to decode
+CACHED = 8 << 20  # bytes of cached texts and their ids, with Python's overhead
+ENTRY = 376  # bytes of a cache entry without its text and ids: keys, pair, number, and its slots in an OrderedDict
+BYTES_A_TOKEN = 16  # a text with more bytes for each token of the context is refused without encoding
 NO_TEXT = "this server was started without a tokenizer: send token ids to /v1/completions"
 PLACES = frozenset({"add_generation_prompt", "continue_final_message"})
 FIXED = PLACES | {"tokenize", "chat_template", "messages", "tools", "documents"}
-VARYING = re.compile(r"strftime_now|random|lipsum")  # with which a template prints something else each time
+VARYING = re.compile(r"strftime_now|random|lipsum")  # functions that make the output of a template vary
 Ids = list[int] | np.ndarray
 
 
 class Tokens:
-    """A tokenizer for the routes; it is None for an engine of ids only.  ``pool`` does what takes long, for each
-    ``who`` in turn (``FairSlots``); what is kept is kept for each salt."""
+    """A tokenizer for the routes, or None for an engine that serves token ids only.
+
+    ``pool`` processes long texts, for each client ``who`` in turn (``FairSlots``).  Cached ids are shared only between
+    requests with the same salt."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, pool: WorkerPool | None = None) -> None:
-        self.tokenizer, self.most = tokenizer, BYTES_A_TOKEN * max_model_len
+        self.tokenizer = tokenizer
+        self.most = BYTES_A_TOKEN * max_model_len
         self.max_model_len = max_model_len
         self.pool = WorkerPool(tokenizer) if pool is None else pool
         self._kept: TenantCache[array[int]] = TenantCache(CACHED)
 
     @property
     def cached_bytes(self) -> int:
-        """Of the texts and their ids that are kept; at most ``CACHED``."""
+        """Return the bytes of the cached texts and their ids, at most ``CACHED``."""
         return self._kept.bytes
 
     def need(self) -> Tokenizer:
+        """Return the tokenizer.  ApiError (400) if there is none."""
         if self.tokenizer is None:
             raise ApiError(400, NO_TEXT, "prompt")
         return self.tokenizer
 
     def check_length(self, text: str, param: str) -> None:
-        """ApiError (400) for a text that is too long to be worth counting."""
+        """Raise ApiError (400) for a text that cannot fit into the context."""
         too_long(text, self.most, param)
 
     def shorten(self, text: str, side: str | None) -> str:
-        """As much of a text that will be truncated as any number of tokens of the context can have."""
+        """Return the part of a text that truncation may keep: as many characters as the context can hold."""
         if len(text) <= self.most:
             return text
         return text[: self.most] if side == "right" else text[-self.most :]
 
     async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt", who: str = "") -> list[int]:
-        """The ids of a text, in which spellings of special tokens count as those.  ``salt``: whose it is."""
+        """Return the ids of a text, in which spellings of special tokens are special tokens.
+
+        ``special`` adds the tokenizer's special tokens around the text.  ``salt`` limits the sharing of cached ids."""
         return (await self.encode_all([text], special, salt, param, who))[0]
 
     async def encode_all(
         self, texts: Sequence[str], special: bool, salt: Salt, param: str = "prompt", who: str = ""
     ) -> list[list[int]]:
-        """The ids of each text.  Together they take as little of the event loop's time as one does."""
+        """Return the ids of each text, as ``encode`` does.
+
+        The event loop encodes at most ``LONG`` characters of all texts together; the pool encodes the others."""
         tokenizer = self.need()
         found: dict[str, list[int]] = {}
-        here, there = LONG, []
+        left = LONG  # characters that the event loop may still encode
+        pooled = []
         for text in dict.fromkeys(texts):
             self.check_length(text, param)
-            if (ids := self._kept.get(salt, (text, special))) is not None:
-                found[text] = ids.tolist()
-            elif len(text) < here:
-                here -= len(text)
+            cached = self._kept.get(salt, (text, special))
+            if cached is not None:
+                found[text] = cached.tolist()
+            elif len(text) < left:
+                left -= len(text)
                 found[text] = tokenizer.encode(text, special)
                 self._keep(salt, (text, special), found[text])
             else:
-                there.append(text)
-        if there:
-            for text, made in zip(there, await self.pool.encode(there, special, who), strict=True):
-                found[text] = made
-                self._keep(salt, (text, special), made)
+                pooled.append(text)
+        if pooled:
+            for text, ids in zip(pooled, await self.pool.encode(pooled, special, who), strict=True):
+                found[text] = ids
+                self._keep(salt, (text, special), ids)
         return [found[text] for text in texts]
 
     async def decode(self, ids: Ids, skip: bool = True, who: str = "") -> str:
-        """The text of token ids; ``skip``: without special tokens."""
+        """Return the text of token ids.  ``skip`` omits special tokens."""
         tokenizer = self.need()
         if len(ids) < MANY:
             return tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip)
@@ -103,11 +113,12 @@ class Tokens:
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that the tokenizer adds before a text and after it."""
         return around(self.need())
 
     def _keep(self, salt: Salt, key: tuple[Any, ...], ids: list[int]) -> None:
-        """Keep the ids of a text, of which the key begins with the text or with its digest."""
-        kept = array("i", ids)  # a ninth of what a list takes
+        """Add the ids of a text to the cache.  The first part of ``key`` is the text or its digest."""
+        kept = array("i", ids)  # a ninth of the memory of a list
         size = sys.getsizeof(key[0]) + sys.getsizeof(kept) + ENTRY
         if size <= CACHED // 16:
             self._kept.put(salt, key, kept, size)
@@ -125,12 +136,13 @@ class Tokens:
         documents: Any = None,
         template: str | None = None,
     ) -> list[int]:
-        """Return the ids of a conversation; ``goes_on``: up to the end of its last message.  ``split``: what is spelled
-        like a special token in it stays text; without it such text is the token, as with transformers.  ``template``:
-        the name of one of the model's templates.  RequestError or ApiError if it is malformed or refused.
+        """Return the ids of a conversation.
 
-        A chat template is a program, and a conversation is its input: it runs where it can be ended
-        (``WorkerPool``)."""
+        ``begin`` begins a message of the assistant, and ``goes_on`` ends the text with the last message.  ``split``
+        encodes spellings of special tokens as plain text; without it they are special tokens, as in transformers.
+        ``template`` is the name of one of the model's templates.  RequestError or ApiError for a wrong conversation.
+
+        A chat template is a program whose input is the conversation, so the worker pool runs it and can end it."""
         tokenizer = self.need()
         _check_variables(variables)
         if template is not None and template not in tokenizer.chat_templates:
@@ -145,86 +157,98 @@ class Tokens:
             "variables": variables,
         }
         asked = to_json(conversation)
-        # the template repeats what it is given: its size bounds the work
+        # the template copies its input, so the size of the input bounds the work
         if len(asked) > 2 * self.most:
             self.check_length(" " * (len(asked) // 2), "messages")
         varies = any(map(VARYING.search, tokenizer.chat_templates.values()))
-        kept = not varies and len(asked) < CACHED // 16
-        key = (hashlib.sha256(asked).digest(), split) if kept else ()
-        if kept and (found := self._kept.get(salt, key)) is not None:
-            return found.tolist()
+        if varies or len(asked) >= CACHED // 16:
+            return await self.pool.chat(asked, split, self.most, who)
+        key = (hashlib.sha256(asked).digest(), split)
+        cached = self._kept.get(salt, key)
+        if cached is not None:
+            return cached.tolist()
         ids = await self.pool.chat(asked, split, self.most, who)
-        if kept:
-            self._keep(salt, key, ids)
+        self._keep(salt, key, ids)
         return ids
 
 
 def too_long(text: str, most: int, param: str) -> None:
-    """ApiError (400) for a text of more than ``most`` characters, which is more than the context can have."""
+    """Raise ApiError (400) for a text of more than ``most`` characters, which exceed the context."""
     if len(text) > most:
         raise ApiError(
             400,
             f"This model's maximum context length is {most // BYTES_A_TOKEN} tokens (max_model_len), but the prompt "
-            f"has {len(text)} characters, more than so many tokens can have. Shorten it.",
+            f"has {len(text)} characters, and {most} are the most that the context can hold. Shorten it.",
             param,
         )
 
 
 def _no_template(tokenizer: Tokenizer) -> str:
+    """Return the error about a template that the model does not have."""
     names = ", ".join(sorted(tokenizer.chat_templates)) or "none"
-    return f"want the name of one of the model's templates ({names}); a request's own is never used"
+    return f"expected the name of one of the model's templates ({names}); the text of a template is never accepted"
 
 
 def _check_variables(variables: Any) -> None:
+    """Raise ApiError (400) for variables that are no object, or that the server sets itself."""
     if variables is None:
         return
     if not isinstance(variables, Mapping):
-        raise ApiError(400, "chat_template_kwargs: want an object", "chat_template_kwargs")
+        raise ApiError(400, "chat_template_kwargs: expected an object", "chat_template_kwargs")
     for name in variables:
         if name in FIXED:
             raise ApiError(400, f"chat_template_kwargs.{name} is set by the server", "chat_template_kwargs")
 
 
 def read_prompts(prompt: Any, most: int, vocab: int) -> list[str | Ids]:
-    """The prompts of a completion.  ApiError (400) for anything but text, ids, and lists of either; many ids come as
+    """Return the prompts of a completion, at most ``most``.
+
+    ApiError (400) for anything but text, token ids below ``vocab``, and lists of either.  Long lists of ids arrive as
     arrays (``WorkerPool.read``)."""
-
-    def fail(what: str) -> ApiError:
-        return ApiError(400, f"prompt: {what}; want text, token ids, or a list of either", "prompt")
-
-    if isinstance(prompt, str):
-        prompts: list[Any] = [prompt]
-    elif isinstance(prompt, np.ndarray):
-        prompts = [prompt]
-    elif not isinstance(prompt, list):
-        raise fail(f"is {'null' if prompt is None else type(prompt).__name__}")
-    elif prompt and all(type(i) is int for i in prompt):
-        prompts = [prompt]
-    else:
-        prompts = prompt
+    prompts = _listed(prompt)
     if not prompts:
-        raise fail("is empty")
+        raise _bad_prompt("is empty")
     if len(prompts) > most:
-        raise ApiError(400, f"prompt: a batch of {len(prompts)}; want at most {most}", "prompt")
-    for one in prompts:
-        if isinstance(one, (list, np.ndarray)):
-            if isinstance(one, list) and not all(type(i) is int for i in one):
-                raise fail("a list mixes token ids and other things")
-            least, largest = _range(one)
-            if not (least >= 0 and largest < vocab):
-                bad = least if least < 0 else largest
-                raise ApiError(
-                    400, f"prompt: token id {str(bad)[:24]} is out of range; want 0 to {vocab - 1}", "prompt"
-                )
-        elif not isinstance(one, str):
-            raise fail(f"a list holds {type(one).__name__}")
-        if not len(one):
-            raise fail("is empty")
+        raise ApiError(400, f"prompt: a batch of {len(prompts)}; expected at most {most}", "prompt")
+    for part in prompts:
+        if isinstance(part, (list, np.ndarray)):
+            _check_ids(part, vocab)
+        elif not isinstance(part, str):
+            raise _bad_prompt(f"a list contains {type(part).__name__}")
+        if not len(part):
+            raise _bad_prompt("is empty")
     return prompts
 
 
+def _listed(prompt: Any) -> list[Any]:
+    """Return a list with a prompt, or the list of prompts."""
+    if isinstance(prompt, (str, np.ndarray)):
+        return [prompt]
+    if not isinstance(prompt, list):
+        raise _bad_prompt(f"is {'null' if prompt is None else type(prompt).__name__}")
+    if prompt and all(type(token) is int for token in prompt):
+        return [prompt]
+    return prompt
+
+
+def _check_ids(ids: Ids, vocab: int) -> None:
+    """Raise ApiError (400) unless all elements of a prompt are token ids from 0 to ``vocab`` - 1."""
+    if isinstance(ids, list) and not all(type(token) is int for token in ids):
+        raise _bad_prompt("a list mixes token ids and other values")
+    least, largest = _range(ids)
+    if least < 0 or largest >= vocab:
+        bad = least if least < 0 else largest
+        text = f"prompt: token id {str(bad)[:24]} is out of range; expected 0 to {vocab - 1}"
+        raise ApiError(400, text, "prompt")
+
+
+def _bad_prompt(fault: str) -> ApiError:
+    """Return the error about a prompt of a wrong type."""
+    return ApiError(400, f"prompt: {fault}; expected text, token ids, or a list of either", "prompt")
+
+
 def _range(ids: Ids) -> tuple[int, int]:
-    """The least and the largest; (0, 0) of none."""
+    """Return the least and the largest of the ids, (0, 0) for no ids."""
     if isinstance(ids, np.ndarray):
         return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
     return min(ids, default=0), max(ids, default=0)

@@ -1,13 +1,14 @@
-"""Calls of tools: how a model is told of tools, how it is made to call one, and how calls are found in its text.
+"""Tools of a request: their schemas, the choice between them, and the parsers that find calls in generated text.
 
-``tool_choice``   none      the tools are not shown
-                  auto      the model may call; a parser finds calls in its text as it comes
-                  required  a grammar leaves it nothing but a list of calls
-                  named     a grammar leaves it nothing but the arguments of that function
+``tool_choice``   none      the chat template does not show the tools to the model
+                  auto      the model may call; a parser finds calls in the text while it is generated
+                  required  a grammar allows nothing but a list of calls
+                  named     a grammar allows nothing but the arguments of one function
 
-``allowed_tools`` is auto or required with a part of the tools; the others are not shown.
+``allowed_tools`` is auto or required with some of the tools.  The chat template does not show the others.
 
-A parser is a class with ``feed(text, final) -> [Said | Call, ...]``; ``PARSERS`` names them, ``register`` adds one.
+A parser is a class with ``feed(text, final) -> [Said | ToolCall, ...]``.  ``PARSERS`` has the parsers by name, and
+``register`` adds a parser.
 """
 
 from __future__ import annotations
@@ -26,92 +27,103 @@ from minivllm.server.errors import ApiError, printable
 
 from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of
 
-MOST = 128  # tools of a request
-COMPACT = {"disable_any_whitespace": True}  # a small model that may write spaces may write nothing else
+MOST = 128  # most tools of a request
+COMPACT = {"disable_any_whitespace": True}  # if whitespace is allowed, a small model may generate nothing else
 
 
 class CallParser(Protocol):
-    """Finds calls in the text of one answer."""
+    """Parser that finds calls in the text of one answer."""
 
     def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
-        """What new text has settled; with ``final``, all that is left.  Text that is no call is said, not lost.
+        """Return the calls and the text that are certain after new text.  ``final`` returns all of the rest.
 
-        A parser may have ``cut() -> [Said | Call, ...]`` beside it: what is left of an answer that ended by its length,
-        without the half of a call at its end.  Without it, that is ``feed("", True)``."""
-
-
-def load(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
+        Text that is no call is returned as ``Said``.  A parser may also have a method ``cut() -> [Said | ToolCall,
+        ...]``.  It returns the rest of an answer that the length limit has cut, without an incomplete call at its end.
+        Without ``cut`` the server calls ``feed("", True)``."""
 
 
 class Hermes:
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes and Qwen write it."""
+    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen."""
 
     OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
     def __init__(self) -> None:
-        self._left, self._called = "", False
+        self._left = ""
+        self._called = False
 
     def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
+        """Return the calls and the text that are certain after new text.  ``final`` returns all of the rest."""
         self._left += text
         found: list[Said | ToolCall] = []
         while True:
             start = self._left.find(self.OPEN)
             if start < 0:
-                keep = 0 if final else _overlap(self._left, self.OPEN)
-                self._say(found, self._left[: len(self._left) - keep])
-                self._left = self._left[len(self._left) - keep :]
+                kept = 0 if final else _overlap(self._left, self.OPEN)
+                self._say(found, len(self._left) - kept)
                 return found
             end = self._left.find(self.CLOSE, start)
             if end < 0 and not final:
-                self._say(found, self._left[:start])
-                self._left = self._left[start:]
+                self._say(found, start)
                 return found
-            inner = self._left[start + len(self.OPEN) : end if end >= 0 else None]
-            after = end + len(self.CLOSE) if end >= 0 else len(self._left)
-            call = call_of(inner)
-            self._say(found, self._left[:start] if call is not None else self._left[:after])
-            if call is not None:
-                found.append(call)
-                self._called = True
-            self._left = self._left[after:]
+            after = end + len(self.CLOSE)
+            if end < 0:
+                end = after = len(self._left)
+            call = call_of(self._left[start + len(self.OPEN) : end])
+            if call is None:
+                self._say(found, after)
+                continue
+            self._say(found, start)
+            self._left = self._left[after - start :]
+            self._called = True
+            found.append(call)
 
     def cut(self) -> list[Said | ToolCall]:
+        """Return the rest of an answer that the length limit has cut, without an incomplete call."""
         inner = self._left.removeprefix(self.OPEN)
         if len(inner) < len(self._left) and inner.lstrip()[:1] in ("", "{"):
-            call = call_of(inner[: len(inner) - _overlap(inner, self.CLOSE)])  # only its closing tag is missing
+            call = call_of(inner[: len(inner) - _overlap(inner, self.CLOSE)])  # the closing tag may be incomplete
             return [] if call is None else [call]
         return self.feed("", True)
 
-    def _say(self, found: list[Said | ToolCall], text: str) -> None:
-        if text and not (self._called and not text.strip()):  # newlines between calls are not for the user
+    def _say(self, found: list[Said | ToolCall], count: int) -> None:
+        """Move characters from the unread text to ``found``, except for whitespace between calls."""
+        text = self._left[:count]
+        self._left = self._left[count:]
+        if text.strip() or (text and not self._called):
             found.append(Said(text))
 
 
 class Json:
-    """An answer that is nothing but JSON: a call or a list of them."""
+    """Parser of an answer that is nothing but JSON: a call or a list of calls."""
 
     def __init__(self) -> None:
-        self._left, self._plain = "", False
+        self._left = ""
+        self._plain = False  # the answer is no JSON
 
     def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
+        """Return text at once if the answer is no JSON, else the calls or the text at the end of the answer."""
         self._left += text
-        begins = self._left.lstrip()[:1]
-        self._plain = self._plain or (begins != "" and begins not in "{[")
+        first = self._left.lstrip()[:1]
+        self._plain = self._plain or (first != "" and first not in "{[")
         if not final and not self._plain:
             return []
-        calls, whole = ([], False) if self._plain else calls_of(self._left)
-        said, self._left = self._left, ""
+        calls, whole = self._calls()
+        answer = self._left
+        self._left = ""
         if whole:
             return [*calls]
-        return [Said(said)] if said else []
+        return [Said(answer)] if answer else []
+
+    def _calls(self) -> tuple[list[ToolCall], bool]:
+        """Return the calls at the beginning of the unread text, and whether nothing else follows them."""
+        return ([], False) if self._plain else calls_of(self._left)
 
     def cut(self) -> list[Said | ToolCall]:
-        calls, _ = ([], False) if self._plain else calls_of(self._left)
-        return [*calls] if calls or (self._left and begins_call(self._left)) else self.feed("", True)
+        """Return the rest of an answer that the length limit has cut, without an incomplete call."""
+        calls, _ = self._calls()
+        if calls or (self._left and begins_call(self._left)):
+            return [*calls]
+        return self.feed("", True)
 
 
 PARSERS: dict[str, Callable[[], CallParser]] = {"hermes": Hermes, "json": Json}
@@ -123,33 +135,39 @@ def register(name: str, make: Callable[[], CallParser]) -> None:
 
 
 def parser_of(name: str) -> Callable[[], CallParser]:
-    """ConfigError if there is none of that name."""
+    """Return the parser of a name.  ConfigError for an unknown name."""
     if name not in PARSERS:
         raise ConfigError(f"server.tool_parser={shown(name)}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")
     return PARSERS[name]
 
 
 def _overlap(text: str, tag: str) -> int:
-    """How many characters at the end of the text may become the tag."""
-    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if text.endswith(tag[:n])), 0)
+    """Return the number of characters at the end of a text that may be the beginning of a tag."""
+    longest = min(len(tag) - 1, len(text))
+    return next((count for count in range(longest, 0, -1) if text.endswith(tag[:count])), 0)
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request and what was chosen: ``none``, ``auto``, ``required`` or ``named`` (``function``)."""
+    """The tools of a request and the choice: ``none``, ``auto``, ``required`` or ``named`` (only ``function``)."""
 
     listed: list[dict[str, Any]]
     choice: str
     function: str = ""
     parallel: bool = True
-    only: frozenset[str] | None = None  # names that may be called; None: any
+    only: frozenset[str] | None = None  # the functions that the model may call; None means all
+
+    def allows(self, name: str) -> bool:
+        """Return whether the model may call a function."""
+        return self.only is None or name in self.only
 
     @property
     def shown(self) -> list[dict[str, Any]] | None:
+        """Return the tools that the chat template shows to the model, or None."""
         return self.listed if self.listed and self.choice != "none" else None
 
     def form(self) -> dict[str, Any] | None:
-        """What the text must fit (structured outputs), or None."""
+        """Return the form (structured outputs) that forces the calls, or None if no call is forced."""
         if self.choice == "named":
             _measure([self._of(self.function)])
             return {"json": _parameters(self._of(self.function)), **COMPACT}
@@ -157,7 +175,7 @@ class Tools:
             return None
         _measure([tool["function"] for tool in self.listed])
         definitions: dict[str, Any] = {}
-        calls = []
+        calls: list[dict[str, Any]] = []
         for number, tool in enumerate(self.listed):
             function = tool["function"]
             definitions[f"t{number}"] = _moved(_parameters(function), f"#/$defs/t{number}")
@@ -175,6 +193,7 @@ class Tools:
         return {"json": schema, **COMPACT}
 
     def _of(self, name: str) -> dict[str, Any]:
+        """Return the function of a name."""
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
 
 
@@ -187,20 +206,23 @@ OF_CHOICE = {
 }
 
 
-def _check_keys(given: Any, at: str, keys: Sequence[str], param: str) -> None:
-    """ApiError (400) for a key that says something and is not read."""
-    for key, value in given.items() if isinstance(given, dict) else ():
+def _check_keys(values: Any, at: str, keys: Sequence[str]) -> None:
+    """Raise ApiError (400) for a key of an object whose value is not null and that the server does not read."""
+    for key, value in values.items() if isinstance(values, dict) else ():
         if key not in keys and value is not None:
             near = suggest(str(key), keys)
-            raise ApiError(400, f"{at}.{str(key)[:64]}: unknown field; want {', '.join(keys)}.{near}", param)
+            text = f"{at}.{str(key)[:64]}: unknown field; expected {', '.join(keys)}.{near}"
+            raise ApiError(400, text, "tool_choice")
 
 
 def _spelled(choice: Any) -> Any:
-    """Return a choice as OpenAI spells it: others say ``any`` for required, or put the word into an object."""
+    """Return a choice in OpenAI's spelling.
+
+    Other APIs write ``any`` in place of ``required``, or an object with the word as its ``type``."""
     if isinstance(choice, dict) and isinstance(choice.get("type"), str):
         keys = OF_CHOICE.get(choice["type"], ("type", "disable_parallel_tool_use"))
-        _check_keys(choice, "tool_choice", keys, "tool_choice")
-        _check_keys(choice.get("function"), "tool_choice.function", ("name",), "tool_choice")
+        _check_keys(choice, "tool_choice", keys)
+        _check_keys(choice.get("function"), "tool_choice.function", ("name",))
     kind = choice.get("type") if isinstance(choice, dict) else choice
     if kind == "any":
         return "required"
@@ -210,77 +232,91 @@ def _spelled(choice: Any) -> Any:
 
 
 def _quoted(value: Any) -> str:
+    """Return a value as JSON for a message."""
     return printable(json.dumps(value), 80)
 
 
 def read_tools(tools: Any, choice: Any, parallel: bool | None) -> Tools:
-    """Return the tools of a request and what was chosen.  ApiError (400) for tools or a choice that are malformed or do
-    not fit together."""
+    """Return the tools of a request with the choice.
+
+    ApiError (400) for malformed tools or a malformed choice, and for a choice that does not fit the tools."""
     tools = tools or []
     if not isinstance(tools, list) or len(tools) > MOST:
-        raise ApiError(400, f"tools: want a list of at most {MOST} functions", "tools")
+        raise ApiError(400, f"tools: expected a list of at most {MOST} functions", "tools")
     for number, tool in enumerate(tools):
-        function: Any = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        named = isinstance(name, str) and NAME.fullmatch(name)
-        if not named or not isinstance(function.get("parameters") or {}, dict):
-            want = 'want {"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
-            raise ApiError(400, f"tools[{number}]: {want}", "tools")
-        if not isinstance(function.get("strict"), (bool, type(None))):
-            raise ApiError(400, f"tools[{number}].function.strict: expected true or false", "tools")
-        for key in function.keys() - set(OF_FUNCTION):  # others are for the template, which prints them
-            if near := suggest(str(key), OF_FUNCTION, 0.8):
-                raise ApiError(400, f"tools[{number}].function.{str(key)[:64]}: unknown field.{near}", "tools")
+        _check_tool(f"tools[{number}]", tool)
     names = [tool["function"]["name"] for tool in tools]
     if len(set(names)) < len(names):
-        raise ApiError(400, "tools: two of them have the same name", "tools")
+        raise ApiError(400, "tools: two functions have the same name", "tools")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         parallel = False
+    several = parallel is not False
     choice = _spelled(choice)
     if choice is None:
-        return Tools(tools, "auto" if tools else "none", parallel=parallel is not False)
-    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        return Tools(tools, "auto" if tools else "none", parallel=several)
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if kind == "allowed_tools":
         mode, allowed = _allowed(choice, names)
         tools = [tool for tool in tools if tool["function"]["name"] in allowed]
-        return Tools(tools, mode, parallel=parallel is not False, only=frozenset(allowed))
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        function = choice.get("function", choice)  # Responses have the name beside the type
+        return Tools(tools, mode, parallel=several, only=frozenset(allowed))
+    if kind == "function":
+        function = choice.get("function", choice)  # the Responses API puts the name next to the type
         name = function.get("name") if isinstance(function, dict) else None
         if name not in names:
-            raise ApiError(400, f"tool_choice: {_quoted(name)} names no function of tools", "tool_choice")
-        return Tools(tools, "named", str(name), parallel is not False)
+            raise ApiError(400, f"tool_choice: {_quoted(name)} is not the name of a function in tools", "tool_choice")
+        return Tools(tools, "named", str(name), several)
     if choice not in ("none", "auto", "required"):
-        want = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
-        raise ApiError(400, f"tool_choice={_quoted(choice)}: want {want}", "tool_choice")
+        expected = 'none, auto, required, {"type": "function", "function": {"name": ...}} or allowed_tools'
+        raise ApiError(400, f"tool_choice={_quoted(choice)}: expected {expected}", "tool_choice")
     if choice == "required" and not tools:
-        raise ApiError(400, "tool_choice=required: want tools to choose from", "tool_choice")
-    return Tools(tools, str(choice) if tools else "none", parallel=parallel is not False)
+        raise ApiError(400, "tool_choice=required: expected tools to choose from", "tool_choice")
+    return Tools(tools, str(choice) if tools else "none", parallel=several)
+
+
+def _check_tool(at: str, tool: Any) -> None:
+    """Raise ApiError (400) for a malformed tool.  ``at`` is its place in the body."""
+    function: Any = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+    name = function.get("name") if isinstance(function, dict) else None
+    named = isinstance(name, str) and NAME.fullmatch(name)
+    if not named or not isinstance(function.get("parameters") or {}, dict):
+        expected = '{"type": "function", "function": {"name": ..., "parameters": <JSON schema>}}'
+        raise ApiError(400, f"{at}: expected {expected}", "tools")
+    if not isinstance(function.get("strict"), (bool, type(None))):
+        raise ApiError(400, f"{at}.function.strict: expected true or false", "tools")
+    for key in function.keys() - set(OF_FUNCTION):  # the chat template prints further keys
+        near = suggest(str(key), OF_FUNCTION, 0.8)
+        if near:
+            raise ApiError(400, f"{at}.function.{str(key)[:64]}: unknown field.{near}", "tools")
 
 
 def _allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
-    """(mode, names) of {"type": "allowed_tools", "allowed_tools": {"mode", "tools": [{"type", "function": {"name"}}]}};
-    the inner object may also be spread over the outer one, and a function over its tool, as in OpenAI's Responses."""
+    """Return the mode and the names of a choice of type ``allowed_tools``.
+
+    The shape is {"type": "allowed_tools", "allowed_tools": {"mode", "tools": [{"type", "function": {"name"}}]}}.  As in
+    OpenAI's Responses API, the outer object may have the members of the inner one, and a tool those of its function."""
     inner = choice.get("allowed_tools", choice)
-    listed: Any = inner.get("tools") if isinstance(inner, dict) else None
-    mode = inner.get("mode") if isinstance(inner, dict) else None
+    members = inner if isinstance(inner, dict) else {}
+    mode, listed = members.get("mode"), members.get("tools")
     if mode not in ("auto", "required"):
-        raise ApiError(400, "tool_choice.allowed_tools.mode: want auto or required", "tool_choice")
+        raise ApiError(400, "tool_choice.allowed_tools.mode: expected auto or required", "tool_choice")
     if not isinstance(listed, list) or not listed or len(listed) > MOST:
-        raise ApiError(400, f"tool_choice.allowed_tools.tools: want a list of 1 to {MOST} functions", "tool_choice")
+        text = f"tool_choice.allowed_tools.tools: expected a list of 1 to {MOST} functions"
+        raise ApiError(400, text, "tool_choice")
     found = []
     for number, tool in enumerate(listed):
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(name, str) or name not in names:
-            what = f"tool_choice.allowed_tools.tools[{number}]: names no function of tools"
-            raise ApiError(400, what, "tool_choice")
+            text = f"tool_choice.allowed_tools.tools[{number}] does not have the name of a function in tools"
+            raise ApiError(400, text, "tool_choice")
         found.append(name)
     return mode, found
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What the arguments must fit: an object, which takes no properties but those declared unless ``strict`` is false
-    or the schema says otherwise."""
+    """Return the schema of the arguments of a function: an object.
+
+    Undeclared properties are forbidden unless ``strict`` is false or the schema allows them."""
     schema = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
     if "properties" in schema and "type" not in schema:
         schema = {"type": "object", **schema}
@@ -291,20 +327,20 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(functions: Sequence[Mapping[str, Any]]) -> None:
-    """ApiError (400) if what is asked of their arguments is more than a grammar is made of: before it is worked on."""
-    given = [function.get("parameters") for function in functions]
-    if max(map(value_depth, given)) > MOST_DEPTH:
+    """Raise ApiError (400) for schemas that are too large or too deep for a grammar, before they are processed."""
+    parameters = [function.get("parameters") for function in functions]
+    if max(map(value_depth, parameters)) > MOST_DEPTH:
         raise ApiError(400, f"tools: a schema is too large, or nested deeper than {MOST_DEPTH} levels", "tools")
-    size = len(json.dumps(given, ensure_ascii=False).encode(errors="surrogatepass"))
+    size = len(json.dumps(parameters, ensure_ascii=False).encode(errors="surrogatepass"))
     if size > MOST_BYTES:
-        raise ApiError(400, f"tools: schemas of {size} bytes: want at most {MOST_BYTES} together", "tools")
+        raise ApiError(400, f"tools: schemas of {size} bytes; expected at most {MOST_BYTES} together", "tools")
 
 
 def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
-    """The schema as a definition at a place of a larger one: its references lead into itself."""
-    made = copy.deepcopy(schema)
-    for node in schemas(made):
+    """Return a copy of a schema as the definition at a place of a larger schema, with its own references adjusted."""
+    moved = copy.deepcopy(schema)
+    for node in schemas(moved):
         path = pointer(schema, node.get("$ref"))
         if path is not None:
             node["$ref"] = place + path
-    return {key: one for key, one in made.items() if key not in ("$id", "$schema")}
+    return {key: value for key, value in moved.items() if key not in ("$id", "$schema")}

@@ -206,7 +206,7 @@ def test_a_schema_is_measured_before_it_is_worked_on(monkeypatch):
             StructuredOutputsParams(json=large, disable_additional_properties=True)
         tool = {"type": "function", "function": {"name": "f", "parameters": {"const": large}}}
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):
-            with pytest.raises(ApiError, match=r"want at most|deeper than"):
+            with pytest.raises(ApiError, match=r"expected at most|deeper than"):
                 tools.read_tools([tool], choice, True).form()
 
 

@@ -1,0 +1,71 @@
+"""The part of a request for generated tokens that does not depend on its protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from . import fields
+from .bodies import sent_names
+from .generate import Answer, Service
+from .limits import asks_energy, check_branches, check_counts, stream_options
+from .logprobs import Speller
+from .params import asked_tokens, limited, make_params
+from .taps import check_reads, read_taps
+
+if TYPE_CHECKING:
+    from minivllm.server.link.client import Stream
+
+
+class Work:
+    """One request: its checked fields, parameters and taps.
+
+    ``state`` has the ids, the tenant and the log line of the request.  A protocol's class calls ``_set_length`` and
+    ``_set_params`` once each, after this constructor."""
+
+    def __init__(self, service: Service, body: Any, state: dict[str, Any], best_of: int | None = None) -> None:
+        self.service, self.body, self.state = service, body, state
+        self.passed, self.warnings = fields.check(body, service.client.info.reads)
+        self.model = service.check_model(body.model)
+        self.include_usage, self.continuous = stream_options(body)
+        self.energy = asks_energy(service, body)
+        self.n = 1 if body.n is None else body.n
+        self.best_of = best_of
+        check_counts(service, body.n, best_of)
+
+    def _set_length(self, default: int | None, least: int = 1) -> None:
+        """Set the requested length of the answer and the ``default`` length, each None for no limit."""
+        asked = asked_tokens(self.body, least)
+        self.asked = limited(asked, self.service.most_tokens, self.warnings, sent_names(self.body))
+        self.default = default
+
+    def _set_params(self, prompts: int, logprobs: int | None, form: Mapping[str, Any] | None) -> None:
+        """Set the sampling parameters, the taps and the speller of log-probabilities, and check limits for the prompts.
+
+        ``prompts`` is the number of prompts.  ``logprobs`` and ``form`` are passed to ``make_params``."""
+        service, body = self.service, self.body
+        info = service.client.info
+        more = self.passed if self.best_of is None else {**self.passed, "best_of": self.best_of}
+        self.params = make_params(body, more, logprobs, form, self.state, info, service.server, service.defaults)
+        self.taps = read_taps(body.taps, self.state, service.server, self.params)
+        check_branches(service, prompts, self.params)
+        check_reads(self.taps, info.tap_points, prompts, self.params)
+        as_ids = bool(body.return_tokens_as_token_ids)
+        self.speller = Speller(service.tokens.tokenizer, as_ids, self.params.detokenize)
+
+    def _answer(self, prefix: str, kind: str, streams: list[Stream], **more: Any) -> Answer:
+        """Return the answer of the opened streams.  ``prefix`` begins its id, and ``kind`` is its ``object``."""
+        return Answer(
+            self.service,
+            f"{prefix}-{self.state['request_id']}",
+            kind,
+            self.model,
+            streams,
+            self.n,
+            self.include_usage,
+            self.continuous,
+            self.warnings,
+            reads=self.taps.reads,
+            energy=self.energy,
+            **more,
+        )
