@@ -1,17 +1,16 @@
-"""minivllm: an LLM inference engine in which every part that a researcher may want to swap is a plug-in.
+"""minivllm: an LLM inference engine whose parts are plug-ins that a researcher can replace.
 
->>> from minivllm import LLM, SamplingParams
->>> llm = LLM(model="pocket")
->>> llm.generate("Tell me a story about a fox.", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
+>>> from minivllm import LLM, SamplingParams >>> llm = LLM(model="pocket") >>> llm.generate("Tell me a story about a
+fox.", SamplingParams(temperature=0))[0].outputs[0].text  # doctest: +SKIP
 
-Importing this package imports neither torch nor transformers; each name below is imported when it is first used.
+Importing this package imports neither torch nor transformers.  Each name below is imported at its first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from minivllm import moved as _moved  # noqa: F401  (old import paths work from here on)
+from minivllm import moved as _moved  # noqa: F401  (installs the finder of old import paths)
 from minivllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from .frontend.explaining import explain
     from .frontend.llm import LLM
 
-__version__ = "0.2.0"  # the same as in pyproject.toml; a test compares them
+__version__ = "0.2.0"  # must equal the version in pyproject.toml; a test compares them
 
 _LAZY = {
     "AsyncLLM": "minivllm.frontend.async_llm",
@@ -67,12 +66,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import a public name at its first use (PEP 562)."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
     if name in ("LLM", "AsyncLLM"):
-        # oneDNN reads its environment when it is first used, so this must come before
+        # oneDNN reads environment variables at its first use, so they must be set before torch is imported.
         from minivllm.device.hardware import prepare_environment
 
         prepare_environment()
@@ -82,4 +82,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the public names."""
     return sorted(__all__)

@@ -1,4 +1,4 @@
-"""``python -m minivllm`` is the ``minivllm`` command."""
+"""Run the ``minivllm`` command: ``python -m minivllm``."""
 
 import sys
 

@@ -1,7 +1,8 @@
-"""Every error that minivllm raises on purpose: one line that says what is wrong, what was wanted and what to do.
+"""The errors that minivllm raises on purpose.  Each message is one line: what is wrong, which values are accepted, and
+what to do.
 
-``exit_code`` is what the command line ends with: 2 configuration or command line, 3 model, 4 plug-in,
-5 environment (memory, port), 7 engine or worker died.  A request's own error never ends the engine.
+``exit_code`` is the exit status of the command line: 2 configuration or command line, 3 model, 4 plug-in, 5 environment
+(memory, port), 7 the engine or a worker died.  An error of one request never ends the engine.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from typing import Any
 
 
 class MinivllmError(Exception):
-    """Base of all errors raised on purpose; catching it never hides a bug."""
+    """Base class of all errors raised on purpose.  Catching it never hides a bug."""
 
     exit_code = 1
 
 
 class ConfigError(MinivllmError, ValueError):
-    """A configuration file, keyword or command line asks for something that does not exist or contradicts itself.
+    """A configuration file, keyword or command line names something that does not exist, or contradicts itself.
 
-    ``faults`` are the single faults (``minivllm.validation.FieldFault``), where there can be several.
+    ``faults`` lists the single errors (``minivllm.validation.FieldFault``), if there can be several.
     """
 
     exit_code = 2
@@ -29,7 +30,7 @@ class ConfigError(MinivllmError, ValueError):
 
 
 class RequestError(MinivllmError, ValueError):
-    """One request asks for something that cannot be served; ``param`` names the field.  Nobody else is touched."""
+    """A request that cannot be served.  ``param`` names the wrong field.  Other requests are not affected."""
 
     exit_code = 2
 
@@ -39,32 +40,36 @@ class RequestError(MinivllmError, ValueError):
 
 
 class ModelError(MinivllmError):
-    """A model directory is missing, broken, unsafe or of an architecture that no plug-in serves."""
+    """A model directory is missing, broken or unsafe, or no plug-in serves its architecture."""
 
     exit_code = 3
 
 
 class PluginError(MinivllmError):
-    """A plug-in is unknown, ambiguous or broken, or none suits."""
+    """A plug-in is unknown, ambiguous or broken, or no plug-in is suitable."""
 
     exit_code = 4
 
 
 class OptionError(PluginError, ConfigError):
-    """What a user wrote of a plug-in cannot be had: an option's value, a module that a rule names, or, of one that was
-    named, the device or the library that it needs."""
+    """A setting of a plug-in that the user wrote cannot be used.
+
+    Examples are a wrong option value, a rule that names a missing module, or a plug-in that the user named although its
+    device or library is missing.
+    """
 
     exit_code = 2
 
 
 class ResourceError(MinivllmError):
-    """The machine lacks something: memory, a device, a port."""
+    """The machine lacks a resource, such as memory, a device or a port."""
 
     exit_code = 5
 
 
 class EngineDeadError(MinivllmError):
-    """The engine cannot go on (three failed steps in a row, or a dead worker); every request was told."""
+    """The engine cannot continue, because three steps in a row failed or a worker died.  Every request receives the
+    error."""
 
     exit_code = 7
 
@@ -72,138 +77,165 @@ class EngineDeadError(MinivllmError):
 _short = reprlib.Repr()
 _short.maxlist = _short.maxtuple = _short.maxset = _short.maxdict = 8
 _short.maxstring = _short.maxother = _short.maxlong = 120
-QUOTED = 240  # characters of a value in a message
-CAUSES = 8  # exceptions of a chain that are looked at
+QUOTED = 240  # largest number of characters of a value in a message
+CAUSES = 8  # number of exceptions that are searched in a chain of causes
 
 
 def shown(value: object) -> str:
-    """A value in a message: its repr in one line, shortened, whatever it is."""
+    """Return the repr of any value for a message, on one line and shortened."""
     try:
         return brief(" ".join(_short.repr(value).split("\n")), QUOTED)
-    except Exception:  # a number of 5,000 digits; an object whose repr fails
+    except Exception:  # a number of more than 4,300 digits, or an object whose repr fails
         return f"a {type(value).__name__}"
 
 
 def brief(text: str, most: int = 120) -> str:
-    """A text in a message that stands there as it is, such as a name: printable, of at most ``most`` characters."""
+    """Return a text for a message, printable and shortened to ``most`` characters.
+
+    Use it for text that is shown without quotation marks, such as names.
+    """
     if len(text) > most:
         text = f"{text[: most * 2 // 3]}...{text[len(text) - most // 3 + 3 :]}"
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def where_requests_go() -> str:
-    """Return the hint for a trace given in the place of requests with prompts, or the reverse."""
+    """Return a hint for a user who passed a trace instead of requests with prompts, or the reverse."""
     traces = "a trace (times and lengths) goes to `minivllm simulate --trace` and `minivllm replay`"
     return f"{traces}, a trace or lines with a prompt to --dataset of bench, compare and ablate"
 
 
 def want_name(cls: type) -> str:
-    """What to say instead of a class where a plug-in's name is wanted, since it travels to other processes as text."""
+    """Return the message for a class that was passed where a plug-in's name is expected.  Names can be sent to other
+    processes; classes cannot."""
     module = cls.__module__
     return f"want a name; of this one '{module}:{cls.__qualname__}', with allow_targets=[{module!r}]"
 
 
 def describe_error(exc: BaseException, part: object = None) -> str:
-    """An exception in a message: its type and the first line of its text, whatever its ``__str__`` does; and where it
-    was raised, if that was in a part that is not of this package, or else the file of the ``part`` that was asked."""
+    """Return a message for an exception: its type, the first line of its text, and a place.
+
+    The place is the line of code outside minivllm that raised it.  If there is none, it is the file of ``part``, a
+    plug-in object whose method was called.  The exception's ``__str__`` may fail.
+    """
     try:
         text = next(iter(str(exc).strip().splitlines()), "")[:400]
-    except BaseException:  # somebody else's code
-        text = "its text cannot be made"
+    except BaseException:  # ``__str__`` is external code
+        text = "its text cannot be read"
     where = raised_at(exc) or from_file(part)
     return f"{type(exc).__name__}: {text}{'' if where in text else where}"
 
 
-# (module, class) -> the part made of it in this process, of those that are not of this package
-_others: dict[tuple[str, str], str] = {}
+# External plug-ins that this process has constructed: (module, class) -> name for messages.
+_external: dict[tuple[str, str], str] = {}
 
 
-def note_part(who: str, kind: type) -> None:
-    """A part is made of a class: what is raised in its package is told with its place from now on."""
-    if kind.__module__.partition(".")[0] != __package__:
-        _others[kind.__module__, kind.__qualname__] = who
+def note_part(label: str, cls: type) -> None:
+    """Register the class of a constructed plug-in. Messages then name the code line of errors from its package."""
+    if cls.__module__.partition(".")[0] != __package__:
+        _external[cls.__module__, cls.__qualname__] = label
 
 
 def _raised(exc: BaseException | None) -> tuple[str, str]:
-    """(the part, FILE:LINE of its package's code) that an exception came through last, of those that are not of this
-    package; "" of none."""
+    """Return (plug-in, FILE:LINE) of the last external plug-in code that an exception passed through, or "" for both.
+
+    External code is code of the packages of registered plug-ins.  If the package has several plug-ins and none can be
+    identified, the first element says "a part of PACKAGE".
+    """
     parts: dict[str, dict[str, None]] = {}
-    for (module, _), part in _others.items():
-        parts.setdefault(module.partition(".")[0], {})[part] = None
-    who = top = place = ""
+    for (module, _), label in _external.items():
+        parts.setdefault(module.partition(".")[0], {})[label] = None
+    plugin = package = place = ""
     for _ in range(CAUSES):
         trace = exc.__traceback__ if exc is not None else None
         while trace is not None:
-            frame, line, trace = trace.tb_frame, trace.tb_lineno, trace.tb_next
-            package = str(frame.f_globals.get("__name__")).partition(".")[0]
-            if package in parts:
-                kind = type(frame.f_locals.get("self"))
-                top, place = package, f"{frame.f_code.co_filename}:{line}"
-                who = _others.get((kind.__module__, kind.__qualname__), who)
+            frame = trace.tb_frame
+            top = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if top in parts:
+                cls = type(frame.f_locals.get("self"))
+                package = top
+                place = f"{frame.f_code.co_filename}:{trace.tb_lineno}"
+                plugin = _external.get((cls.__module__, cls.__qualname__), plugin)
+            trace = trace.tb_next
         if exc is None or place:
             break
         exc = exc.__cause__
-    return who or (f"a part of {top}" if len(parts.get(top, ())) > 1 else "".join(parts.get(top, ()))), place
+    if not plugin:
+        candidates = parts.get(package, {})
+        plugin = f"a part of {package}" if len(candidates) > 1 else "".join(candidates)
+    return plugin, place
 
 
 def raised_at(exc: BaseException) -> str:
-    """`` (at FILE:LINE)``: where an exception left a part that is not of this package, in a message; else nothing."""
+    """Return `` (at FILE:LINE)``, the last line of external plug-in code that an exception passed through, or ""."""
     _, place = _raised(exc)
     return f" (at {brief(place, 300)})" if place else ""
 
 
 def external_part(exc: BaseException) -> str:
-    """The part that is not of this package that an exception came through, "" if it came through none."""
+    """Return the external plug-in that an exception passed through, or "" if there is none."""
     return _raised(exc)[0]
 
 
 def describe_step_error(exc: BaseException, parts: Mapping[str, Any]) -> str:
-    """Describe an error of a step that several plug-ins compute together.
+    """Return a message for an error of a step that several plug-ins compute together.
 
-    ``parts`` maps each seam to its plug-in.  If the traceback passes through no external plug-in, the message lists
-    the external plug-ins of the step: their results may be the cause."""
-    said = describe_error(exc)
-    others = {seam: part for seam, part in parts.items() if part.target.split(".")[0] != __package__}
-    if not others or raised_at(exc):
-        return said
-    names = (f"{seam} {brief(part.name)}{_file_of(part.target.partition(':')[0])}" for seam, part in others.items())
-    return f"{said}; parts that are not minivllm's own: {', '.join(names)}"
+    ``parts`` maps each seam to its plug-in.  If the traceback does not pass through external code, the message lists
+    the external plug-ins of the step, because their results may be the cause.
+    """
+    message = describe_error(exc)
+    names = []
+    for seam, part in parts.items():
+        if part.target.split(".")[0] != __package__:
+            names.append(f"{seam} {brief(part.name)}{_file_of(part.target.partition(':')[0])}")
+    if not names or raised_at(exc):
+        return message
+    return f"{message}; parts that are not minivllm's own: {', '.join(names)}"
 
 
 def part_fault(exc: BaseException) -> PluginError | None:
-    """What to raise from an exception that nobody raised on purpose, if it came through a part that is not of this
-    package."""
-    if not external_part(exc) or isinstance(exc, (MinivllmError, NotImplementedError)):
+    """Return a PluginError for an unexpected exception that passed through an external plug-in, or None for other
+    exceptions."""
+    plugin = external_part(exc)
+    if not plugin or isinstance(exc, (MinivllmError, NotImplementedError)):
         return None
-    return PluginError(f"{external_part(exc)} failed: {describe_error(exc)}")
+    return PluginError(f"{plugin} failed: {describe_error(exc)}")
 
 
 def from_file(part: object) -> str:
-    """`` (of FILE)``: where the class of a part is from, in a message; nothing of those in this package, and of those
-    that no file has by their name."""
-    kind, module = type(part), sys.modules.get(type(part).__module__)
-    own = kind.__module__.startswith(f"{__package__}.") or not hasattr(module, kind.__qualname__.partition(".")[0])
-    return "" if own else _file_of(kind.__module__)
+    """Return `` (of FILE)``, the file that defines the class of a plug-in object.
+
+    Return "" for classes of minivllm, and for classes that their module does not contain.
+    """
+    cls = type(part)
+    outer = cls.__qualname__.partition(".")[0]
+    if cls.__module__.startswith(f"{__package__}.") or not hasattr(sys.modules.get(cls.__module__), outer):
+        return ""
+    return _file_of(cls.__module__)
 
 
 def _file_of(module: str) -> str:
+    """Return `` (of FILE)`` for an imported module, or "" if it has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return "" if file is None else f" (of {brief(str(file))})"
 
 
 def error_from(name: str, message: str, param: str | None = None) -> Exception:
-    """The error that another process told of: minivllm's own by its class name, or that of a verb which is not known;
-    another one came of a bug and is a plain MinivllmError."""
-    kind = NotImplementedError if name == "NotImplementedError" else globals().get(name)
-    if kind is RequestError:
+    """Return the error that another process reported, from its class name and message.
+
+    Errors of minivllm keep their class, and so does NotImplementedError (an unknown verb).  Any other class is a bug in
+    the other process and becomes a plain MinivllmError.
+    """
+    cls = NotImplementedError if name == "NotImplementedError" else globals().get(name)
+    if cls is RequestError:
         return RequestError(message, param)
-    if isinstance(kind, type) and issubclass(kind, (MinivllmError, NotImplementedError)):
-        return kind(message)
+    if isinstance(cls, type) and issubclass(cls, (MinivllmError, NotImplementedError)):
+        return cls(message)
     return MinivllmError(message if message.startswith(f"{name}: ") else f"{name}: {message}")
 
 
 def suggest(word: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
-    """`` Did you mean 'x'?`` for the nearest known word, or nothing.  Used wherever a name is refused."""
+    """Return `` Did you mean 'x'?`` with the known word that is nearest to ``word``, or "" if none is near."""
     import difflib
 
     near = difflib.get_close_matches(brief(str(word), 80), [str(k) for k in known], n=1, cutoff=cutoff)

@@ -1,11 +1,12 @@
-"""Files that a user names: read whole or by lines, within bounds, and refused by name before they can hold anybody up.
+"""Read files that a user names, completely or line by line, with bounds on size and time.
 
-What is opened here, but for ``read_given``, is a regular file of a bounded size.  A FIFO waits for a writer, a device
-has no end, a sparse file of a terabyte takes a second to make; a link is what it leads to.  The file that Git LFS
-leaves where it has not fetched the real one is told by its first line
+Except for ``read_given``, these functions open regular files of a bounded size only.  A FIFO would wait for a writer, a
+device has no end, and a sparse file of a terabyte is created in a second.  Symbolic links are followed.  A Git LFS
+pointer, which replaces a file that was not downloaded, is recognized by its first line
 (https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md).
 
-Every function raises ``error`` (ConfigError unless told otherwise) with the file's name, or ``name``, before the rest.
+Every function raises ``error`` (ConfigError by default).  The message begins with the file's path, or with ``name`` if
+it is set.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from minivllm.errors import ConfigError, MinivllmError, brief, shown
 from minivllm.validation import lone_escape, whole
 
 MIB = 1 << 20
-SMALL = 4 * MIB  # configurations, keys, schemas, templates: what somebody wrote
-PART = 64 * MIB  # config.json, an index of shards, the configuration of a tokenizer
-LARGE = 512 * MIB  # prompts, records of runs, tokenizers
-HUGE = 8192 * MIB  # traces, which are read line by line
-PATIENCE, SLOWEST = 10.0, 60.0  # seconds: that a pipe may say nothing, and that it may take altogether
-LONGEST = 16 * MIB  # bytes of a line
+SMALL = 4 * MIB  # for files written by hand: configurations, keys, schemas, templates
+PART = 64 * MIB  # for config.json, an index of shards, the configuration of a tokenizer
+LARGE = 512 * MIB  # for prompts, records of runs, tokenizers
+HUGE = 8192 * MIB  # for traces, which are read line by line
+PATIENCE, SLOWEST = 10.0, 60.0  # seconds that a pipe may be silent, and that reading it may take in total
+LONGEST = 16 * MIB  # largest size of a line
 POINTER = b"version https://git-lfs.github.com/spec/"
 
 Name = str | os.PathLike[str]
@@ -37,16 +38,16 @@ Error = type[MinivllmError]
 
 
 def read_bytes(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> bytes:
-    """The whole file, of at most ``most`` bytes."""
+    """Return the contents of a file of at most ``most`` bytes."""
     with opened(path, most, error, name) as file:
         data = _of(file.read(most + 1), path, error, name)
-    if len(data) > most:  # files under /proc say that they are empty
+    if len(data) > most:  # the reported size of files under /proc is 0
         raise error(_large(name or path, most))
     return data
 
 
 def read_text(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> str:
-    """The whole file as UTF-8; a byte order mark, with which some editors begin a file, is left out."""
+    """Return the contents of a UTF-8 file, without the byte order mark with which some editors begin a file."""
     try:
         return read_bytes(path, most, error, name).decode("utf-8-sig")
     except UnicodeDecodeError as exc:
@@ -54,8 +55,11 @@ def read_text(path: Name, most: int = SMALL, error: Error = ConfigError, name: s
 
 
 def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "") -> str:
-    """``read_text``, and of a pipe as well, which a shell makes of ``<(command)``: for a file that is named on purpose
-    and read once.  ``error`` if nothing comes of a pipe for ``PATIENCE`` seconds, or more than ``most`` bytes do."""
+    """Return the contents of a UTF-8 file or pipe.  Shells create a pipe for ``<(command)``.
+
+    Use it for a file that the user names explicitly and that is read once.  ``error`` if a pipe sends nothing for
+    ``PATIENCE`` seconds, or more than ``most`` bytes.
+    """
     at = _name(name or path)
     try:
         if not stat.S_ISFIFO(os.stat(path).st_mode):
@@ -64,34 +68,36 @@ def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
             data = _drained(pipe.fileno(), most)
         return data.decode("utf-8-sig")
     except TimeoutError:
-        raise error(f"{at}: is a FIFO, of which nothing has come for {PATIENCE:g} s; want who writes to it") from None
+        raise error(f"{at}: is a FIFO that sent nothing for {PATIENCE:g} s; want a process that writes to it") from None
     except OverflowError:
         raise error(_large(name or path, most)) from None
     except UnicodeDecodeError as exc:
         raise error(f"{at}: not UTF-8 (byte {exc.start}); write it as UTF-8") from None
     except (OSError, ValueError):
-        return read_text(path, most, error, name)  # which says what is wrong
+        return read_text(path, most, error, name)  # raises an error that describes the problem
 
 
 def _drained(pipe: int, most: int) -> bytes:
-    """All that comes of a pipe, which does not block.  TimeoutError; OverflowError for more than ``most`` bytes."""
-    ready, size = select.poll(), 0
-    parts: list[bytes] = []
-    ready.register(pipe, select.POLLIN | select.POLLHUP)
+    """Return everything that a nonblocking pipe sends.  TimeoutError if it is silent; OverflowError for more than
+    ``most`` bytes."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN | select.POLLHUP)
+    data = bytearray()
     end = time.monotonic() + SLOWEST
-    while size <= most:
-        # where nobody has opened its other end yet, this waits; a read would say that all has come
-        if not ready.poll(1e3 * max(min(PATIENCE, end - time.monotonic()), 0)):
+    while len(data) <= most:
+        # Wait before reading: before a writer opens the pipe, a read would return the end of file.
+        patience = max(min(PATIENCE, end - time.monotonic()), 0)
+        if not poll.poll(1e3 * patience):
             raise TimeoutError
-        if not (part := os.read(pipe, min(MIB, most + 1 - size) or 1)):
-            return b"".join(parts)
-        parts.append(part)
-        size += len(part)
+        part = os.read(pipe, MIB)
+        if not part:
+            return bytes(data)
+        data += part
     raise OverflowError
 
 
 def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: str = "") -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, one at a time."""
+    """Yield the lines of a UTF-8 file with their line ends."""
     with opened(path, most, error, name) as file:
         at = _name(name or path)
         for number in range(1, most):
@@ -107,10 +113,11 @@ def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: 
 
 
 def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "", want: str = "") -> Any:
-    """The JSON value in a file.  ``want`` says what it should be, where it is none."""
-    text, at = read_text(path, most, error, name), _name(name or path)
+    """Return the JSON value in a file.  ``want`` describes the expected contents, for the message about invalid
+    JSON."""
+    text = read_text(path, most, error, name)
     try:
-        return parse_json(text, at, error)
+        return parse_json(text, _name(name or path), error)
     except error as exc:
         if not want:
             raise
@@ -118,12 +125,15 @@ def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: s
 
 
 def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, unique: bool = False) -> Any:
-    """Return the JSON value in a text; errors begin with ``at``, its file, and ``line``.  ``unique`` refuses an object
-    that has a key twice."""
+    """Return the JSON value in a text.
+
+    Messages begin with ``at``, the name of the file, and ``line``, if it is not 0.  ``unique`` refuses an object that
+    contains a key twice.
+    """
     where = f"{at}:{line}" if line else at
     try:
         if lone_escape(text):
-            raise error(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+            raise error(f"{where}: holds half of a surrogate pair (\\ud800 to \\udfff), which is not valid text")
         return json.loads(text, parse_int=whole, object_pairs_hook=_distinct if unique else None)
     except RecursionError:
         raise error(f"{where}: lists or objects are nested too deeply") from None
@@ -134,27 +144,28 @@ def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, un
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; ValueError if it has a key twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {shown(next(name for name in names if names.count(name) > 1))} is there twice")
+    """Return a JSON object as a dict.  ValueError if it contains a key twice."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {shown(name)} is there twice")
+        found[name] = value
     return found
 
 
 @contextlib.contextmanager
 def opened(path: Name, most: int | None, error: Error = ConfigError, name: str = "") -> Iterator[BinaryIO]:
-    """The file, open for reading; ``most`` None: of any size."""
+    """Open a file for reading.  ``most`` None means that any size is accepted."""
     try:
         _check(os.stat(path), name or path, most, error)
-        # between the look and this it may have become something else, which must not be waited for
+        # The file may have been replaced by a FIFO since the check, so do not block, and check it again.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
         with open(file, "rb") as handle:
             _check(os.fstat(file), name or path, most, error)
             head = _of(handle.read(len(POINTER)), path, error, name)
             if head == POINTER:
                 raise error(
-                    f"{_name(name or path)}: is a Git LFS pointer, not the file that it stands for; "
+                    f"{_name(name or path)}: is a Git LFS pointer, not the file itself; "
                     "run `git lfs pull` in its repository, or download the file"
                 )
             handle.seek(0)
@@ -164,7 +175,7 @@ def opened(path: Name, most: int | None, error: Error = ConfigError, name: str =
     except OSError as exc:
         raise error(f"{_name(name or path)}: {exc.strerror or exc}") from None
     except UnicodeEncodeError:
-        raise error(f"{_name(name or path)}: is no text, so no name of a file") from None
+        raise error(f"{_name(name or path)}: is not valid text, so no file has that name") from None
     except MinivllmError:
         raise
     except ValueError:
@@ -172,14 +183,17 @@ def opened(path: Name, most: int | None, error: Error = ConfigError, name: str =
 
 
 def check(path: Name, most: int | None = None, error: Error = ConfigError, name: str = "") -> None:
-    """``error`` if the file, which a library is about to open, is none that can be read whole."""
+    """Raise ``error`` if a file cannot be read completely.  Call it before a library opens the file."""
     with opened(path, most, error, name):
         pass
 
 
 def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None:
-    """``error``, before the work, if a file could not be written there.  What is there stays as it is, and where
-    nothing is, nothing is left.  /dev/null, and the standard streams by their names, will do."""
+    """Raise ``error`` if a file cannot be written.  Call it before the work whose result goes to the file.
+
+    An existing file is not changed, and no new file is left behind. /dev/null and the names of standard streams are
+    accepted.
+    """
     at = _name(name or path)
     try:
         was_there = os.path.lexists(path)
@@ -195,7 +209,7 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
     except MinivllmError:
         raise
     except UnicodeEncodeError:
-        raise error(f"{at}: is no text, so no name of a file") from None
+        raise error(f"{at}: is not valid text, so no file has that name") from None
     except ValueError:
         raise error(f"{at}: holds a null character; no file has that name") from None
     except OSError as exc:
@@ -203,12 +217,12 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
 
 
 def is_there(path: Name) -> bool:
-    """Whether something, of whatever kind, has that name: unlike ``Path.is_file``, which takes a FIFO for nothing."""
+    """Return whether a file of any kind has that name.  ``Path.is_file`` would return False for a FIFO."""
     return os.path.lexists(path)
 
 
 def real(path: Name) -> str:
-    """The path without links; as it is, where no file has such a name."""
+    """Return the path without symbolic links, or the path itself if no file can have that name."""
     try:
         return os.path.realpath(path)
     except ValueError:
@@ -216,6 +230,7 @@ def real(path: Name) -> str:
 
 
 def _check(found: os.stat_result, path: Name, most: int | None, error: Error) -> None:
+    """Raise ``error`` unless the file is a regular file of at most ``most`` bytes."""
     if not stat.S_ISREG(found.st_mode):
         raise error(f"{_name(path)}: is {_kind(found.st_mode)}; want a regular file")
     if most is not None and found.st_size > most:
@@ -223,27 +238,31 @@ def _check(found: os.stat_result, path: Name, most: int | None, error: Error) ->
 
 
 def _large(path: Name, most: int, size: int | None = None) -> str:
+    """Return the message for a file of more than ``most`` bytes.  ``size`` None means that its size is unknown."""
     many = "more" if size is None else f"{size} bytes"
     return f"{_name(path)}: {many}: want a file of at most {most // MIB} MiB"
 
 
 def _kind(mode: int) -> str:
+    """Return the words for a kind of file that is not regular."""
     kinds = ((stat.S_ISDIR, "a directory"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
     return next((word for test, word in kinds if test(mode)), "a device")
 
 
 def _of(data: bytes | None, path: Name, error: Error, name: str) -> bytes:
-    if data is None:  # some files under /proc have nothing to say yet
+    """Return the bytes that were read.  ``error`` if the read returned None."""
+    if data is None:  # some files under /proc have no data yet
         raise error(f"{_name(name or path)}: nothing to be read from it now; want a regular file")
     return data
 
 
 def _name(path: Name) -> str:
+    """Return a path for a message, shortened to 300 characters."""
     return brief(os.fspath(path), 300)
 
 
 def folder_of(name: str) -> Path | None:
-    """The directory of that name, with ``~`` for a home; None if there is none, whatever the name."""
+    """Return the directory with that name, or None if there is none.  ``~`` stands for a home directory."""
     try:
         folder = Path(name).expanduser()
     except RuntimeError:  # no such user
@@ -252,8 +271,10 @@ def folder_of(name: str) -> Path | None:
 
 
 def snapshot_of(folder: Name) -> tuple[str, str] | None:
-    """(id, commit) of a snapshot in a Hugging Face cache, which its folder's path says; None for another folder."""
+    """Return (repository id, commit) of a snapshot folder in a Hugging Face cache, or None for any other folder."""
     *_, repository, snapshots, commit = ("", "", "", *Path(folder).parts)
     kind, *name = repository.split("--")
-    hexadecimal = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
-    return ("/".join(name), commit) if kind == "models" and name and snapshots == "snapshots" and hexadecimal else None
+    is_commit = len(commit) == 40 and set(commit) <= set("0123456789abcdef")
+    if kind == "models" and name and snapshots == "snapshots" and is_commit:
+        return "/".join(name), commit
+    return None

@@ -1,10 +1,11 @@
-"""Old import paths that a document named once: each still works for a while, with a warning that names the new path.
+"""Old import paths that the documentation once named.  Each still works for some time, with a warning that names the
+new path.
 
-``MOVED`` maps an old module or package to the new one and to the version of minivllm in which the old path ends; a
-package takes all modules below it along.  To move a folder, add one line here: a target may have moved again itself,
-and is followed.  An old path gives the module object of the new one, so a class has one identity whatever its path.
+``MOVED`` maps an old module or package to its new path and to the version of minivllm that drops the old path.  A
+package includes all modules below it.  To move a folder, add one line to ``MOVED``.  The new path may itself be an old
+path.  The old and the new path import the same module object, so a class has one identity.
 
-Importing this module installs the finder, which looks at names below ``minivllm.`` only.
+Importing this module installs the finder, which handles names below ``minivllm.`` only.
 """
 
 from __future__ import annotations
@@ -60,13 +61,13 @@ MOVED: dict[str, tuple[str, str]] = {  # old path: (new path, version of minivll
     "minivllm.worker": ("minivllm.device.worker.process", "0.3"),
 }
 
-used: dict[str, str] = {}  # old paths that this process has imported -> the warning about each
+used: dict[str, str] = {}  # old paths that this process has imported -> the text of the warning
 
 
 def new_path(name: str) -> tuple[str, str] | None:
     """Return (new path, version that drops the old one) of a module's old path, or None if the path is not an old one.
 
-    The longest old package above ``name`` counts.  A target that has moved again is followed to its last place.
+    The longest matching package in ``MOVED`` counts.  If its new path has moved too, follow it to the last place.
     """
     found = None
     for _ in range(len(MOVED) + 1):
@@ -86,11 +87,13 @@ def _upwards(name: str) -> list[str]:
 
 
 class _Finder:
-    """Finds modules by their old paths; it comes before the finder of files, which would load a module twice."""
+    """Finds modules by their old paths.  It precedes the finder of files, which would load a module a second time."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> Any:
-        if not name.startswith("minivllm.") or (moved := new_path(name)) is None:
+        """Return the spec of a module by its old path, and warn about it.  Return None for any other name."""
+        moved = new_path(name) if name.startswith("minivllm.") else None
+        if moved is None:
             return None
         new, until = moved
         used[name] = f"{name} is {new} now; minivllm {until} drops the old path. Plug-ins import from minivllm.plugin"
@@ -99,15 +102,17 @@ class _Finder:
 
 
 class _Loader:
-    """Puts the module of the new path in the place of the old one."""
+    """Replaces the module of the old path by the module of the new path."""
 
     def __init__(self, new: str) -> None:
         self.new = new
 
     def create_module(self, spec: Any) -> None:
+        """Return None, so that Python creates a temporary module."""
         return None
 
     def exec_module(self, module: ModuleType) -> None:
+        """Put the module of the new path into ``sys.modules`` under the old name."""
         sys.modules[module.__name__] = importlib.import_module(self.new)
 
 

@@ -1,10 +1,10 @@
-"""The one module that a package of plug-ins imports from, beside ``minivllm.testing`` in its tests.
+"""The module that packages of plug-ins import from.  Their tests also import ``minivllm.testing``.
 
     from minivllm.plugin import ANY, Sampler, Spec, gumbel
 
-Each name is imported from its own module when it is first used, so the import of this module, and of a spec that is
-made of its names, costs no torch and no numpy.  The names stay while the contract of their seam has its version
-(docs/compatibility.md).  Where the modules behind them lie is private and may change.
+Each name is imported from its defining module at its first use.  Importing this module, or a module of specs, therefore
+imports neither torch nor numpy.  The names remain valid as long as the contract of their seam keeps its version
+(docs/compatibility.md).  The defining modules are private and may change.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # strategy
     "minivllm.core.interfaces.strategy": "Branch BranchEnd DecodingStrategy Grown Guide Moves Pick Search",
 }
-_RENAMED = {  # name here -> module and name there, where that says too little by itself
+_RENAMED = {  # name in this module -> (module, name in that module)
     "build_worker": ("minivllm.device.worker.process", "build"),
     "worker_command": ("minivllm.registration.fresh", "command"),
 }
@@ -327,11 +327,12 @@ def __getattr__(name: str) -> Any:
     module, attribute = _FOUND[name]
     home = importlib.import_module(module)
     value = getattr(home, attribute, None)
-    if value is None:  # a module of a package
+    if value is None:  # the name is a module of a package
         value = importlib.import_module(f"{module}.{attribute}")
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
+    """List the public names."""
     return sorted(__all__)

@@ -1,15 +1,15 @@
-"""Find plug-ins by name, choose one of a kind, and say why.
+"""Find plug-ins by name, choose one for a seam, and explain the choice.
 
-Three stages, each heavier than the one before, each run only when it is needed::
+There are three stages.  Each is slower than the one before it, and runs only if it is needed::
 
     Entry   package metadata          name, distribution, version, target      no code runs
     Spec    a small module            limits, features, needs, options         no torch
     class   the implementation        imported only once it is chosen          heavy
 
-A ``Catalog`` holds one ``Registry`` per kind of plug-in and never changes.  ``Registry.select`` is a function of the
-request and the specs: it returns a ``Selection`` with a reason for every candidate that was refused, and what
-``minivllm explain`` prints is that same object.  What a spec does not list is refused, so that a new ability of the
-engine cannot silently run on a plug-in that has never heard of it.
+A ``Catalog`` holds one ``Registry`` for each kind of plug-in and never changes.  ``Registry.select`` is a function of
+the request and the specs.  It returns a ``Selection`` with a reason for each refused candidate; ``minivllm explain``
+prints this object.  A request for anything that a spec does not list is refused, so that a new ability of the engine
+cannot run on a plug-in that was written without it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Selection:
-    """A decision with its reasons.  ``skipped`` were not even looked at, because an earlier tier could serve."""
+    """A choice with its reasons.  The specs of ``skipped`` entries were not read, because an earlier candidate was
+    suitable."""
 
     kind: str
     asked: str
@@ -84,36 +85,42 @@ class Selection:
 
     @property
     def supplied(self) -> dict[str, Any]:
-        """What the user left open and the chosen plug-in supplies, say the KV block size."""
+        """Return the values that the chosen plug-in supplies for facts that the user left open, such as the KV block
+        size."""
         spec = self.chosen.spec if self.chosen is not None else None
-        left = [f for f in KINDS[self.kind].open if f not in self.request.facts] if spec is not None else []
-        return {fact: spec.prefer[fact] for fact in left if spec is not None and fact in spec.prefer}
+        if spec is None:
+            return {}
+        unset = [fact for fact in KINDS[self.kind].open if fact not in self.request.facts]
+        return {fact: spec.prefer[fact] for fact in unset if fact in spec.prefer}
 
     @property
     def approximate(self) -> bool:
-        """Whether the chosen plug-in declares that its results are approximate."""
+        """Return whether the chosen plug-in declares that its results are approximate."""
         return self.chosen is not None and self.chosen.spec is not None and self.chosen.spec.approximate
 
     def explain(self) -> str:
+        """Return the choice as text: a line for each candidate, with the reasons against it."""
         asked = f"{self.asked}, prefer {', '.join(self.preferred)}" if self.preferred else self.asked
-        lines = [f"{self.kind} -> {self.chosen.entry.label if self.chosen else 'nothing suitable'}   (asked: {asked})"]
-        lines.append(f"  for {self.request}")
-        seen = [(c.entry.label, c) for c in self.candidates]
-        width = max([len(label) for label, _ in seen] + [len(e.label) for e in self.skipped] + [0])
-        for label, c in seen:
+        chosen = self.chosen.entry.label if self.chosen else "nothing suitable"
+        lines = [f"{self.kind} -> {chosen}   (asked: {asked})", f"  for {self.request}"]
+        entries = [*(c.entry for c in self.candidates), *self.skipped]
+        width = max([len(e.label) for e in entries], default=0)
+        for c in self.candidates:
+            label = f"{c.entry.label:{width}}"
             if c is self.chosen:
-                lines.append(f"  > {label:{width}}  priority {c.spec.priority if c.spec else 0}")
-                lines += ["      approximate: queries attend to some of the keys that they may see"] * self.approximate
+                lines.append(f"  > {label}  priority {c.priority}")
+                if self.approximate:
+                    lines.append("      approximate: queries attend to some of the keys that they may see")
                 lines += [f"      supplies {fact}={v}: it was left open" for fact, v in self.supplied.items()]
             elif c.suitable:
-                lines.append(f"  - {label:{width}}  priority {c.spec.priority if c.spec else 0}: suitable, not needed")
+                lines.append(f"  - {label}  priority {c.priority}: suitable, not needed")
             else:
-                lines.append(f"  x {label:{width}}  {'; '.join(map(str, c.reasons))}")
+                lines.append(f"  x {label}  {'; '.join(map(str, c.reasons))}")
         lines += [f"  . {e.label:{width}}  not looked at: an earlier choice was suitable" for e in self.skipped]
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as JSON: what was asked, what was chosen, and the reasons against the others."""
+        """Return the choice as JSON values: the request, the chosen plug-in, and the reasons against the others."""
         facts = {fact: sorted(v) if isinstance(v, (set, frozenset)) else v for fact, v in self.request.facts.items()}
         return {
             "seam": self.kind,
@@ -129,27 +136,31 @@ class Selection:
         }
 
     def widen(self, registry: Registry) -> Selection:
-        """The same choice with all other plug-ins looked at too."""
+        """Return the same choice with the reasons of the skipped plug-ins too."""
         seen = {c.entry for c in self.candidates}
         more = [registry._consider(e, self.request) for e in registry.entries if e not in seen]
         return replace(self, candidates=(*self.candidates, *more), skipped=())
 
     def without(self, error: PluginError) -> Selection:
-        """The same with the chosen plug-in refused after all: its implementation is broken."""
+        """Return the selection without its chosen plug-in, whose implementation is broken."""
         broken = tuple(replace(c, reasons=(Reason(str(error)),)) if c is self.chosen else c for c in self.candidates)
         return replace(self, chosen=None, candidates=broken)
 
     def require(self) -> Candidate:
-        """The chosen candidate; PluginError (with this object as its ``selection``) if nothing is suitable, OptionError
-        if that was asked for by its name."""
+        """Return the chosen candidate.
+
+        If nothing is suitable, raise PluginError, or OptionError if the user named the plug-in.  Its attribute
+        ``selection`` is this object.
+        """
         if self.chosen is not None:
             return self.chosen
         if self.asked != "auto" and len(self.candidates) == 1:
             refused = self.candidates[0]
-            who = f"{self.kind} {shown(refused.entry.label)}" if refused.entry.builtin else str(refused.entry)
-            text = f"{who} does not fit: {'; '.join(map(str, refused.reasons))}"
-            old = any(reason.what == CONTRACT for reason in refused.reasons)
-            error = PluginError(text) if old else OptionError(text)
+            entry = refused.entry
+            label = f"{self.kind} {shown(entry.label)}" if entry.builtin else str(entry)
+            text = f"{label} does not fit: {'; '.join(map(str, refused.reasons))}"
+            other_version = any(reason.what == CONTRACT for reason in refused.reasons)
+            error = PluginError(text) if other_version else OptionError(text)
         else:
             error = PluginError(self.explain())
         error.selection = self  # type: ignore[attr-defined]
@@ -157,7 +168,8 @@ class Selection:
 
 
 class Registry:
-    """The plug-ins of one kind.  Immutable; ``entries`` are built-ins first, then by distribution and name."""
+    """The plug-ins of one kind.  It never changes.  ``entries`` lists built-in plug-ins first, then others by
+    distribution and name."""
 
     def __init__(
         self, kind: Kind, entries: Iterable[Entry], allow_targets: Sequence[str] = (), strict: bool = False
@@ -166,27 +178,28 @@ class Registry:
         self.entries = tuple(sorted(entries, key=lambda e: (not e.builtin, e.dist, e.name)))
 
     def find(self, name: str) -> Entry:
-        """The entry of ``name``, ``dist/name`` or an allowed ``module:Class``; imports nothing."""
+        """Return the entry called ``name``, ``dist/name`` or ``module:Class`` (an allowed target).  Import nothing."""
         if ":" in name:
             return self._target(name)
         found = [e for e in self.entries if name in (e.name, e.label)]
         if not found:
             raise PluginError(self._unknown(name))
-        own = [e for e in found if e.builtin and e.name == name]
-        usable = own or [e for e in found if not e.blocked]
+        builtin = [e for e in found if e.builtin and e.name == name]
+        usable = builtin or [e for e in found if not e.blocked]
         if not usable:
             raise PluginError(f"{found[0]} is blocked by {ENV}.")
         if len(usable) > 1:
-            ways = "".join(f"\n    name = {shown(e.label)}" for e in usable)
+            labels = "".join(f"\n    name = {shown(e.label)}" for e in usable)
             raise PluginError(
-                f"{self.kind.name} {shown(name)} is offered by {len(usable)} packages. Say which one:{ways}"
+                f"{self.kind.name} {shown(name)} is offered by {len(usable)} packages. Say which one:{labels}"
             )
         return usable[0]
 
     def _unknown(self, name: str) -> str:
+        """Return the message for a name that no plug-in of this kind has."""
         known = sorted({e.name for e in self.entries} | {e.label for e in self.entries if not e.builtin})
-        dist, slash, bare = name.rpartition("/")
-        hint = suggest(f"{discovery.normal(dist)}{slash}{bare}", known)
+        dist, slash, plugin = name.rpartition("/")
+        hint = suggest(f"{discovery.normal(dist)}{slash}{plugin}", known)
         installed = ", ".join(e.name if e.builtin else e.label for e in self.entries) or "none"
         return (
             f"No {self.kind.name} is called {shown(name)}.{hint}\n"
@@ -196,11 +209,13 @@ class Registry:
         )
 
     def _target(self, target: str) -> Entry:
+        """Return the entry of a ``module:Class`` target.  PluginError if it is not allowed."""
         if given.is_given(target):
-            if (one := given.find(target)) is None:
-                who = f"{self.kind.name}: {shown(target)} was a class of the program that wrote this"
-                raise PluginError(f"{who}; {given.WANTED}")
-            return Entry(self.kind.name, one.name, target, LOCAL, "-")
+            passed = given.find(target)
+            if passed is None:
+                problem = f"{self.kind.name}: {shown(target)} was a class of the program that wrote this"
+                raise PluginError(f"{problem}; {given.WANTED}")
+            return Entry(self.kind.name, passed.name, target, LOCAL, "-")
         module, _, name = target.partition(":")
         if module.endswith(".py") or "/" in module:
             stem = module.rpartition("/")[2].removesuffix(".py")
@@ -214,33 +229,38 @@ class Registry:
         return Entry(self.kind.name, target, target, LOCAL, "-")
 
     def _allowed(self, target: str) -> bool:
+        """Return whether the user allowed a target, its module or a package above it."""
         module = target.partition(":")[0]
         return any(target == a or module == a or module.startswith(a + ".") for a in self.allow_targets)
 
     def spec(self, entry: Entry) -> Spec:
-        """Import the spec of an entry.  PluginError names package, version and target."""
+        """Import and return the spec of an entry.  PluginError names package, version and target.
+
+        A target may also be a class.  Its spec is the class attribute ``spec``, or a new spec without limits.
+        """
         found = _import(entry, entry.target)
         if isinstance(found, Spec):
             return found
         if entry.dist == LOCAL and isinstance(found, type):
             real = f"{found.__module__}:{found.__qualname__}"
-            its = given.is_given(entry.target)
-            if its:
+            passed = given.is_given(entry.target)
+            if passed:
                 real = entry.target
             elif not self._allowed(real):
                 raise PluginError(
                     f"{self.kind.name}: {shown(entry.target)} is really {shown(real)}, which is not allowed. "
                     f"Add --allow-target {found.__module__} if you trust it (allow_targets=[...] in Python)"
                 )
-            own = getattr(found, "spec", None)
+            spec = getattr(found, "spec", None)
+            if isinstance(spec, Spec):
+                return replace(spec, impl=real) if passed else spec
             summary = (found.__doc__ or "").partition("\n")[0]
-            if isinstance(own, Spec):
-                return replace(own, impl=real) if its else own
             return Spec(real, self.kind.api, summary, limits=ANY)
         raise PluginError(f"{entry}: {shown(entry.target)} is a {type(found).__name__}, not a minivllm Spec")
 
     def _judge(self, entry: Entry, request: PluginQuery) -> Candidate:
-        """Stage two for one entry.  PluginError if its spec, or the check in it, is broken."""
+        """Return a candidate with all reasons against an entry.  PluginError if its spec, or the check in it, is
+        broken."""
         if entry.blocked:
             return Candidate(entry, None, (Reason(f"blocked by {ENV}"),))
         spec = self.spec(entry)
@@ -248,105 +268,123 @@ class Registry:
             reasons = spec.refuse(request, self.kind)
         except KeyboardInterrupt:
             raise
-        except BaseException as exc:  # as when it is imported: a panic in Rust too
+        except BaseException as exc:  # SystemExit and Rust panics too, as for imports
             raise PluginError(f"{entry}: its spec cannot answer: {describe_error(exc)}") from exc
         return Candidate(entry, spec, reasons)
 
     def _consider(self, entry: Entry, request: PluginQuery) -> Candidate:
-        """The same for a plug-in that nobody asked for: its fault is a reason, unless MINIVLLM_STRICT_PLUGINS=1."""
+        """Return a candidate for a plug-in that the user did not name.
+
+        A broken plug-in is then a reason against it, but an error if MINIVLLM_STRICT_PLUGINS=1.
+        """
         try:
             found = self._judge(entry, request)
-            by_name = found.suitable and found.spec is not None and found.spec.approximate
-            return replace(found, reasons=(Reason(BY_NAME),)) if by_name else found
+            if found.suitable and found.require_spec().approximate:
+                return replace(found, reasons=(Reason(BY_NAME),))
+            return found
         except PluginError as exc:
             if self.strict:
-                raise PluginError(f"{exc}\n  (Nobody asked for it; it is an error because of {STRICT}=1.)") from exc
+                raise PluginError(f"{exc}\n  (It was not chosen; it is an error because of {STRICT}=1.)") from exc
             return Candidate(entry, None, (Reason(str(exc).partition("\n")[0]),))
 
     def select(
         self, request: PluginQuery, name: str = "auto", prefer: Sequence[str] = (), everything: bool = False
     ) -> Selection:
-        """Choose one.  A name asked for never falls back to another.  ``auto`` takes the best of the built-ins, and
-        looks at third parties only if none can serve; with ``prefer`` it takes the first of that list that can, where
-        a plug-in that is not installed or does not fit is passed over, and one that is broken is an error.
-        ``everything`` looks at all the rest too, for ``explain``; it never changes the choice."""
-        one: Candidate | None
-        if name != "auto":
-            entry = self.find(name)
-            one = self._judge(entry, request)
-            looked, rest = [one], [e for e in self.entries if e != entry]
-        else:
-            looked, rest = self._auto(request, prefer)
-            able = [c for c in looked if c.suitable]
-            one = (able[0] if prefer else min(able, key=lambda c: c.rank)) if able else None
-        chosen = one if one is not None and one.suitable else None
-        skipped = tuple(rest) if chosen is not None and name == "auto" else ()
-        made = Selection(self.kind.name, name, request, chosen, tuple(looked), skipped, tuple(prefer))
-        return made.widen(self) if everything else made
+        """Choose a plug-in for a request.
 
-    def _auto(self, request: PluginQuery, prefer: Sequence[str]) -> tuple[list[Candidate], list[Entry]]:
-        looked: list[Candidate] = []
+        A name never falls back to another plug-in.  ``auto`` chooses the suitable built-in plug-in of the highest
+        priority, and considers third-party plug-ins only if no built-in one is suitable.  With ``prefer``, it chooses
+        the first suitable plug-in of that list; plug-ins that are not installed or not suitable are skipped, and a
+        broken one is an error.  ``everything`` also collects the reasons for all other plug-ins, for ``explain``.  It
+        never changes the choice.
+        """
+        auto = name == "auto"
+        candidates = self._auto(request, prefer) if auto else [self._judge(self.find(name), request)]
+        suitable = [c for c in candidates if c.suitable]
+        if not prefer:
+            suitable.sort(key=lambda c: c.rank)
+        chosen = suitable[0] if suitable else None
+        considered = {c.entry for c in candidates}
+        skipped = [e for e in self.entries if auto and chosen and e not in considered]
+        selection = Selection(self.kind.name, name, request, chosen, tuple(candidates), tuple(skipped), tuple(prefer))
+        return selection.widen(self) if everything else selection
+
+    def _auto(self, request: PluginQuery, prefer: Sequence[str]) -> list[Candidate]:
+        """Return the candidates for the name ``auto``, up to the first group with a suitable one."""
+        candidates: list[Candidate] = []
+        for name in prefer:
+            candidates.append(self._preferred(name, request))
+            if candidates[-1].suitable:
+                break
         if prefer:
-            for name in prefer:
-                looked.append(self._preferred(name, request))
-                if looked[-1].suitable:
-                    break
-        else:
-            for own in (True, False):
-                looked += [self._consider(e, request) for e in self.entries if e.builtin is own]
-                if any(c.suitable for c in looked):
-                    break
-        return looked, [e for e in self.entries if e not in {c.entry for c in looked}]
+            return candidates
+        for builtin in (True, False):
+            candidates += [self._consider(e, request) for e in self.entries if e.builtin is builtin]
+            if any(c.suitable for c in candidates):
+                break
+        return candidates
 
     def installed(self, name: str) -> bool:
-        """Whether ``name`` or ``dist/name`` is offered, blocked or not; a ``module:Class`` always is."""
+        """Return whether ``name`` or ``dist/name`` is installed, blocked or not.  A ``module:Class`` target counts as
+        installed."""
         return ":" in name or any(name in (e.name, e.label) for e in self.entries)
 
     def _preferred(self, name: str, request: PluginQuery) -> Candidate:
-        """A name of a list.  What is not installed or blocked is passed over, but a misspelt name is told."""
+        """Return a candidate for a name in ``prefer``.
+
+        A plug-in that is not installed or is blocked is a candidate with a reason against it.  PluginError if the name
+        is probably a misspelling of an installed plug-in.
+        """
         if self.installed(name):
             found = [e for e in self.entries if name in (e.name, e.label)]
-            return self._judge(found[0] if found and all(e.blocked for e in found) else self.find(name), request)
+            all_blocked = bool(found) and all(e.blocked for e in found)
+            return self._judge(found[0] if all_blocked else self.find(name), request)
         dist, slash, _ = name.rpartition("/")
-        near, here = suggest(name, {e.name for e in self.entries}, 0.75), {e.dist for e in self.entries}
-        if discovery.normal(dist) in here if slash else near:
-            hint = "In a list of names to prefer, one that is not installed is written 'dist/name'."
+        if slash:
+            misspelled = discovery.normal(dist) in {e.dist for e in self.entries}
+        else:
+            misspelled = bool(suggest(name, {e.name for e in self.entries}, 0.75))
+        if misspelled:
+            hint = "In a list of preferred names, write 'dist/name' for a plug-in that is not installed."
             raise PluginError(f"{self._unknown(name)}\n  {hint}")
         return Candidate(Entry(self.kind.name, name, "", "", "-"), None, NOT_INSTALLED)
 
     def load(self, candidate: Candidate) -> type:
-        """Import the implementation and check that it fills the seam.  PluginError names package, version and entry
-        point."""
+        """Import the implementation and check its class.  PluginError names package, version and entry point."""
         assert candidate.spec is not None
-        import_target(self.kind.base)  # and torch with it, which is not the plug-in's time
+        import_target(self.kind.base)  # imports torch before the deadline of the plug-in's import starts
         found = _import(candidate.entry, candidate.spec.impl)
         check_base(self.kind, candidate.entry, found)
         return found
 
     def options_model(self, entry: Entry, spec: Spec) -> Any:
-        """The pydantic model of a plug-in's options.  PluginError if it cannot be imported or is none."""
+        """Import and return the pydantic model of a plug-in's options.  PluginError if that fails or it is not a
+        model."""
         from pydantic import BaseModel
 
         model = _import(entry, spec.options)
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
-            raise PluginError(f"{entry}: {shown(spec.options)} is no pydantic model of its options")
+            raise PluginError(f"{entry}: {shown(spec.options)} is not a pydantic model of its options")
         return model
 
     def options(
         self, candidate: Candidate, values: Mapping[str, Any], at: str = "", origins: Mapping[str, str] | None = None
     ) -> Any:
-        """The validated options (a pydantic model), or None for a plug-in that has none.  ``at`` is the path to the
-        values in the configuration and ``origins`` says where each of its leaves came from."""
+        """Return the validated options as a pydantic model, or None for a plug-in without options.
+
+        ``at`` is the path of the values in the configuration.  ``origins`` maps paths to sources (file and line,
+        variable or flag).  OptionError for a wrong value.
+        """
         assert candidate.spec is not None
         label, at, origins = candidate.entry.label, at or f"{self.kind.name}.options", origins or {}
         if not candidate.spec.options:
-            if values:
-                place = begins(source_of(origins, at))
-                more = (
-                    "; a class of yours has them by a spec (docs/plugins.md)" if candidate.entry.dist == "local" else ""
-                )
-                raise OptionError(f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}{more}")
-            return None
+            if not values:
+                return None
+            place = begins(source_of(origins, at))
+            message = f"{place}{label} takes no options: {at} has {', '.join(map(repr, values))}"
+            if candidate.entry.dist == LOCAL:
+                message += "; declare the options of your class in a spec (docs/plugins.md)"
+            raise OptionError(message)
         from pydantic import ValidationError
 
         model = self.options_model(candidate.entry, candidate.spec)
@@ -356,17 +394,15 @@ class Registry:
             lines = "".join(f"\n  {line}" for line in sourced(faults(exc, model, values, at), origins))
             raise OptionError(f"Wrong options for {label}:{lines}") from exc
         except Exception as exc:
-            text = (
-                f"{candidate.entry}: {shown(candidate.spec.options)} cannot take options: {type(exc).__name__}: {exc}"
-            )
-            raise PluginError(text) from exc
+            problem = f"{candidate.entry}: {shown(candidate.spec.options)} cannot take options"
+            raise PluginError(f"{problem}: {type(exc).__name__}: {exc}") from exc
 
 
 NOT_INSTALLED = (Reason("not installed"),)
 
 
 class Catalog(Mapping[str, Registry]):
-    """One registry per kind.  Made once from package metadata, never changed, handed to whoever chooses."""
+    """One registry for each kind of plug-in.  It is created once from package metadata and never changes."""
 
     def __init__(
         self,
@@ -387,19 +423,22 @@ class Catalog(Mapping[str, Registry]):
     def discover(
         cls, environ: Mapping[str, str] | None = None, entry_points: Any = None, allow_targets: Sequence[str] = ()
     ) -> Catalog:
-        """Built-ins and what installed packages offer; runs no code of theirs.  ``entry_points`` is what
-        ``importlib.metadata.entry_points()`` returns; without it the metadata is asked, once a process."""
+        """Return the catalog of built-in and installed plug-ins.  No code of the packages runs.
+
+        ``entry_points`` is a result of ``importlib.metadata.entry_points()``.  None reads the metadata, once per
+        process.
+        """
         entries, faults, strict = discovery.find(environ, entry_points)
         return cls(entries, allow_targets, faults, strict)
 
     def overlay(self, kind: str, name: str, target: str) -> Catalog:
-        """A copy in which ``target`` is offered too, as ``local/name``: for experiments and tests in Python."""
+        """Return a copy that also offers ``target`` as ``local/name``, for experiments and tests in Python."""
         entry = Entry(self[kind].kind.name, name, target, LOCAL, "-")
         allowed = (*self.allow_targets, target.partition(":")[0])
         return Catalog((*self.entries, entry), allowed, self.faults, self.strict)
 
     def allow(self, targets: Sequence[str]) -> Catalog:
-        """A copy in which ``module:Class`` targets of these modules may be chosen."""
+        """Return a copy in which ``module:Class`` targets of these modules may be chosen."""
         return Catalog(self.entries, (*self.allow_targets, *targets), self.faults, self.strict)
 
     def __getitem__(self, kind: str) -> Registry:
@@ -421,43 +460,47 @@ class Catalog(Mapping[str, Registry]):
 
 
 def check_base(kind: Kind, entry: Entry | str, found: Any) -> None:
-    """PluginError unless ``found`` is a subclass of the kind's base class that implements all it must."""
+    """Raise PluginError unless ``found`` is a subclass of the kind's base class that implements all abstract
+    methods."""
     base = import_target(kind.base)
     if not (isinstance(found, type) and issubclass(found, base)):
-        what = found.__qualname__ if isinstance(found, type) else f"a {type(found).__name__}"
-        raise PluginError(f"{entry}: {what} is not a subclass of {kind.base.replace(':', '.')}")
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
+        label = found.__qualname__ if isinstance(found, type) else f"a {type(found).__name__}"
+        raise PluginError(f"{entry}: {label} is not a subclass of {kind.base.replace(':', '.')}")
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
         raise PluginError(f"{entry}: {found.__qualname__} does not implement {', '.join(missing)}")
 
 
 def build_part(kind: str, part: Part, *context: Any) -> Any:
-    """Make a chosen plug-in: ``Class(options, *context)``, or ``Class()`` for the model seam, which takes nothing.
+    """Construct a chosen plug-in: ``Class(options, *context)``, or ``Class()`` for a model without options.
 
-    Works in any process that has the packages installed; PluginError names the plug-in if the import fails, the class
-    does not fill the seam, or it cannot be made.
+    It works in any process that has the packages installed.  PluginError names the plug-in if the import fails, the
+    class does not implement the seam, or the constructor fails.
     """
-    who = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
-    found = guarded_import(who, part.target, part.source)
-    check_base(KINDS[kind], who, found)
-    note_part(f"{kind} {part.name}", found)
-    model = guarded_import(who, part.options_target, part.source) if part.options_target else None
+    label = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
+    cls = guarded_import(label, part.target, part.source)
+    check_base(KINDS[kind], label, cls)
+    note_part(f"{kind} {part.name}", cls)
+    model = guarded_import(label, part.options_target, part.source) if part.options_target else None
     try:
         options = model(**part.options) if model is not None else None
-        made = found() if kind == "model" and options is None else found(options, *context)
-        reads: Any = getattr(made, "reads", None)
+        plugin = cls() if kind == "model" and options is None else cls(options, *context)
+        reads: Any = getattr(plugin, "reads", None)
         if isinstance(reads, str):
-            raise PluginError(f"{who}: reads={shown(reads)} is a text: want a frozenset of names, {{{shown(reads)}}}")
-        return made
+            raise PluginError(f"{label}: reads={shown(reads)} is a text: want a frozenset of names, {{{shown(reads)}}}")
+        return plugin
     except (MinivllmError, KeyboardInterrupt):
         raise
-    except BaseException as exc:  # SystemExit too, as when it is imported
-        raise PluginError(f"{who} could not be made: {describe_error(exc)}") from exc
+    except BaseException as exc:  # SystemExit too, as for imports
+        raise PluginError(f"{label} could not be constructed: {describe_error(exc)}") from exc
 
 
 def _import(entry: Entry, target: str) -> Any:
+    """Import a target of an entry.  PluginError names the entry, and a version mismatch that may be the cause."""
     try:
         return guarded_import(str(entry), target, entry.source)
     except PluginError as exc:
-        if hint := discovery.version_hint(entry):
+        hint = discovery.version_hint(entry)
+        if hint:
             raise PluginError(f"{exc} ({hint})") from exc.__cause__
         raise

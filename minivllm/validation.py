@@ -1,13 +1,15 @@
-"""What is wrong with values that a pydantic model refused, in this project's words and with the place of each fault.
+"""Error messages for values that a pydantic model refused, in plain words and with the path of each value.
 
-pydantic says "Input should be a valid integer, unable to parse ...".  A fault here says which option has which value
-and what it takes, ``max_num_seqs='many': want a whole number from 1``.  What it takes is read from the JSON Schema of
-the model, so a field says the same whichever of its constraints was broken.  Works for the models of plug-ins too.
+pydantic says "Input should be a valid integer, unable to parse ...".  A message of this module names the option, its
+value and the accepted values: ``max_num_seqs='many': want a whole number from 1``.  The accepted values come from the
+JSON Schema of the model, so the message is the same for every constraint of a field.  This also works for the option
+models of plug-ins.
 
-Values from outside (configurations, parameters, JSON) are checked before anything reads them: text is Unicode, numbers
-and nesting are within bounds.  A Python string may hold half of a surrogate pair, which JSON and YAML can spell and
-which stands for a byte that is no UTF-8 in arguments and variables; it cannot be encoded.  A whole number of more than
-4,300 digits cannot be printed (``sys.set_int_max_str_digits``).  Recursion over a value ends at a thousand levels.
+The module also checks values from outside (configurations, parameters, JSON) before other code reads them.  Text must
+be valid Unicode: a Python string may hold half of a surrogate pair, from JSON or YAML escapes or from arguments that
+are not UTF-8, and such a string cannot be encoded.  Numbers must be small, because Python does not print whole numbers
+of more than 4,300 digits (``sys.set_int_max_str_digits``).  Nesting is bounded, because recursion ends at a thousand
+levels.
 """
 
 from __future__ import annotations
@@ -19,14 +21,14 @@ from typing import Any
 
 from minivllm.errors import brief, shown, suggest
 
-DEEPEST = 128  # levels of a value: a schema for structured output has a hundred
-DIGITS, BITS = 40, 133  # of a whole number: no option has more
-# escapes of JSON of which the other half is not beside them; a backslash that is itself escaped is none
+DEEPEST = 128  # nesting levels of a value; schemas for structured output may have a hundred
+DIGITS, BITS = 40, 133  # largest size of a whole number; no option needs more
+# ``_LONE`` finds JSON escapes of half a surrogate pair.  ``_ESCAPED`` is removed first: an escaped backslash.
 _ESCAPED = re.compile(r"\\\\")
 _LONE = re.compile(
     r"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F]"
 )
-# the faults that a JSON Schema of the field explains; of others pydantic's or the validator's own text is told
+# Suffixes of pydantic error types that the JSON Schema of the field explains.  Other errors show pydantic's text.
 _EXPLAINED = (
     "_type", "_parsing", "_from_float", "_size", "literal_error", "enum", "greater_than", "greater_than_equal",
     "less_than", "less_than_equal", "multiple_of", "string_too_short", "string_too_long", "string_pattern_mismatch",
@@ -36,12 +38,12 @@ _KINDS = {
     "integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text",
     "object": "a table",
 }  # fmt: skip
-_MOST = 64  # faults that are told: of a thousand unknown names each would cost a search for a near one
-_LISTED = 8  # as many names are told if none is near
+_MOST = 64  # number of errors to report, because each unknown name costs a search for a similar one
+_LISTED = 8  # if at most so many names exist, list them when no name is similar
 
 
 def is_text(text: str) -> bool:
-    """Whether a string can be encoded: no lone surrogates."""
+    """Return whether a string can be encoded, because it has no lone surrogates."""
     try:
         return text.isascii() or bool(text.encode())
     except UnicodeEncodeError:
@@ -49,21 +51,24 @@ def is_text(text: str) -> bool:
 
 
 def lone_escape(text: str) -> bool:
-    """Whether a JSON text has half of a surrogate pair in it, spelled as an escape or as it is."""
+    """Return whether a JSON text contains half of a surrogate pair, as an escape or as a character."""
     if "\\u" in text and _LONE.search(_ESCAPED.sub("", text)):
         return True
     return not is_text(text)
 
 
 def whole(text: str) -> int:
-    """The whole number of a JSON or TOML text; ValueError for one that nothing here counts with."""
+    """Return the whole number in a JSON or TOML text.  ValueError if it has more than ``DIGITS`` digits."""
     if len(text) > DIGITS + 1:
         raise ValueError(f"the number {text[:20]}... has {len(text.lstrip('-'))} digits; want at most {DIGITS}")
     return int(text)
 
 
 def flaw(value: Any) -> str:
-    """What is wrong with a value, as a sentence without a subject and with the place inside; '' if nothing is."""
+    """Return what is wrong with a value, as a sentence without a subject that includes the place in the value, or "".
+
+    It finds invalid Unicode, huge numbers and deep nesting.
+    """
     todo: list[tuple[Any, str, int]] = [(value, "", 0)]
     while todo:
         value, at, depth = todo.pop()
@@ -71,40 +76,45 @@ def flaw(value: Any) -> str:
             return f"tables or lists are nested deeper than {DEEPEST} levels"
         if isinstance(value, str):
             if not is_text(value):
-                return f"{at}holds half of a surrogate pair (or a byte that is no UTF-8): want Unicode text"
+                return f"{at}holds half of a surrogate pair (or a byte that is not UTF-8): want Unicode text"
         elif isinstance(value, int):
             if value.bit_length() > BITS:
                 return f"{at}is a whole number of {value.bit_length()} bits: want at most {BITS}"
         elif isinstance(value, Mapping):
             for key, inner in value.items():
-                if isinstance(key, str) and not is_text(key):
-                    return f"{at}the key {brief(key)!r} is no Unicode text"
-                todo.append((inner, f"{brief(str(key), 40) if isinstance(key, str) else 'a key'}: ", depth + 1))
+                label = "a key"
+                if isinstance(key, str):
+                    if not is_text(key):
+                        return f"{at}the key {brief(key)!r} is not Unicode text"
+                    label = brief(key, 40)
+                todo.append((inner, f"{label}: ", depth + 1))
         elif isinstance(value, (list, tuple)):
             todo += [(inner, at, depth + 1) for inner in value]
     return ""
 
 
 def merge(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``raw`` with ``overrides`` laid over it, tables key by key."""
-    made = dict(raw)
+    """Return ``raw`` with the values of ``overrides``.  Nested tables are merged key by key."""
+    merged = dict(raw)
     for key, value in overrides.items():
-        inner = made.get(key)
-        tables = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        made[key] = merge(inner, value) if tables else value  # type: ignore[arg-type]
-    return made
+        inner = merged.get(key)
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = merge(inner, value)
+        merged[key] = value
+    return merged
 
 
 @dataclass(frozen=True)
 class FieldFault:
-    """``path`` is the dotted place of the value, ``text`` the whole sentence."""
+    """An error of one value.  ``path`` is the dotted path of the value; ``text`` is the complete sentence."""
 
     path: str
     text: str
 
 
 def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[FieldFault]:
-    """The faults of the ``pydantic.ValidationError`` that ``model(**values)`` raised; ``at`` is where values are."""
+    """Return the errors in the ``pydantic.ValidationError`` that ``model(**values)`` raised.  ``at`` is the path of
+    ``values``."""
     try:
         root = model.model_json_schema()
     except Exception:  # a field of a type that JSON Schema cannot describe
@@ -112,15 +122,20 @@ def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[FieldFault]:
     found: dict[tuple[Any, ...], FieldFault] = {}
     for error in exc.errors(include_url=False)[:_MOST]:
         place = _place(error, values)
-        if place not in found:  # the branches of a union complain one by one: one fault tells what all of them take
+        if place not in found:  # each branch of a union reports an error; one message describes all branches
             path = ".".join(str(p) for p in ((at,) if at else ()) + place)
             found[place] = FieldFault(path, _text(error, place, path, root))
-    # "want a table or text" of a union whose table was looked into adds nothing to what was found in the table
-    return [f for place, f in found.items() if not any(len(p) > len(place) and p[: len(place)] == place for p in found)]
+    # Drop errors of a table that contains a more exact error, such as "want a table or text" of a union.
+    outer = {place[:n] for place in found for n in range(len(place))}
+    return [fault for place, fault in found.items() if place not in outer]
 
 
 def source_of(origins: Mapping[str, str], path: str) -> str:
-    """Where the value at a dotted path came from, or the nearest that holds it or that it holds; '' if nowhere."""
+    """Return the source (file and line, variable or flag) of the value at a dotted path.
+
+    If the value itself has none, return the source of a value inside it, or else of the nearest table around it.  ""
+    means that there is none.
+    """
     while path:
         if path in origins:
             return origins[path]
@@ -132,20 +147,26 @@ def source_of(origins: Mapping[str, str], path: str) -> str:
 
 
 def sourced(found: Iterable[FieldFault], origins: Mapping[str, str]) -> list[str]:
-    """The sentences, each with the place in a file, the variable or the flag that it came from before it."""
+    """Return the sentences of the errors, each with the source of its value in front."""
     return [begins(source_of(origins, fault.path)) + fault.text for fault in found]
 
 
 def begins(source: str) -> str:
-    """How a message begins; keywords of a Python call need no telling."""
+    """Return the beginning of a message about a value with this source.  Keywords of a Python call are not
+    mentioned."""
     return "" if source in ("", "keyword") else f"{source}: "
 
 
 def _place(error: Mapping[str, Any], values: Any) -> tuple[Any, ...]:
-    """The path of a fault without pydantic's names for the branches of a union."""
+    """Return the path of an error without the names that pydantic gives to the branches of a union."""
     place: list[Any] = []
     for part in error["loc"]:
-        if part in (values if isinstance(values, Mapping) else range(len(values)) if _is_list(values) else ()):
+        keys: Any = ()
+        if isinstance(values, Mapping):
+            keys = values
+        elif isinstance(values, (list, tuple)):
+            keys = range(len(values))
+        if part in keys:
             values = values[part]
         elif error["type"] != "missing" or part != error["loc"][-1]:
             continue
@@ -153,11 +174,8 @@ def _place(error: Mapping[str, Any], values: Any) -> tuple[Any, ...]:
     return tuple(place)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))
-
-
 def _text(error: Mapping[str, Any], place: tuple[Any, ...], path: str, root: Any) -> str:
+    """Return the message for a pydantic error.  ``root`` is the JSON Schema of the model."""
     kind = error["type"]
     if kind == "extra_forbidden":
         known = list(_properties(_down(root, place[:-1]), root))
@@ -177,6 +195,7 @@ def _text(error: Mapping[str, Any], place: tuple[Any, ...], path: str, root: Any
 
 
 def _shown(value: Any) -> str:
+    """Return a value for a message, after the name of its option."""
     if isinstance(value, Mapping):
         return " is a table"
     if isinstance(value, (list, tuple, set)):
@@ -186,23 +205,26 @@ def _shown(value: Any) -> str:
 
 
 def _resolve(node: Any, root: Any) -> Any:
+    """Return a schema node with its references resolved, or {} if it is not a mapping."""
     while isinstance(node, Mapping) and "$ref" in node:
         node = root.get("$defs", {}).get(node["$ref"].rpartition("/")[2], {})
     return node if isinstance(node, Mapping) else {}
 
 
 def _branches(node: Any, root: Any) -> list[Any]:
+    """Return the alternatives of a schema node, or the node itself if it has none."""
     node = _resolve(node, root)
     inner = node.get("anyOf") or node.get("oneOf") or node.get("allOf")
     return [b for n in inner for b in _branches(n, root)] if inner else [node]
 
 
 def _properties(node: Any, root: Any) -> dict[str, Any]:
+    """Return the properties of all alternatives of a schema node."""
     return {name: inner for branch in _branches(node, root) for name, inner in branch.get("properties", {}).items()}
 
 
 def _down(node: Any, place: Sequence[Any], root: Any = None) -> Any:
-    """The schema of the value at a place; {} where anything goes."""
+    """Return the schema of the value at a path, or {} if the schema accepts any value there."""
     root = node if root is None else root
     for part in place:
         for branch in _branches(node, root):
@@ -218,18 +240,20 @@ def _down(node: Any, place: Sequence[Any], root: Any = None) -> Any:
 
 
 def words(node: Any, root: Any = None) -> str:
-    """What a value must be, in words, from its JSON Schema; '' where the schema does not say."""
+    """Return the values that a JSON Schema accepts, in words, or "" if it does not say."""
     root = node if root is None else root
-    told = [_one(branch, root) for branch in _branches(node, root) if branch.get("type") != "null"]
-    if not told or not all(told):
+    parts = [_branch_words(branch, root) for branch in _branches(node, root) if branch.get("type") != "null"]
+    if not all(parts):
         return ""
-    return " or ".join(dict.fromkeys(told))
+    return " or ".join(dict.fromkeys(parts))
 
 
-def _one(node: Mapping[str, Any], root: Any) -> str:
+def _branch_words(node: Mapping[str, Any], root: Any) -> str:
+    """Return the values that one alternative of a schema accepts, in words, or ""."""
     if "const" in node or "enum" in node:
-        names = [repr(v) if isinstance(v, str) else str(v) for v in node.get("enum", [node.get("const")])]
-        return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+        values = node.get("enum", [node.get("const")])
+        *names, last = [repr(v) if isinstance(v, str) else str(v) for v in values]
+        return f"{', '.join(names)} or {last}" if names else last
     kind = node.get("type")
     if kind == "array":
         few, many = node.get("minItems", 0), node.get("maxItems")
@@ -246,6 +270,7 @@ def _one(node: Mapping[str, Any], root: Any) -> str:
 
 
 def _bounds(node: Mapping[str, Any]) -> str:
+    """Return the bounds of a schema node in words, or ""."""
     least, most = node.get("minimum"), node.get("maximum")
     parts = []
     if least is not None and most is not None:

@@ -1,1 +1,1 @@
-"""What stands behind ``minivllm.registry``: entry points are found, and imported within limits."""
+"""The private parts of ``minivllm.registry``: finding entry points and importing plug-ins safely."""

@@ -1,4 +1,4 @@
-"""An entry that a choice has looked at, and what speaks against it."""
+"""A plug-in that was considered for a seam, with the reasons against it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from .discovery import Entry
 
 @dataclass(frozen=True)
 class Candidate:
-    """An entry that was looked at; it can serve if there is no reason against it."""
+    """An entry that was considered.  It is suitable if there are no reasons against it.  ``spec`` None means that the
+    spec could not be read."""
 
     entry: Entry
     spec: Spec | None = None
@@ -20,26 +21,33 @@ class Candidate:
 
     @property
     def suitable(self) -> bool:
+        """Return whether the plug-in can serve the request."""
         return self.spec is not None and not self.reasons
 
     def require_spec(self) -> Spec:
-        """Of one that was chosen."""
+        """Return the spec of a suitable candidate."""
         assert self.spec is not None
         return self.spec
 
     @property
+    def priority(self) -> int:
+        """Return the priority of the spec, or 0 without a spec."""
+        return self.spec.priority if self.spec else 0
+
+    @property
     def rank(self) -> tuple[int, str]:
-        return (-(self.spec.priority if self.spec else 0), self.entry.label)
+        """Return a sort key: higher priorities first, then by label."""
+        return (-self.priority, self.entry.label)
 
     def as_dict(self) -> dict[str, Any]:
-        spec, reasons = self.spec, [{**vars(r), "text": str(r)} for r in self.reasons]
+        """Return the candidate as JSON values."""
         return {
             "name": self.entry.label,
             "dist": self.entry.dist,
             "version": self.entry.version,
             "target": self.entry.target,
-            "impl": spec.impl if spec else None,
-            "priority": spec.priority if spec else 0,
+            "impl": self.spec.impl if self.spec else None,
+            "priority": self.priority,
             "suitable": self.suitable,
-            "reasons": reasons,
+            "reasons": [{**vars(reason), "text": str(reason)} for reason in self.reasons],
         }

@@ -1,4 +1,4 @@
-"""A deadline for code that is not ours, as the import of somebody's module: it may sleep, or wait for a network."""
+"""A deadline for external code, such as the import of a plug-in module, which may sleep or wait for a network."""
 
 from __future__ import annotations
 
@@ -16,31 +16,37 @@ SECONDS = 30.0
 
 
 def seconds() -> float:
-    """That the import of one plug-in may take; 0: no matter how long.  PluginError for what is no number."""
+    """Return the time limit for importing one plug-in, in seconds. 0 means no limit.  PluginError if the variable is
+    not a number."""
     text = os.environ.get(ENV, "")
     try:
-        found = float(text) if text else SECONDS
+        limit = float(text) if text else SECONDS
     except ValueError:
-        found = -1.0
-    if not 0 <= found < 1e9:
+        limit = -1.0
+    if not 0 <= limit < 1e9:
         raise PluginError(f"{ENV}={shown(text)}: want a number of seconds, 0 for no limit")
-    return found
+    return limit
 
 
 class TooSlow(BaseException):
-    """Raised into what takes too long; no ``except Exception`` in it holds it up."""
+    """Raised inside code that exceeds its deadline.  It is a BaseException, so ``except Exception`` does not catch
+    it."""
 
 
 @contextlib.contextmanager
 def deadline(limit: float) -> Iterator[None]:
-    """TooSlow after ``limit`` seconds.  By SIGALRM, which ends a sleep too; so there is no deadline outside of the main
-    thread, on a system without that signal, inside of another deadline, or where the application uses the signal."""
-    ours = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
-    if not ours or not limit or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
+    """Raise TooSlow after ``limit`` seconds in the body of the ``with`` statement.
+
+    It uses SIGALRM, which also interrupts a sleep.  There is therefore no deadline outside of the main thread, on a
+    system without that signal, inside another deadline, and in applications that use the signal.
+    """
+    possible = threading.current_thread() is threading.main_thread() and hasattr(signal, "setitimer")
+    if not possible or not limit or signal.getsignal(signal.SIGALRM) is not signal.SIG_DFL:
         yield
         return
 
     def ring(number: int, frame: Any) -> None:
+        """Raise TooSlow in the interrupted code."""
         raise TooSlow(f"it had not ended after {limit:g} s ({ENV} sets the limit)")
 
     signal.signal(signal.SIGALRM, ring)

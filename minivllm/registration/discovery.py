@@ -1,11 +1,12 @@
-"""What is installed: the built-in table and the entry points of packages, from their metadata.  Runs no plug-in code.
+"""Find installed plug-ins: the table of built-in ones, and the entry points in package metadata.  No plug-in code runs.
 
-A package can hide nothing and break nothing here: what it offers and cannot be used (a misspelt group, a name that no
-config could say, metadata that nobody can read) becomes a ``BrokenEntry``, which ``minivllm plugins`` shows.
+A package cannot hide or break other plug-ins.  An entry point that cannot be used (misspelled group, invalid name,
+unreadable metadata) becomes a ``BrokenEntry``, which ``minivllm plugins`` shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import re
@@ -17,19 +18,19 @@ from typing import Any
 from minivllm.errors import PluginError, shown, suggest
 from minivllm.registration.spec import KINDS, RESERVED
 
-BUILTIN = "minivllm"  # the distribution that the plug-ins of this package belong to
-LOCAL = "local"  # and the one of targets that a user named directly
+BUILTIN = "minivllm"  # distribution name of built-in plug-ins
+LOCAL = "local"  # distribution name of targets that a user named directly
 ENV = "MINIVLLM_PLUGINS"
 STRICT = "MINIVLLM_STRICT_PLUGINS"
 GROUP = "minivllm"
-UNKNOWN = "unknown"  # a package that does not say how it is called
+UNKNOWN = "unknown"  # distribution name of a package whose metadata has no name
 _NAME = re.compile(r"\w[\w.-]*")
 _TARGET = re.compile(r"[\w.]+:[\w.]+")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A plug-in as package metadata knows it."""
+    """A plug-in as described by package metadata."""
 
     kind: str
     name: str
@@ -40,15 +41,17 @@ class Entry:
 
     @property
     def label(self) -> str:
+        """Return ``dist/name``."""
         return f"{self.dist}/{self.name}" if self.dist else self.name
 
     @property
     def builtin(self) -> bool:
+        """Return whether the plug-in is part of minivllm."""
         return self.dist == BUILTIN
 
     @property
     def source(self) -> str:
-        """Whom to blame: package, version and entry point."""
+        """Return the package, version and entry point, for error messages."""
         if self.dist == LOCAL:
             return f"target {self.target!r}"
         return f"{self.dist} {self.version}" + ("" if self.builtin else f", entry point {self.target!r}")
@@ -59,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BrokenEntry:
-    """Something of a package that is not used, and why."""
+    """An entry point or package that cannot be used, and the reason."""
 
     dist: str
     version: str
@@ -72,46 +75,51 @@ class BrokenEntry:
 def find(
     environ: Mapping[str, str] | None = None, entry_points: Any = None
 ) -> tuple[list[Entry], list[BrokenEntry], bool]:
-    """(entries, faults, strict).  ``entry_points``: what ``importlib.metadata.entry_points()`` returns; None: ask it.
+    """Return (entries, broken entries, whether strict mode is on).
 
-    PluginError if MINIVLLM_PLUGINS names what is not there; with MINIVLLM_STRICT_PLUGINS=1 also if there is a fault.
+    ``entry_points`` is a result of ``importlib.metadata.entry_points()``; None reads the metadata.  PluginError if
+    MINIVLLM_PLUGINS names a package that is not installed.  In strict mode (MINIVLLM_STRICT_PLUGINS=1), a broken entry
+    is also a PluginError.
     """
     from minivllm import __version__
     from minivllm.plugins.specs import BUILTINS
 
     environ = os.environ if environ is None else environ
-    offered, faults = (_offered(entry_points), []) if entry_points is not None else _installed()
+    offered, unreadable_packages = (_offered(entry_points), []) if entry_points is not None else _installed()
     entries = {
         (kind, BUILTIN, name): Entry(kind, name, target, BUILTIN, __version__) for kind, name, target in BUILTINS
     }
-    faults = list(faults)
+    faults = list(unreadable_packages)
     for entry in offered:
-        text = _unusable(entry, entries.get((entry.kind, entry.dist, entry.name)))
+        key = (entry.kind, entry.dist, entry.name)
+        text = _unusable(entry, entries.get(key))
         if text:
             faults.append(BrokenEntry(entry.dist, entry.version, text))
         else:
-            entries.setdefault((entry.kind, entry.dist, entry.name), entry)
+            entries.setdefault(key, entry)
     strict = _flag(environ)
-    shut = _shut({e.dist for e in offered} | {f.dist for f in faults}, environ)
-    faults = [fault for fault in faults if fault.dist not in shut]
+    blocked = _blocked({e.dist for e in offered} | {f.dist for f in faults}, environ)
+    faults = [fault for fault in faults if fault.dist not in blocked]
     if faults and strict:
-        raise PluginError(f"{STRICT}=1 and not all is well:" + "".join(f"\n  {fault}" for fault in faults))
-    return [replace(e, blocked=not e.builtin and e.dist in shut) for e in entries.values()], faults, strict
+        raise PluginError(f"{STRICT}=1 and there are faults:" + "".join(f"\n  {fault}" for fault in faults))
+    found = [replace(e, blocked=not e.builtin and e.dist in blocked) for e in entries.values()]
+    return found, faults, strict
 
 
 def _unusable(entry: Entry, same: Entry | None) -> str:
-    """Why an entry point cannot be used; "" if it can.  ``same`` has its names."""
+    """Return why an entry point cannot be used, or "".  ``same`` is an earlier entry of the same kind, package and
+    name, or None."""
     if entry.kind not in (*KINDS, *RESERVED):
         group = entry.kind if entry.kind.startswith(GROUP) else f"{GROUP}.{entry.kind}"
         near = suggest(group, [f"{GROUP}.{kind}" for kind in (*KINDS, *RESERVED)], 0.8)
         return f"{shown(entry.name)} is in the entry-point group {shown(group)}, and there is no such seam.{near}"
     where = f"{GROUP}.{entry.kind}: {shown(entry.name)}"
     if entry.builtin:
-        return f"{where} claims to be of the package minivllm, which has none by entry point"
+        return f"{where} is in a package called minivllm, whose plug-ins are not declared by entry points"
     if entry.dist == LOCAL:
-        return f"{where} is of a package that is called {LOCAL!r}, which here means what a user named directly"
+        return f"{where} is in a package called {LOCAL!r}, a name that is reserved for targets of the user"
     if not _NAME.fullmatch(entry.name) or entry.name == "auto":
-        return f"{where} is no name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
+        return f"{where} is not a name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
     if entry.dist == UNKNOWN:
         return f"{where} is of a package whose metadata has no name"
     if not _TARGET.fullmatch(entry.target):
@@ -123,25 +131,29 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
 
 # ---- metadata --------------------------------------------------------------------------------------------------------
 
-_asked: tuple[Any, tuple[list[Entry], list[BrokenEntry]]] | None = None
+_cached: tuple[Any, tuple[list[Entry], list[BrokenEntry]]] | None = None
 
 
 def _installed() -> tuple[list[Entry], list[BrokenEntry]]:
-    """Asks the metadata once a process (it takes 10 ms), and again only if the import path or a folder on it has
-    changed, as after a ``pip install`` in a notebook."""
-    global _asked
+    """Return (entry points, unreadable packages) from the metadata of installed packages.
+
+    Reading takes 10 ms.  The result is cached until the import path or a folder on it changes, such as after ``pip
+    install`` in a notebook.
+    """
+    global _cached
     state = (tuple(sys.path), tuple(map(_changed, sys.path)))
-    if _asked is None or _asked[0] != state:
+    if _cached is None or _cached[0] != state:
         faults: list[BrokenEntry] = []
         try:
             found = _offered(importlib.metadata.entry_points())
-        except Exception:  # one package with broken metadata, which need not have to do with minivllm
+        except Exception:  # any installed package may have broken metadata
             found, faults = _one_by_one()
-        _asked = (state, (found, faults))
-    return _asked[1]
+        _cached = (state, (found, faults))
+    return _cached[1]
 
 
 def _changed(path: str) -> int:
+    """Return the modification time of a folder, or 0 if there is none."""
     try:
         return os.stat(path or ".").st_mtime_ns
     except OSError:
@@ -149,38 +161,41 @@ def _changed(path: str) -> int:
 
 
 def _offered(points: Any) -> list[Entry]:
-    """The entry points in our groups, usable or not; ``kind`` is what the group says."""
+    """Return the entry points in the groups of minivllm, usable or not.  ``kind`` is the name after "minivllm."."""
     found: list[Entry] = []
     heads: dict[int, tuple[str, str]] = {}
-    for group in sorted({g for g in points.groups if re.match(rf"{GROUP}(?![^\W_])", g)}):  # minivllm_x is a slip too
+    # The pattern also matches misspellings such as minivllm_attention, so that they are reported.
+    for group in sorted({g for g in points.groups if re.match(rf"{GROUP}(?![^\W_])", g)}):
         for point in points.select(group=group):
             dist = point.dist
             if id(dist) not in heads:
                 heads[id(dist)] = _head(dist)
-            target = point.value.partition("[")[0].strip()  # extras are no business of ours
+            target = point.value.partition("[")[0].strip()  # without the extras
             found.append(Entry(group.removeprefix(f"{GROUP}."), point.name, target, *heads[id(dist)]))
     return found
 
 
 def _head(dist: Any) -> tuple[str, str]:
-    """Name (PEP 503) and version of a distribution.  Only the first lines are read: ``dist.name`` parses all of the
-    metadata, readme included, each time."""
-    try:
-        text = (dist.read_text("METADATA") or dist.read_text("PKG-INFO") or "") if dist is not None else ""
-    except (OSError, ValueError):  # ValueError: not UTF-8
-        text = ""
+    """Return the normalized name (PEP 503) and the version of a distribution.
+
+    It reads only the first lines of the metadata.  ``dist.name`` would parse all of it each time, including the readme.
+    """
+    text = ""
+    if dist is not None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError means not UTF-8
+            text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
     fields = dict(re.findall(r"^(Name|Version):[ \t]*(\S+)", text.partition("\n\n")[0], re.M))
     return normal(fields.get("Name", UNKNOWN)), fields.get("Version", "-")
 
 
 def _one_by_one() -> tuple[list[Entry], list[BrokenEntry]]:
-    """As ``entry_points()``, without the packages whose entry points cannot be read."""
+    """Return (entry points, unreadable packages), reading the metadata of each package separately."""
     found: list[Entry] = []
     faults: list[BrokenEntry] = []
     seen = set()
     for dist in importlib.metadata.distributions():
         name, version = _head(dist)
-        if name in seen and name != UNKNOWN:  # the first on the path is the one that is imported
+        if name in seen and name != UNKNOWN:  # Python imports the first package of this name on the path
             continue
         seen.add(name)
         try:
@@ -192,31 +207,33 @@ def _one_by_one() -> tuple[list[Entry], list[BrokenEntry]]:
 
 
 def unreadable() -> list[BrokenEntry]:
-    """The packages whose entry points cannot be read, by anybody."""
+    """Return the packages whose entry points cannot be read."""
     return _one_by_one()[1]
 
 
 def normal(dist: str) -> str:
-    return re.sub(r"[-_.]+", "-", dist).lower()  # PEP 503
+    """Return the normalized name of a distribution (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", dist).lower()
 
 
 def version_hint(entry: Entry) -> str:
-    """Whether a package that failed was written for another minivllm, as far as its requirements tell; or ""."""
+    """Return a sentence if the requirements of a broken plug-in's package exclude this version of minivllm, or ""."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     from minivllm import __version__
 
     try:
         lines = importlib.metadata.requires(entry.dist) or ()
-    except Exception:  # a target has no package, and metadata may be anything
+    except Exception:  # a target has no package, and metadata may be malformed
         return ""
     for line in lines:
         try:
-            wanted = Requirement(line)
+            requirement = Requirement(line)
         except InvalidRequirement:
             continue
-        if normal(wanted.name) == BUILTIN and wanted.specifier and not wanted.specifier.contains(__version__, True):
-            return f"{entry.dist} {entry.version} requires minivllm{wanted.specifier}, and this is {__version__}"
+        versions = requirement.specifier
+        if normal(requirement.name) == BUILTIN and versions and not versions.contains(__version__, True):
+            return f"{entry.dist} {entry.version} requires minivllm{versions}, and this is {__version__}"
     return ""
 
 
@@ -224,26 +241,34 @@ def version_hint(entry: Entry) -> str:
 
 
 def _flag(environ: Mapping[str, str]) -> bool:
+    """Return whether MINIVLLM_STRICT_PLUGINS is 1.  PluginError if it is neither 0 nor 1."""
     value = environ.get(STRICT, "")
     if value not in ("", "0", "1"):
         raise PluginError(f"{STRICT}={shown(value)}: want 0 or 1")
     return value == "1"
 
 
-def _shut(dists: set[str], environ: Mapping[str, str]) -> set[str]:
-    """The distributions that MINIVLLM_PLUGINS shuts out: unset = none, empty = all, ``a,b`` = all but these, ``-a`` =
-    this one.  Built-ins are never shut out."""
-    text, dists = environ.get(ENV), dists - {BUILTIN}
+def _blocked(dists: set[str], environ: Mapping[str, str]) -> set[str]:
+    """Return the distributions that MINIVLLM_PLUGINS blocks.
+
+    An unset variable blocks none, an empty one all, ``a,b`` all except a and b, and ``-a`` only a.  Built-in plug-ins
+    are never blocked.
+    """
+    text = environ.get(ENV)
     if text is None:
         return set()
+    external = dists - {BUILTIN}
     words = [w for w in re.split(r"[,\s]+", text) if w]
     only = {normal(w) for w in words if not w.startswith("-")}
     without = {normal(w[1:]) for w in words if w.startswith("-")}
     if BUILTIN in without or "" in without:
-        raise PluginError(f"{ENV}={shown(text)}: want packages, or '-package', and minivllm itself cannot be shut out")
-    if unknown := sorted((only | without) - dists - {BUILTIN}):
+        raise PluginError(f"{ENV}={shown(text)}: want packages, or '-package', and minivllm itself cannot be blocked")
+    unknown = sorted((only | without) - external - {BUILTIN})
+    if unknown:
         raise PluginError(
             f"{ENV} names {', '.join(unknown)}, but no such package offers a minivllm plugin. "
-            f"Installed: {', '.join(sorted(dists)) or 'none'}."
+            f"Installed: {', '.join(sorted(external)) or 'none'}."
         )
-    return without if without and not only else (dists - only) | without
+    if without and not only:
+        return without
+    return (external - only) | without

@@ -1,6 +1,6 @@
-"""A fresh Python process that imports what this one would: for workers, and to look at plug-ins from a distance.
+"""Start a new Python process with this process's import path, for workers and for inspecting plug-ins.
 
-A *target* is "module:name", the form in which specs, wirings and command lines name what is to be imported.
+A *target* is a text "module:name".  Specs, wirings and command lines use targets to name objects to import.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from minivllm.errors import shown
 
-# the path goes first: what is imported before it is set could be found elsewhere
+# Set the import path first, because earlier imports could find other versions of the modules.
 _CODE = """\
 import sys
 sys.path[:] = sys.argv[1].split("\\n")
@@ -22,7 +22,7 @@ import_target(sys.argv[2])(*sys.argv[3:])
 
 
 def import_target(target: str) -> Any:
-    """Import ``package.module:Name`` (or ``:Name.attribute``).  The exceptions of the import pass through."""
+    """Import and return ``package.module:Name`` (or ``:Name.attribute``).  Exceptions of the import pass through."""
     module, _, path = target.partition(":")
     if not path or not module:
         raise ImportError(f"{shown(target)} is not of the form 'package.module:Name'")
@@ -33,20 +33,22 @@ def import_target(target: str) -> Any:
 
 
 def command(target: str, *words: str) -> list[str]:
-    """The command line of a process that calls the function ``target`` ("module:function") with ``words``.
+    """Return the command line of a process that calls the function ``target`` ("module:function") with ``words``.
 
-    It has this process's import path as it is now, so a module from a folder that was put on ``sys.path`` by hand is
-    found there too.  Nothing else is handed on: no module, no object, no pickle.
+    The process has the current import path of this process, so it also finds modules in folders that were added to
+    ``sys.path`` at run time.  Nothing else is passed on: no module, no object, no pickle.
     """
     return [sys.executable, "-c", _CODE, "\n".join(import_path()), target, *words]
 
 
 def import_path() -> list[str]:
-    """``sys.path`` with the folders written out, so that it means the same in another working directory."""
+    """Return ``sys.path`` with absolute folders, so that it is valid in another working directory."""
     return [os.path.abspath(folder) for folder in sys.path]
 
 
 def environ() -> dict[str, str]:
-    """This process's environment, with its import path as it is now: for one that is started by a command line of its
-    own, such as ``python -m minivllm``."""
+    """Return this process's environment with its current import path in PYTHONPATH.
+
+    Use it for a process that is started by a separate command line, such as ``python -m minivllm``.
+    """
     return {**os.environ, "PYTHONPATH": os.pathsep.join(import_path())}

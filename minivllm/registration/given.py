@@ -1,7 +1,8 @@
-"""Classes that a program gave: ``LLM(evictor=MyEvictor)``.
+"""Plug-in classes that a program passes as objects: ``LLM(evictor=MyEvictor)``.
 
-A configuration is text, so each gets a target that this process alone can import, and that is allowed because it is the
-program's own.  A target stands for one class object for ever: a notebook that defines the class again gives another.
+A configuration is text, so each class gets a target that only this process can import.  The target needs no permission,
+because the class is part of the user's program.  A target always means the same class object: if a notebook defines the
+class again, the new class gets a new target.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Given:
-    """``name``: "module:Class", which two runs of one program share; ``source``: what was known of it when it was given
-    (``frontend.record.sources.Source``)."""
+    """A class that the program passed.  ``name`` is "module:Class", which is the same in every run of the program.
+    ``source`` is a ``frontend.record.sources.Source``: the source code of the class when it was passed."""
 
     cls: type
     name: str
@@ -25,7 +26,7 @@ _given: dict[str, Given] = {}
 
 
 def give(cls: type, source_of: Callable[[type], Any]) -> str:
-    """The target of a class.  The same class may have changed since: it is looked at again."""
+    """Register a class and return its target.  Each call reads the source code again, because it may have changed."""
     name = f"{cls.__module__}:{cls.__qualname__}"
     key = f"{''.join(c if c.isalnum() else '_' for c in cls.__qualname__)}_{len(_given)}"
     _given[key] = Given(cls, name, source_of(cls))
@@ -33,21 +34,22 @@ def give(cls: type, source_of: Callable[[type], Any]) -> str:
 
 
 def is_given(target: str) -> bool:
-    """Whether a target has the form of those, of this process or another."""
+    """Return whether a target stands for a passed class, of this process or another one."""
     return target.partition(":")[0] == __name__
 
 
 def find(target: str) -> Given | None:
-    """None for one of another process."""
+    """Return the passed class of a target, or None if another process created the target."""
     return _given.get(target.partition(":")[2]) if is_given(target) else None
 
 
 def __getattr__(name: str) -> Any:
+    """Return the class that a target names, so that targets can be imported."""
     if name in _given:
         return _given[name].cls
     if name.startswith("__"):
         raise AttributeError(name)
-    raise AttributeError(f"{name} is a class that a program gave, which no other process has: {WANTED}")
+    raise AttributeError(f"{name} is a class that another process passed as an object: {WANTED}")
 
 
-WANTED = "put it into a module of its own and name it 'module:Class'"
+WANTED = "put it into a separate module and name it 'module:Class'"

@@ -1,9 +1,9 @@
-"""Importing what is not ours: a failure is an error with a name, even where it would be the end of this process.
+"""Import external modules so that every failure becomes an error with a name, even a failure that ends the process.
 
-A module may call ``os._exit``, or a library that it loads may crash, and nothing in this process can hold that.  So a
-third party's module is imported in a child first, which is forked for it and imports what this process would, in some
-milliseconds.  A child that ends the wrong way may have died of having been forked (of threads or a device that it does
-not have); a fresh process, slower, has the last word.
+A module may call ``os._exit``, or a library that it loads may crash.  Nothing can prevent that in the same process.  An
+external module is therefore first imported in a forked child process, which takes a few milliseconds.  A forked child
+may also die because of the fork itself, as threads and devices do not survive it.  If it dies, the import is repeated
+in a new process, which is slower, and that result counts.
 """
 
 from __future__ import annotations
@@ -24,45 +24,49 @@ from minivllm.registration.fresh import command, import_target
 from .deadline import deadline, seconds
 from .discovery import BUILTIN
 
-CAME_THROUGH = 77  # the status of a process that had imported it, or had an exception of it
-PATIENCE = 10.0  # seconds; an import that takes longer is not tried out
-on = hasattr(os, "fork") and sys.platform == "linux"  # False in a process that was itself started to try one out
+CAME_THROUGH = 77  # exit status of a child whose import returned or raised an exception
+PATIENCE = 10.0  # seconds after which the trial of an import is abandoned
+on = hasattr(os, "fork") and sys.platform == "linux"  # whether imports are tried in a child process first
 
 
 def guarded_import(who: str, target: str, source: str) -> Any:
-    """Import a target; any failure is a PluginError that names ``who``, and the target where ``source`` does not."""
+    """Import and return a target.  PluginError for any failure.
+
+    The message begins with ``who``, the label of the plug-in.  It names the target unless ``source`` contains it.
+    """
     at = "" if repr(target) in source else f" from {shown(target)}"
     limit = 0.0
     if not source.startswith(f"{BUILTIN} "):
         limit = seconds()
-        if how := ends_process(target):
-            raise PluginError(f"{who} could not be imported{at}: importing it {how}")
+        outcome = ends_process(target)
+        if outcome:
+            raise PluginError(f"{who} could not be imported{at}: importing it {outcome}")
     try:
         with deadline(limit):
             return import_target(target)
     except KeyboardInterrupt:
         raise
     except BaseException as exc:
-        # SystemExit too, and a panic in Rust: a module that ends when imported must not end the engine without a word
-        raise PluginError(
-            f"{who} could not be imported{at}: {describe_error(exc)}{_hint(exc, target, source)}"
-        ) from exc
+        # SystemExit and Rust panics too: a module must not end the engine without a message.
+        hint = _hint(exc, target, source)
+        raise PluginError(f"{who} could not be imported{at}: {describe_error(exc)}{hint}") from exc
 
 
 def _hint(exc: BaseException, target: str, source: str) -> str:
-    """Return what to do about a failed import, or nothing."""
+    """Return a hint for a failed import, or ""."""
     if not isinstance(exc, ImportError) or not exc.name:
         return ""
     if exc.name.partition(".")[0] == "minivllm":
         return ". It was written for another minivllm: upgrade it; plug-ins import from minivllm.plugin"
     lost = isinstance(exc, ModuleNotFoundError) and exc.name == target.partition(":")[0].partition(".")[0]
     if lost and source.startswith("target "):
-        return ". Put the folder it is in on PYTHONPATH (PYTHONPATH=. for the current one)"
+        return ". Add its folder to PYTHONPATH (PYTHONPATH=. for the current folder)"
     return ""
 
 
 def ends_process(target: str) -> str:
-    """How a process ends that imports this; "" if it goes on, or nobody can say."""
+    """Return how a process ends when it imports a target.  "" means that it survives, or that this could not be
+    determined."""
     if not on or target.partition(":")[0] in sys.modules:
         return ""
     status = _forked(target)
@@ -70,7 +74,7 @@ def ends_process(target: str) -> str:
 
 
 def how_it_ended(status: int) -> str:
-    """The status of a process, in words."""
+    """Return an exit status in words."""
     if status >= 0:
         return f"ended the process with exit code {status}"
     try:
@@ -80,19 +84,20 @@ def how_it_ended(status: int) -> str:
 
 
 def _forked(target: str) -> int | None:
-    """The status of a child that imports it; None if it takes too long, or there can be no child."""
+    """Return the exit status of a forked child that imports a target.  None if it takes too long or no child can be
+    created."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that this process has threads: see above
+            warnings.simplefilter("ignore")  # Python warns about forking a process with threads
             child = os.fork()
     except OSError:
         return None
     if not child:
         try_out(target)
-    until = time.monotonic() + PATIENCE
+    deadline_at = time.monotonic() + PATIENCE
     wait = 0.001
     try:
-        while time.monotonic() < until:
+        while time.monotonic() < deadline_at:
             ended, status = os.waitpid(child, os.WNOHANG)
             if ended:
                 child = 0
@@ -100,7 +105,7 @@ def _forked(target: str) -> int | None:
             time.sleep(wait)
             wait = min(2 * wait, 0.02)
         return None
-    except ChildProcessError:  # the application waits for all children itself
+    except ChildProcessError:  # the application has already waited for all children
         child = 0
         return None
     finally:
@@ -110,14 +115,14 @@ def _forked(target: str) -> int | None:
 
 
 def try_out(target: str) -> None:
-    """Import it and end this process."""
+    """Import a target, and end this process with ``CAME_THROUGH`` if the import does not end it."""
     try:
-        os.setsid()  # a signal to its group is for nobody else
+        os.setsid()  # so that a signal to the module's process group reaches no other process
         faulthandler.disable()
         null = os.open(os.devnull, os.O_RDWR)
         for fd in range(3):
             os.dup2(null, fd)
-        sys.stdout = sys.stderr = open(null, "w")  # noqa: SIM115  who has replaced them may write elsewhere
+        sys.stdout = sys.stderr = open(null, "w")  # noqa: SIM115  (replaced streams may write elsewhere)
         with contextlib.suppress(BaseException):
             import_target(target)
     finally:
@@ -125,6 +130,7 @@ def try_out(target: str) -> None:
 
 
 def _fresh(target: str) -> str:
+    """Return how a new process ends when it imports a target, or "" if it survives or takes too long."""
     with contextlib.suppress(subprocess.TimeoutExpired, OSError):
         status = subprocess.run(command(f"{__name__}:try_out", target), timeout=4 * PATIENCE).returncode
         return "" if status == CAME_THROUGH else how_it_ended(status)

@@ -1,10 +1,10 @@
-"""What may be asked of one request: a parameter as plain data, with its range and its words.
+"""Request parameters as plain data: name, type, range and description.
 
-A sampler, processor or strategy declares the parameters that are its own in its spec::
+A sampler, processor or strategy declares its additional parameters in its spec::
 
     Spec(..., params=(Param("top_a", float, 0.0, ge=0, le=1, wanted="a number from 0 (off) to 1", summary="..."),))
 
-and the fields of ``SamplingParams`` that have a plain range are declared in the same way.  Standard library only.
+The fields of ``SamplingParams`` that have a simple range are declared in the same way.  Standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WORDS = {
     float: "a number", int: "a whole number", bool: "True or False", str: "a text", list: "a list", dict: "a mapping",
 }  # fmt: skip
 NUMBERS = (float, int, bool)
-OTHER_NAMES = {  # request parameters of other engines, and what to use here
+OTHER_NAMES = {  # request parameter of another engine -> the parameter to use instead
     "guided_json": 'structured_outputs={"json": schema}', "guided_regex": 'structured_outputs={"regex": pattern}',
     "guided_choice": 'structured_outputs={"choice": [...]}', "guided_grammar": 'structured_outputs={"grammar": text}',
     "guided_decoding": 'structured_outputs={"json": schema}, or "regex", "choice", "grammar"',
@@ -42,10 +42,10 @@ BOUNDS = (("ge", "at least"), ("gt", "above"), ("le", "at most"), ("lt", "below"
 class Param:
     """A request parameter.
 
-    ``kind`` is one of float, int, bool, str, list and dict; where ``default`` is None, None may be given too and asks
-    for nothing.  ``ge``, ``gt``, ``le`` and ``lt`` bound numbers, ``choices`` are the texts that there are.  ``wanted``
-    is what a refusal says was wanted, ``summary`` one line of what the parameter means.  TypeError for a declaration
-    that contradicts itself.
+    ``kind`` is float, int, bool, str, list or dict.  If ``default`` is None, a request may also pass None, which has no
+    effect.  ``ge``, ``gt``, ``le`` and ``lt`` bound numbers.  ``choices`` are the accepted texts.  ``wanted`` describes
+    the accepted values in error messages.  ``summary`` describes the parameter in one line.  TypeError for a
+    declaration that contradicts itself.
     """
 
     name: str
@@ -81,12 +81,13 @@ class Param:
 
     @property
     def bounds(self) -> tuple[str, ...]:
-        """The bounds that are set, in words."""
+        """Return the bounds in words."""
         found = ((word, getattr(self, name)) for name, word in BOUNDS)
         return tuple(f"{word} {bound:g}" for word, bound in found if bound is not None)
 
     @property
     def wants(self) -> str:
+        """Return the accepted values in words."""
         if self.wanted:
             return self.wanted
         if self.choices:
@@ -94,14 +95,14 @@ class Param:
         return " ".join([WORDS[self.kind], " and ".join(self.bounds)]).strip()
 
     def check(self, value: Any) -> Any:
-        """The value, a number as Python's own; RequestError if it is of another kind or out of range."""
+        """Return the value, with numbers converted to Python's types.  RequestError if its type or range is wrong."""
         if value is None and self.default is None:
             return None
         if self.kind is float:
             if not _finite(value):
-                # None is wanted too where it may be left open, so there no kind is named
-                also = "" if self.default is None else "a finite number: "
-                raise self._refused(value, f"{also}{self.wants}")
+                # A parameter whose default is None accepts None too, so the message does not name the type.
+                prefix = "" if self.default is None else "a finite number: "
+                raise self._refused(value, f"{prefix}{self.wants}")
         elif not _is(value, self.kind):
             raise self._refused(value, self.wants)
         if self.kind is float or self.kind is int:
@@ -113,6 +114,7 @@ class Param:
         return value
 
     def _within(self, value: Any) -> bool:
+        """Return whether a number is within the bounds."""
         return (
             (self.ge is None or value >= self.ge)
             and (self.gt is None or value > self.gt)
@@ -121,21 +123,25 @@ class Param:
         )
 
     def _refused(self, value: Any, want: str) -> RequestError:
+        """Return the error for a wrong value."""
         return RequestError(f"{self.name}={shown(value)}: want {want}", self.name)
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:
-    """Return the error for a request parameter that nothing declares, with its name in this engine if it has one."""
+    """Return the error for an unknown request parameter.  It suggests the parameter of this engine that replaces it, or
+    a similar name."""
     hint = OTHER_NAMES.get(name)
     near = f" Use {hint}." if hint else suggest(name, sorted(known))
     return RequestError(f"unknown sampling parameter {shown(name)}.{near}", name)
 
 
 def _names(kinds: Any) -> str:
+    """Return the names of types, separated by commas."""
     return ", ".join(kind.__name__ for kind in kinds)
 
 
 def _is(value: Any, kind: type) -> bool:
+    """Return whether a value has the type of a parameter.  A list may also be a tuple, and a dict any mapping."""
     if kind is int:
         return is_whole(value)
     if kind is dict:
@@ -144,17 +150,17 @@ def _is(value: Any, kind: type) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """A whole number, numpy's too, that is no truth value."""
+    """Return whether a value is a whole number, of Python or numpy, and not a bool."""
     return type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
 
 
 def _finite(value: Any) -> bool:
-    """A number that is none of the truth values, infinities and NaN; numpy's are numbers too."""
+    """Return whether a value is a finite number, of Python or numpy, and not a bool."""
     if type(value) is float:
         return math.isfinite(value)
     if not isinstance(value, Real) or isinstance(value, bool):
         return False
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number beyond all floats
+    except OverflowError:  # a whole number that no float can hold
         return False

@@ -1,6 +1,6 @@
-"""What a plug-in says about itself: light, standard library only, so that asking costs nothing.
+"""The spec of a plug-in: its properties as data.  It uses the standard library only, so reading a spec is cheap.
 
-A package imports these names from ``minivllm.plugin`` in the module of its specs, and nothing else of minivllm::
+A package imports these names from ``minivllm.plugin`` in its module of specs, and nothing else of minivllm::
 
     FLASH = Spec(
         impl="acme.attention:Flash", api=(1, 0), summary="Paged attention for Hopper", priority=50,
@@ -8,7 +8,7 @@ A package imports these names from ``minivllm.plugin`` in the module of its spec
         features=frozenset({"window"}), prefer={"block": 64}, needs=(Needs("acme_kernels", "2.1", "pip install acme"),),
     )
 
-and names it in its pyproject: ``[project.entry-points."minivllm.attention"]`` ``flash = "acme_spec:FLASH"``.
+and names the spec in its pyproject: ``[project.entry-points."minivllm.attention"]`` ``flash = "acme_spec:FLASH"``.
 """
 
 from __future__ import annotations
@@ -26,42 +26,49 @@ from minivllm.errors import PluginError, shown, suggest
 from minivllm.registration.parameters import Param as Param
 
 _SEAMS = "minivllm.core.interfaces."
-BY_NAME = "approximate: it is chosen by its name only"  # why ``auto`` passes over a plug-in
-CONTRACT = "contract version"  # what did not fit, of a package that was written for another minivllm
+BY_NAME = "approximate: it is chosen by its name only"  # the reason for which ``auto`` skips a plug-in
+CONTRACT = "contract version"  # ``Reason.what`` for a package that was written for another version of minivllm
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One contract: plug-ins of it are subclasses of ``base`` and come by the entry-point ``group``.
+    """A seam: a contract that plug-ins implement.  They are subclasses of ``base`` and are installed under the
+    entry-point ``group``.
 
-    ``api`` is the contract's (major, minor); a plug-in fits if its major is equal and its minor is not newer.
-    ``facts`` are what ``limits`` may name, ``features`` and ``traits`` what a spec may claim and declare.  The engine
-    asks for some of the features; the others are promises to users, and the conformance kit holds plug-ins to all.
-    ``open``: facts that a user may leave open, and a spec supply in ``prefer``; ``changed``: what a new major changes.
+    ``api`` is the (major, minor) version of the contract.  A plug-in fits if its major version is equal and its minor
+    version is not newer.  ``changed`` describes the changes of the last major version.
+
+    ``facts`` are the names that ``Spec.limits`` may have, ``features`` the names that a spec may list as features, and
+    ``traits`` the names that it may declare.  The engine requires some of the features; the other ones are promises to
+    users.  The conformance kit tests all of them.  ``open`` names the facts that a user may leave open and that
+    ``Spec.prefer`` may supply.
     """
 
     name: str
     base: str
     api: tuple[int, int] = (1, 0)
     facts: tuple[str, ...] = ()
-    features: Mapping[str, str] = field(default_factory=dict)  # name -> what is claimed
-    traits: Mapping[str, str] = field(default_factory=dict)  # name -> what is declared
+    features: Mapping[str, str] = field(default_factory=dict)  # name -> description
+    traits: Mapping[str, str] = field(default_factory=dict)  # name -> description
     open: tuple[str, ...] = ()
     changed: str = ""
 
     @property
     def group(self) -> str:
+        """Return the name of the entry-point group."""
         return f"minivllm.{self.name}"
 
 
-_INVARIANT = {"batch_invariant": "a row's bits do not depend on the rows beside it, nor on how it is cut into chunks"}
+_INVARIANT = {
+    "batch_invariant": "the bits of a row depend neither on the other rows of the step nor on its split into chunks"
+}
 _SAMPLING = {
     "graph_safe": "can be captured in a CUDA graph and replayed on new data",
-    "multi_position": "serves several positions of one row in a step, so that rows which bind it can speculate",
+    "multi_position": "handles several positions of a row in one step, so that rows which use it can speculate",
 }
 _PROCESSING = {
     **_SAMPLING,
-    "own_model": "is given the logits of a model of its own, which its option `model` names; claimed alone",
+    "own_model": "receives the logits of a second model, which its option `model` names; no other feature with it",
 }
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
@@ -74,21 +81,21 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 facts=("device", "sm", "dtype", "kv_format", "dim_qk", "dim_v", "queries_per_kv", "block"),
                 features={
                     "window": "sliding windows",
-                    "sinks": "a learned logit per head that takes probability and gives no value",
+                    "sinks": "a learned logit per head that receives probability but adds no value",
                     "softcap": "scores s become softcap * tanh(s / softcap)",
-                    "alibi": "a slope of each head times the distance of a key is taken off its score (ALiBi)",
+                    "alibi": "the slope of a head times the distance of a key is subtracted from its score (ALiBi)",
                     "v_in_k": "values are the first dim_v elements of the key (multi-head latent attention)",
-                    "lse": "gives the logarithm of the softmax's denominator",
+                    "lse": "returns the logarithm of the softmax's denominator",
                     "repeatable": "the same step gives the same bits",
                     **_INVARIANT,
                 },
                 traits={
                     "graph": "steps that can be captured in a CUDA graph: none, decode or mixed",
-                    "plan": "where plan() works: host or device",
-                    "drafts": "how a row's drafts come: `apart`, as decode rows (the default), or `merged`, as tokens "
-                    "of one row, which is for those that read a few tokens as fast as one",
-                    "approximate": "True: a query attends to some of the keys that it may see, which `selected` gives; "
-                    "such a back end is chosen by its name only",
+                    "plan": "where plan() runs: host or device",
+                    "drafts": "the form of a row's drafts: `apart`, as decoding rows (the default), or `merged`, as "
+                    "tokens of one row, for back ends that read a few tokens as fast as one",
+                    "approximate": "True means that a query attends to some of the keys that it may see, which "
+                    "`selected` returns; such a back end is chosen by its name only",
                 },
                 open=("block",),
             ),
@@ -96,10 +103,15 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
                 facts=("device",),
-                features={"draft_model": "works with a model of its own, which its option `model` names"},
-                traits={"drafts": "how many tokens it can draft for a row in a step, if there is a limit; 0: none"},
+                features={"draft_model": "uses a second model, which its option `model` names"},
+                traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
             ),
-            Kind("evictor", _SEAMS + "evictor:Evictor", api=(1, 1), traits={"order": "it keeps: lru, fifo or lfu"}),
+            Kind(
+                "evictor",
+                _SEAMS + "evictor:Evictor",
+                api=(1, 1),
+                traits={"order": "the order of eviction: lru, fifo or lfu"},
+            ),
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
@@ -108,10 +120,10 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
                 traits={
-                    "unused": "seams that it does not run, with spaces between: a plug-in chosen for one is refused",
-                    "made_up": "it computes no model: target of a function (token ids, vocabulary) that gives the "
-                    "logits f32 [V] of the next token, which the conformance kit compares with instead",
-                    "cluster": "the option that, where it is set, names devices which this machine does not see",
+                    "unused": "seams that the executor does not run, separated by spaces; a plug-in for one is refused",
+                    "made_up": "for an executor without a model: target of a function (token ids, vocabulary) that "
+                    "returns the logits f32 [V] of the next token, with which the conformance kit compares",
+                    "cluster": "name of the option which, if set, names devices of other machines",
                 },
             ),
             Kind(
@@ -134,8 +146,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
                 "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),
-                features={**_INVARIANT, "any_architecture": "serves what no other plug-in names, and is asked last"},
-                traits={"ignores": "fields of config.json that change nothing, beside those that every model ignores"},
+                features={
+                    **_INVARIANT,
+                    "any_architecture": "serves architectures that no other plug-in names, and is considered last",
+                },
+                traits={"ignores": "fields of config.json without effect, in addition to those that all models ignore"},
             ),
             Kind("processor", _SEAMS + "sampling:Processor", api=(1, 4), facts=("device",), features=_PROCESSING),
             Kind(
@@ -143,13 +158,14 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 _SEAMS + "quantizer:Quantizer",
                 api=(1, 6),
                 facts=("device", "sm", "dtype", "checkpoint"),
-                features=_INVARIANT | {"sliceable": "to quantize a slice of a tensor is to slice the quantized one"},
+                features=_INVARIANT
+                | {"sliceable": "quantizing a slice of a tensor equals slicing the quantized tensor"},
                 traits={
                     "bits": "bits of a quantized weight element, scales not counted",
-                    "exponent": "how many of these are an exponent's: steps then go by the size of an element",
-                    "inputs": "bits that products round activations to, a row at a time by its largest",
-                    "table": "the numbers that codes stand for, where they are no grid of steps, in their order",
-                    "group": "inputs of a row that share a scale; all of them without it",
+                    "exponent": "how many of these bits are an exponent; the step size then depends on the element",
+                    "inputs": "bits to which products round activations, with a scale from the largest of each row",
+                    "table": "the numbers that codes stand for, in ascending order, if they are not evenly spaced",
+                    "group": "number of inputs of a row that share a scale; all of them if it is not declared",
                 },
             ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
@@ -163,7 +179,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         )
     }
 )
-# (kind, trait) -> (whether a value has the form, the form in words)
+# (kind, trait) -> (function that checks a value, the accepted values in words)
 TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = MappingProxyType(
     {
         ("attention", "graph"): (lambda v: v in ("none", "decode", "mixed"), "'none', 'decode' or 'mixed'"),
@@ -189,18 +205,21 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
         ("quantizer", "group"): (lambda v: _whole(v), "a whole number >= 0"),
     }
 )
-OPTION_OF = {  # kind -> its option in the configuration, where that is called otherwise
+OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
     "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
 }  # fmt: skip
-RESERVED = ("kvstore", "trimmer")  # groups whose contract is not written yet
+RESERVED = ("kvstore", "trimmer")  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests
 
 
 @dataclass(frozen=True)
 class AtLeast:
+    """A limit: numbers that are not below ``least``."""
+
     least: float
 
     def allows(self, value: Any) -> bool:
+        """Return whether the limit accepts a value."""
         return _number(value) and value >= self.least
 
     def __str__(self) -> str:
@@ -209,9 +228,12 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class AtMost:
+    """A limit: numbers that are not above ``most``."""
+
     most: float
 
     def allows(self, value: Any) -> bool:
+        """Return whether the limit accepts a value."""
         return _number(value) and value <= self.most
 
     def __str__(self) -> str:
@@ -220,12 +242,13 @@ class AtMost:
 
 @dataclass(frozen=True)
 class Range:
-    """Both ends belong to it."""
+    """A limit: numbers from ``least`` to ``most``, both included."""
 
     least: float
     most: float
 
     def allows(self, value: Any) -> bool:
+        """Return whether the limit accepts a value."""
         return _number(value) and self.least <= value <= self.most
 
     def __str__(self) -> str:
@@ -234,9 +257,12 @@ class Range:
 
 @dataclass(frozen=True)
 class MultipleOf:
+    """A limit: positive multiples of ``step``."""
+
     step: int
 
     def allows(self, value: Any) -> bool:
+        """Return whether the limit accepts a value."""
         return _number(value) and value > 0 and value % self.step == 0
 
     def __str__(self) -> str:
@@ -245,7 +271,10 @@ class MultipleOf:
 
 @dataclass(frozen=True)
 class Any_:
+    """A limit that accepts every value."""
+
     def allows(self, value: Any) -> bool:
+        """Return True."""
         return True
 
     def __str__(self) -> str:
@@ -256,31 +285,35 @@ ANY = Any_()
 
 
 def allows(limit: Any, value: Any) -> bool:
-    """Whether a limit allows a value; of a set of values each must be allowed."""
+    """Return whether a limit accepts a value, or each value of a set."""
     if isinstance(value, Set):
         return all(allows(limit, v) for v in value)
     return value in limit if isinstance(limit, Set) else limit.allows(value)
 
 
 def describe(limit: Any) -> str:
-    if isinstance(limit, Set):
-        numbers = all(_number(v) for v in limit)
-        if numbers and len(limit) > 4:
-            low, high = min(limit), max(limit)
-            step = (high - low) / (len(limit) - 1)
-            if step.is_integer() and limit == set(range(low, high + 1, int(step))):
-                return f"{low} to {high} in steps of {int(step)}"
-        return "{" + ", ".join(str(v) for v in sorted(limit, key=None if numbers else str)) + "}"
-    return str(limit)
+    """Return a limit in words."""
+    if not isinstance(limit, Set):
+        return str(limit)
+    numbers = all(_number(v) for v in limit)
+    if numbers and len(limit) > 4:
+        low, high = min(limit), max(limit)
+        step = (high - low) / (len(limit) - 1)
+        if step.is_integer() and limit == set(range(low, high + 1, int(step))):
+            return f"{low} to {high} in steps of {int(step)}"
+    values = sorted(limit, key=None if numbers else str)
+    return "{" + ", ".join(map(str, values)) + "}"
 
 
 def _number(value: Any) -> bool:
+    """Return whether a value is a number and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a candidate is refused: ``what`` did not fit, what was wanted, what it has, what to do about it."""
+    """The reason why a candidate is refused: ``what`` does not fit, ``want`` is required, ``have`` is supported,
+    ``fix`` is what to do."""
 
     what: str
     want: str = ""
@@ -294,10 +327,10 @@ class Reason:
 
 @dataclass(frozen=True)
 class Needs:
-    """A module that must be installed, at least in ``version``; ``install`` is the command that does it.
+    """A module that must be installed, with at least version ``version``.  ``install`` is the command that installs it.
 
-    ``dist`` names the distribution whose version counts, where several fill one package (``flash_attn`` is filled by
-    two); else it is the one that brings the module's top package.
+    ``dist`` names the distribution whose version counts, if several distributions contain the same package (two contain
+    ``flash_attn``).  By default, it is the distribution that contains the top package of the module.
     """
 
     module: str
@@ -307,45 +340,48 @@ class Needs:
 
     def __post_init__(self) -> None:
         if self.version and not self.version[0].isdigit():
-            raise ValueError(f"Needs({self.module!r}): version={self.version!r}: want the lowest one, such as '2.1'")
+            raise ValueError(
+                f"Needs({self.module!r}): version={self.version!r}: want the lowest version, such as '2.1'"
+            )
 
     def missing(self) -> Reason | None:
+        """Return the reason why the need is not satisfied, or None."""
         if not _installed(self.module):
             return Reason(f"needs {self.module}, which is not installed", fix=self.install)
-        if self.version:
-            from packaging.version import Version
+        if not self.version:
+            return None
+        from packaging.version import Version
 
-            have = self.installed_version()
-            if have is None:
-                return Reason(
-                    f"{self.module} has no version", f"at least {self.version}", "an unknown one", self.install
-                )
-            if Version(have) < Version(self.version):
-                return Reason(self.module, f"at least {self.version}", have, self.install)
+        want = f"at least {self.version}"
+        have = self.installed_version()
+        if have is None:
+            return Reason(f"{self.module} has no version", want, "an unknown one", self.install)
+        if Version(have) < Version(self.version):
+            return Reason(self.module, want, have, self.install)
         return None
 
     def installed_version(self) -> str | None:
-        """The version of the distribution that brings the module; None if that cannot be told."""
+        """Return the version of the distribution that contains the module, or None if it is unknown."""
         top = self.module.partition(".")[0]
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(self.dist or top)
         if self.dist:
             return None
-        # Only now: it reads the metadata of every package there is, which takes seconds.
-        with contextlib.suppress(Exception):  # some package has broken metadata
+        # This is the last resort, because it reads the metadata of all packages, which takes seconds.
+        with contextlib.suppress(Exception):  # any package may have broken metadata
             return importlib.metadata.version(importlib.metadata.packages_distributions()[top][0])
         return None
 
 
 def _installed(module: str) -> bool:
-    """Whether a module can be found, without importing the packages that it is in, which may be heavy."""
+    """Return whether a module can be found.  Its parent packages are not imported, because they may be heavy."""
     try:
         top, *rest = module.split(".")
         spec = importlib.util.find_spec(top)
         for name in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return False
-            # by its last name: a namespace package would look for its parent among the imported modules
+            # Use the last part of the name: for a full name, a namespace package needs its imported parent.
             spec = importlib.machinery.PathFinder.find_spec(name, list(spec.submodule_search_locations))
         return spec is not None
     except (ImportError, ValueError):
@@ -354,7 +390,8 @@ def _installed(module: str) -> bool:
 
 @dataclass(frozen=True)
 class PluginQuery:
-    """What the engine asks of a plug-in: facts with a value (a set means: each of them), and features wanted."""
+    """The requirements of the engine for a plug-in: facts with their values (each value of a set must be supported),
+    and features."""
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     features: frozenset[str] = frozenset()
@@ -367,22 +404,25 @@ class PluginQuery:
 
 @dataclass(frozen=True)
 class Spec:
-    """What a plug-in says about itself, without importing its implementation.
+    """The properties of a plug-in, available without importing its implementation.
 
-    ``limits`` gives the values that each fact may have (a set, ``AtLeast``, ``AtMost``, ``Range``, ``MultipleOf`` or
-    ``ANY``); a fact that is not listed is refused, and so is a feature that is not in ``features``.  ``limits=ANY``
-    leaves the facts unchecked, as for a class without a spec that a user names by ``module:Class``.  ``prefer`` holds
-    values for facts that the user left open (the KV block size).  ``traits`` are declarations that the engine reads
-    and nobody matches (``graph``: none, decode, mixed).  ``params`` are the parameters of requests that a processor,
-    sampler or strategy has of its own.  ``check`` says what limits cannot.
+    ``limits`` maps each fact to its supported values: a set, ``AtLeast``, ``AtMost``, ``Range``, ``MultipleOf`` or
+    ``ANY``.  A fact that is not listed is refused, and so is a feature that is not in ``features``.  ``limits=ANY``
+    disables the check of facts.  This is the default for a class without a spec, which a user names as
+    ``module:Class``.
+
+    ``prefer`` holds values for facts that the user left open, such as the KV block size.  ``traits`` are declarations
+    that the engine reads without comparing them to a request (such as ``graph``: none, decode, mixed).  ``params`` are
+    additional request parameters of a processor, sampler or strategy.  ``check`` returns reasons that limits cannot
+    express.
     """
 
     impl: str
     api: tuple[int, int]
     summary: str
-    options: str = ""  # target of a pydantic model with extra="forbid"; "" = the plug-in takes no options
+    options: str = ""  # target of a pydantic model with extra="forbid"; "" means that there are no options
     priority: int = 0
-    limits: Any = field(default_factory=dict)  # Mapping of fact -> limit, or ANY
+    limits: Any = field(default_factory=dict)  # a mapping of fact -> limit, or ANY
     features: frozenset[str] = frozenset()
     needs: tuple[Needs, ...] = ()
     prefer: Mapping[str, Any] = field(default_factory=dict)
@@ -391,9 +431,10 @@ class Spec:
     check: Callable[[PluginQuery], Sequence[Reason]] | None = None
 
     def __post_init__(self) -> None:
-        """TypeError for a field of the wrong form: at once, where its author sees it, not while somebody chooses."""
+        """Check the types of all fields.  TypeError is raised here, where the author sees it, and not when a user
+        chooses the plug-in."""
         limits = {} if self.limits == ANY else self.limits
-        for name, well, want in (
+        for name, ok, want in (
             ("impl", _text(self.impl) and ":" in self.impl, "'package.module:Class'"),
             ("api", _version(self.api), "(major, minor)"),
             ("summary", isinstance(self.summary, str), "a line of text"),
@@ -407,7 +448,7 @@ class Spec:
             ("params", _tuple_of(self.params, Param), "(Param(...),)"),
             ("check", self.check is None or callable(self.check), "a function (PluginQuery) -> [Reason]"),
         ):
-            if not well:
+            if not ok:
                 raise TypeError(f"Spec {name}={getattr(self, name)!r}: want {want}")
         for fact, limit in limits.items():
             if not isinstance(limit, Set) and not hasattr(limit, "allows"):
@@ -418,77 +459,86 @@ class Spec:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of the parameters that it declares, for the ``reads`` of its class."""
+        """Return the names of the declared request parameters, for the attribute ``reads`` of the class."""
         return frozenset(param.name for param in self.params)
 
     @property
     def plain_traits(self) -> dict[str, Any]:
-        """The traits that the engine reads: words and numbers."""
+        """Return the traits whose values are texts or numbers."""
         return {name: value for name, value in self.traits.items() if isinstance(value, (str, int, float))}
 
     def trait_faults(self, kind: Kind) -> list[Reason]:
-        """Return a reason for each trait whose value has another form than the seam wants."""
-        return [
-            Reason(f"trait {name!r}", form[1], repr(value))
-            for name, value in self.traits.items()
-            if (form := TRAIT_FORMS.get((kind.name, name))) is not None and not form[0](value)
-        ]
+        """Return a reason for each trait whose value has a wrong form."""
+        reasons = []
+        for name, value in self.traits.items():
+            is_valid, words = TRAIT_FORMS.get((kind.name, name), (lambda v: True, ""))
+            if not is_valid(value):
+                reasons.append(Reason(f"trait {name!r}", words, repr(value)))
+        return reasons
 
     @property
     def approximate(self) -> bool:
-        """Whether its results are approximate by declaration, so that it is chosen by its name only."""
+        """Return whether the plug-in declares that its results are approximate.  It is then chosen by its name only."""
         return self.traits.get("approximate") is True
 
     def listed(self, fact: str) -> list[str]:
-        """The values of a fact that are served, in order, where the limits list them."""
+        """Return the supported values of a fact in order, or an empty list if its limit is not a set."""
         limit = self.limits.get(fact) if isinstance(self.limits, Mapping) else None
         return sorted(limit) if isinstance(limit, (set, frozenset)) else []
 
     def refuse(self, request: PluginQuery, kind: Kind) -> tuple[Reason, ...]:
-        """Every reason why this plug-in cannot serve the request; empty if it can."""
+        """Return all reasons why the plug-in cannot serve a request.  The result is empty if it can."""
         if self.api[0] != kind.api[0] or self.api[1] > kind.api[1]:
-            newer = tuple(self.api) > kind.api
-            fix = f"written for {'a newer' if newer else 'an older'} minivllm: upgrade {'minivllm' if newer else 'it'}"
-            fix += f"; {kind.changed}" if kind.changed and not newer else ""
+            if tuple(self.api) > kind.api:
+                fix = "written for a newer minivllm: upgrade minivllm"
+            else:
+                fix = "written for an older minivllm: upgrade it"
+                fix += f"; {kind.changed}" if kind.changed else ""
             return (Reason(CONTRACT, version(kind.api), version(self.api), fix),)
         reasons = self.trait_faults(kind)
-        reasons += [
-            Reason(key, plain(value), describe(self.limits[key]) if key in self.limits else "nothing (not declared)")
-            for key, value in (request.facts.items() if self.limits != ANY else ())
-            if key not in self.limits or not allows(self.limits[key], value)
-        ]
+        for fact, value in request.facts.items() if self.limits != ANY else ():
+            if fact not in self.limits:
+                reasons.append(Reason(fact, plain(value), "nothing (not declared)"))
+            elif not allows(self.limits[fact], value):
+                reasons.append(Reason(fact, plain(value), describe(self.limits[fact])))
         reasons += [Reason(f"feature {name!r} not declared") for name in sorted(request.features - self.features)]
-        reasons += [reason for needs in self.needs if (reason := needs.missing()) is not None]
+        reasons += filter(None, [needs.missing() for needs in self.needs])
         if self.check is not None and not reasons:
             reasons += self.check(request)
-            if wrong := [r for r in reasons if not isinstance(r, Reason)]:
-                raise TypeError(f"check() gave {wrong[0]!r}: want a list of Reason")
+            for reason in reasons:
+                if not isinstance(reason, Reason):
+                    raise TypeError(f"check() gave {reason!r}: want a list of Reason")
         return tuple(reasons)
 
 
 def _text(value: Any) -> bool:
+    """Return whether a value is a text that is not empty."""
     return isinstance(value, str) and bool(value)
 
 
 def _texts(value: Any) -> bool:
-    """Return whether a value is a collection of texts, and not a text, which is one of its letters."""
+    """Return whether a value is a collection of texts. A text itself, a collection of letters, is refused."""
     return isinstance(value, (set, frozenset, tuple, list)) and all(map(_text, value))
 
 
 def _whole(value: Any) -> bool:
+    """Return whether a value is a whole number >= 0."""
     return type(value) is int and value >= 0
 
 
 def _tuple_of(value: Any, kind: type) -> bool:
-    return isinstance(value, tuple) and all(isinstance(one, kind) for one in value)
+    """Return whether a value is a tuple of instances of a class."""
+    return isinstance(value, tuple) and all(isinstance(element, kind) for element in value)
 
 
 def _version(value: Any) -> bool:
+    """Return whether a value has the form (major, minor)."""
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(type(n) is int for n in value)
 
 
 def check_seam(seam: str | None) -> str | None:
-    """The kind that a user means, by its own name or its option's; PluginError if there is none."""
+    """Return the kind that a user named by its name or by its option.  PluginError if there is none; None stays
+    None."""
     kind = next((k for k, option in OPTION_OF.items() if option == seam), seam)
     if kind is not None and kind not in KINDS:
         raise PluginError(f"No seam is called {shown(seam)}.{suggest(kind, KINDS)} There are: {', '.join(KINDS)}.")
@@ -496,25 +546,27 @@ def check_seam(seam: str | None) -> str | None:
 
 
 def version(api: tuple[int, int]) -> str:
+    """Return a contract version as text."""
     return ".".join(str(n) for n in api)
 
 
 def plain(value: Any) -> str:
-    """A fact as it is shown: a set of one is its member."""
+    """Return a fact as text.  A set with one value is shown as that value."""
     return str(next(iter(value))) if isinstance(value, Set) and len(value) == 1 else describe(value)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A chosen plug-in: the import target, the options, and the name in a configuration.  Plain data, as in JSON."""
+    """A chosen plug-in as plain data that can be sent as JSON: import target, options, and the name in a
+    configuration."""
 
     name: str  # "minivllm/sdpa"
     target: str  # "minivllm.plugins.attention.sdpa:Sdpa"
     options: Mapping[str, Any] = field(default_factory=dict)
     options_target: str = ""  # the pydantic model of the options
-    features: tuple[str, ...] = ()  # what its spec claims
-    traits: Mapping[str, Any] = field(default_factory=dict)  # and declares
-    source: str = ""  # "acme 1.0, entry point 'acme_spec:FLASH'": whom an error names
+    features: tuple[str, ...] = ()  # features of its spec
+    traits: Mapping[str, Any] = field(default_factory=dict)  # plain traits of its spec
+    source: str = ""  # its origin for error messages: "acme 1.0, entry point 'acme_spec:FLASH'"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))  # JSON knows no tuples
+        object.__setattr__(self, "features", tuple(self.features))  # JSON has lists only

@@ -162,16 +162,16 @@ def test_a_pipe_that_is_named_on_purpose_is_read_to_its_end():
 
 def test_a_pipe_is_bounded_in_size_and_time_and_refused_by_name(tmp_path, monkeypatch):
     os.mkfifo(tmp_path / "nobody")
-    with pytest.raises(ConfigError, match=r"nobody: is a FIFO, of which nothing has come for 0\.2 s"):
+    with pytest.raises(ConfigError, match=r"nobody: is a FIFO that sent nothing for 0\.2 s"):
         files.read_given(tmp_path / "nobody")
-    with piped([b"{"], ends=False) as path, pytest.raises(ConfigError, match="schema: is a FIFO, of which nothing"):
+    with piped([b"{"], ends=False) as path, pytest.raises(ConfigError, match="schema: is a FIFO that sent nothing"):
         files.read_given(path, name="schema")
     with piped([b"x" * 4096] * 50) as path, pytest.raises(ConfigError, match="schema: more: want a file of at most"):
         files.read_given(path, most=files.MIB // 8, name="schema")
     with piped([b"\xff"]) as path, pytest.raises(ConfigError, match="schema: not UTF-8"):
         files.read_given(path, name="schema")
     monkeypatch.setattr(files, "SLOWEST", 0.3)
-    with piped([b"x"] * 200) as path, pytest.raises(ConfigError, match="of which nothing has come"):
+    with piped([b"x"] * 200) as path, pytest.raises(ConfigError, match="FIFO that sent nothing"):
         files.read_given(path)
 
 

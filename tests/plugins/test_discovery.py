@@ -98,7 +98,7 @@ def test_a_group_of_somebody_else_is_no_concern(path):
 def test_names_and_targets_that_no_config_could_use_are_told(path):
     text = "[minivllm.attention]\nauto = a:S\ny/z = b:S\nm:C = c:S\nq = a b c\nr = acme_spec\n"
     install(path, "acme", text)
-    name = "is no name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
+    name = "is not a name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
     target = "want 'package.module:SPEC'"
     assert labels() == []
     assert faults() == [
@@ -114,7 +114,8 @@ def test_a_package_that_calls_itself_minivllm_adds_nothing(path):
     install(path, "minivllm", {"minivllm.attention": {"evil": "evil:S", "sdpa": "evil:S"}}, version="9")
     assert "evil" not in [e.name for e in catalog()["attention"].entries]
     assert faults() == [
-        f"minivllm 9: minivllm.attention: '{name}' claims to be of the package minivllm, which has none by entry point"
+        f"minivllm 9: minivllm.attention: '{name}' is in a package called minivllm, whose plug-ins are not declared by "
+        "entry points"
         for name in ("evil", "sdpa")
     ]
 
@@ -123,8 +124,8 @@ def test_a_package_cannot_pass_for_what_a_user_named_directly(path):
     install(path, "local", {"minivllm.attention": {"mine": "evil:S"}})
     assert labels() == []
     assert faults() == [
-        "local 1.0: minivllm.attention: 'mine' is of a package that is called 'local', which here means what a user "
-        "named directly"
+        "local 1.0: minivllm.attention: 'mine' is in a package called 'local', a name that is reserved for targets of "
+        "the user"
     ]
 
 
@@ -154,7 +155,7 @@ def test_strict_makes_what_cannot_be_used_an_error(path):
     with pytest.raises(PluginError) as info:
         catalog(MINIVLLM_STRICT_PLUGINS="1")
     assert str(info.value) == (
-        "MINIVLLM_STRICT_PLUGINS=1 and not all is well:\n  acme 1.0: 'arc' is in the entry-point group "
+        "MINIVLLM_STRICT_PLUGINS=1 and there are faults:\n  acme 1.0: 'arc' is in the entry-point group "
         "'minivllm.evictors', and there is no such seam. Did you mean 'minivllm.evictor'?"
     )
     assert catalog(MINIVLLM_STRICT_PLUGINS="1", MINIVLLM_PLUGINS="-acme").faults == ()  # shut out, so no concern

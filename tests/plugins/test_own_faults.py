@@ -104,7 +104,7 @@ def test_a_fault_in_a_process_of_its_own_is_told_as_one_in_this_is(own, capsys):
 def test_of_several_parts_of_a_package_the_one_is_named_whose_method_an_exception_came_through(monkeypatch):
     from minivllm import errors
 
-    monkeypatch.setattr(errors, "_others", {})
+    monkeypatch.setattr(errors, "_external", {})
     here: dict = {"__name__": "acme.parts"}
     exec("class A:\n    def f(self): g()\n\nclass B(A): ...\n\ndef g(): raise ValueError('x')", here)
     errors.note_part("evictor acme/a", here["A"])

@@ -53,7 +53,7 @@ GOOD = spec_text(impl="check_impl:Good")
         (spec_text(impl="check_impl:Good", features=["fast"]),
          "its spec's features name 'fast', which evictor does not know. There are: none."),
         (GOOD.replace('"for a test"', '"for a test", options="json:JSONDecoder"'),
-         "'json:JSONDecoder' is no pydantic model of its options"),
+         "'json:JSONDecoder' is not a pydantic model of its options"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(60,)).start()\n" + GOOD,
          "importing it starts threads: start them when an instance is made"),
     ],

@@ -72,7 +72,7 @@ def test_one_question_to_the_package_metadata(monkeypatch):
     calls = []
     real = metadata.entry_points
     monkeypatch.setattr(metadata, "entry_points", lambda **kw: calls.append(kw) or real(**kw))
-    monkeypatch.setattr(discovery, "_asked", None)
+    monkeypatch.setattr(discovery, "_cached", None)
     assert Catalog.discover(environ={}).entries == Catalog.discover(environ={}).entries
     assert calls == [{}]
 
@@ -163,7 +163,7 @@ def test_minivllm_itself_may_be_named_and_cannot_be_shut_out():
     for value in ("-minivllm", "-", "- a"):
         with pytest.raises(PluginError) as info:
             discover(offered, environ={"MINIVLLM_PLUGINS": value})
-        want = "want packages, or '-package', and minivllm itself cannot be shut out"
+        want = "want packages, or '-package', and minivllm itself cannot be blocked"
         assert str(info.value) == f"MINIVLLM_PLUGINS={value!r}: {want}"
 
 
@@ -270,7 +270,7 @@ def test_a_target_needs_leave(package):
 def test_where_a_target_is_looked_for_is_said_if_it_is_not_found(package):
     package("my_exp", "import no_such_library\n")
     registry = discover().allow(["my_expp", "my_exp"])["scheduler"]
-    with pytest.raises(PluginError, match=r"No module named 'my_expp'\. Put the folder it is in on PYTHONPATH"):
+    with pytest.raises(PluginError, match=r"No module named 'my_expp'\. Add its folder to PYTHONPATH"):
         registry.select(PluginQuery(), "my_expp:Mine")
     with pytest.raises(PluginError, match=r"No module named 'no_such_library'$"):  # no fault of the path to my_exp
         registry.select(PluginQuery(), "my_exp:Mine")

@@ -260,7 +260,7 @@ def test_a_spec_of_the_wrong_form_fails_where_it_is_written(wrong, message):
 
 
 def test_a_needed_version_is_the_lowest_one_not_a_specifier():
-    with pytest.raises(ValueError, match=r"^Needs\('a'\): version='>=2.1': want the lowest one, such as '2.1'$"):
+    with pytest.raises(ValueError, match=r"^Needs\('a'\): version='>=2.1': want the lowest version, such as '2.1'$"):
         Needs("a", ">=2.1")
 
 
@@ -352,7 +352,7 @@ def test_a_misspelt_name_in_a_list_to_prefer_is_told_and_one_that_is_not_install
             registry.select(PluginQuery(), prefer=(name, "sdpa"))
         assert str(info.value).startswith(f"No attention is called {name!r}.{hint}\n  Installed: flash_attn, ")
         assert ", sdpa, triton, acme/flash" in str(info.value)
-        assert str(info.value).endswith("one that is not installed is written 'dist/name'.")
+        assert str(info.value).endswith("write 'dist/name' for a plug-in that is not installed.")
     with pytest.raises(PluginError, match="is a target, and a target runs code"):
         registry.select(PluginQuery(), prefer=("my.module:Class",))
     absent = ("zebra", "zz/flash", "zz/sdpa")

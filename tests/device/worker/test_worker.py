@@ -51,7 +51,7 @@ def serve(text, prompt, report):
     from minivllm.device.worker import process as worker
     runner = worker.build(text)
     named = [m for m in sys.modules if m.startswith(("minivllm.plugins.", "worker_", "acme"))]
-    found = {"pid": os.getpid(), "imported": sorted(named), "asked": discovery._asked is not None,
+    found = {"pid": os.getpid(), "imported": sorted(named), "asked": discovery._cached is not None,
              "mark": runner.backend.options.mark, "file": sys.modules["worker_exp"].__file__}
     found["tokens"] = generate(runner, json.loads(prompt))
     found["calls"] = type(runner.backend).calls

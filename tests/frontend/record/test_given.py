@@ -104,9 +104,7 @@ def test_the_same_class_makes_no_difference_and_another_text_of_it_only_that_one
     assert main(["diff", a, b, "--only", "evictor"]) == 0
     assert "--only evictor: does not differ" in capsys.readouterr().err
     monkeypatch.setattr(given, "_given", {})  # another process
-    with pytest.raises(
-        PluginError, match="was a class of the program that wrote this; put it into a module of its own"
-    ):
+    with pytest.raises(PluginError, match="was a class of the program that wrote this; put it into a separate module"):
         LLM(config=a)
 
 
@@ -273,7 +271,7 @@ def test_a_worker_process_that_cannot_have_a_class_says_so_and_host_parts_need_n
 
     with LLM("pocket", **SIZES, executor="process", scheduler=First) as llm:
         assert llm.generate("One day", SamplingParams(max_tokens=2), use_tqdm=False)[0].tokens
-    with pytest.raises(PluginError, match="no other process has: put it into a module of its own and name it"):
+    with pytest.raises(PluginError, match="passed as an object: put it into a separate module and name it"):
         LLM("pocket", **SIZES, executor="process", sampler=Draw)
 
 
