@@ -318,9 +318,9 @@ def test_a_silent_engine_is_not_healthy(served):
         await client.stats()
         os.kill(client.pid, signal.SIGSTOP)
         try:
-            client._heard -= 6
+            client._last_frame -= 6
             healthy, why = client.healthy()
-            assert not healthy and "neither stepped nor idled for 6." in why
+            assert not healthy and "neither run a step nor been idle for 6." in why
         finally:
             os.kill(client.pid, signal.SIGCONT)
         for _ in range(500):

@@ -1,9 +1,9 @@
-"""What a protocol (HTTP, WebSocket) asks of an engine, and the clients that offer it.
+"""The interface of an engine for the server's protocols (HTTP, WebSocket), and the clients that implement it.
 
     protocol ──stream()──► EngineClient ──commands──► EngineLoop   (a thread, or a process of its own)
              ◄── Piece ── Stream ◄──── frames, one a step ────┘
 
-Text is made on this side (detokenizing, stop strings), never in the engine's loop.
+Text is made on the client's side (detokenizing, stop strings), never in the engine's loop.
 """
 
 from __future__ import annotations
@@ -39,17 +39,20 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "EngineInfo", "LocalClient", "Stream", "TextPiece"]
-ALIVE = 5.0  # seconds without a sign of life after which an engine is not healthy
+ALIVE = 5.0  # seconds without a frame after which an engine is not healthy
 NO_ERROR = (None, None)
 log = logging.getLogger("minivllm")
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """``kv_tokens``: positions that the KV cache holds; ``selections``: seam -> name of what was chosen for it;
-    ``reads``: the sampling parameters that its processors and its sampler read; ``tap_points``: name -> width of the
-    points of the model that can be tapped; ``energy``: the counter of joules that is read, "": none; ``sampling``:
-    the sampling defaults of the model's generation_config.json."""
+    """The facts about an engine that a client has.
+
+    ``kv_tokens`` is the number of tokens that fit into the KV cache.  ``selections`` maps a seam to the name of the
+    plug-in chosen for it, or to a list of names.  ``reads`` are the extra sampling parameters that plug-ins read.
+    ``tap_points`` maps each point of the model that can be tapped to its width.  ``energy`` is the name of the counter
+    of joules, "" for none.  ``sampling`` are the sampling defaults of the model's generation_config.json.
+    """
 
     model: str
     max_model_len: int
@@ -68,16 +71,19 @@ class EngineInfo:
 
 
 class EngineClient(Protocol):
-    """One event loop's thread uses it.  ``info`` and ``tokenizer`` are there once it is open."""
+    """The client of an engine, used by the event loop's thread alone.
+
+    ``info`` and ``tokenizer`` are set by ``open``.
+    """
 
     info: EngineInfo
     tokenizer: Tokenizer | None
-    restarting: bool  # the engine has ended, and another one is being started
-    restarted: int  # how often that was done
-    on_gap: Callable[[float, int], None] | None  # on_gap(seconds, n): n tokens came that long after one another
+    restarting: bool  # the engine has ended and is being restarted
+    restarted: int  # number of restarts
+    on_gap: Callable[[float, int], None] | None  # on_gap(seconds, n) is called for n tokens that came so far apart
 
     async def open(self) -> None:
-        """Start the engine.  The errors are those of ``LLM(...)``."""
+        """Start the engine.  Raise the errors of ``LLM(...)``."""
 
     async def stream(
         self,
@@ -90,68 +96,81 @@ class EngineClient(Protocol):
         taps: PooledTaps = NOTHING,
         energy: bool = False,
     ) -> Stream:
-        """A request that the engine has accepted.  ``pieces=False``: one piece per branch, at its end, is enough.
-        ``owner``: whose it is (``line.owner_of``); owners take turns wherever requests wait.  ``energy``: it ends once
-        its joules are known.  RequestError if it is refused, EngineDeadError if there is no engine, or none for new
-        requests."""
+        """Send a request and return its stream once the engine has accepted it.
+
+        With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
+        (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
+        when its joules are known.
+        Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
+        shutting down.
+        """
 
     async def abort(self, request_id: str) -> None:
-        """End a request: its stream ends with what there is.  Unknown ids are ignored."""
+        """Abort a request.  Its stream ends with the tokens so far.  Unknown ids are ignored."""
 
-    async def stats(self) -> dict[str, Any]: ...
+    async def stats(self) -> dict[str, Any]:
+        """Return the engine's statistics."""
 
     async def state(self, trim: bool) -> dict[str, Any]:
-        """What the engine holds (``state.engine``): for who looks for a leak."""
+        """Return the engine's tables and memory (``state.engine``), to find leaks."""
 
     def tables(self) -> dict[str, int]:
-        """Entries of the client's own tables: none at rest."""
+        """Return the numbers of entries in the client's tables, all 0 without requests."""
 
-    async def reset_prefix_cache(self) -> bool: ...
+    async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, and return True."""
 
     async def profile(self, start: bool) -> str:
-        """Begin a torch profiler trace, or end it; the path of the file that the end writes."""
+        """Start a trace of the torch profiler, or end it, and return the path of the file that the end writes."""
 
     def healthy(self) -> tuple[bool, str]:
-        """Whether the engine stepped or idled within the last 5 s, and if not, why."""
+        """Return whether the engine ran a step or was idle within the last 5 s, and the reason if not."""
 
     async def close(self, drain: float = 0.0) -> bool:
-        """Take no new requests, let the running ones finish for ``drain`` seconds, end the engine.  Streams that are
-        left get EngineDeadError.  True if none was left.  Idempotent."""
+        """Refuse new requests, wait ``drain`` seconds for the running ones, and end the engine.
+
+        Return whether all requests ended in time.  Other streams get EngineDeadError.  A second call does nothing.
+        """
 
 
 class FrameClient:
-    """What clients have in common: streams by number, questions by number, and what a frame means for them.
+    """The common part of clients: the tables of streams and questions, and the handling of frames.
 
-    A subclass sends commands (``_send``), brings frames (``_on_frame``) and says when the engine is gone (``_lost``).
-    Invariant: a stream belongs to who reads it; one that nobody holds any more, however that came, is aborted.
+    A subclass sends commands (``_send``), passes on received frames (``_on_frame``) and reports the end of the engine
+    (``_lost``).
+    Invariant: only the reader of a stream holds it.  A stream without any reference is aborted.
     """
 
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
         self.on_gap: Callable[[float, int], None] | None = None
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
-        self._ids: dict[str, int] = {}
-        self._read: set[Stream] = set()  # somebody waits for their next piece
-        self._accepting: dict[int, asyncio.Future[None]] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._ids: dict[str, int] = {}  # request id -> number of the stream
+        self._read: set[Stream] = set()  # streams whose next piece a task waits for
+        self._accepting: dict[int, asyncio.Future[None]] = {}  # requests that the engine has not accepted yet
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # questions without an answer
         self._last_written: tuple[SamplingParams, dict[str, Any]] | None = None
         self._numbers = itertools.count(1)
-        self._heard = -math.inf  # time.monotonic of the last frame
+        self._last_frame = -math.inf  # time.monotonic of the last frame
         self._why = "the engine has not been started"
-        self._gone = True  # no engine: every request is refused with ``_why``
+        self._gone = True  # there is no engine; every request is refused with ``_why``
         self._draining = False
-        # number -> owner and frame of requests without a token yet, where another engine may be started for them
+        # number -> owner and frame of each request without a token yet, if the engine can be restarted
         self._untouched: dict[int, tuple[str, bytes]] = {}
-        self.restarting, self.restarted = False, 0  # another engine is being started; how often that was done
-        self._empty: asyncio.Event | None = None
+        self.restarting = False
+        self.restarted = 0
+        self._empty: asyncio.Event | None = None  # set when no request is left
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
+        """Send a command to the engine."""
         raise NotImplementedError
 
-    def _opened(self, told: dict[str, Any]) -> None:
-        """The engine has started; ``told`` is what ``describe`` said of it."""
-        self.info = EngineInfo(**{f.name: told[f.name] for f in fields(EngineInfo)})
-        self._gone, self._why, self._heard = False, "", time.monotonic()
+    def _opened(self, description: dict[str, Any]) -> None:
+        """Accept requests, since the engine has started.  ``description`` is the result of ``describe``."""
+        self.info = EngineInfo(**{f.name: description[f.name] for f in fields(EngineInfo)})
+        self._gone = False
+        self._why = ""
+        self._last_frame = time.monotonic()
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -169,9 +188,9 @@ class FrameClient:
         self._check_open()
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
-            raise RequestError(f"request id {shown(request_id)} is in use; want a new one", "request_id")
+            raise RequestError(f"request id {shown(request_id)} is in use; expected a new one", "request_id")
         taps.check_size()
-        wire = self._written(params)
+        written = self._written(params)
         number = next(self._numbers)
         stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
         stream.prompt = ids
@@ -179,22 +198,25 @@ class FrameClient:
         header = {
             "number": number,
             "id": request_id,
-            "params": wire,
+            "params": written,
             "arrival": stream.metrics.arrival_time,
             "watch": pieces or bool(params.stop),
             "owner": owner,
-            **(taps.header() if taps else {}),
-            **({"energy": True} if energy else {}),
         }
+        if taps:
+            header |= taps.header()
+        if energy:
+            header["energy"] = True
         try:
             self._send("add", header, {"prompt": ids, **taps.columns()})
         except (TypeError, ValueError) as e:
             raise RequestError(f"a sampling parameter cannot be sent to the engine: {e}", "extra") from e
-        self._streams[number], self._ids[request_id] = stream, number
+        self._streams[number] = stream
+        self._ids[request_id] = number
         self._accepting[number] = accepted
         try:
             await accepted
-        except BaseException:  # refused, dead, or who asked has gone
+        except BaseException:  # refused, the engine died, or the caller was cancelled
             await stream.aclose()
             self._forget(stream)
             raise
@@ -203,7 +225,7 @@ class FrameClient:
         return stream
 
     def _written(self, params: SamplingParams) -> dict[str, Any]:
-        """The parameters as the engine is told them, once for all prompts of a batch, which share them."""
+        """Return the parameters as JSON data.  The last result is kept, because the prompts of a batch share it."""
         from minivllm.frontend.prompts import with_token_ids
 
         if self._last_written is None or self._last_written[0] is not params:
@@ -215,28 +237,38 @@ class FrameClient:
             self._send("abort", {"number": number})
 
     def _drop(self, stream: Stream) -> None:
-        """Nobody reads the stream any more."""
+        """Abort the request of a stream that is not read any longer."""
         self._forget(stream)
         if not self._gone:
-            with contextlib.suppress(EngineDeadError):  # it died, and we have not heard of it yet
+            with contextlib.suppress(EngineDeadError):  # the engine has died unnoticed
                 self._send("abort", {"number": stream.number})
 
     def _cut(self, stream: Stream, sample: int, stop: str) -> None:
-        """Tell the engine that the text of a branch has ended: by the stop string ``stop``, or (empty) for its reader,
-        who needs no more."""
+        """End a branch in the engine because its text has ended.
+
+        ``stop`` is the stop string that was found.  "" means that the reader needs no more text.
+        """
         if not self._gone:
             with contextlib.suppress(EngineDeadError):
                 self._send("cut", {"number": stream.number, "sample": sample, "stop": stop})
 
     def _refuse(self, number: int, error: Exception) -> None:
+        """Pass the engine's refusal to the caller of ``stream``.
+
+        A restarted engine may also refuse a request that the engine before had accepted.  Then its stream fails.
+        """
         self._untouched.pop(number, None)
-        if (waiting := self._accepting.get(number)) is not None:
+        waiting = self._accepting.get(number)
+        if waiting is not None:
             settle(waiting, None, error)
-        elif self.restarted and (stream := self._streams.get(number)) is not None:
-            stream.fail(error)  # another engine had taken it
+            return
+        stream = self._streams.get(number)
+        if stream is not None and self.restarted:
+            stream.fail(error)
             self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
+        """Remove a stream from all tables."""
         self._streams.pop(stream.number, None)
         self._untouched.pop(stream.number, None)
         if self._ids.get(stream.request_id) == stream.number:
@@ -245,10 +277,11 @@ class FrameClient:
             self._empty.set()
 
     def _check_open(self) -> None:
+        """Raise EngineDeadError if there is no engine that accepts requests."""
         if self._gone:
             raise EngineDeadError(self._why)
         if self._draining:
-            raise EngineDeadError("the engine is shutting down and takes no new requests")
+            raise EngineDeadError("the engine is shutting down and accepts no new requests")
 
     # ---- questions -----------------------------------------------------------------------------------------------
 
@@ -276,6 +309,7 @@ class FrameClient:
         return await self._ask("profile", start=start, path=getattr(self, "_profile", "minivllm-profile.json"))
 
     async def _ask(self, what: str, **args: Any) -> Any:
+        """Ask the engine's loop a question (a method ``_ask_...`` of ``EngineLoop``) and return the answer."""
         if self._gone:
             raise EngineDeadError(self._why)
         number = next(self._numbers)
@@ -287,17 +321,18 @@ class FrameClient:
             self._asked.pop(number, None)
 
     def healthy(self) -> tuple[bool, str]:
-        silent = time.monotonic() - self._heard
+        silent = time.monotonic() - self._last_frame
         if self._gone:
             return False, self._why
         if silent > ALIVE:
-            return False, f"the engine has neither stepped nor idled for {silent:.1f} s"
+            return False, f"the engine has neither run a step nor been idle for {silent:.1f} s"
         return True, ""
 
     # ---- frames --------------------------------------------------------------------------------------------------
 
     def _on_frame(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
-        self._heard = time.monotonic()
+        """Pass the content of a frame to the requests and questions that it is for."""
+        self._last_frame = time.monotonic()
         for number in header.get("accepted", ()):
             settle(self._accepting.get(number), None)
         for number, *error in header.get("refused", ()):
@@ -307,7 +342,8 @@ class FrameClient:
         if "first" in columns:
             firsts = (columns[name].tolist() for name in ("first", "first_at", "cached", "entered"))
             for number, at, cached, entered in zip(*firsts, strict=True):
-                if (stream := self._streams.get(number)) is not None:
+                stream = self._streams.get(number)
+                if stream is not None:
                     stream.started(at, cached, entered)
         if "dead" in header:
             self._feed({**header, "errors": ()}, columns, ends=False)
@@ -316,27 +352,34 @@ class FrameClient:
         self._score_prompts(columns)
         self._feed(header, columns)
         for number, sample, values in read_values(columns):
-            if (stream := self._streams.get(number)) is not None:
+            stream = self._streams.get(number)
+            if stream is not None:
                 stream.tapped.setdefault(sample, []).append(values)
-        orders, failed = dict(header.get("order", ())), dict(header.get("failed", ()))
         if "done" in columns:
-            joules = columns.get("joules", np.full(len(columns["done"]), np.nan))
-            for number, at, spent in zip(
-                *(c.tolist() for c in (columns["done"], columns["done_at"], joules)), strict=True
-            ):
-                if (stream := self._streams.get(number)) is not None:
-                    stream.metrics.joules = None if math.isnan(spent) else spent
-                    if number in failed:
-                        stream.fail(PluginError(failed[number]))
-                    stream.finished(at, orders.get(number))
-                    self._forget(stream)
+            self._finish(header, columns)
+
+    def _finish(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray]) -> None:
+        """End the streams of requests that have ended in the engine."""
+        orders = dict(header.get("order", ()))
+        failed = dict(header.get("failed", ()))
+        done = columns["done"]
+        joules = columns.get("joules", np.full(len(done), np.nan))
+        rows = zip(done.tolist(), columns["done_at"].tolist(), joules.tolist(), strict=True)
+        for number, at, spent in rows:
+            stream = self._streams.get(number)
+            if stream is None:
+                continue
+            stream.metrics.joules = None if math.isnan(spent) else spent
+            if number in failed:
+                stream.fail(PluginError(failed[number]))
+            stream.finished(at, orders.get(number))
+            self._forget(stream)
 
     def _score_prompts(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Log-probabilities of prompts to their streams, before the first piece of each."""
+        """Pass log-probabilities of prompts to their streams, before the first piece of each."""
         if "prompts" not in columns:
             return
-        names = ("chosen", "rank", "top_ids", "top")
-        rest = [columns[f"prompt_{name}"] for name in names]
+        rest = [columns[f"prompt_{name}"] for name in ("chosen", "rank", "top_ids", "top")]
         parts: dict[int, list[tuple[int, LogProbs]]] = {}
         for number, first, count, best in columns["prompts"].reshape(-1, 4).tolist():
             sizes = (count, count, count * best, count * best)
@@ -345,17 +388,24 @@ class FrameClient:
             lp = LogProbs(chosen, rank, ids.reshape(count, best), top.reshape(count, best))
             parts.setdefault(number, []).append((first, lp))
         for number, found in parts.items():
-            if (stream := self._streams.get(number)) is not None:
+            stream = self._streams.get(number)
+            if stream is not None:
                 stream.score_prompt(found)
 
     def _feed(self, header: Mapping[str, Any], columns: Mapping[str, np.ndarray], ends: bool = True) -> None:
-        """The rows of a frame to their streams.  ``ends`` False: only what ended well, the rest is about to fail."""
+        """Pass the rows of a frame to their streams.
+
+        ``ends=False`` leaves out the ends of failed branches, whose streams are about to get the engine's error.
+        """
         if "stream" not in columns:
             return
         errors = {(number, sample): rest for number, sample, *rest in header.get("errors", ())}
-        tokens, scores = columns["tokens"].tolist(), Columns(columns)
-        at, on_gap = 0, self.on_gap
-        for number, sample, count, end, stop_id, scored in zip(*(columns[n].tolist() for n in ROW), strict=True):
+        tokens = columns["tokens"].tolist()
+        scores = Columns(columns)
+        on_gap = self.on_gap
+        at = 0
+        rows = zip(*(columns[name].tolist() for name in ROW), strict=True)
+        for number, sample, count, end, stop_id, scored in rows:
             ids = tokens[at : at + count]
             at += count
             logprobs = scores.take(ids) if scored else None
@@ -364,21 +414,24 @@ class FrameClient:
                 continue
             reason = ENDS[end] if ends or ENDS[end] != "error" else None
             stop_token = None if stop_id < 0 else stop_id
-            if on_gap is not None and count and (gap := stream.gap(sample, count, self._heard)) is not None:
-                on_gap(*gap)
+            if on_gap is not None and count:
+                gap = stream.gap(sample, count, self._last_frame)
+                if gap is not None:
+                    on_gap(*gap)
             error, param = errors.get((number, sample), NO_ERROR) if errors else NO_ERROR
             stream.feed(sample, ids, reason, stop_token, logprobs, error, param)
             if self._untouched and (count or reason):
                 self._untouched.pop(number, None)
 
     def _died(self, why: str) -> None:
-        """The engine has ended by itself."""
+        """Handle an engine that has ended by itself."""
         self._lost(why)
 
     def _lost(self, why: str) -> None:
-        """There is no engine any more: everybody is told at once."""
+        """Fail all streams, requests and questions, because there is no engine any longer."""
         if not self._gone:
-            self._gone, self._why = True, why
+            self._gone = True
+            self._why = why
         error = EngineDeadError(self._why)
         for stream in list(self._streams.values()):
             stream.fail(error)
@@ -387,6 +440,7 @@ class FrameClient:
             settle(waiting, None, EngineDeadError(self._why))
 
     async def _drain(self, seconds: float) -> bool:
+        """Refuse new requests and wait ``seconds`` for the running ones.  Return whether none is left."""
         self._draining = True
         if self._ids and seconds > 0 and not self._gone:
             self._empty = asyncio.Event()
@@ -398,7 +452,7 @@ class FrameClient:
 
 
 class LocalClient(FrameClient):
-    """The engine in a thread of this process: for tests, and where one process is wanted."""
+    """A client whose engine runs in a thread of this process, for tests and for use in a single process."""
 
     def __init__(self, loaded: Loaded) -> None:
         super().__init__()
@@ -418,16 +472,16 @@ class LocalClient(FrameClient):
         self._inbox.put(Frame(kind, header, columns or {}))
 
     async def close(self, drain: float = 0.0) -> bool:
-        whole = await self._drain(drain)
+        drained = await self._drain(drain)
         if self._thread is not None:
             self._send("stop", {})
             await asyncio.to_thread(self._thread.join)
             self._thread = None
             await asyncio.to_thread(self._engine.stop)
         self._lost("the engine was stopped")
-        return whole
+        return drained
 
-    # ---- the link, on the engine's thread ------------------------------------------------------------------------
+    # ---- the methods of ``engine_loop.Link``, called on the engine's thread ---------------------------------------
 
     def receive(self, seconds: float) -> list[Frame]:
         self._inbox.wait(seconds)
@@ -437,11 +491,11 @@ class LocalClient(FrameClient):
         try:
             self._loop.call_soon_threadsafe(self._on_frame, header, columns)
         except RuntimeError as e:
-            raise EngineDeadError("the event loop of its client was closed") from e
+            raise EngineDeadError("the event loop of the engine's client was closed") from e
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that are not at their defaults.  RequestError for what has no form outside of a process."""
+    """Return the parameters that are not at their defaults as JSON data.  Raise RequestError for a Python function."""
     from minivllm.frontend.record.tally import plain_params
 
     found = plain_params(params)
@@ -458,6 +512,7 @@ def _prompt(prompt_ids: Any) -> np.ndarray:
 
 
 def settle(waiting: asyncio.Future[Any] | None, value: Any, error: Exception | None = None) -> None:
+    """Set a future's result or error, if there is a future that has neither."""
     if waiting is None or waiting.done():
         return
     if error is None:

@@ -1,7 +1,7 @@
-"""The engine in a process of its own: started by ``process_client`` with one end of a socket pair.
+"""The engine's process, which ``process_client`` starts with one end of a socket pair.
 
-It listens on nothing.  It ends when it is told to, when the socket or the life pipe closes (its parent is gone), or
-when the engine has died or hangs (status 7).  Ctrl-C and SIGTERM go to the parent, which decides what they mean.
+It listens on no address.  It ends on the command to stop, when the socket or the life pipe closes (its parent is gone),
+and when the engine has died or hangs (status 7).  It ignores Ctrl-C and SIGTERM, which the parent handles.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from minivllm.errors import EngineDeadError, MinivllmError, describe_error
 from .child_log import LineFormatter
 from .frames import Frame, Splitter, encode
 
-GRACE = 5.0  # seconds to give everything back once the parent is gone
-BACKLOG = 32 * 2**20  # bytes of frames that wait for a parent that does not read, before the engine waits for it
-CHUNK = 1 << 18
-ENGINE = ("minivllm.core.", "minivllm.device.worker.", "minivllm.device.functions.")  # frames that are no plug-in's
+GRACE = 5.0  # seconds to release everything after the parent has gone
+BACKLOG = 32 * 2**20  # bytes of unread frames from which the engine waits for its parent
+CHUNK = 1 << 18  # bytes of a read
+ENGINE = (
+    "minivllm.core.",
+    "minivllm.device.worker.",
+    "minivllm.device.functions.",
+)  # modules of stack frames that are not a plug-in's
 
 
 class SocketLink:
-    """``engine_loop.Link`` over a socket.  ``send`` waits for nobody as long as less than ``BACKLOG`` is unread."""
+    """An ``engine_loop.Link`` over a socket.  ``send`` waits only while more than ``BACKLOG`` bytes are unread."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -39,36 +43,42 @@ class SocketLink:
         self._out = bytearray()
 
     def receive(self, seconds: float) -> list[Frame]:
-        """EngineDeadError if the parent is gone, or what it says is no frame."""
+        """Return received frames, waiting at most ``seconds`` for the first.
+
+        Raise EngineDeadError if the parent is gone, or has sent bytes that are not a frame.
+        """
         if self._out:
             self._push()
         found = self._read()
         until = time.monotonic() + seconds
-        while not found and (left := until - time.monotonic()) > 0:
-            self._wait(left)
+        while not found and (remaining := until - time.monotonic()) > 0:
+            self._wait(remaining)
             found = self._read()
         return found
 
     def send(self, header: dict[str, Any], columns: dict[str, np.ndarray], kind: str = "frame") -> None:
+        """Send a frame, or as much of it as the socket accepts; the rest is sent later."""
         self._out += encode(kind, header, columns)
         self._push()
         while len(self._out) > BACKLOG:
             self._wait(1.0)
 
     def finish(self, seconds: float) -> None:
-        """Wait until all is sent, at most that long."""
+        """Wait until all bytes are sent, at most ``seconds``."""
         until = time.monotonic() + seconds
-        while self._out and (left := until - time.monotonic()) > 0:
-            self._wait(left, reads=False)
+        while self._out and (remaining := until - time.monotonic()) > 0:
+            self._wait(remaining, reads=False)
 
     def _wait(self, seconds: float, reads: bool = True) -> None:
-        _, writable, _ = select.select(
-            [self._socket] if reads else [], [self._socket] if self._out else [], [], seconds
-        )
+        """Wait until the socket can be written if bytes wait, or (``reads``) be read, and write."""
+        readers = [self._socket] if reads else []
+        writers = [self._socket] if self._out else []
+        _, writable, _ = select.select(readers, writers, [], seconds)
         if writable:
             self._push()
 
     def _push(self) -> None:
+        """Send as many bytes as the socket accepts."""
         try:
             while self._out:
                 sent = self._socket.send(self._out)
@@ -79,6 +89,7 @@ class SocketLink:
             raise EngineDeadError(f"the client of the engine is gone: {e}") from e
 
     def _read(self) -> list[Frame]:
+        """Return the frames that can be read without waiting."""
         found: list[Frame] = []
         try:
             while True:
@@ -95,7 +106,7 @@ class SocketLink:
 
 
 def main(socket_fd: str, life_fd: str) -> None:
-    """What the process runs; the arguments are numbers of inherited file descriptors."""
+    """Run the process.  The arguments are the numbers of inherited file descriptors."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     running = threading.Event()
@@ -108,10 +119,14 @@ def main(socket_fd: str, life_fd: str) -> None:
         print(f"minivllm: error: {e}", file=sys.stderr)
         status = EngineDeadError.exit_code
     sys.stderr.flush()
-    os._exit(status)  # threads of libraries do not hold it up; all was given back
+    os._exit(status)  # does not wait for threads of libraries; everything has been released
 
 
 def _serve(link: SocketLink, running: threading.Event) -> int:
+    """Start the engine that the parent describes, run its loop, and return the exit status.
+
+    ``running`` is set once the engine has started.
+    """
     from minivllm.device.hardware import prepare_environment
 
     handler = logging.StreamHandler(sys.stderr)
@@ -126,10 +141,10 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
 
     opening = link.receive(60.0)
     if not opening or opening[0].kind != "open":
-        raise EngineDeadError("the client of the engine did not say what to open")
+        raise EngineDeadError("the client of the engine did not send a configuration")
     try:
         engine, resolved, _ = build_engine(loaded_from_json(opening[0].header), live=True)
-    except BaseException as e:  # SystemExit too: a process that ends without a word tells nobody why
+    except BaseException as e:  # SystemExit too, so that the parent always gets the reason
         if not isinstance(e, MinivllmError):
             logging.getLogger("minivllm").exception("the engine could not be started")
         text = str(e) if isinstance(e, MinivllmError) else describe_error(e).partition(": ")[2]
@@ -147,7 +162,7 @@ def _serve(link: SocketLink, running: threading.Event) -> int:
 
 
 def _watch_parent(life_fd: int, running: threading.Event) -> None:
-    """The other end of the pipe is open as long as the parent lives, however it ends."""
+    """End the process when the parent has ended, for whatever reason, which closes the other end of the pipe."""
     os.read(life_fd, 1)
     if running.is_set():
         time.sleep(GRACE)
@@ -155,7 +170,7 @@ def _watch_parent(life_fd: int, running: threading.Event) -> None:
 
 
 def _watch_loop(loop: Any, seconds: float, thread: int) -> None:
-    """End the process if a turn takes longer than that, and say where it hangs."""
+    """End the process if a turn of the loop takes longer than ``seconds``, and print where it hangs."""
     while (silent := time.monotonic() - loop.turned) < seconds:
         time.sleep(min(max(seconds - silent, 0.05), 1.0))
     where = _plugin_in(sys._current_frames().get(thread))
@@ -164,19 +179,19 @@ def _watch_loop(loop: Any, seconds: float, thread: int) -> None:
 
 
 def _plugin_in(frame: FrameType | None) -> str:
-    """What the engine's core has called, and where that is now."""
+    """Return the name of the function that the engine's core has called, and the line at which ``frame`` is."""
     at, called = frame, frame
     while at is not None and not at.f_globals.get("__name__", "").startswith(ENGINE):
         called, at = at, at.f_back
     if frame is None or called is None:
-        return "code that Python does not see"
+        return "code outside of Python"
     owner = type(called.f_locals["self"]).__name__ + "." if "self" in called.f_locals else ""
     module = called.f_globals.get("__name__", "?")
     return f"{module}:{owner}{called.f_code.co_name} ({os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno})"
 
 
 def loaded_to_json(loaded: Any) -> dict[str, Any]:
-    """A configuration as JSON, for ``loaded_from_json``; ``[run]`` is not the engine's."""
+    """Return a configuration as JSON data for ``loaded_from_json``, without its ``[run]`` table."""
     engine = loaded.engine.model_dump(mode="json", exclude_unset=True)
     return {
         "engine": engine,
@@ -188,7 +203,7 @@ def loaded_to_json(loaded: Any) -> dict[str, Any]:
 
 
 def loaded_from_json(fields: dict[str, Any]) -> Any:
-    """ConfigError if it is not one that this version makes."""
+    """Return the configuration for the result of ``loaded_to_json``.  Raise ConfigError if its fields are not valid."""
     from minivllm.config import EngineConfig, Loaded
 
     return Loaded(

@@ -1,4 +1,4 @@
-"""An engine in a process of its own, and the client that starts it, speaks to it and notices when it is gone."""
+"""The client that runs the engine in a child process: start it, exchange frames, notice its end and restart it."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from .outbox import UNREAD, Outbox
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-SLICE = 0.002  # seconds for frames before the event loop does something else
-AGAIN = 5.0  # seconds between two tries to start a child, at most
-TAIL = 2000  # characters of what the process said last, for the error
+SLICE = 0.002  # seconds of handling frames after which other tasks get their turn
+AGAIN = 5.0  # longest time in seconds between two tries to start a child
+TAIL = 2000  # characters of the end of the process's output, for an error message
 
 
 class ProcessClient(FrameClient):
-    """``EngineClient`` over an engine in a child process.  One task reads its frames; it waits for no stream.
+    """An ``EngineClient`` whose engine runs in a child process.  The task that reads frames never waits for a stream.
 
-    The child ends with this process, however that ends: the write end of the life pipe is open here only.
-    ``stuck_after``: seconds that one step may take before the child ends itself and says which plug-in it hangs in.
-    ``restarts``: how often another child is started where one has ended.  Requests that had a token by then fail, the
-    others wait for it.
+    The child ends when this process ends, for whatever reason, because only this process holds the write end of the
+    life pipe.
+    ``stuck_after`` is the time in seconds after which a step counts as hung.  The child then names the plug-in in which
+    it hangs, and ends.
+    ``restarts`` is the number of times that an ended engine is started again.  Requests that already have a token fail,
+    and the others wait for the new engine.
     """
 
     def __init__(self, loaded: Loaded, stuck_after: float = 120.0, restarts: int = 0) -> None:
@@ -46,22 +48,23 @@ class ProcessClient(FrameClient):
         self.restarts_left = restarts
         self._restart: asyncio.Task[None] | None = None
         self._was_open = False
-        self._loaded, self._stuck_after = loaded, stuck_after
+        self._loaded = loaded
+        self._stuck_after = stuck_after
         self._child: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._writer: asyncio.StreamWriter | None = None
         self._outbox: Outbox | None = None
-        self._life = -1
+        self._life = -1  # write end of the life pipe
         self._printed = PrintedLog(TAIL)
         self._closing = False
         self._ready: asyncio.Future[dict[str, Any]]
         self._folder: str | None = None
         self._eos: list[int] = []
-        self._ending = asyncio.Lock()
+        self._ending = asyncio.Lock()  # held while a child is ended or replaced
 
     @property
     def pid(self) -> int | None:
-        """Of the engine's process."""
+        """Return the process id of the engine, or None without a process."""
         return None if self._child is None else self._child.pid
 
     async def open(self) -> None:
@@ -72,7 +75,7 @@ class ProcessClient(FrameClient):
 
                 template = self._loaded.engine.chat_template
                 self.tokenizer = await asyncio.to_thread(load_tokenizer, self._folder, template, self._eos)
-            self._check_open()  # it may have died meanwhile
+            self._check_open()  # the engine may have died meanwhile
             self._was_open = True
         except BaseException:
             self._lost("the engine could not be started")
@@ -80,7 +83,7 @@ class ProcessClient(FrameClient):
             raise
 
     async def _start(self) -> dict[str, Any]:
-        """Start the process; what it says of itself once its engine has started."""
+        """Start a child process, wait for its engine to start, and return the engine's description."""
         ours, theirs = socket.socketpair()
         read_end, self._life = os.pipe()
         argv = fresh.command("minivllm.server.link.engine_process:main", str(theirs.fileno()), str(read_end))
@@ -102,15 +105,19 @@ class ProcessClient(FrameClient):
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._outbox = Outbox(self._writer)
         self._ready = asyncio.get_running_loop().create_future()
-        said = asyncio.create_task(self._listen())
-        self._tasks = [said, asyncio.create_task(self._hear(reader, said))]
+        printing = asyncio.create_task(self._copy_output())
+        self._tasks = [printing, asyncio.create_task(self._read_frames(reader, printing))]
         self._post(encode("open", {**loaded_to_json(self._loaded), "stuck_after": self._stuck_after}))
-        told = await self._ready
-        self._folder, self._eos = told["tokenizer"], told["eos_ids"]
-        return told
+        description = await self._ready
+        self._folder = description["tokenizer"]
+        self._eos = description["eos_ids"]
+        return description
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
-        """What ends a request overtakes those that wait to be sent; if it waits itself, it is not sent at all."""
+        """Send a command.
+
+        Requests wait in the outbox, and all other commands overtake them.  An abort of a waiting request removes it.
+        """
         if kind == "add":
             data = encode(kind, header, columns)
             self._open_writer()
@@ -124,15 +131,17 @@ class ProcessClient(FrameClient):
             self._post(encode(kind, header, columns))
 
     def _open_writer(self) -> asyncio.StreamWriter:
+        """Return the writer of the socket.  Raise EngineDeadError if the socket is closed."""
         writer = self._writer
         if writer is None or writer.is_closing():
             raise EngineDeadError(self._why or "the engine's process is gone")
         return writer
 
     def _post(self, data: bytes) -> None:
+        """Write a frame to the socket.  Raise EngineDeadError if the engine has left too many bytes unread."""
         writer = self._open_writer()
         if writer.transport.get_write_buffer_size() > UNREAD:
-            raise EngineDeadError("the engine does not read what it is told")
+            raise EngineDeadError("the engine does not read its commands")
         writer.write(data)
 
     async def close(self, drain: float = 0.0) -> bool:
@@ -140,13 +149,13 @@ class ProcessClient(FrameClient):
         if self._restart is not None:
             self._restart.cancel()
             await asyncio.gather(self._restart, return_exceptions=True)
-        whole = await self._drain(drain)
+        drained = await self._drain(drain)
         self._lost("the engine was stopped")
         await self._end(GRACE)
-        return whole
+        return drained
 
     async def _end(self, patience: float) -> None:
-        """End the process: it is asked to, and killed if it does not within ``patience`` seconds."""
+        """End the process.  It gets the command to stop, and is killed if it lives after ``patience`` seconds."""
         self._closing = True
         async with self._ending:
             child = self._child
@@ -158,8 +167,9 @@ class ProcessClient(FrameClient):
             await self._clear()
 
     async def _clear(self) -> None:
-        """Give back what belongs to a child, which is killed if it lives."""
-        if (child := self._child) is not None and child.returncode is None:
+        """Kill the child if it lives, and release its tasks, outbox, socket and pipe."""
+        child = self._child
+        if child is not None and child.returncode is None:
             self._kill()
             await child.wait()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -169,19 +179,24 @@ class ProcessClient(FrameClient):
             self._writer.close()
         if self._life >= 0:
             os.close(self._life)
-        self._child, self._writer, self._outbox, self._life, self._tasks = None, None, None, -1, []
+        self._child = None
+        self._writer = None
+        self._outbox = None
+        self._life = -1
+        self._tasks = []
 
-    # ---- another child -------------------------------------------------------------------------------------------
+    # ---- restarting ----------------------------------------------------------------------------------------------
 
     def _died(self, why: str) -> None:
-        """The engine has ended: start another one, or tell everybody."""
+        """Restart an engine that has ended by itself or, if that is not possible, fail all requests."""
         if self.restarting:
-            return  # the engine has said so, and now its process has ended
+            return  # reported twice: by the engine, and by the end of its process
         if self._closing or not self.restarts_left or not self._was_open:
             self._lost(why)
             return
-        self.restarting = self._gone = True
-        self._why = f"{why}; the engine is started again"
+        self.restarting = True
+        self._gone = True
+        self._why = f"{why}; the engine is being restarted"
         for number, stream in list(self._streams.items()):
             if number not in self._untouched:
                 stream.fail(EngineDeadError(why))
@@ -191,57 +206,61 @@ class ProcessClient(FrameClient):
         self._restart = asyncio.create_task(self._start_again(why))
 
     async def _start_again(self, why: str) -> None:
-        """Start a child, as often as may be, and give it the requests that have waited."""
+        """Start a new child, trying again while restarts are left, and send it the requests without a token."""
         async with self._ending:
             while True:
                 await self._clear()
                 self.restarts_left -= 1
                 self.restarted += 1
-                left = f"{self.restarted} of {self.restarted + self.restarts_left}"
-                event("the engine is started again", logging.WARNING, reason=why, restart=left)
+                count = f"{self.restarted} of {self.restarted + self.restarts_left}"
+                event("the engine is started again", logging.WARNING, reason=why, restart=count)
                 try:
                     self._printed = PrintedLog(TAIL)
-                    told = await self._start()
+                    description = await self._start()
                     break
                 except Exception as e:
                     why = str(e)
                     if not self.restarts_left:
                         await self._clear()
-                        self.restarting, self._why = False, why
+                        self.restarting = False
+                        self._why = why
                         self._lost(why)
                         return
                     await asyncio.sleep(min(self.restarted, AGAIN))
         self.restarting = False
-        self._opened(told)
-        event("the engine runs again", restart=left, requests=len(self._untouched))
+        self._opened(description)
+        event("the engine runs again", restart=count, requests=len(self._untouched))
         for number, (owner, data) in list(self._untouched.items()):
             assert self._outbox is not None
             self._outbox.put(owner, number, data)
 
-    # ---- what comes ----------------------------------------------------------------------------------------------
+    # ---- receiving -----------------------------------------------------------------------------------------------
 
-    async def _hear(self, reader: asyncio.StreamReader, said: asyncio.Task[None]) -> None:
-        splitter, why = Splitter(), ""
+    async def _read_frames(self, reader: asyncio.StreamReader, printing: asyncio.Task[None]) -> None:
+        """Handle the child's frames until its socket closes, then the end of the engine."""
+        splitter = Splitter()
+        why = ""
         try:
             while data := await reader.read(1 << 18):
                 begin = time.perf_counter()
                 for frame in splitter.feed(data):
                     self._take(frame)
-                    if time.perf_counter() - begin > SLICE:  # many may have come at once: others have their turn
+                    if time.perf_counter() - begin > SLICE:  # many frames may have come at once
                         await asyncio.sleep(0)
                         begin = time.perf_counter()
         except OSError as e:
             why = str(e)
-        except Exception as e:  # a frame that nobody understands: nothing that follows can be trusted
+        except Exception as e:  # after a malformed frame, the rest of the bytes is meaningless
             why = f"{type(e).__name__}: {e}"
             self._kill()
-        why = await self._post_mortem(why, said)
+        why = await self._cause_of_death(why, printing)
         if not self._ready.done():
             self._ready.set_exception(EngineDeadError(why))
         elif not self._closing:
             self._died(why)
 
     def _take(self, frame: Frame) -> None:
+        """Handle a frame of the child."""
         if frame.kind == "frame":
             self._on_frame(frame.header, frame.columns)
         elif frame.kind == "ready" and not self._ready.done():
@@ -249,8 +268,8 @@ class ProcessClient(FrameClient):
         elif frame.kind == "failed" and not self._ready.done():
             self._ready.set_exception(error_from(*frame.header["error"]))
 
-    async def _post_mortem(self, why: str, said: asyncio.Task[None]) -> str:
-        """The socket is closed: how did the process end, and what did it say last?"""
+    async def _cause_of_death(self, why: str, printing: asyncio.Task[None]) -> str:
+        """Wait for the process to end, and return its status, ``why`` (if not "") and its last lines as a sentence."""
         child = self._child
         assert child is not None
         try:
@@ -258,18 +277,24 @@ class ProcessClient(FrameClient):
         except asyncio.TimeoutError:
             self._kill()
             status = await child.wait()
-        await asyncio.wait([said], timeout=1.0)  # a grandchild may hold its output open
+        await asyncio.wait([printing], timeout=1.0)  # a grandchild may keep the output open
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"ended with status {status}"
+        cause = f"the engine's process {how}"
+        if why:
+            cause += f" ({why})"
         last = "; ".join(line.strip() for line in self._printed.said.splitlines()[-3:] if line.strip())
-        return f"the engine's process {how}" + (f" ({why})" if why else "") + (f"; it said: {last}" if last else "")
+        if last:
+            cause += f"; it said: {last}"
+        return cause
 
     def _kill(self) -> None:
+        """Kill the child if it lives."""
         if self._child is not None and self._child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._child.kill()
 
-    async def _listen(self) -> None:
-        """Write what the process prints to our log; the end of it is kept."""
+    async def _copy_output(self) -> None:
+        """Copy the output of the child to the server's log, and keep the end of it."""
         assert self._child is not None and self._child.stdout is not None
         decode = codecs.getincrementaldecoder("utf-8")(errors="replace").decode
         while data := await self._child.stdout.read(1 << 14):
