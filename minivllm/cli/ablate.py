@@ -1,4 +1,7 @@
-"""``minivllm ablate``: what each part of a configuration is worth.  Parsing it imports nothing heavy."""
+"""``minivllm ablate``: measure how much each part of a configuration contributes.
+
+Parsing the command imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
     IN_TURNS,
-    asks_of,
-    checked,
+    bill_of,
+    check_output,
     energy_line,
     machine_line,
+    print_result,
     progress,
     repeat_flags,
+    requests_by_seed,
     settings,
-    tell,
     watch_of,
     workload_flags,
 )
@@ -30,89 +34,108 @@ if TYPE_CHECKING:
     from minivllm.lab.bench.trials import Cell
     from minivllm.lab.bench.workload import BenchAsk
 
-BASELINE, AGAIN = "baseline", "nothing (again)"
+BASELINE = "baseline"
+AGAIN = "nothing (again)"  # the row of the second baseline, which has every part
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``ablate``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
-    text = "Take one part of a configuration away at a time: what each is worth, with error bars."
+    """Add ``ablate``.  ``command`` makes a subparser of ``minivllm``; ``parents`` have flags for it."""
+    text = "Remove one part of a configuration at a time and measure the difference, with error bars."
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
-    text = "only these; default: all that the configuration has"
+    text = "measure only these parts; default: all parts of the configuration"
     sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
-    text = "a part of your own: a setting that takes it away; again for more settings of it, or for other parts"
+    text = "define a part by a setting that removes it; repeat the flag for more settings or for other parts"
     sub.add_argument("--define", action="append", default=[], metavar="NAME:KEY=VALUE", help=text)
-    text = "TOML or YAML with a table of settings for each part of your own, as [small-batches] max_num_seqs = 2"
+    text = "define parts in TOML or YAML: a table of settings for each, such as [small-batches] max_num_seqs = 2"
     sub.add_argument("--parts", default="", metavar="FILE", help=text)
-    workload_flags(sub, ratio=0.5, prefix=32)
+    workload_flags(sub, range_ratio=0.5, prefix_len=32)
     sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
     repeat_flags(sub, repeats=5)
 
 
 def ablate(args: argparse.Namespace) -> int:
-    """The baseline is measured at the beginning and at the end: their difference is what noise and drift come to."""
+    """Run ``minivllm ablate`` and return its exit code.
+
+    The baseline is measured at the beginning and at the end.  The difference of the two shows noise and drift.
+    """
     from minivllm.lab.bench import ablate as parts
     from minivllm.lab.bench import limits, repeats, trials
 
-    checked(args)
+    check_output(args)
     names = [name for text in args.part for name in text.split(",")]
-    own = parts.defined(args.define, args.parts)
+    defined = parts.defined(args.define, args.parts)
     loaded = load(args)
-    check_defined(args, own, loaded)
+    check_defined(args, defined, loaded)
     with open_llm(loaded, args) as llm:
-        asks = asks_of(args, limits.of_engine(llm))
-        found, missing = parts.chosen(llm, names, own)
-        bill = llm.bill_of_materials() if args.json or args.output_json else None
+        requests = requests_by_seed(args, limits.of_engine(llm))
+        measured, not_measured = parts.chosen(llm, names, defined)
+        bill = bill_of(llm, args)
         title = f"{llm.config.model} on {llm.engine.wiring.device}, {llm.engine.wiring.dtype}"
     baseline = trials.Cell(BASELINE, lambda: _open(args, ()))
-    taken = [trials.Cell(p.name, functools.partial(_open, args, p.sets), _generate(p)) for p in found]
+    removed = [trials.Cell(part.name, functools.partial(_open, args, part.sets), _generate(part)) for part in measured]
     again = trials.Cell(AGAIN, baseline.open)
-    runs = measure(args, [baseline, *taken, again], asks)
+    runs = measure(args, [baseline, *removed, again], requests)
+    rows = _rows([*measured, None], runs)
     same = trials.same_over_seeds(runs, args.dataset, args.temperature)
-    judged = trials.judged([trials.against(own, runs[0], trials.SPEED) for own in runs[1:]])
-    rows = [
-        {
-            "part": part.name if part else AGAIN,
-            "sets": list(part.sets) if part else [],
-            "means": part.means if part else "",
-            "worth": verdict,
-            "same_tokens": trials.same_tokens(runs[0], own),
-            **repeats.merged([run["figures"] for run in own]),
-        }
-        for part, own, verdict in zip([*found, None], runs[1:], judged, strict=True)
-    ]
-    states = [run["state"] for own in runs for run in own]
     figures = [run["figures"] for run in runs[0]]
-    more = {"rows": rows, "not_measured": dict(missing), "model_id": title}
-    whole = repeats.result("ablate", figures, [r["state"] for r in runs[0]], settings(args), bill, **more)
-    whole["seeds_change_nothing"] = same
-    warned = [f"warning: {same}"] if same else []
-    return tell(whole, args, "\n".join([*lines(title, whole, args.repeats), *warned, *_ends(whole, states)]))
+    baseline_states = [run["state"] for run in runs[0]]
+    more = {"rows": rows, "not_measured": dict(not_measured), "model_id": title}
+    result = repeats.result("ablate", figures, baseline_states, settings(args), bill, **more)
+    result["seeds_change_nothing"] = same
+    out = lines(title, result, args.repeats)
+    if same:
+        out.append(f"warning: {same}")
+    states = [run["state"] for cell_runs in runs for run in cell_runs]
+    return print_result(result, args, "\n".join([*out, energy_line(result, states), machine_line(states)]))
 
 
-def check_defined(args: argparse.Namespace, own: Sequence[Ablation], loaded: Loaded) -> None:
-    """Read the settings of the user's own parts.  ConfigError if they are wrong, or change nothing."""
-    for part in own:
-        other = copy(args)
-        other.set = [*args.set, *part.sets]
+def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Return a row for each removed part.  ``runs[0]`` is the baseline; a part of None is the second baseline."""
+    from minivllm.lab.bench import repeats, trials
+
+    baseline, *others = runs
+    comparisons = [trials.against(cell_runs, baseline, trials.SPEED) for cell_runs in others]
+    rows = []
+    for part, cell_runs, verdict in zip(parts, others, trials.judged(comparisons), strict=True):
+        row: dict[str, Any] = {"part": AGAIN, "sets": [], "means": ""}
+        if part is not None:
+            row = {"part": part.name, "sets": list(part.sets), "means": part.means}
+        row["worth"] = verdict
+        row["same_tokens"] = trials.same_tokens(baseline, cell_runs)
+        row |= repeats.merged([run["figures"] for run in cell_runs])
+        rows.append(row)
+    return rows
+
+
+def check_defined(args: argparse.Namespace, defined: Sequence[Ablation], loaded: Loaded) -> None:
+    """Raise ConfigError if the settings of a part that the user defined are wrong, or change nothing."""
+    for part in defined:
         try:
-            changed = load(other).engine
+            changed = load(_with_settings(args, part.sets)).engine
         except ConfigError as exc:
             raise ConfigError(f"part {shown(part.name)}: {exc}") from None
         if changed == loaded.engine:
             sets = ", ".join(part.sets)
             raise ConfigError(
-                f"part {shown(part.name)}: there is nothing to take away: {sets} is what there is already"
+                f"part {shown(part.name)}: the configuration has {sets} already; expected a setting that changes it"
             )
 
 
+def _with_settings(args: argparse.Namespace, sets: Sequence[str]) -> argparse.Namespace:
+    """Return a copy of the arguments with more ``--set`` settings."""
+    changed = copy(args)
+    changed.set = [*args.set, *sets]
+    return changed
+
+
 def _open(args: argparse.Namespace, sets: Sequence[str]) -> Any:
-    """The engine of the configuration with some settings over it."""
-    own = copy(args)
-    own.set = [*args.set, *sets]
-    return open_llm(load(own), own)
+    """Open the engine of the configuration with ``sets`` applied on top."""
+    changed = _with_settings(args, sets)
+    return open_llm(load(changed), changed)
 
 
 def _generate(part: Ablation) -> Any:
+    """Return the function that runs the requests of a part's cell."""
     from minivllm.lab.bench import ablate as parts
     from minivllm.lab.bench import offline
 
@@ -120,53 +143,66 @@ def _generate(part: Ablation) -> Any:
 
 
 def measure(
-    args: argparse.Namespace, cells: Sequence[Cell], asks: Callable[[int], Sequence[BenchAsk]]
+    args: argparse.Namespace, cells: Sequence[Cell], requests: Callable[[int], Sequence[BenchAsk]]
 ) -> list[list[dict[str, Any]]]:
-    """The counted runs of each cell."""
+    """Return the runs of each cell, without the warm-up runs."""
     from minivllm.lab.bench import trials
 
     def run(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
         watch = watch_of(llm.config, llm.engine.wiring.device)
-        return trials.run(llm, asks(seed), args.temperature, seed, watch, cell.generate)
+        return trials.run(llm, requests(seed), args.temperature, seed, watch, cell.generate)
 
     def warm(cell: Cell, llm: Any) -> None:
         for turn in range(args.warmups):
             run(cell, llm, args.seed - 1 - turn)
 
     def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
-        found = run(cell, llm, seed)
-        progress(f"{cell.name}, seed {seed}: {found['figures']['output_throughput']:.1f} tokens/s")
-        return found
+        counted = run(cell, llm, seed)
+        progress(f"{cell.name}, seed {seed}: {counted['figures']['output_throughput']:.1f} tokens/s")
+        return counted
 
     seeds = range(args.seed, args.seed + args.repeats)
     return trials.Trials(once, warm).measure(cells, seeds, args.in_turns)
 
 
-def lines(title: str, whole: dict[str, Any], repeats: int) -> list[str]:
-    """The table.  Worth: the baseline's figure over that without the part; of times the inverse."""
-    from minivllm.lab.bench.repeats import with_bounds
-    from minivllm.lab.bench.trials import ratio_text
+def lines(title: str, result: dict[str, Any], repeats: int) -> list[str]:
+    """Return the lines of the printed table.
+
+    The worth of a part is a throughput of the baseline over that without the part; for times it is the inverse.
+    """
     from minivllm.runtime.hooks.figures import text
 
     out = [
-        f"{title}: {whole['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",
+        f"{title}: {result['num_requests']} requests, {repeats} runs each, paired by seed; intervals of 95 %",
         f"{'without':20} {'tokens/s':>16} {'the part is worth':>20}  {'TTFT ms':>14} {'TPOT ms':>14} same tokens",
-        f"{BASELINE:20} {with_bounds(whole, 'output_throughput'):>16} {'':20}  "
-        f"{with_bounds(whole, 'median_ttft_ms'):>14} {with_bounds(whole, 'median_tpot_ms', 2):>14}",
+        _line(BASELINE, result, "", ""),
     ]
-    for row in whole["rows"]:
-        worth = row["worth"]["output_throughput"]
-        out.append(
-            f"{row['part']:20} {with_bounds(row, 'output_throughput'):>16} {ratio_text(worth):>20}  "
-            f"{with_bounds(row, 'median_ttft_ms'):>14} {with_bounds(row, 'median_tpot_ms', 2):>14} "
-            f"{100 * row['same_tokens']:>9.0f} %  {worth['says']}"
-        )
-    out += [f"{row['part']}: {', '.join(row['sets'])}: {row['means']}" for row in whole["rows"] if row["sets"]]
-    for name, row in ((BASELINE, whole), *((row["part"], row) for row in whole["rows"])):
-        if own := text(row):
-            out.append(f"figures of {name}: {own}")
-    return [*out, *(f"not measured: {name}: {why}" for name, why in whole["not_measured"].items())]
+    rows = result["rows"]
+    out += [_part_line(row) for row in rows]
+    out += [f"{row['part']}: {', '.join(row['sets'])}: {row['means']}" for row in rows if row["sets"]]
+    named = [(BASELINE, result)]
+    named += [(row["part"], row) for row in rows]
+    for name, row in named:
+        if figures := text(row):
+            out.append(f"figures of {name}: {figures}")
+    out += [f"not measured: {name}: {reason}" for name, reason in result["not_measured"].items()]
+    return out
 
 
-def _ends(whole: dict[str, Any], states: Sequence[dict[str, Any]]) -> list[str]:
-    return [energy_line(whole, states), machine_line(states)]
+def _line(name: str, row: dict[str, Any], worth: str, rest: str) -> str:
+    """Return a line of the table from the figures of ``row``."""
+    from minivllm.lab.bench.repeats import with_bounds
+
+    speed = with_bounds(row, "output_throughput")
+    ttft = with_bounds(row, "median_ttft_ms")
+    tpot = with_bounds(row, "median_tpot_ms", 2)
+    return f"{name:20} {speed:>16} {worth:>20}  {ttft:>14} {tpot:>14}{rest}"
+
+
+def _part_line(row: dict[str, Any]) -> str:
+    """Return the line of a removed part, with the share of tokens that stayed the same and the verdict."""
+    from minivllm.lab.bench.trials import ratio_text
+
+    worth = row["worth"]["output_throughput"]
+    rest = f" {100 * row['same_tokens']:>9.0f} %  {worth['says']}"
+    return _line(row["part"], row, ratio_text(worth), rest)

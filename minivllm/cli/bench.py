@@ -1,11 +1,11 @@
-"""``minivllm bench``: measure.  Parsing it imports nothing heavy."""
+"""``minivllm bench``: the command group, and its measurement ``profile``.  Parsing it imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,45 +17,45 @@ from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 if TYPE_CHECKING:
     from minivllm.lab.bench.limits import EngineLimits
 
+WARM = 2  # decode steps before the profiled steps
+SPARE = 2  # tokens of an answer that are never drawn, so that no row ends during the profile
 
-def add_commands(command: Any, record: argparse.ArgumentParser, *own: argparse.ArgumentParser) -> None:
-    """Add ``bench`` and what it measures.  ``command`` and the parents of its flags are of ``minivllm.cli``.  Only
-    ``profile`` takes ``--record``: the results of the others have the bill of materials in them."""
-    group = command("bench", "cli.bench:profile", "Measure what a configuration does on this machine.")
-    whats = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
-    text = "Eager steps under torch's profiler: each seam's share of the device (on a CPU: of the CPU's time)."
-    sub = whats.add_parser("profile", help=text, description=text, parents=[*own, record])
+
+def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argparse.ArgumentParser) -> None:
+    """Add ``bench`` with all its measurements.  ``command`` makes a subparser of ``minivllm``.
+
+    Each measurement gets the flags of ``parents``.  Only ``profile`` gets those of ``record``: the results of the other
+    measurements contain the bill of materials already.
+    """
+    group = command("bench", "cli.bench:profile", "Measure the speed and the memory of a configuration.")
+    verbs = group.add_subparsers(metavar="WHAT", required=True, parser_class=type(group))
+    text = "Profile eager steps with torch's profiler; print each seam's share of device time (on a CPU: CPU time)."
+    sub = verbs.add_parser("profile", help=text, description=text, parents=[*parents, record])
     sub.set_defaults(run="minivllm.cli.bench:profile")
-    sub.add_argument("--batch-size", type=_count, metavar="N", help="requests at once (default 8)")
-    sub.add_argument("--input-len", type=_count, metavar="N", help="tokens of a prompt (default 128)")
-    sub.add_argument("--steps", type=_count, metavar="N", help="decode steps that are profiled (default 16)")
+    sub.add_argument("--batch-size", type=bench_runs.count, metavar="N", help="concurrent requests (default 8)")
+    sub.add_argument("--input-len", type=bench_runs.count, metavar="N", help="tokens of a prompt (default 128)")
+    sub.add_argument("--steps", type=bench_runs.count, metavar="N", help="decode steps to profile (default 16)")
     sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
     sub.add_argument("--json", action="store_true", help="print the figures as JSON")
-    bench_runs.add_commands(whats, *own)
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value}: want a positive number")
-    return value
+    bench_runs.add_commands(verbs, *parents)
 
 
 def profile(args: argparse.Namespace) -> int:
-    """Run ``bench profile`` and return its exit code: prefill and decode apart, because their costs differ."""
+    """Run ``bench profile`` and return its exit code.  It profiles prefill and decode separately."""
     from minivllm.lab.bench.limits import of_engine
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of its own steps otherwise
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise torch's profiler logs its own progress
     loaded = load(args)
     if args.trace:
         if args.trace.startswith(("sample:", "synthetic:")) or args.trace.endswith((".csv", ".jsonl")):
-            what = f"--trace {args.trace}: a Chrome trace is written there, want a .json"
-            raise ConfigError(f"{what}; {where_requests_go()}")
+            problem = f"--trace {args.trace}: this flag names the Chrome trace to write; expected a .json file"
+            raise ConfigError(f"{problem}; {where_requests_go()}")
         files.check_output(args.trace)
-    # a captured step is one launch, and steps that overlap cannot be told apart
+    # The profiler cannot divide a captured step, which is a single launch, or separate steps that overlap.
     engine = loaded.engine.model_copy(update={"enforce_eager": True, "run_ahead": 0})
     with open_llm(replace(loaded, engine=engine), args) as llm:
-        figures = measure(llm, *profile_sizes(args, of_engine(llm)), args.trace)
+        batch, length, steps = profile_sizes(args, of_engine(llm))
+        figures = measure(llm, batch, length, steps, args.trace)
     print(json.dumps(figures) if args.json else table(figures))
     return 0
 
@@ -63,75 +63,99 @@ def profile(args: argparse.Namespace) -> int:
 def profile_sizes(args: argparse.Namespace, limits: EngineLimits) -> tuple[int, int, int]:
     """Return requests, prompt tokens and decode steps of ``bench profile``.
 
-    Sizes that no flag gives shrink to the engine, which has to hold all requests at once.  ConfigError if those given
-    do not fit.
+    The engine must hold all requests at once, so sizes that the user left out shrink to fit.  ConfigError if the user's
+    sizes do not fit.
     """
     from minivllm.lab.bench.limits import fitted
 
-    batch = args.batch_size or next(n for n in range(min(8, limits.rows), 0, -1) if n == 1 or limits.room(n) > 16)
+    batch = args.batch_size or _default_batch(limits)
     if batch > limits.rows:
         raise ConfigError(f"--batch-size {batch} is more than max_num_seqs={limits.rows}; lower it")
     room = limits.room(batch)
-    given = {"input_len": args.input_len, "steps": args.steps}
+    chosen = {"input_len": args.input_len, "steps": args.steps}
     defaults = {"input_len": 128, "steps": 16}
-    need = lambda sizes: sizes["input_len"] + answer_of(batch, sizes["input_len"], sizes["steps"], limits)  # noqa: E731
+    least = {"input_len": 1, "steps": 1}
+
+    def need(sizes: Mapping[str, int]) -> int:
+        return sizes["input_len"] + answer_of(batch, sizes["input_len"], sizes["steps"], limits)
+
+    def fits(sizes: Mapping[str, int]) -> bool:
+        return need(sizes) <= room
 
     def refusal(sizes: Mapping[str, int]) -> str:
-        what = f"--batch-size {batch}, --input-len {sizes['input_len']} and --steps {sizes['steps']} need"
+        flags = f"--batch-size {batch}, --input-len {sizes['input_len']} and --steps {sizes['steps']}"
         cache = f" and {limits.cache} in the KV cache" if limits.cache is not None else ""
         have = f"max_model_len and the KV cache allow {limits.tokens} for one request{cache}"
-        return f"{what} {need(sizes)} tokens for each request, and {have}; lower them, or raise num_kvcache_blocks"
+        need_text = f"{flags} need {need(sizes)} tokens for each request"
+        return f"{need_text}, and {have}; lower them, or raise num_kvcache_blocks"
 
-    sizes = fitted(given, defaults, {"input_len": 1, "steps": 1}, lambda sizes: need(sizes) <= room, refusal)
-    if smaller := [name for name, value in given.items() if value is None and sizes[name] < defaults[name]]:
-        texts = [f"--{name.replace('_', '-')} {sizes[name]} (not {defaults[name]})" for name in smaller]
-        bench_runs.say_smaller(texts, f"{batch} requests of this engine may have {room} tokens each")
+    sizes = fitted(chosen, defaults, least, fits, refusal)
+    reason = f"{batch} requests of this engine may have {room} tokens each"
+    bench_runs.report_smaller(chosen, sizes, defaults, reason)
     return batch, sizes["input_len"], sizes["steps"]
 
 
+def _default_batch(limits: EngineLimits) -> int:
+    """Return the largest batch of at most 8 requests for which each request may have more than 16 tokens."""
+    for batch in range(min(8, limits.rows), 1, -1):
+        if limits.room(batch) > 16:
+            return batch
+    return 1
+
+
 def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
-    """Return the answer tokens that keep every row busy: the first row decodes while later prompts are computed."""
-    prefill = -(-batch * length // max(1, limits.step - batch))
-    return prefill + steps + WARM + SPARE
+    """Return the answer tokens that keep every row busy until the profile ends.
+
+    The first row decodes while later prompts are computed, so it needs a token for each prefill step as well.
+    """
+    prefill_steps = -(-batch * length // max(1, limits.step - batch))
+    return prefill_steps + steps + WARM + SPARE
 
 
 def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> dict[str, Any]:
-    """Return ``{"prefill": {"steps", "ms": {seam: ms a step}}, "decode": ..., "host_ms": ..., ...}``."""
+    """Profile prefill and ``steps`` decode steps of ``batch`` requests with ``length`` prompt tokens each.
+
+    Returns ``{"prefill": {"steps", "ms": {seam: milliseconds a step}}, "decode": ..., "host_ms": ..., ...}``.
+    ``trace`` is the file of the Chrome trace, "" for none.
+    """
     from minivllm.lab.bench.limits import of_engine
 
-    w = llm.engine.wiring
+    engine = llm.engine
     answer = answer_of(batch, length, steps, of_engine(llm))
-    found: dict[str, Any] = {}
-    for measured in (False, True):  # once to warm up: first calls compile, allocate and fill caches
-        ids = _prompts(llm, batch, length, answer, 1 + measured)
-        found["prefill"] = _phase(llm, measured, lambda: _prefill(llm))
+
+    def prefill() -> None:
+        while any(request.first_token is None for request in engine.requests.values()):
+            engine.step()
+
+    def decode() -> None:
+        for _ in range(steps):
+            engine.step()
+
+    phases: dict[str, Any] = {}
+    for measured in (False, True):  # the first round warms up: first calls compile, allocate and fill caches
+        names = _add_requests(llm, batch, length, answer, 1 + measured)
+        phases["prefill"] = _phase(llm, measured, prefill)
         for _ in range(WARM):
-            llm.engine.step()
-        path = trace if measured else ""
-        found["decode"] = _phase(llm, measured, lambda: [llm.engine.step() for _ in range(steps)], path)
-        for i in ids:
-            llm.engine.abort(i)
-        if llm.engine.dead:
-            raise EngineDeadError(llm.engine.dead)
-    parts = {seam: part.name for seam, part in llm.resolved.parts.items()}
+            engine.step()
+        phases["decode"] = _phase(llm, measured, decode, trace if measured else "")
+        for name in names:
+            engine.abort(name)
+        if engine.dead:
+            raise EngineDeadError(engine.dead)
     return {
         "model": llm.config.model,
-        "device": w.device,
-        "dtype": w.dtype,
+        "device": engine.wiring.device,
+        "dtype": engine.wiring.dtype,
         "batch_size": batch,
         "input_len": length,
-        "parts": parts,
-        **found,
+        "parts": {seam: part.name for seam, part in llm.resolved.parts.items()},
+        **phases,
         "host_ms": llm.stats()["seam_ms"],
     }
 
 
-WARM = 2  # decode steps before those that are profiled
-SPARE = 2  # tokens of an answer that are never drawn, so that no row ends inside the profile
-
-
-def _prompts(llm: Any, batch: int, length: int, answer: int, seed: int) -> list[str]:
-    """Add requests of random tokens, which hit no prefix, and return their ids."""
+def _add_requests(llm: Any, batch: int, length: int, answer: int, seed: int) -> list[str]:
+    """Add requests of random tokens, which share no cached prefix, and return their ids."""
     import time
 
     import numpy as np
@@ -141,48 +165,52 @@ def _prompts(llm: Any, batch: int, length: int, answer: int, seed: int) -> list[
 
     rng = np.random.default_rng(seed)
     params = SamplingParams(max_tokens=answer, ignore_eos=True, seed=seed)
-    ids = [f"profile-{seed}-{i}" for i in range(batch)]
-    for name in ids:
+    names = [f"profile-{seed}-{i}" for i in range(batch)]
+    for name in names:
         prompt = rng.integers(0, llm.engine.capacity.vocab_size, length).astype(np.int32)
         llm.engine.add(Request(name, prompt, params, time.monotonic()))
-    return ids
+    return names
 
 
-def _prefill(llm: Any) -> None:
-    """Step until every request has drawn its first token."""
+def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -> dict[str, Any]:
+    """Call ``run`` and return the steps that the engine made, with each seam's milliseconds a step if ``measured``."""
     engine = llm.engine
-    while any(r.first_token is None for r in engine.requests.values()):
-        engine.step()
-
-
-def _phase(llm: Any, measured: bool, run: Any, trace: str = "") -> dict[str, Any]:
-    """Milliseconds a step by seam of what ``run`` does."""
-    engine, before = llm.engine, llm.engine.clock.count
+    before = engine.clock.count
     if measured:
         engine.call("seams_start")
     run()
-    spent = engine.call("seams_stop", {"trace": trace}) if measured else {}
+    seam_ms = engine.call("seams_stop", {"trace": trace}) if measured else {}
     steps = max(1, engine.clock.count - before)
-    return {"steps": steps, "ms": {seam: ms / steps for seam, ms in spent.items()}}
+    return {"steps": steps, "ms": {seam: ms / steps for seam, ms in seam_ms.items()}}
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures as a table, the seam that takes most of decoding first."""
+    """Return the figures of a profile as a table, sorted by decode time, the largest first."""
     phases = {name: figures[name]["ms"] for name in ("prefill", "decode")}
     totals = {name: sum(ms.values()) or 1.0 for name, ms in phases.items()}
-    what = "device ms" if figures["device"].startswith("cuda") else "CPU ms"
-    steps = {name: f"{name}, {figures[name]['steps']} step{'s' * (figures[name]['steps'] > 1)}" for name in phases}
+    unit = "device ms" if figures["device"].startswith("cuda") else "CPU ms"
+    heads = [_steps_text(name, figures[name]["steps"]) for name in phases]
     lines = [
         f"{figures['model']} on {figures['device']}, {figures['dtype']}, {figures['batch_size']} requests of "
-        f"{figures['input_len']} tokens; eager steps, {what} a step",
-        f"{'seam':10} {'plug-in':22} {steps['prefill']:>20} {steps['decode']:>20}",
+        f"{figures['input_len']} tokens; eager steps, {unit} a step",
+        f"{'seam':10} {'plug-in':22} {heads[0]:>20} {heads[1]:>20}",
     ]
-    for seam in sorted({s for ms in phases.values() for s in ms}, key=lambda s: -phases["decode"].get(s, 0.0)):
-        kind, _, own = seam.partition(":")
-        spent = {name: ms.get(seam, 0.0) for name, ms in phases.items()}
-        cells = (f"{ms:>12.3f} {100 * ms / totals[name]:>5.1f} %" for name, ms in spent.items())
-        lines.append(f"{kind:10} {own or figures['parts'].get(kind, '-'):22} {' '.join(cells)}")
+    seams = {seam for ms in phases.values() for seam in ms}
+    for seam in sorted(seams, key=lambda seam: -phases["decode"].get(seam, 0.0)):
+        kind, _, plugin = seam.partition(":")
+        cells = []
+        for name, phase in phases.items():
+            ms = phase.get(seam, 0.0)
+            cells.append(f"{ms:>12.3f} {100 * ms / totals[name]:>5.1f} %")
+        lines.append(f"{kind:10} {plugin or figures['parts'].get(kind, '-'):22} {' '.join(cells)}")
     sums = " ".join(f"{sum(ms.values()):>12.3f} 100.0 %" for ms in phases.values())
     lines.append(f"{'all':10} {'':22} {sums}")
-    host = ", ".join(f"{seam} {ms:.3f}" for seam, ms in sorted(figures["host_ms"].items(), key=lambda x: -x[1]) if ms)
-    return "\n".join([*lines, f"host ms a step, of all steps (stats()['seam_ms']): {host}"])
+    by_time = sorted(figures["host_ms"].items(), key=lambda item: -item[1])
+    host = ", ".join(f"{seam} {ms:.3f}" for seam, ms in by_time if ms)
+    lines.append(f"host ms a step, of all steps (stats()['seam_ms']): {host}")
+    return "\n".join(lines)
+
+
+def _steps_text(name: str, steps: int) -> str:
+    """Return the head of a phase's column: ``decode, 16 steps``."""
+    return f"{name}, {steps} step" if steps == 1 else f"{name}, {steps} steps"

@@ -1,6 +1,6 @@
-"""What several commands do: read the configuration, show what is told of it, open an engine.
+"""Functions of several commands: add common flags, read the configuration, show warnings, open an engine.
 
-Importing it imports nothing heavy: it is part of parsing the command line.
+Importing this module imports nothing heavy, because every command imports it to parse the command line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,27 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+def config_flags(
+    parser: argparse.ArgumentParser, files: str = "later ones win", example: str = "e.g. scheduler.name=fcfs"
+) -> None:
+    """Add ``--config``, ``--set`` and ``--allow-target``.
+
+    ``files`` says in the help how several files are used; ``example`` is the help of ``--set``.
+    """
+    text = f"TOML, YAML or JSON; {files}"
+    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=example)
+    text = "a module whose classes plug-in names may be, written module:Class"
+    parser.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help=text)
+
+
+def target_flags(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the option ``allow_targets`` if ``--allow-target`` was used, else no options."""
+    return {"allow_targets": args.allow_target} if args.allow_target else {}
+
+
 def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, Any]) -> Loaded:
-    """As ``load_config``, for every command: modules that may be named as targets are found from here on."""
+    """Read a configuration as ``load_config`` does, and make the modules of ``--allow-target`` importable."""
     from minivllm.config import load_config
 
     loaded = load_config(files, sets, flags=flags)
@@ -43,93 +62,126 @@ def read_config(files: Sequence[str], sets: Sequence[str], flags: Mapping[str, A
 
 
 def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
-    """The configuration of a command; what it has to say goes to standard error."""
+    """Return the configuration of a command and print its notes to standard error.
+
+    ``files`` are configuration files among the command's positional arguments.  Only these may have a [run]
+    table, which is for `minivllm run`.
+    """
     flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
-    if args.allow_target:
-        flags["allow_targets"] = args.allow_target
+    flags |= target_flags(args)
     if getattr(args, "hf_overrides", None) is not None:
         flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
     loaded = read_config([*files, *args.config], args.set, flags)
-    for note in loaded.notes:
-        print(f"minivllm: {note}", file=sys.stderr)
+    print_notes(loaded.notes)
     show_warnings()
-    # the [run] table of a --config file is about `minivllm run`
     return loaded if files else replace(loaded, run=type(loaded.run)())
 
 
+def print_notes(notes: Iterable[str]) -> None:
+    """Print the notes of a configuration to standard error."""
+    for note in notes:
+        print(f"minivllm: {note}", file=sys.stderr)
+
+
+def check_one_model(args: argparse.Namespace) -> None:
+    """Move the positional MODEL into ``args.model``.  ConfigError if ``--model`` names one too."""
+    if args.positional is None:
+        return
+    if args.model is not None:
+        raise ConfigError(f"MODEL {shown(args.positional)} and --model {shown(args.model)}: expected only one of them")
+    args.model = args.positional
+
+
 def json_table(flag: str, text: str) -> dict[str, Any]:
-    """Return the JSON object in a flag's text.  ConfigError if the text is not one."""
+    """Return the JSON object in a flag's text.  ConfigError if the text is not a JSON object."""
     try:
         found: Any = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{flag} {text[:80]}: want a JSON object: {exc}") from None
+        raise ConfigError(f"{flag} {text[:80]}: expected a JSON object: {exc}") from None
     if not isinstance(found, dict):
-        raise ConfigError(f"{flag} {text[:80]}: want a JSON object, got a {type(found).__name__}")
+        raise ConfigError(f"{flag} {text[:80]}: expected a JSON object, got a {type(found).__name__}")
     return found
 
 
 def find_modules(allowed: Sequence[str], config_files: Sequence[str]) -> None:
-    """Modules that may be named as targets are found beside a file of the configuration and in the current folder, if
-    they are nowhere else: a console script's import path has neither.  Workers get the path from here."""
+    """Extend ``sys.path`` so that the ``allowed`` modules can be imported, also by worker processes.
+
+    A module that is not importable yet is searched beside the configuration files, then in the current folder.  A
+    console script's import path has neither of these folders.
+    """
+    folders = [Path(file).resolve().parent for file in config_files]
     for module in allowed:
         top = module.partition(":")[0].partition(".")[0]
         if not top.isidentifier() or top in sys.modules or importlib.util.find_spec(top) is not None:
             continue
-        for folder in dict.fromkeys((*(Path(file).resolve().parent for file in config_files), Path.cwd())):
+        for folder in dict.fromkeys((*folders, Path.cwd())):
             if (folder / f"{top}.py").is_file() or (folder / top / "__init__.py").is_file():
                 sys.path.append(str(folder))
                 break
 
 
-def at_commas(text: str, flag: str) -> list[str]:
-    """A flag's text cut at its commas, but for those within brackets, or within quotes that begin a value.  ConfigError
-    if one of them has no end."""
-    parts, open_at, quote, escaped = [""], 0, "", False
-    for c in text:
+def split_at_commas(text: str, flag: str) -> list[str]:
+    """Split a flag's text at its commas, except those within brackets or within a quoted value.
+
+    A quote opens a value only where the value begins or within brackets.  ConfigError if a quote or a bracket is not
+    closed.
+    """
+    parts = [""]
+    depth = 0  # of brackets
+    quote = ""  # the quote character that is open
+    escaped = False
+    for char in text:
         if quote:
-            escaped, quote = c == "\\" and quote == '"' and not escaped, quote if c != quote or escaped else ""
-        elif c in "\"'" and (open_at or not parts[-1]):
-            quote = c
-        else:
-            open_at += (c in "[{") - (c in "]}")
-        if c == "," and not quote and open_at <= 0:
+            ends = char == quote and not escaped
+            escaped = char == "\\" and quote == '"' and not escaped
+            if ends:
+                quote = ""
+        elif char in "\"'" and (depth or not parts[-1]):
+            quote = char
+        elif char in "[{":
+            depth += 1
+        elif char in "]}":
+            depth -= 1
+        elif char == "," and depth <= 0:
             parts.append("")
-        else:
-            parts[-1] += c
-    if quote or open_at:
-        raise ConfigError(
-            f"{flag}: a quote or bracket has no end, or no beginning; want both, and commas between values"
-        )
+            continue
+        parts[-1] += char
+    if quote or depth:
+        raise ConfigError(f"{flag}: a quote or bracket has no partner; expected pairs, and commas between values")
     return parts
 
 
 def named_parts(texts: Sequence[str], flag: str) -> list[str]:
-    """The plug-ins that a flag names, with commas between them or several times: each once, a name or a table of TOML
-    (``{name="mine",options={a=1,b=2}}``)."""
-    names = [name.strip() for text in texts for name in at_commas(text, f"{flag} {shown(text)}")]
+    """Return the plug-ins that a repeatable, comma-separated flag names, without duplicates.
+
+    Each is a name, or an inline table of TOML such as ``{name="mine",options={a=1,b=2}}``.
+    """
+    names = [name.strip() for text in texts for name in split_at_commas(text, f"{flag} {shown(text)}")]
     return list(dict.fromkeys(filter(None, names)))
 
 
+class ToStderr(logging.Handler):
+    """A log handler that prints records to the current standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"minivllm: {self.format(record)}", file=sys.stderr)
+
+
 def show_warnings() -> None:
-    """What the engine's log warns of goes to standard error too."""
+    """Print warnings of the engine's log to standard error from now on."""
     log = logging.getLogger("minivllm")
     if not any(isinstance(handler, ToStderr) for handler in log.handlers):
         log.addHandler(ToStderr(logging.WARNING))
 
 
-class ToStderr(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        print(f"minivllm: {self.format(record)}", file=sys.stderr)
-
-
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
-    """The engine of a command, recorded where ``--record`` or the ``[run]`` table says so."""
+    """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
     from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
 
-    if logging.lastResort is not None:  # what hooks fail at is shown; the library leaves that to a program
+    if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
     llm = LLM(config=loaded, record=recording.record_path(args, loaded))
-    if not gc.isenabled():  # see ``minivllm.cli.OPENS``
+    if not gc.isenabled():  # see ``minivllm.cli.COLLECT_LATE``
         gc.freeze()
         gc.enable()
     return llm

@@ -1,4 +1,7 @@
-"""``minivllm compare``: configurations side by side over seeds.  Parsing it imports nothing heavy."""
+"""``minivllm compare``: measure several configurations over the same seeds and compare them with the first.
+
+Parsing the command imports nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -14,64 +17,66 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
     IN_TURNS,
-    asks_of,
-    checked,
+    bill_of_config,
+    check_output,
+    comma_list,
     count,
-    none_or_more,
+    non_negative,
+    output_flags,
+    print_result,
     progress,
+    requests_by_seed,
     settings,
-    several,
-    tell,
     watch_of,
     workload_flags,
     workload_text,
 )
-from minivllm.cli.common import at_commas, load, open_llm
+from minivllm.cli.common import load, open_llm, split_at_commas
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, describe_error, shown
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.lab.bench.quality import TextScores
     from minivllm.lab.bench.store import Store
+    from minivllm.lab.bench.trials import Cell
     from minivllm.lab.bench.workload import BenchAsk
 
 
-CASES = 20  # of each task and seed
+CASES = 20  # default number of cases of a task and seed
 
 
 def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
-    """Add ``compare``.  ``command`` and the ``parents`` of its flags are of ``minivllm.cli``."""
-    text = "Configurations side by side over seeds: speed, memory, energy, quality, with tests against the first."
+    """Add ``compare``.  ``command`` makes a subparser of ``minivllm``; ``parents`` have flags for it."""
+    text = "Compare configurations over seeds: speed, memory, energy and quality, with tests against the first."
     sub = command("compare", "cli.compare:compare", text, *parents)
     sub.add_argument("file", nargs="*", help="TOML, YAML or JSON, one configuration each")
-    text = "one configuration for each value, for each combination of several keys"
+    text = "one configuration for each value, and for each combination of values of several keys"
     sub.add_argument("--sweep", nargs="+", action="extend", default=[], metavar="KEY=VALUE,VALUE", help=text)
-    sub.add_argument("--seeds", type=several(int), default=[1, 2, 3], metavar="N,N", help="runs (default 1,2,3)")
-    text = "runs before them that are not counted (default 1)"
-    sub.add_argument("--warmups", type=none_or_more, default=1, metavar="N", help=text)
-    text = "a text whose perplexity is measured (default: stories in English)"
+    sub.add_argument("--seeds", type=comma_list(int), default=[1, 2, 3], metavar="N,N", help="runs (default 1,2,3)")
+    text = "warm-up runs, which are not counted (default 1)"
+    sub.add_argument("--warmups", type=non_negative, default=1, metavar="N", help=text)
+    text = "text whose perplexity is measured (default: stories in English)"
     sub.add_argument("--text", default="", metavar="FILE", help=text)
-    text = "tokens of it that are scored (default 512; 0: no quality of a text)"
-    sub.add_argument("--quality-tokens", type=none_or_more, default=512, metavar="N", help=text)
-    text = "of the model in the package: needle, copy, sums, json, story, echo"
-    sub.add_argument("--task", type=several(str), default=[], metavar="NAME,NAME", help=text)
+    text = "tokens of the text to score (default 512; 0 skips the perplexity)"
+    sub.add_argument("--quality-tokens", type=non_negative, default=512, metavar="N", help=text)
+    text = "tasks for the packaged model: needle, copy, sums, json, story, echo"
+    sub.add_argument("--task", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
     text = "tasks of lm-evaluation-harness, in this process; needs the extra lm-eval"
-    sub.add_argument("--lm-eval", type=several(str), default=[], metavar="NAME,NAME", help=text)
-    text = "a folder with tasks of your own for --lm-eval (*.yaml)"
+    sub.add_argument("--lm-eval", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
+    text = "a folder with more tasks for --lm-eval (*.yaml)"
     sub.add_argument("--lm-eval-path", default="", metavar="DIR", help=text)
-    text = f"of each task and seed, of --task and --lm-eval (default {CASES})"
+    text = f"cases of each --task and --lm-eval task for a seed (default {CASES})"
     sub.add_argument("--cases", type=count, metavar="N", help=text)
-    text = "a folder in which runs are kept, each by an engine made anew: what is there is not run again"
+    text = "a folder that keeps finished runs, each by a new engine; a run that is there is not repeated"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
     sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
-    sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
-    sub.add_argument("--json", action="store_true", help="print the result as JSON")
+    output_flags(sub)
     workload_flags(sub, seed=None)
 
 
 @dataclass
 class Contender:
-    """One configuration of the table."""
+    """A configuration to compare.  ``bill`` is its bill of materials; ``key`` identifies its runs in the store."""
 
     name: str
     args: argparse.Namespace
@@ -81,99 +86,146 @@ class Contender:
 
 
 def compare(args: argparse.Namespace) -> int:
-    from minivllm.frontend.record import diff
-    from minivllm.lab.bench import comparing, limits, lm_tasks, quality, trials
+    """Run ``minivllm compare`` and return its exit code: 1 if the engine of a configuration failed."""
+    from minivllm.lab.bench import limits, lm_tasks, quality
     from minivllm.lab.bench.store import Store
 
-    check(checked(args))
+    check_output(args)
+    check(args)
     quality.check_tasks(args.task)
-    found, store = contenders(args), Store(args.results)
-    asks = asks_of(args, limits.smallest([limits.planned(one.loaded) for one in found]))
+    found = contenders(args)
+    store = Store(args.results)
+    planned = [limits.planned(contender.loaded) for contender in found]
+    requests = requests_by_seed(args, limits.smallest(planned))
     lm_eval = lm_tasks.check(args.lm_eval, args.lm_eval_path) if args.lm_eval else {}
-    work = Work(args, asks, store, quality.text_of(args.text) if args.quality_tokens else "", found[0], lm_eval)
-    for one in found:
-        one.bill, one.key = work.identity(one)
-        if same := next((other.name for other in found if other is not one and other.key == one.key), None):
-            raise ConfigError(f"{brief(same)} and {brief(one.name)} are the same configuration: want different ones")
-    by_name = {one.name: one for one in found}
-    todo = [one for one in found if not work.done(one)]
-    if todo and args.quality_tokens and work.reference() is None and found[0] not in todo:
-        todo.insert(0, found[0])  # the others are measured against its distributions
-    kept = sum(len(store.of(one.key)["runs"].keys() & set(map(str, args.seeds))) for one in found)
+    text = quality.text_of(args.text) if args.quality_tokens else ""
+    work = Work(args, requests, store, text, found[0], lm_eval)
+    _identify(found, work)
+    seeds = {str(seed) for seed in args.seeds}
+    kept = sum(len(store.of(contender.key)["runs"].keys() & seeds) for contender in found)
     if kept:
         print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
-    failed: dict[str, str] = {}  # texts alone: an exception would keep what its engine had of the device
+    failed = _measure(found, work)
+    finished = [contender for contender in found if contender.name not in failed]
+    return _print(finished, work, failed)
 
-    def failing(cell: trials.Cell, exc: Exception) -> None:
-        if cell.name == found[0].name:
-            raise exc  # the others are compared with it
-        failed[cell.name] = str(exc) if isinstance(exc, MinivllmError) else f"{brief(cell.name)}: {describe_error(exc)}"
+
+def _identify(found: Sequence[Contender], work: Work) -> None:
+    """Fill in the bill and the key of each contender.  ConfigError if two are the same configuration."""
+    by_key: dict[str, str] = {}
+    for contender in found:
+        contender.bill, contender.key = work.identity(contender)
+        same = by_key.setdefault(contender.key, contender.name)
+        if same != contender.name:
+            raise ConfigError(
+                f"{brief(same)} and {brief(contender.name)} are the same configuration; expected different ones"
+            )
+
+
+def _measure(found: Sequence[Contender], work: Work) -> dict[str, str]:
+    """Make the missing runs and return the error of each contender that failed.
+
+    Raises the error of the first contender, because the others are compared with it.
+    """
+    from minivllm.lab.bench import trials
+
+    args = work.args
+    first = found[0]
+    todo = [contender for contender in found if not work.done(contender)]
+    if todo and args.quality_tokens and work.reference() is None and first not in todo:
+        todo.insert(0, first)  # its token distributions are the reference for the quality of the others
+    by_name = {contender.name: contender for contender in found}
+    failed: dict[str, str] = {}  # texts only: an exception would keep the memory of its engine alive
+
+    def failing(cell: Cell, exc: Exception) -> None:
+        if cell.name == first.name:
+            raise exc
+        if isinstance(exc, MinivllmError):
+            failed[cell.name] = str(exc)
+        else:
+            failed[cell.name] = f"{brief(cell.name)}: {describe_error(exc)}"
         print(f"minivllm: {failed[cell.name]}; it is left out, and the others go on", file=sys.stderr)
 
-    cells = [trials.Cell(one.name, functools.partial(open_llm, one.loaded, one.args)) for one in todo]
-    doing = trials.Trials(
-        lambda cell, llm, seed: work.once(by_name[cell.name], llm, seed),
-        lambda cell, llm: work.warm(by_name[cell.name], llm),
-        lambda cell, seed: work.there(by_name[cell.name], seed),
-        failing,
-    )
-    # what an engine has become in its runs, those of another call would not find
-    doing.measure(cells, args.seeds, args.in_turns, apart=bool(args.results))
-    found = [one for one in found if one.name not in failed]
-    table = comparing.ComparedRuns([one.name for one in found], work.stored(found), args.seeds, settings(args))
-    verdicts = {one.name: diff.compare(found[0].bill, one.bill, results=False).verdict for one in found[1:]}
-    whole = table.result({one.name: one.bill for one in found}, verdicts)
-    whole["failed"] = failed
-    whole["seeds_change_nothing"] = same = trials.same_over_seeds(table.runs, args.dataset, args.temperature)
+    def once(cell: Cell, llm: Any, seed: int) -> None:
+        work.once(by_name[cell.name], llm, seed)
+
+    def warm(cell: Cell, llm: Any) -> None:
+        work.warm(by_name[cell.name], llm)
+
+    def stored(cell: Cell, seed: int) -> bool:
+        return work.complete(by_name[cell.name], seed)
+
+    cells = []
+    for contender in todo:
+        cells.append(trials.Cell(contender.name, functools.partial(open_llm, contender.loaded, contender.args)))
+    # With a store, each run gets a new engine: a later call cannot continue with the state of an earlier engine.
+    trials.Trials(once, warm, stored, failing).measure(cells, args.seeds, args.in_turns, apart=bool(args.results))
+    return failed
+
+
+def _print(found: Sequence[Contender], work: Work, failed: dict[str, str]) -> int:
+    """Print the table of the contenders that did not fail, and return the exit code."""
+    from minivllm.frontend.record import diff
+    from minivllm.lab.bench import comparing, trials
+
+    args = work.args
+    names = [contender.name for contender in found]
+    table = comparing.ComparedRuns(names, work.stored(found), args.seeds, settings(args))
+    bills = {contender.name: contender.bill for contender in found}
+    verdicts = {name: diff.compare(bills[names[0]], bills[name], results=False).verdict for name in names[1:]}
+    result = table.result(bills, verdicts)
+    result["failed"] = failed
+    same = trials.same_over_seeds(table.runs, args.dataset, args.temperature)
+    result["seeds_change_nothing"] = same
     if same:
         print(f"minivllm: warning: {same}", file=sys.stderr)
-    lines = table.lines(whole, workload_text(args, asks(args.seeds[0])))
+    lines = table.lines(result, workload_text(args, work.requests(args.seeds[0])))
     lines += [f"failed: {text}" for text in failed.values()]
-    return tell(whole, args, "\n".join(lines)) or int(bool(failed))
+    print_result(result, args, "\n".join(lines))
+    return 1 if failed else 0
 
 
 def check(args: argparse.Namespace) -> None:
-    """ConfigError for flags that would change nothing or contradict each other."""
+    """Raise ConfigError for flags that would change nothing or contradict each other; fill in ``--cases``."""
     if args.seed is not None:
-        raise ConfigError(f"--seed {args.seed}: a run has a seed of --seeds; give it there")
+        raise ConfigError(f"--seed {args.seed}: this command has a run for each seed of --seeds; give it there")
     if len(set(args.seeds)) < len(args.seeds):
-        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; each is a run of its own")
+        raise ConfigError(f"--seeds {','.join(map(str, args.seeds))}: the same seed twice; give each seed once")
     if args.text and not args.quality_tokens:
-        raise ConfigError("--text is scored by --quality-tokens, which are 0; leave out either")
+        raise ConfigError("--text has no effect with --quality-tokens 0; leave out either")
     if args.cases is not None and not args.task and not args.lm_eval:
-        raise ConfigError(f"--cases {args.cases}: of no task; want --task NAME or --lm-eval NAME, or leave it out")
+        raise ConfigError(f"--cases {args.cases}: of no task; add --task NAME or --lm-eval NAME, or leave it out")
     if args.lm_eval_path and not args.lm_eval:
-        raise ConfigError(f"--lm-eval-path {args.lm_eval_path}: with no task of it; want --lm-eval NAME too")
+        raise ConfigError(f"--lm-eval-path {args.lm_eval_path}: no task of it is named; add --lm-eval NAME")
     args.cases = args.cases or CASES
 
 
 @dataclass
 class Work:
-    """What is measured of each configuration, and kept as soon as it is known."""
+    """The measurements of each contender.  Results go to the store as soon as they are known."""
 
     args: argparse.Namespace
-    asks: Callable[[int], Sequence[BenchAsk]]
+    requests: Callable[[int], Sequence[BenchAsk]]
     store: Store
-    text: str
+    text: str  # scored for its perplexity; "" skips that
     first: Contender  # the reference of the others
-    lm_eval: dict[str, Any] = field(default_factory=dict)  # tasks of lm-eval, loaded
-    scores: TextScores | None = None  # of the first
+    lm_eval: dict[str, Any] = field(default_factory=dict)  # the loaded tasks of lm-eval
+    scores: TextScores | None = None  # those of ``first``
 
     @functools.cached_property
     def lm_identity(self) -> dict[str, Any]:
+        """The content of the lm-eval tasks, as part of the key of runs."""
         from minivllm.lab.bench import lm_tasks
 
         return lm_tasks.identity(self.lm_eval)
 
-    def identity(self, one: Contender) -> tuple[dict[str, Any], str]:
-        """The bill of materials of a configuration, and its digest with what is asked of it."""
-        from minivllm.cli.bench_runs import bill_planned
+    def identity(self, contender: Contender) -> tuple[dict[str, Any], str]:
+        """Return the bill of materials of a contender, and the digest of the bill and of the work to measure."""
         from minivllm.lab.bench.store import digest
 
         args = self.args
-        asked = [[ask.prompt, ask.max_tokens] for ask in self.asks(0)]
         work = {
-            "asks": asked,
+            "asks": [[request.prompt, request.max_tokens] for request in self.requests(0)],
             "temperature": args.temperature,
             "text": self.text,
             "tokens": args.quality_tokens,
@@ -183,136 +235,165 @@ class Work:
         }
         if self.lm_eval:
             work["lm_eval"] = self.lm_identity
-        bill = bill_planned(one.loaded)
+        bill = bill_of_config(contender.loaded)
         return bill, digest(bill, work)
 
     def stored(self, found: Sequence[Contender]) -> list[dict[str, Any]]:
-        """The runs of each, and its quality against the first."""
-        there = [self.store.of(one.key) for one in found]
-        return [{"runs": one["runs"], "quality": one["quality"].get(self.first.key)} for one in there]
+        """Return the runs of each contender, and its quality relative to the first."""
+        results = []
+        for contender in found:
+            stored = self.store.of(contender.key)
+            results.append({"runs": stored["runs"], "quality": stored["quality"].get(self.first.key)})
+        return results
 
-    def done(self, one: Contender) -> bool:
-        there = self.store.of(one.key)
-        runs = all(str(seed) in there["runs"] for seed in self.args.seeds)
-        return runs and (self.first.key in there["quality"] or not self.text)
+    def done(self, contender: Contender) -> bool:
+        """Return whether the store has all runs of a contender, and its quality if a text is scored."""
+        stored = self.store.of(contender.key)
+        if any(str(seed) not in stored["runs"] for seed in self.args.seeds):
+            return False
+        return not self.text or self.first.key in stored["quality"]
 
     def reference(self) -> TextScores | None:
+        """Return the token distributions of the first contender over the text, None if they are not known yet."""
         from minivllm.lab.bench.quality import TextScores
 
-        path = self.store.scores(self.first.key)
-        self.scores = self.scores or (TextScores.load(path) if path is not None else None)
+        if self.scores is None:
+            path = self.store.scores(self.first.key)
+            if path is not None:
+                self.scores = TextScores.load(path)
         return self.scores
 
-    def there(self, one: Contender, seed: int) -> bool:
-        """Whether nothing is left to measure of a seed; quality is measured with the first of them."""
-        kept = self.store.of(one.key)
-        if str(seed) not in kept["runs"]:
+    def complete(self, contender: Contender, seed: int) -> bool:
+        """Return whether nothing is left to measure for a seed.  Quality is measured with the first seed."""
+        if str(seed) not in self.store.of(contender.key)["runs"]:
             return False
-        return seed != self.args.seeds[0] or not self.text or self.scored(one)
+        return seed != self.args.seeds[0] or not self.text or self.scored(contender)
 
-    def scored(self, one: Contender) -> bool:
-        """Whether the quality of a text is known of a configuration, and of the first its distributions."""
-        known = self.first.key in self.store.of(one.key)["quality"]
-        return known and (one is not self.first or self.reference() is not None)
+    def scored(self, contender: Contender) -> bool:
+        """Return whether the quality of a contender is known; for the first also its token distributions."""
+        known = self.first.key in self.store.of(contender.key)["quality"]
+        return known and (contender is not self.first or self.reference() is not None)
 
-    def warm(self, one: Contender, llm: Any) -> None:
-        """Quality first, once, then runs that are not counted."""
+    def warm(self, contender: Contender, llm: Any) -> None:
+        """Measure the quality if it is not known yet, then make the warm-up runs."""
         from minivllm.lab.bench import trials
 
-        if not self.scored(one):
-            self._quality(one, llm)
+        if not self.scored(contender):
+            self._quality(contender, llm)
         watch = watch_of(llm.config, llm.engine.wiring.device)
         for turn in range(self.args.warmups):
-            trials.run(llm, self.asks(-1 - turn), self.args.temperature, -1 - turn, watch)
+            seed = -1 - turn
+            trials.run(llm, self.requests(seed), self.args.temperature, seed, watch)
 
-    def once(self, one: Contender, llm: Any, seed: int) -> None:
-        """The run of a seed, unless it is there."""
+    def once(self, contender: Contender, llm: Any, seed: int) -> None:
+        """Make and store the run of a seed, unless the store has it."""
         from minivllm.lab.bench import lm_tasks, quality, trials
 
-        args, watch = self.args, watch_of(llm.config, llm.engine.wiring.device)
-        if str(seed) in self.store.of(one.key)["runs"]:
+        args = self.args
+        if str(seed) in self.store.of(contender.key)["runs"]:
             return
-        run = trials.run(llm, self.asks(seed), args.temperature, seed, watch)
+        watch = watch_of(llm.config, llm.engine.wiring.device)
+        run = trials.run(llm, self.requests(seed), args.temperature, seed, watch)
+        figures = run["figures"]
         if args.task:
-            run["figures"] |= quality.tasks(llm, args.task, args.cases, seed)
+            figures |= quality.tasks(llm, args.task, args.cases, seed)
         if self.lm_eval:
-            figures, run["lm_eval"] = lm_tasks.scores(llm, self.lm_eval, args.cases, seed)
-            run["figures"] |= figures
+            task_figures, run["lm_eval"] = lm_tasks.scores(llm, self.lm_eval, args.cases, seed)
+            figures |= task_figures
         capacity = llm.engine.capacity
-        sizes = zip(capacity.block_bytes, capacity.blocks, strict=True)
-        run["figures"] |= {
-            "weight_bytes": capacity.weight_bytes,
-            "kv_token_bytes": sum(size for size, _ in sizes) / llm.engine.wiring.block,
-        }
-        self.store.keep_run(one.key, seed, run)
-        progress(f"{brief(one.name)}, seed {seed}: {run['figures']['output_throughput']:.1f} tokens/s")
+        block_bytes = sum(size for size, _ in zip(capacity.block_bytes, capacity.blocks, strict=True))
+        figures["weight_bytes"] = capacity.weight_bytes
+        figures["kv_token_bytes"] = block_bytes / llm.engine.wiring.block
+        self.store.keep_run(contender.key, seed, run)
+        progress(f"{brief(contender.name)}, seed {seed}: {figures['output_throughput']:.1f} tokens/s")
 
-    def _quality(self, one: Contender, llm: Any) -> None:
+    def _quality(self, contender: Contender, llm: Any) -> None:
+        """Score the text with a contender's engine and store the summary relative to the first contender."""
         from minivllm.lab.bench import quality
 
         if not self.text:
             return
+        first = self.first.key
         try:
-            own = quality.score(llm, self.text, self.args.quality_tokens)
+            scores = quality.score(llm, self.text, self.args.quality_tokens)
         except RequestError as exc:
-            self.store.keep_quality(one.key, self.first.key, {"not_measured": brief(str(exc), 300)})
+            self.store.keep_quality(contender.key, first, {"not_measured": brief(str(exc), 300)})
             return
-        if one is self.first:
-            self.scores = own
-            if (path := self.store.scores(one.key)) is not None:
-                own.save(path)
+        if contender is self.first:
+            self.scores = scores
+            path = self.store.scores(contender.key)
+            if path is not None:
+                scores.save(path)
         reference = self.reference()
-        if reference is None:  # the first could not be scored: a perplexity needs none
-            found = {key: value for key, value in quality.summary(own, own).items() if key not in quality.RELATIVE}
-        else:
-            found = quality.summary(own, reference)
-        self.store.keep_quality(one.key, self.first.key, found)
+        if reference is not None:
+            summary = quality.summary(scores, reference)
+        else:  # the first contender could not be scored; a perplexity needs no reference
+            summary = quality.summary(scores, scores)
+            summary = {key: value for key, value in summary.items() if key not in quality.RELATIVE}
+        self.store.keep_quality(contender.key, first, summary)
 
 
 def contenders(args: argparse.Namespace) -> list[Contender]:
-    """The configurations, each with a name of its own.  ConfigError if there are fewer than two, or one twice."""
-    if args.sweep and len(args.file) > 1:
-        raise ConfigError(f"--sweep: want one file at most to begin with, not {len(args.file)}")
-    if not args.sweep and len(args.file) < 2:
-        raise ConfigError("want at least two files to compare, or --sweep KEY=VALUE,VALUE")
-    cases: list[tuple[str, list[str], list[str]]] = []
-    if args.sweep:
-        for chosen in itertools.product(*map(_values, args.sweep)):
-            cases.append((" ".join(chosen), list(args.file), list(chosen)))
-    else:
-        stems = [Path(file).stem for file in args.file]
-        names = stems if len(set(stems)) == len(stems) else args.file
-        cases = [(name, [file], []) for name, file in zip(names, args.file, strict=True)]
-    if twice := {name for name, _, _ in cases if sum(name == other for other, _, _ in cases) > 1}:
-        raise ConfigError(f"{brief(min(twice))}: the same configuration twice")
-    found, unused_options = [], {}
-    for name, files, sets in cases:
-        own = copy(args)
-        own.set = [*args.set, *sets]
+    """Return the configurations to compare, each with a name of its own.
+
+    ConfigError if there are fewer than two, or the same one twice.
+    """
+    found = []
+    unused_of: dict[str, str] = {}
+    for name, files, sets in _cases(args):
+        changed = copy(args)
+        changed.set = [*args.set, *sets]
         try:
-            loaded = load(own, files)
+            loaded = load(changed, files)
         except ConfigError as exc:
             if args.set or not sets or not str(exc).startswith("--set"):
                 raise
             raise ConfigError(str(exc).replace("--set", "--sweep", 1)) from None
         if unused := unused_tables(loaded):
-            unused_options[" ".join(files)] = unused
-        found.append(Contender(name, own, replace(loaded, run=type(loaded.run)())))  # [run] is about `minivllm run`
-    for file, unused in unused_options.items():
-        want = "requests are those of --dataset, or random ones, at --temperature"
-        print(f"minivllm: {unused} of {file}: not used here; {want}", file=sys.stderr)
+            unused_of[" ".join(files)] = unused
+        without_run = replace(loaded, run=type(loaded.run)())  # the [run] table is for `minivllm run`
+        found.append(Contender(name, changed, without_run))
+    for file, unused in unused_of.items():
+        reason = "requests are those of --dataset, or random ones, at --temperature"
+        print(f"minivllm: {unused} of {file}: not used here; {reason}", file=sys.stderr)
     return found
 
 
+def _cases(args: argparse.Namespace) -> list[tuple[str, list[str], list[str]]]:
+    """Return (name, files, ``--set`` settings) of each configuration.  ConfigError as ``contenders`` says."""
+    if args.sweep and len(args.file) > 1:
+        raise ConfigError(f"--sweep: expected at most one file to begin with, not {len(args.file)}")
+    if not args.sweep and len(args.file) < 2:
+        raise ConfigError("expected at least two files to compare, or --sweep KEY=VALUE,VALUE")
+    cases: list[tuple[str, list[str], list[str]]] = []
+    if args.sweep:
+        for sets in itertools.product(*map(_values, args.sweep)):
+            cases.append((" ".join(sets), list(args.file), list(sets)))
+    else:
+        stems = [Path(file).stem for file in args.file]
+        names = stems if len(set(stems)) == len(stems) else args.file
+        cases = [(name, [file], []) for name, file in zip(names, args.file, strict=True)]
+    names = [name for name, _, _ in cases]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise ConfigError(f"{brief(min(twice))}: the same configuration twice; give it once")
+    return cases
+
+
 def unused_tables(loaded: Loaded) -> str:
-    """The tables of a configuration that say what is asked of an engine, which here flags do."""
-    sections = {"[run]": loaded.run.prompts or loaded.run.prompts_file, "[sampling]": loaded.sampling}
-    return " and ".join(name for name, given in sections.items() if given)
+    """Return the names of a configuration's tables that flags replace in this command, "" if it has none."""
+    names = []
+    if loaded.run.prompts or loaded.run.prompts_file:
+        names.append("[run]")
+    if loaded.sampling:
+        names.append("[sampling]")
+    return " and ".join(names)
 
 
 def _values(text: str) -> list[str]:
+    """Return ``key=value`` settings from a ``--sweep`` argument ``key=value,value``.  ConfigError."""
     key, equals, values = text.partition("=")
-    given = at_commas(values, f"--sweep {shown(text)}")
-    if not equals or not key.strip() or not all(given):
-        raise ConfigError(f"--sweep {shown(text)}: want key=value,value, for example quantizer=none,int8")
-    return [f"{key.strip()}={value}" for value in given]
+    choices = split_at_commas(values, f"--sweep {shown(text)}")
+    if not equals or not key.strip() or not all(choices):
+        raise ConfigError(f"--sweep {shown(text)}: expected key=value,value, for example quantizer=none,int8")
+    return [f"{key.strip()}={value}" for value in choices]

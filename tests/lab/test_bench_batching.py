@@ -50,7 +50,7 @@ def test_a_static_batch_waits_for_its_size_and_the_other_for_its_timeout():
         (["--policy", "static"], "measured anyway"),
         (["--batch", "9"], "--batch 9 is more than max_num_seqs=4"),
         (["--timeout-ms", "20000"], "at most 10000"),
-        (["--set", "scheduler=fair"], "the scheduler is what is compared"),
+        (["--set", "scheduler=fair"], "this command compares schedulers"),
         (["--policy", "fcsf", "--batch", "2"], "fcsf"),
     ],
 )

@@ -262,7 +262,7 @@ def test_a_file_with_times_is_replayed_and_no_rate_may_contradict_it(capsys, tmp
     assert code == 0 and found["output_lens"] == [3, 2] and found["input_lens"][0] == 3
     assert found["start_times"][1] >= 0.049 and found["start_times"][0] < found["start_times"][1]
     code, _, err = said(capsys, *args, "--request-rate", "3")
-    assert code == 2 and "its requests say when they come" in err
+    assert code == 2 and "its requests have arrival times (at)" in err
 
 
 def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
@@ -278,20 +278,23 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
     ("args", "message"),
     [
         (["latency", "--batch-size", "5"], "--batch-size 5 is more than max_num_seqs=4; lower it"),
-        (["throughput", "--range-ratio", "2"], "--range-ratio 2: want 0 to 1"),
+        (["throughput", "--range-ratio", "2"], "--range-ratio 2: expected 0 to 1"),
         (["throughput", "--output-json", "/no/folder/t.json"], "/no/folder/t.json: No such file"),
-        (["serve", "--direct", "--url", "http://x"], "--url and --direct: want one of them"),
+        (
+            ["serve", "--direct", "--url", "http://x"],
+            "--url is for a running server, --direct for an engine in this process",
+        ),
         (["serve", "--url", "http://x", "--model", "pocket"], "--url: the server has a configuration of its own"),
-        (["serve", "--goodput", "speed:3"], "want ttft, tpot, e2el and milliseconds"),
+        (["serve", "--goodput", "speed:3"], "expected one of ttft, tpot, e2el and milliseconds"),
         (["serve", "--goodput", "ttft:1", "ttft:2"], "--goodput: the same name twice"),
-        (["serve", "--find-knee", "--direct", "--num-prompts", "3"], "3 requests are too few to see one"),
-        (["serve", "--request-rate", "1,2", "--max-concurrency", "1,2"], "want several values of one of them"),
-        (["serve", "--request-rate", "0"], "want a positive number"),
-        (["serve", "--direct", "--timeout", "3"], "--timeout 3 is of answers over HTTP"),
-        (["serve", "--burstiness", "0.5"], "--burstiness is of arrivals at a --request-rate"),
+        (["serve", "--find-knee", "--direct", "--num-prompts", "3"], "3 requests are too few for it"),
+        (["serve", "--request-rate", "1,2", "--max-concurrency", "1,2"], "only one of them may have several values"),
+        (["serve", "--request-rate", "0"], "expected a positive number"),
+        (["serve", "--direct", "--timeout", "3"], "--timeout 3 is for answers over HTTP"),
+        (["serve", "--burstiness", "0.5"], "--burstiness is for arrivals at a --request-rate"),
         (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),
-        (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: want a share"),
-        (["serve", "--find-knee", "--max-concurrency", "1,4"], "want at most one --max-concurrency, not 2"),
+        (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: expected a share"),
+        (["serve", "--find-knee", "--max-concurrency", "1,4"], "expected at most one --max-concurrency, not 2"),
         (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set"),
         (["throughput", "--dataset", "x", "--vocab", "9", "--prefix-len", "0"], "--prefix-len, --vocab: random"),
         (["memory", "--set", "executor=sim"], "want executor=local"),
@@ -325,7 +328,7 @@ def test_prompts_begin_with_one_of_so_many_prefixes_the_first_of_them_most_often
     assert len(counts) == 5 and counts[0] > 2 * counts[-1] > 0
     assert Generated(9, 4, 1, prefix_len=6).asks(3) == Generated(9, 4, 1, prefix_len=6, num_prefixes=1).asks(3)
     code, _, err = said(capsys, "bench", "throughput", *SMALL, *LITTLE, "--num-prefixes", "3")
-    assert code == 2 and "--num-prefixes 3: of no tokens; want --prefix-len N too" in err
+    assert code == 2 and "--num-prefixes 3: prefixes need a length; add --prefix-len N" in err
 
 
 @pytest.mark.slow

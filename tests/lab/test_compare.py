@@ -194,10 +194,10 @@ def test_a_sweep_is_cut_at_commas_that_no_bracket_or_quote_holds():
     assert values == ["evictor=lru", f"evictor={options}", "evictor=fifo"]
     assert cli_compare._values('skip=["a,b"],[]') == ['skip=["a,b"]', "skip=[]"]
     assert cli_compare._values("model=it's,other") == ["model=it's", "model=other"]
-    with pytest.raises(ConfigError, match="want key=value,value"):
+    with pytest.raises(ConfigError, match="expected key=value,value"):
         cli_compare._values("evictor=lru,,fifo")
     for wrong in ("evictor={a=1,b", "evictor='x,y", "evictor=a],b"):
-        with pytest.raises(ConfigError, match="want both, and commas between values"):
+        with pytest.raises(ConfigError, match="expected pairs, and commas between values"):
             cli_compare._values(wrong)
 
 
@@ -334,19 +334,22 @@ def test_the_run_table_of_a_compared_file_is_that_of_another_command(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["c.toml", "d.toml"], "c and d are the same configuration: want different ones"),
-        ([], "want at least two files to compare, or --sweep"),
-        (["c.toml"], "want at least two files to compare, or --sweep"),
-        (["c.toml", "c.toml", "--sweep", "seed=1,2"], "want one file at most to begin with, not 2"),
-        (["--sweep", "seed"], "want key=value,value, for example quantizer=none,int8"),
-        (["--sweep", "seed=1,"], "want key=value,value"),
+        (["c.toml", "d.toml"], "c and d are the same configuration; expected different ones"),
+        ([], "expected at least two files to compare, or --sweep"),
+        (["c.toml"], "expected at least two files to compare, or --sweep"),
+        (["c.toml", "c.toml", "--sweep", "seed=1,2"], "expected at most one file to begin with, not 2"),
+        (["--sweep", "seed"], "expected key=value,value, for example quantizer=none,int8"),
+        (["--sweep", "seed=1,"], "expected key=value,value"),
         (["--sweep", "seed=1,1"], "seed=1: the same configuration twice"),
         (["--sweep", "seed=1,2", "--seeds", "3,3"], "--seeds 3,3: the same seed twice"),
         (["--sweep", "seed=1,2", "--task", "ecco"], "no such task. Did you mean 'echo'?"),
         (["--sweep", "sede=1,2"], "sede"),
-        (["--sweep", "seed=1,2", "--seed", "99"], "--seed 99: a run has a seed of --seeds"),
-        (["--sweep", "seed=1,2", "--text", "c.toml", "--quality-tokens", "0"], "--text is scored by --quality-tokens"),
-        (["--sweep", "seed=1,2", "--cases", "20"], "--cases 20: of no task; want --task NAME"),
+        (["--sweep", "seed=1,2", "--seed", "99"], "--seed 99: this command has a run for each seed of --seeds"),
+        (
+            ["--sweep", "seed=1,2", "--text", "c.toml", "--quality-tokens", "0"],
+            "--text has no effect with --quality-tokens 0",
+        ),
+        (["--sweep", "seed=1,2", "--cases", "20"], "--cases 20: of no task; add --task NAME"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(capsys, tmp_path, monkeypatch, args, message):

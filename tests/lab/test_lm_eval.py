@@ -83,11 +83,11 @@ def test_without_the_library_the_error_says_how_to_get_it(tmp_path, monkeypatch,
 
 def test_a_folder_of_tasks_without_a_task_or_that_is_none_is_refused(tmp_path, capsys):
     assert compare_with(tmp_path, "--lm-eval-path", str(tmp_path)) == 2
-    assert "want --lm-eval NAME too" in capsys.readouterr().err
+    assert "no task of it is named; add --lm-eval NAME" in capsys.readouterr().err
     assert compare_with(tmp_path, "--lm-eval", "x", "--lm-eval-path", "nowhere") == 2
     assert "no such folder" in capsys.readouterr().err
     assert compare_with(tmp_path, "--cases", "3") == 2
-    assert "want --task NAME or --lm-eval NAME" in capsys.readouterr().err
+    assert "add --task NAME or --lm-eval NAME" in capsys.readouterr().err
 
 
 @pytest.fixture
