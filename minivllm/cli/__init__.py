@@ -1,7 +1,8 @@
-"""The ``minivllm`` command.  Parsing it imports nothing heavy: ``--help`` and ``--version`` answer at once.
+"""The ``minivllm`` command.
 
-Errors are one line on standard error and an exit code: 2 configuration or command line, 3 model, 4 plug-in, 5 machine,
-7 engine, 130 interrupted.  ``--debug`` shows the traceback instead.
+Parsing the command line imports nothing heavy, so that ``--help`` and ``--version`` return at once.  An error is one
+line on standard error and an exit code: 2 configuration or command line, 3 model, 4 plug-in, 5 machine, 7 engine, 130
+interrupted.  ``--debug`` prints the traceback instead.
 """
 
 from __future__ import annotations
@@ -33,25 +34,24 @@ from minivllm.cli import (
     streams,
 )
 from minivllm.cli import record as recording
-from minivllm.cli.common import SAMPLING
+from minivllm.cli.common import SAMPLING, add_switch, config_flags
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, brief, shown, suggest, where_requests_go
 from minivllm.validation import is_text
 
-UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # of standard output
-MOST = 4000  # characters of a message: the candidates for a seam, each with its reasons, are some
-MOST_QUOTED = 600  # of one about the command line
+UNWRITABLE = {errno.ENOSPC, errno.EIO, errno.EBADF, errno.EDQUOT, errno.EFBIG}  # errors of a full or broken output
+LONGEST_MESSAGE = 4000  # characters: enough for all candidates of a seam with their reasons
+LONGEST_USAGE_MESSAGE = 600  # characters of a message about the command line
 
-
-# What these import and build stays: looking through it for garbage, again and again, is a tenth of their start.
-# ``common.open_llm`` sets it aside and begins to collect.
-OPENS = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.cli.commands:run")
+# These commands keep all that they import and build.  Garbage collection would scan it again and again, which is a
+# tenth of their start, so it is off until ``common.open_llm`` has excluded these objects from it.
+COLLECT_LATE = ("minivllm.cli.commands:generate", "minivllm.cli.chat:chat", "minivllm.cli.commands:run")
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Refuse wrong arguments in one line.
+    """A parser that reports wrong arguments in one line.
 
-    ``read`` changes the arguments of a command before they are parsed.  ``fill`` adds the arguments of a command whose
-    defaults and choices come from a module that other commands do not need; it is called when they are needed."""
+    ``read`` rewrites the arguments of a command before they are parsed.  ``fill`` adds the arguments of a command whose
+    defaults and choices come from a module that other commands do not import.  It runs when the command is used."""
 
     read: Callable[[Sequence[str]], list[str]] | None = None
     fill: Callable[[CommandParser], None] | None = None
@@ -73,73 +73,63 @@ class CommandParser(argparse.ArgumentParser):
                 args = self.read(sys.argv[1:] if args is None else args)
             except ConfigError as exc:
                 self.error(str(exc))
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown and self._subparsers is None:  # here, where the command's own flags are known
-            flag = unknown[0].partition("=")[0]
-            near = suggest(flag, self._option_string_actions)
-            more = f"; {where_requests_go()}" if flag in ("--dataset", "--trace") else near and f".{near}"
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{more}")
-        return found, unknown
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown and self._subparsers is None:  # report it here, because only this parser has the command's flags
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
+        return parsed, unknown
+
+    def _hint(self, unknown: str) -> str:
+        """Return what to use instead of an unknown argument, "" if nothing is similar."""
+        flag = unknown.partition("=")[0]
+        if flag in ("--dataset", "--trace"):
+            return f"; {where_requests_go()}"
+        similar = suggest(flag, self._option_string_actions)
+        return f".{similar}" if similar else ""
 
     def error(self, message: str) -> NoReturn:
-        print(f"minivllm: error: {brief(message, MOST_QUOTED)} (see {self.prog} --help)", file=sys.stderr)
+        print(f"minivllm: error: {brief(message, LONGEST_USAGE_MESSAGE)} (see {self.prog} --help)", file=sys.stderr)
         raise SystemExit(2)
 
 
 def wiring_flags() -> argparse.ArgumentParser:
-    """Flags of the commands that wire an engine."""
+    """Return a parent parser with the flags of commands that build an engine."""
     wiring = argparse.ArgumentParser(add_help=False)
-    wiring.add_argument(
-        "--model", help="a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
-    )
-    wiring.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; later ones win"
-    )
-    wiring.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="e.g. scheduler.name=fcfs")
-    wiring.add_argument(
-        "--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class"
-    )
-    text = """keys over those of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
+    text = "a directory, a GGUF file, a Hugging Face id, pocket or pocket-draft (default pocket)"
+    wiring.add_argument("--model", help=text)
+    config_flags(wiring)
+    text = """keys that replace those of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
     wiring.add_argument("--hf-overrides", metavar="JSON", default=None, help=text)
     return wiring
 
 
-def make_parser() -> argparse.ArgumentParser:
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
-    wiring = wiring_flags()
+def sampling_flags() -> argparse.ArgumentParser:
+    """Return a parent parser with the sampling flags."""
     sampling = argparse.ArgumentParser(add_help=False)
     for name, kind, text in SAMPLING:
         sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)
-    sampling.add_argument("--json-schema", metavar="FILE", default=None, help="answer with JSON that fits the schema")
-    sampling.add_argument("--regex", default=None, help="answer with a text that fits the regular expression")
+    text = "generate JSON that fits the schema in this file"
+    sampling.add_argument("--json-schema", metavar="FILE", default=None, help=text)
+    sampling.add_argument("--regex", default=None, help="generate a text that matches this regular expression")
     sampling.add_argument("--stop", action="append", default=None, metavar="TEXT", help="stop before this text")
+    return sampling
 
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
     parser = CommandParser(prog="minivllm", description="An LLM inference engine made of plug-ins.", parents=[common])
     parser.add_argument("--version", action="version", version=f"minivllm {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, run: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        own: Any = [common, *parents]
-        sub = commands.add_parser(name, help=text, description=text, parents=own)
+        sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
         sub.set_defaults(run=f"minivllm.{run}")
         return sub
 
+    wiring = wiring_flags()
     record = recording.record_flag()
-    text = "Complete a prompt; the text streams to standard output."
-    sub = command("generate", "cli.commands:generate", text, wiring, sampling, record)
-    sub.add_argument("prompt", nargs="?", help="default: standard input")
-    sub.add_argument(
-        "--chat", action="store_true", help="send the prompt as a user's message, through the chat template"
-    )
-    text = "Talk to a chat model; an empty line or Ctrl-D ends, /help shows commands."
-    sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
-    sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
-    sub.add_argument("--system", help="a system message")
-    text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
-    sub = command("run", "cli.commands:run", text, wiring, record)
-    sub.add_argument("file", help="TOML, YAML or JSON with a [run] table, or a run.json that --record wrote")
-    sub.add_argument("--force", action="store_true", help="run again though sources or versions are not as recorded")
+    _add_engine_commands(command, wiring, record)
     recording.add_commands(command)
     plugins.add_commands(command, wiring, common)
     config.add_commands(command, wiring, common)
@@ -155,7 +145,7 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_commands(command)
     stats.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")
-    text = "Put a number on the quality of the model in the package."
+    text = "Measure the quality of the packaged model."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
@@ -163,29 +153,53 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_engine_commands(command: Any, wiring: argparse.ArgumentParser, record: argparse.ArgumentParser) -> None:
+    """Add ``generate``, ``chat`` and ``run``.  ``command`` makes a subparser."""
+    sampling = sampling_flags()
+    text = "Complete a prompt; the text streams to standard output."
+    sub = command("generate", "cli.commands:generate", text, wiring, sampling, record)
+    sub.add_argument("prompt", nargs="?", help="default: standard input")
+    add_switch(sub, "--chat", "send the prompt as a user's message, through the chat template")
+    text = "Talk to a chat model; an empty line or Ctrl-D ends, /help shows commands."
+    sub = command("chat", "cli.chat:chat", text, wiring, sampling, record)
+    sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
+    sub.add_argument("--system", help="a system message")
+    text = "Run the prompts of an experiment file, or a recorded run again; results are JSON lines."
+    sub = command("run", "cli.commands:run", text, wiring, record)
+    sub.add_argument("file", help="TOML, YAML or JSON with a [run] table, or a run.json that --record wrote")
+    add_switch(sub, "--force", "repeat a recorded run although sources or versions have changed since")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; its exit code."""
-    lost = streams.mend()
+    """Run a command and return its exit code.  ``argv`` None means the arguments of the process."""
+    lost = streams.open_closed_streams()
     try:
         code = _run(argv)
-    except SystemExit as exc:  # argparse ends so, with --help and --version as well
+    except SystemExit as exc:  # argparse raises it, also after --help and --version
         if exc.code or lost is None:
             raise
         code = 0
-    if lost is None or not lost.any or code:
+    if lost is None or not lost.written or code:
         return code
-    print("minivllm: error: standard output is closed; want it open, or > /dev/null", file=sys.stderr)
-    return ResourceError.exit_code
+    return _fail("standard output is closed; open it, or use > /dev/null", ResourceError.exit_code)
+
+
+def _fail(message: str, code: int) -> int:
+    """Print an error message to standard error and return the exit code."""
+    print(f"minivllm: error: {message}", file=sys.stderr)
+    return code
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    given = list(sys.argv[1:] if argv is None else argv)
-    if (wrong := next((text for text in given if not is_text(text)), None)) is not None:
-        print(f"minivllm: error: the argument {shown(wrong)} is not UTF-8; want Unicode text", file=sys.stderr)
-        return ConfigError.exit_code
-    args = make_parser().parse_args(plugins.with_verb(given))
+    """Parse the arguments, call the command's function, and turn its exceptions into messages and exit codes."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for word in words:
+        if not is_text(word):
+            message = f"the argument {shown(word)} is not UTF-8; expected Unicode text"
+            return _fail(message, ConfigError.exit_code)
+    args = make_parser().parse_args(plugins.with_verb(words))
     debug = getattr(args, "debug", False)
-    if argv is None and args.run in OPENS:  # a process of our own
+    if argv is None and args.run in COLLECT_LATE:  # never in a process that called ``main`` from Python
         gc.disable()
     try:
         module, _, function = args.run.partition(":")
@@ -195,53 +209,56 @@ def _run(argv: Sequence[str] | None) -> int:
     except MinivllmError as exc:
         if debug:
             traceback.print_exc()
-        print(f"minivllm: error: {brief(one_line(str(exc)), MOST)}", file=sys.stderr)
-        return exc.exit_code
+        return _fail(brief(one_line(str(exc)), LONGEST_MESSAGE), exc.exit_code)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
-    except BrokenPipeError:  # nobody reads our output any more
+    except BrokenPipeError:  # the reader of the output has closed the pipe
         streams.discard_output()
         return 0
     except OSError as exc:
         if debug or exc.filename is not None or exc.errno not in UNWRITABLE:
-            return _failed(exc, debug)
+            return _report_bug(exc, debug)
         streams.discard_output()
-        print(f"minivllm: error: standard output cannot be written: {exc.strerror}", file=sys.stderr)
-        return ResourceError.exit_code
+        return _fail(f"standard output cannot be written: {exc.strerror}", ResourceError.exit_code)
     except Exception as exc:
-        return _failed(exc, debug)
+        return _report_bug(exc, debug)
 
 
-def _failed(exc: Exception, debug: bool) -> int:
-    """Say that a command failed by a fault of the program; the exit code.  ``debug``: raise it instead."""
+def _report_bug(exc: Exception, debug: bool) -> int:
+    """Report an unexpected exception and return the exit code.  With ``debug`` raise it instead."""
     if debug:
         raise exc
     if broken := broken_metadata(exc):
-        print(f"minivllm: error: {broken}", file=sys.stderr)
-        return ResourceError.exit_code
-    print(
-        f"minivllm: error: {type(exc).__name__}: {brief(one_line(str(exc)), MOST)} (a bug; --debug shows where)",
-        file=sys.stderr,
-    )
-    return 1
+        return _fail(broken, ResourceError.exit_code)
+    text = brief(one_line(str(exc)), LONGEST_MESSAGE)
+    return _fail(f"{type(exc).__name__}: {text} (a bug; --debug shows where)", 1)
 
 
 def broken_metadata(exc: Exception) -> str:
-    """Which package to remove, if an exception comes out of ``importlib.metadata``: minivllm's own discovery survives
-    one that cannot be read, but pydantic and torch look for plug-ins of theirs too."""
-    names = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(exc.__traceback__))
-    if not any(name.startswith("importlib.metadata") for name in names):
+    """Return which installed packages have unreadable metadata if that caused the exception, else "".
+
+    minivllm's own search for plug-ins tolerates such a package, but pydantic and torch search for plug-ins too."""
+    frames = traceback.walk_tb(exc.__traceback__)
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in frames]
+    if not any(module.startswith("importlib.metadata") for module in modules):
         return ""
     from minivllm.registration.discovery import unreadable
 
-    found = "; ".join(map(str, unreadable()))
-    return f"{found}. Other libraries read that too, and fail: reinstall the package or remove it" if found else ""
+    packages = "; ".join(map(str, unreadable()))
+    if not packages:
+        return ""
+    return f"{packages}. Other libraries read that too, and fail: reinstall the package or remove it"
 
 
 def one_line(text: str) -> str:
-    """A message of several lines as one."""
+    """Join the lines of a message with semicolons, or with spaces after a line that ends with punctuation."""
     joined = ""
-    for line in filter(None, (" ".join(part.split()) for part in text.splitlines())):
-        joined += ("" if not joined else " " if joined[-1] in ".:?!" else "; ") + line
+    for part in text.splitlines():
+        line = " ".join(part.split())
+        if not line:
+            continue
+        if joined:
+            joined += " " if joined[-1] in ".:?!" else "; "
+        joined += line
     return joined

@@ -25,7 +25,7 @@ from minivllm.cli.bench_runs import (
     watch_of,
     workload_flags,
 )
-from minivllm.cli.common import load, open_llm
+from minivllm.cli.common import add_repeatable, add_switch, load, open_llm
 from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -43,13 +43,13 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     text = "Remove one part of a configuration at a time and measure the difference, with error bars."
     sub = command("ablate", "cli.ablate:ablate", text, *parents)
     text = "measure only these parts; default: all parts of the configuration"
-    sub.add_argument("--part", action="append", default=[], metavar="NAME,NAME", help=text)
+    add_repeatable(sub, "--part", "NAME,NAME", text)
     text = "define a part by a setting that removes it; repeat the flag for more settings or for other parts"
-    sub.add_argument("--define", action="append", default=[], metavar="NAME:KEY=VALUE", help=text)
+    add_repeatable(sub, "--define", "NAME:KEY=VALUE", text)
     text = "define parts in TOML or YAML: a table of settings for each, such as [small-batches] max_num_seqs = 2"
     sub.add_argument("--parts", default="", metavar="FILE", help=text)
     workload_flags(sub, range_ratio=0.5, prefix_len=32)
-    sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
+    add_switch(sub, "--in-turns", IN_TURNS)
     repeat_flags(sub, repeats=5)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.cli import bench_runs
-from minivllm.cli.common import load, open_llm
+from minivllm.cli.common import add_switch, load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argpar
     sub.add_argument("--input-len", type=bench_runs.count, metavar="N", help="tokens of a prompt (default 128)")
     sub.add_argument("--steps", type=bench_runs.count, metavar="N", help="decode steps to profile (default 16)")
     sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+    add_switch(sub, "--json", "print the figures as JSON")
     bench_runs.add_commands(verbs, *parents)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import load, open_llm
+from minivllm.cli.common import add_switch, load, open_llm
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def target(text: str) -> tuple[str, float]:
 def output_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags that print or write the result as JSON."""
     sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
-    sub.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_switch(sub, "--json", "print the result as JSON")
 
 
 def repeat_flags(sub: argparse.ArgumentParser, repeats: int = 3, warmups: int = 1) -> None:
@@ -176,7 +176,7 @@ def _serve_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--api-key-env", default="", metavar="NAME", help=text)
     text = "seconds for a whole answer over HTTP (default 600); a request that takes longer has failed"
     sub.add_argument("--timeout", type=positive, metavar="S", help=text)
-    sub.add_argument("--direct", action="store_true", help="no server: an engine in this process, without HTTP")
+    add_switch(sub, "--direct", "no server: an engine in this process, without HTTP")
     text = "open loop: requests a second, arriving as a Poisson process; several values: one measurement each"
     sub.add_argument("--request-rate", type=comma_list(positive), default=[], metavar="R,R", help=text)
     text = "gaps between arrivals have a Gamma distribution of this shape (default 1: Poisson)"
@@ -184,7 +184,7 @@ def _serve_flags(sub: argparse.ArgumentParser) -> None:
     text = "most concurrent requests; without --request-rate a closed loop; several values: one measurement each"
     sub.add_argument("--max-concurrency", type=comma_list(count), default=[], metavar="N,N", help=text)
     text = "search the knee: the highest request rate at which answers keep up with arrivals"
-    sub.add_argument("--find-knee", action="store_true", help=text)
+    add_switch(sub, "--find-knee", text)
     text = "latency targets, such as ttft:200 tpot:50; the result counts the answers a second that meet them"
     sub.add_argument("--goodput", type=target, nargs="+", default=[], metavar="NAME:MS", help=text)
     text = "with --find-knee: share of the requests that must meet the targets (default 0.9)"
@@ -204,7 +204,7 @@ def _batching_flags(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--policy", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
     workload_flags(sub, num_prompts=40, range_ratio=0.5)
     text = "keep the engines of all policies in memory and alternate between them, one run each: evens out drift"
-    sub.add_argument("--in-turns", action="store_true", help=text)
+    add_switch(sub, "--in-turns", text)
     repeat_flags(sub)
 
 

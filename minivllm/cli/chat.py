@@ -1,4 +1,4 @@
-"""``minivllm chat``: a conversation in the terminal, one line a message; piped input is answered line by line."""
+"""``minivllm chat``: a conversation in the terminal.  Each line of standard input, also of a pipe, is a message."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.cli.commands import heard, with_flags, write_stream
-from minivllm.cli.common import load, open_llm
-from minivllm.errors import ConfigError, RequestError, shown
+from minivllm.cli.commands import read_stdin, with_flags, write_stream
+from minivllm.cli.common import check_one_model, load, open_llm
+from minivllm.errors import RequestError, shown
 
 HELP = """\
 /help          show these commands
@@ -22,13 +22,13 @@ ALIASES = {"/?": "/help", "/clear": "/reset", "/quit": "/exit", "/bye": "/exit"}
 
 
 def say(text: str) -> None:
-    """Write a line for the person, not for the program that reads the answers."""
+    """Print a line to standard error, where it does not mix with the answers on standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass
 class Conversation:
-    """The messages so far.  ``ended``: /exit was typed."""
+    """The messages of a conversation.  ``ended`` is True once /exit was typed."""
 
     system: str = ""
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -44,7 +44,7 @@ class Conversation:
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def command(self, line: str) -> bool:
-        """Run a line that is a command and return True; return False for a message."""
+        """Run a line that is a command.  Returns False for a line that is a message."""
         word, _, rest = line.partition(" ")
         word = ALIASES.get(word, word)
         if word == "/help":
@@ -69,38 +69,43 @@ def chat(args: argparse.Namespace) -> int:
     """Answer each line of standard input until it ends; return the exit code."""
     from minivllm.core.interfaces.params import SamplingParams
 
-    if args.positional is not None:
-        if args.model is not None:
-            raise ConfigError(f"MODEL {shown(args.positional)} beside --model {shown(args.model)}: want one")
-        args.model = args.positional
+    check_one_model(args)
     loaded = with_flags(args, load(args))
-    SamplingParams.make(**loaded.sampling)  # refuses before the model is loaded
-    asks = sys.stdin is not None and sys.stdin.isatty()
+    SamplingParams.make(**loaded.sampling)  # raises for wrong parameters before the model is loaded
+    terminal = sys.stdin is not None and sys.stdin.isatty()
     talk = Conversation(args.system or "")
     with open_llm(loaded, args) as llm:
-        given = {**llm.resolved.sampling, **loaded.sampling}
-        # without a limit an answer ends where the model ends it, or where the context is full
-        params = SamplingParams.make(**{"max_tokens": None, **given})
-        if asks:
+        sampling = {"max_tokens": None}  # an answer ends where the model ends it, or where the context is full
+        sampling |= llm.resolved.sampling
+        sampling |= loaded.sampling
+        params = SamplingParams.make(**sampling)
+        if terminal:
             say("An empty line or Ctrl-D ends; /help shows the commands.")
         while not talk.ended:
-            if asks:
+            if terminal:
                 print("> ", end="", file=sys.stderr, flush=True)
-            line = heard(sys.stdin.readline)
-            said = line.strip()
-            if not line or (asks and not said):
+            line = read_stdin(sys.stdin.readline)
+            message = line.strip()
+            if not line or (terminal and not message):
                 break
-            if said and not talk.command(said):
-                answer_line(llm, talk, said[1:] if said.startswith("//") else said, params, asks)
+            if not message or talk.command(message):
+                continue
+            if message.startswith("//"):
+                message = message[1:]
+            answer_line(llm, talk, message, params, terminal)
     return 0
 
 
-def answer_line(llm: Any, talk: Conversation, text: str, params: Any, asks: bool) -> None:
-    """Write the answer to a message and keep both.  A refused message ends a pipe, not a person's conversation."""
+def answer_line(llm: Any, talk: Conversation, text: str, params: Any, terminal: bool) -> None:
+    """Write the answer to a message and add both to the conversation.
+
+    A refused message is reported on a terminal, where the conversation continues.  Without a terminal it raises
+    RequestError.
+    """
     try:
         pieces = llm.chat_stream(talk.with_question(text), params)
         talk.keep(text, write_stream(pieces, llm.engine, params.max_tokens))
     except RequestError as exc:
-        if not asks:
+        if not terminal:
             raise
         say(f"minivllm: error: {exc}")

@@ -33,6 +33,16 @@ SAMPLING: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+def add_switch(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
+    """Add a flag without a value, with ``text`` as its help."""
+    parser.add_argument(flag, action="store_true", help=text)
+
+
+def add_repeatable(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str) -> None:
+    """Add a flag that may be given several times, with ``text`` as its help.  Its value is a list of texts."""
+    parser.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+
 def config_flags(
     parser: argparse.ArgumentParser, files: str = "later ones win", example: str = "e.g. scheduler.name=fcfs"
 ) -> None:
@@ -40,11 +50,9 @@ def config_flags(
 
     ``files`` says in the help how several files are used; ``example`` is the help of ``--set``.
     """
-    text = f"TOML, YAML or JSON; {files}"
-    parser.add_argument("--config", action="append", default=[], metavar="FILE", help=text)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=example)
-    text = "a module whose classes plug-in names may be, written module:Class"
-    parser.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help=text)
+    add_repeatable(parser, "--config", "FILE", f"TOML, YAML or JSON; {files}")
+    add_repeatable(parser, "--set", "KEY=VALUE", example)
+    add_repeatable(parser, "--allow-target", "MODULE", "allow plug-ins of this module, named as module:Class")
 
 
 def target_flags(args: argparse.Namespace) -> dict[str, Any]:

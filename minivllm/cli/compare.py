@@ -31,7 +31,7 @@ from minivllm.cli.bench_runs import (
     workload_flags,
     workload_text,
 )
-from minivllm.cli.common import load, open_llm, split_at_commas
+from minivllm.cli.common import add_switch, load, open_llm, split_at_commas
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, describe_error, shown
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("--cases", type=count, metavar="N", help=text)
     text = "a folder that keeps finished runs, each by a new engine; a run that is there is not repeated"
     sub.add_argument("--results", default="", metavar="DIR", help=text)
-    sub.add_argument("--in-turns", action="store_true", help=IN_TURNS)
+    add_switch(sub, "--in-turns", IN_TURNS)
     output_flags(sub)
     workload_flags(sub, seed=None)
 

@@ -1,5 +1,7 @@
-"""The commands about configuration: ``minivllm config show`` and ``minivllm schema``.  Parsing them imports nothing
-heavy; running them imports no torch."""
+"""The commands about configuration: ``minivllm config show`` and ``minivllm schema``.
+
+Parsing them imports nothing heavy.  Running them imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import load
+from minivllm.cli.common import add_switch, load
 from minivllm.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
@@ -20,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add ``config`` and ``schema``.  ``command`` is that of ``minivllm.cli``."""
-    group = command("config", "cli.config:show", "Show what the layers of a configuration come to.")
+    """Add ``config`` and ``schema``.  ``command`` makes a subparser of ``minivllm``."""
+    group = command("config", "cli.config:show", "Show a configuration with its files, settings and defaults merged.")
     verbs = group.add_subparsers(metavar="VERB", required=True, parser_class=type(group))
     text = "Every option with its value, as TOML that can be read again or as JSON."
     sub = verbs.add_parser("show", help=text, description=text, parents=[common, wiring])
     sub.set_defaults(run="minivllm.cli.config:show")
     sub.add_argument("files", nargs="*", metavar="FILE", help="TOML, YAML or JSON, as with --config")
-    sub.add_argument("--origin", action="store_true", help="where each value came from, and the version of a plug-in")
+    add_switch(sub, "--origin", "show where each value came from, and the version of each plug-in")
     sub.add_argument("--format", choices=["toml", "json"], default="toml", help="default toml")
     text = "Write a JSON Schema of configuration files over the plug-ins that are installed, for editors."
     sub = command("schema", "cli.config:schema", text)
@@ -35,10 +38,11 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse
 
 
 def show(args: argparse.Namespace) -> int:
+    """Run ``minivllm config show`` and return its exit code."""
     from minivllm.config.show import leaves, to_json, to_toml
 
     loaded = load(args, args.files)
-    plugin_of = installed(loaded.engine.allow_targets) if args.origin else None
+    plugin_of = plugin_finder(loaded.engine.allow_targets) if args.origin else None
     if args.format == "json":
         print(to_json(loaded, plugin_of))
         return 0
@@ -54,9 +58,12 @@ def show(args: argparse.Namespace) -> int:
     return 0
 
 
-def installed(allow_targets: list[str]) -> Any:
-    """A function from a leaf to the entry of the plug-in that it names: None if it names none, or ``auto``; a text that
-    says why if it cannot be had."""
+def plugin_finder(allow_targets: list[str]) -> Callable[[ShownValue], Entry | str | None]:
+    """Return a function from a configuration value to the entry of the plug-in that the value names.
+
+    The function returns None for ``auto`` and for values that are not plug-in names, and the reason as a text if the
+    plug-in cannot be found.
+    """
     from minivllm.registration.spec import KINDS, OPTION_OF
     from minivllm.registry import Catalog
 
@@ -64,23 +71,26 @@ def installed(allow_targets: list[str]) -> Any:
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
 
     def plugin_of(leaf: ShownValue) -> Entry | str | None:
-        if leaf.path[0] not in kinds or leaf.path[-1] != "name" or len(leaf.path) > 3 or leaf.value == "auto":
+        option = leaf.path[0]
+        if option not in kinds or leaf.path[-1] != "name" or len(leaf.path) > 3 or leaf.value == "auto":
             return None
         try:
-            return catalog[kinds[leaf.path[0]]].find(leaf.value)
+            return catalog[kinds[option]].find(leaf.value)
         except PluginError as exc:
             return str(exc).partition("\n")[0].rstrip(".")
 
     return plugin_of
 
 
-def plugin_text(plugin: Any) -> str:
+def plugin_text(plugin: Entry | str | None) -> str:
+    """Return the package and version of a plug-in, the reason why it was not found, or "" for no plug-in."""
     if plugin is None:
         return ""
     return plugin if isinstance(plugin, str) else f"{plugin.dist} {plugin.version}"
 
 
 def schema(args: argparse.Namespace) -> int:
+    """Run ``minivllm schema`` and return its exit code."""
     from minivllm.config.schema import config_schema
     from minivllm.registry import Catalog
 

@@ -1,8 +1,8 @@
-"""Standard streams that the caller has closed (``2>&-``): Python has None in their place, and the next file or socket
-that is opened gets their number, so that what a library prints would go into it.
+"""Repair of standard streams that the caller has closed (``2>&-``).
 
-Such a stream is opened on /dev/null.  Standard input is empty then, and what is said on standard error is lost; what a
-command writes to standard output is its result, so losing that is an error once it is known.
+Python has None in place of such a stream.  The next file or socket that opens would get its file descriptor, and a
+library that prints would write into that file.  So the descriptor is opened on /dev/null.  Standard input is then
+empty, and text for standard error is lost.  Losing standard output is an error, because it is the result of a command.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ NAMES = ("stdin", "stdout", "stderr")
 
 
 class Lost(io.TextIOBase):
-    """Standard output that nobody gets.  ``any``: something was written."""
+    """A replacement for closed standard output.  ``written`` says whether a text was written to it."""
 
-    any = False
+    written = False
     encoding = "utf-8"
 
     def write(self, text: str) -> int:
-        self.any |= bool(text)
+        self.written |= bool(text)
         return len(text)
 
     def fileno(self) -> int:
@@ -32,14 +32,14 @@ class Lost(io.TextIOBase):
         return True
 
 
-def mend() -> Lost | None:
-    """Open the standard streams that are closed; what stands for standard output if that is among them."""
+def open_closed_streams() -> Lost | None:
+    """Open closed standard streams on /dev/null; return the replacement of standard output if that was closed."""
     lost = None
     for number, name in enumerate(NAMES):
         try:
             os.fstat(number)
         except OSError:
-            _hold(number)
+            _open_null(number)
         if getattr(sys, name) is not None:
             continue
         if name == "stdout":
@@ -51,17 +51,17 @@ def mend() -> Lost | None:
     return lost
 
 
-def _hold(number: int) -> None:
-    """Open /dev/null as this file descriptor."""
-    found = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
-    if found != number:
-        os.dup2(found, number)
-        os.close(found)
+def _open_null(number: int) -> None:
+    """Open /dev/null as file descriptor ``number``."""
+    descriptor = os.open(os.devnull, os.O_RDONLY if number == 0 else os.O_WRONLY)
+    if descriptor != number:
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     os.set_inheritable(number, True)
 
 
 def discard_output() -> None:
-    """Drop what standard output still holds, so that Python does not fail on it when it ends."""
+    """Redirect standard output to /dev/null, so that flushing its buffer at exit does not fail."""
     with contextlib.suppress(OSError, ValueError):
         sink = os.open(os.devnull, os.O_WRONLY)
         os.dup2(sink, sys.stdout.fileno())

@@ -110,7 +110,7 @@ def test_every_name_of_the_package_can_be_imported():
         (["run", "no.toml"], 2, "no.toml: no such file"),
         (["eval", "pocket", "--task", "sum"], 2,
          "--task 'sum': no such task. Did you mean 'sums'? There are: needle, copy, sums, json, story, echo"),
-        (["eval", "pocket", "-n", "0"], 2, "-n 0: want a positive number of cases"),
+        (["eval", "pocket", "-n", "0"], 2, "-n 0: expected a positive number of cases"),
     ],
 )  # fmt: skip
 def test_an_error_is_one_line_and_a_code(capsys, args, code, message):
@@ -311,7 +311,7 @@ def test_run_without_prompts_is_refused(capsys, tmp_path):
     (tmp_path / "exp.toml").write_text("seed = 1\n")
     code, out, err = said(capsys, "run", str(tmp_path / "exp.toml"))
     path = tmp_path / "exp.toml"
-    wanted = f"minivllm: error: {path}: nothing to run: want prompts or prompts_file in the [run] table\n"
+    wanted = f"minivllm: error: {path}: nothing to run: expected prompts or prompts_file in the [run] table\n"
     assert (code, out, err) == (2, "", wanted)
 
 
@@ -366,7 +366,7 @@ def test_a_result_tells_its_error():
 @pytest.mark.parametrize(
     "name, text, message",
     [
-        ("p.jsonl", b'{"a": 1}', "{path}:1: want a string or an object with a 'prompt'"),
+        ("p.jsonl", b'{"a": 1}', "{path}:1: expected a string or an object with a 'prompt'"),
         ("p.jsonl", b'"x"\n[1', "{path}:2:3: broken JSON: Expecting ',' delimiter"),
         ("p.txt", b"a\xff", "{path}:1: not UTF-8 (byte 1 of the line); save it as UTF-8"),
         ("p.txt", None, "{path}: no such file"),

@@ -38,12 +38,12 @@ def test_streams_that_are_no_result_may_be_closed(way):
 def test_a_closed_stream_keeps_its_number(tmp_path):
     """Else the next file that is opened gets it, and with it all that is printed."""
     script = (
-        "import os, sys; from minivllm.cli import streams; lost = streams.mend(); "
+        "import os, sys; from minivllm.cli import streams; lost = streams.open_closed_streams(); "
         "print('x'); print('y', file=sys.stderr);"
-        f"fd = os.open({str(tmp_path / 'f')!r}, os.O_CREAT | os.O_WRONLY); os.write(fd, b'%d %d' % (fd, lost.any));"
+        f"fd = os.open({str(tmp_path / 'f')!r}, os.O_CREAT | os.O_WRONLY); os.write(fd, b'%d %d' % (fd, lost.written));"
         "assert sys.stdin.read() == ''"
     )
     done = subprocess.run(["bash", "-c", f'exec {sys.executable} -c "$0" <&- >&- 2>&-', script], timeout=60)
     number, lost = (tmp_path / "f").read_text().split()
     assert done.returncode == 0 and int(number) > 2 and lost == "1"
-    assert streams.mend() is None and os.fstat(1)
+    assert streams.open_closed_streams() is None and os.fstat(1)

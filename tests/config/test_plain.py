@@ -11,7 +11,7 @@ import yaml
 
 from minivllm import validation as plain
 from minivllm.cli import main
-from minivllm.cli.commands import heard
+from minivllm.cli.commands import read_stdin
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.server import ServerConfig
 from minivllm.core.interfaces.params import SamplingParams
@@ -223,7 +223,7 @@ def test_standard_input_that_is_no_prompt_is_refused(command, data, monkeypatch)
     for errors in ("strict", "surrogateescape"):  # as the locale has it
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data), "utf-8", errors))
         with pytest.raises(ConfigError, match="standard input: "):
-            heard(sys.stdin.read if command == "generate" else sys.stdin.readline)
+            read_stdin(sys.stdin.read if command == "generate" else sys.stdin.readline)
 
 
 def test_variables_that_are_no_text_are_refused(monkeypatch, capsys):

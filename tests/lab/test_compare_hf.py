@@ -364,10 +364,10 @@ def test_the_command_ends_with_5_where_models_part_and_with_0_where_not(tmp_path
 @pytest.mark.parametrize(
     ("more", "code", "words"),
     [
-        (["--bound", "0"], 2, "--bound 0: want a positive number"),
-        (["--bound", "nan"], 2, "want a positive number"),
-        (["--max-tokens", "0"], 2, "--max-tokens 0: want at least 1"),
-        (["--ids", "1,two"], 2, "--ids 1,two: want whole numbers"),
+        (["--bound", "0"], 2, "--bound 0: expected a positive number"),
+        (["--bound", "nan"], 2, "expected a positive number"),
+        (["--max-tokens", "0"], 2, "--max-tokens 0: expected at least 1"),
+        (["--ids", "1,two"], 2, "--ids 1,two: expected whole numbers"),
         (["--ids", "1,99"], 2, "99"),
         (["--dtype", "int4"], 2, "invalid choice"),
         (["--set", "load_format=dummy"], 2, "load_format=dummy"),

@@ -279,7 +279,7 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     (experiment / "x.json").write_text("{}")
     wanted = "x.json: no record of a run; want a file that --record (or LLM.record) wrote"
     assert refuses("diff", "a.json", "x.json") == wanted
-    assert refuses("run", "x.json").endswith("nothing to run: want prompts or prompts_file in the [run] table")
+    assert refuses("run", "x.json").endswith("nothing to run: expected prompts or prompts_file in the [run] table")
     (experiment / "x.json").write_text('{"format": "minivllm-run", "format_version": 9}')
     assert refuses("diff", "x.json", "a.json").startswith("x.json: a record of format 9, and this minivllm reads 1")
     half = {k: v for k, v in bill.read("a.json").items() if k not in ("parts", "results")}
