@@ -98,7 +98,7 @@ def wiring_flags() -> argparse.ArgumentParser:
     wiring.add_argument("--model", help=text)
     config_flags(wiring)
     text = """keys that replace those of the model's config.json: '{"rope_scaling": {"factor": 4.0}}'"""
-    wiring.add_argument("--hf-overrides", metavar="JSON", default=None, help=text)
+    wiring.add_argument("--hf-overrides", metavar="JSON", help=text)
     return wiring
 
 
@@ -106,11 +106,11 @@ def sampling_flags() -> argparse.ArgumentParser:
     """Return a parent parser with the sampling flags."""
     sampling = argparse.ArgumentParser(add_help=False)
     for name, kind, text in SAMPLING:
-        sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, default=None, help=text)
+        sampling.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
     text = "generate JSON that fits the schema in this file"
-    sampling.add_argument("--json-schema", metavar="FILE", default=None, help=text)
-    sampling.add_argument("--regex", default=None, help="generate a text that matches this regular expression")
-    sampling.add_argument("--stop", action="append", default=None, metavar="TEXT", help="stop before this text")
+    sampling.add_argument("--json-schema", metavar="FILE", help=text)
+    sampling.add_argument("--regex", help="generate a text that matches this regular expression")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text")
     return sampling
 
 
@@ -149,7 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)
     sub.add_argument("what", choices=["pocket"])
     sub.add_argument("-n", type=int, default=500, help="cases of each task (default 500)")
-    sub.add_argument("--task", action="append", default=None, help="needle, copy, sums, json, story (default all)")
+    sub.add_argument("--task", action="append", help="needle, copy, sums, json, story (default all)")
     return parser
 
 

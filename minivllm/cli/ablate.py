@@ -15,8 +15,6 @@ from minivllm.cli.bench_runs import (
     IN_TURNS,
     bill_of,
     check_output,
-    energy_line,
-    machine_line,
     print_result,
     progress,
     repeat_flags,
@@ -25,7 +23,7 @@ from minivllm.cli.bench_runs import (
     watch_of,
     workload_flags,
 )
-from minivllm.cli.common import add_repeatable, add_switch, load, open_llm
+from minivllm.cli.common import add_repeatable, add_switch, add_value, load, open_llm
 from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     text = "define a part by a setting that removes it; repeat the flag for more settings or for other parts"
     add_repeatable(sub, "--define", "NAME:KEY=VALUE", text)
     text = "define parts in TOML or YAML: a table of settings for each, such as [small-batches] max_num_seqs = 2"
-    sub.add_argument("--parts", default="", metavar="FILE", help=text)
+    add_value(sub, "--parts", str, "FILE", text, "")
     workload_flags(sub, range_ratio=0.5, prefix_len=32)
     add_switch(sub, "--in-turns", IN_TURNS)
     repeat_flags(sub, repeats=5)
@@ -86,7 +84,7 @@ def ablate(args: argparse.Namespace) -> int:
     if same:
         out.append(f"warning: {same}")
     states = [run["state"] for cell_runs in runs for run in cell_runs]
-    return print_result(result, args, "\n".join([*out, energy_line(result, states), machine_line(states)]))
+    return print_result(result, args, out, states)
 
 
 def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:

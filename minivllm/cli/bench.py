@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.cli import bench_runs
-from minivllm.cli.common import add_switch, load, open_llm
+from minivllm.cli.common import add_switch, add_value, load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def add_commands(command: Any, record: argparse.ArgumentParser, *parents: argpar
     text = "Profile eager steps with torch's profiler; print each seam's share of device time (on a CPU: CPU time)."
     sub = verbs.add_parser("profile", help=text, description=text, parents=[*parents, record])
     sub.set_defaults(run="minivllm.cli.bench:profile")
-    sub.add_argument("--batch-size", type=bench_runs.count, metavar="N", help="concurrent requests (default 8)")
-    sub.add_argument("--input-len", type=bench_runs.count, metavar="N", help="tokens of a prompt (default 128)")
-    sub.add_argument("--steps", type=bench_runs.count, metavar="N", help="decode steps to profile (default 16)")
-    sub.add_argument("--trace", default="", metavar="FILE", help="write the decode steps as a Chrome trace")
+    add_value(sub, "--batch-size", bench_runs.count, "N", "concurrent requests (default 8)")
+    add_value(sub, "--input-len", bench_runs.count, "N", "tokens of a prompt (default 128)")
+    add_value(sub, "--steps", bench_runs.count, "N", "decode steps to profile (default 16)")
+    add_value(sub, "--trace", str, "FILE", "write the decode steps as a Chrome trace", "")
     add_switch(sub, "--json", "print the figures as JSON")
     bench_runs.add_commands(verbs, *parents)
 

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 from minivllm.cli.bench_runs import (
     bill_of_config,
     check_output,
-    energy_line,
-    machine_line,
     print_result,
     progress,
     requests_by_seed,
@@ -65,8 +63,7 @@ def batching(args: argparse.Namespace) -> int:
         "bills_of_materials": bills,
     }
     result = repeats.result("batching", runs, states, settings(args), None, **more)
-    text = lines(title, rows, result, args)
-    return print_result(result, args, "\n".join([*text, energy_line(result, states), machine_line(states)]))
+    return print_result(result, args, lines(title, rows, result, args), states)
 
 
 def check(args: argparse.Namespace) -> None:

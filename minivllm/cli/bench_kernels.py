@@ -70,7 +70,7 @@ def kernels(args: argparse.Namespace) -> int:
     model = title.partition(": ")[0]
     result = repeats.result("kernels", roofs, states, settings(args), bill, rows=rows, model_id=model)
     result["repeats"] = runs
-    return print_result(result, args, "\n".join([*lines(title, rows, peaks), machine_line(states)]))
+    return print_result(result, args, [*lines(title, rows, peaks), machine_line(states)])
 
 
 def _loads(args: argparse.Namespace) -> list[tuple[int, int, int]]:

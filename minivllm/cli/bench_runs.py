@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import add_switch, load, open_llm
+from minivllm.cli.common import add_switch, add_value, load, open_llm, report
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -89,15 +89,15 @@ def target(text: str) -> tuple[str, float]:
 
 def output_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags that print or write the result as JSON."""
-    sub.add_argument("--output-json", default="", metavar="FILE", help="write the whole result, with every run")
+    add_value(sub, "--output-json", str, "FILE", "write the whole result, with every run", "")
     add_switch(sub, "--json", "print the result as JSON")
 
 
 def repeat_flags(sub: argparse.ArgumentParser, repeats: int = 3, warmups: int = 1) -> None:
     """Add the flags for the number of runs and warm-up runs, and for the output of the result."""
-    sub.add_argument("--repeats", type=count, default=repeats, metavar="N", help=f"runs (default {repeats})")
+    add_value(sub, "--repeats", count, "N", f"runs (default {repeats})", repeats)
     text = f"warm-up runs, which are not counted (default {warmups})"
-    sub.add_argument("--warmups", type=non_negative, default=warmups, metavar="N", help=text)
+    add_value(sub, "--warmups", non_negative, "N", text, warmups)
     output_flags(sub)
 
 
@@ -111,28 +111,28 @@ def workload_flags(sub: argparse.ArgumentParser, *, seed: int | None = 0, **defa
     drawn = {**DRAWN, **defaults}
     sub.set_defaults(drawn=drawn)
     text = f"requests of a run (default {drawn['num_prompts']}; with --dataset all of the file)"
-    sub.add_argument("--num-prompts", type=count, metavar="N", help=text)
-    sub.add_argument("--input-len", type=count, metavar="N", help="random tokens of a prompt (default 64)")
+    add_value(sub, "--num-prompts", count, "N", text)
+    add_value(sub, "--input-len", count, "N", "random tokens of a prompt (default 64)")
     text = f"tokens of an answer (default {drawn['output_len']})"
-    sub.add_argument("--output-len", type=count, metavar="N", help=text)
+    add_value(sub, "--output-len", count, "N", text)
     text = f"draw lengths uniformly within this share of --input-len, --output-len (default {drawn['range_ratio']:g})"
-    sub.add_argument("--range-ratio", type=float, metavar="R", help=text)
+    add_value(sub, "--range-ratio", float, "R", text)
     text = f"tokens of a prefix that all prompts share (default {drawn['prefix_len']})"
-    sub.add_argument("--prefix-len", type=non_negative, metavar="N", help=text)
+    add_value(sub, "--prefix-len", non_negative, "N", text)
     text = "number of different prefixes of --prefix-len tokens; each prompt begins with one of them (default 1)"
-    sub.add_argument("--num-prefixes", type=count, metavar="N", help=text)
+    add_value(sub, "--num-prefixes", count, "N", text)
     text = "requests to send instead: JSON lines with prompt, max_tokens, at (seconds), or a trace as simulate reads it"
-    sub.add_argument("--dataset", default="", metavar="FILE", help=text)
+    add_value(sub, "--dataset", str, "FILE", text, "")
     drawing_flags(sub, seed)
 
 
 def drawing_flags(sub: argparse.ArgumentParser, seed: int | None = 0) -> None:
     """Add the flags for the random numbers of prompts and samplers.  ``seed`` None hides --seed from the help."""
     text = f"draw token ids below N (default {VOCAB}, or the size of a smaller vocabulary)"
-    sub.add_argument("--vocab", type=count, metavar="N", help=text)
-    sub.add_argument("--temperature", type=float, default=0.0, metavar="T", help="default 0")
+    add_value(sub, "--vocab", count, "N", text)
+    add_value(sub, "--temperature", float, "T", "default 0", 0.0)
     text = "seed of the first run; later runs add 1, 2, ..." if seed is not None else argparse.SUPPRESS
-    sub.add_argument("--seed", type=int, default=seed, metavar="N", help=text)
+    add_value(sub, "--seed", int, "N", text, seed)
 
 
 def add_commands(verbs: Any, *parents: argparse.ArgumentParser) -> None:
@@ -145,9 +145,9 @@ def add_commands(verbs: Any, *parents: argparse.ArgumentParser) -> None:
         return sub
 
     sub = add("latency", "Time one batch from its call to its last token, by prompt length and batch size.")
-    sub.add_argument("--input-len", type=comma_list(count), metavar="N,N", help="default 32")
-    sub.add_argument("--output-len", type=count, metavar="N", help="tokens of an answer (default 128)")
-    sub.add_argument("--batch-size", type=comma_list(count), metavar="N,N", help="default 8")
+    add_value(sub, "--input-len", comma_list(count), "N,N", "default 32")
+    add_value(sub, "--output-len", count, "N", "tokens of an answer (default 128)")
+    add_value(sub, "--batch-size", comma_list(count), "N,N", "default 8")
     drawing_flags(sub)
     repeat_flags(sub, repeats=10, warmups=2)
     sub = add("throughput", "Count tokens a second when all requests are present from the start.")
@@ -171,24 +171,24 @@ def _serve_flags(sub: argparse.ArgumentParser) -> None:
     text = "URL of any server with OpenAI's /v1/completions; default: start minivllm's server"
     sub.add_argument("--url", default="", help=text)
     text = "model to request from --url (default: the first that the server lists)"
-    sub.add_argument("--served-model", default="", metavar="NAME", help=text)
+    add_value(sub, "--served-model", str, "NAME", text, "")
     text = "name of an environment variable with the API key of --url"
-    sub.add_argument("--api-key-env", default="", metavar="NAME", help=text)
+    add_value(sub, "--api-key-env", str, "NAME", text, "")
     text = "seconds for a whole answer over HTTP (default 600); a request that takes longer has failed"
-    sub.add_argument("--timeout", type=positive, metavar="S", help=text)
+    add_value(sub, "--timeout", positive, "S", text)
     add_switch(sub, "--direct", "no server: an engine in this process, without HTTP")
     text = "open loop: requests a second, arriving as a Poisson process; several values: one measurement each"
-    sub.add_argument("--request-rate", type=comma_list(positive), default=[], metavar="R,R", help=text)
+    add_value(sub, "--request-rate", comma_list(positive), "R,R", text, [])
     text = "gaps between arrivals have a Gamma distribution of this shape (default 1: Poisson)"
-    sub.add_argument("--burstiness", type=positive, default=1.0, metavar="X", help=text)
+    add_value(sub, "--burstiness", positive, "X", text, 1.0)
     text = "most concurrent requests; without --request-rate a closed loop; several values: one measurement each"
-    sub.add_argument("--max-concurrency", type=comma_list(count), default=[], metavar="N,N", help=text)
+    add_value(sub, "--max-concurrency", comma_list(count), "N,N", text, [])
     text = "search the knee: the highest request rate at which answers keep up with arrivals"
     add_switch(sub, "--find-knee", text)
     text = "latency targets, such as ttft:200 tpot:50; the result counts the answers a second that meet them"
     sub.add_argument("--goodput", type=target, nargs="+", default=[], metavar="NAME:MS", help=text)
     text = "with --find-knee: share of the requests that must meet the targets (default 0.9)"
-    sub.add_argument("--goodput-share", type=positive, default=SHARE, metavar="X", help=text)
+    add_value(sub, "--goodput-share", positive, "X", text, SHARE)
     repeat_flags(sub)
 
 
@@ -196,12 +196,12 @@ def _batching_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench batching``."""
     rates = [4.0, 8.0, 16.0, 32.0]
     text = "requests a second, arriving as a Poisson process (default 4,8,16,32)"
-    sub.add_argument("--request-rate", type=comma_list(positive), default=rates, metavar="R,R", help=text)
-    sub.add_argument("--batch", type=count, metavar="N", help="requests of a batch (default 8)")
+    add_value(sub, "--request-rate", comma_list(positive), "R,R", text, rates)
+    add_value(sub, "--batch", count, "N", "requests of a batch (default 8)")
     text = "milliseconds that the timeout policy waits for a full batch (default 50)"
-    sub.add_argument("--timeout-ms", type=positive, default=50.0, metavar="MS", help=text)
+    add_value(sub, "--timeout-ms", positive, "MS", text, 50.0)
     text = "more scheduling policies to measure, by name"
-    sub.add_argument("--policy", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
+    add_value(sub, "--policy", comma_list(str), "NAME,NAME", text, [])
     workload_flags(sub, num_prompts=40, range_ratio=0.5)
     text = "keep the engines of all policies in memory and alternate between them, one run each: evens out drift"
     add_switch(sub, "--in-turns", text)
@@ -211,12 +211,12 @@ def _batching_flags(sub: argparse.ArgumentParser) -> None:
 def _kernel_flags(sub: argparse.ArgumentParser) -> None:
     """Add the flags of ``bench kernels``."""
     text = "rows of a decode step (default 1,8)"
-    sub.add_argument("--batch-size", type=comma_list(count), metavar="N,N", help=text)
+    add_value(sub, "--batch-size", comma_list(count), "N,N", text)
     text = "tokens of context of each decode row (default 256)"
-    sub.add_argument("--context-len", type=comma_list(count), metavar="N,N", help=text)
+    add_value(sub, "--context-len", comma_list(count), "N,N", text)
     text = "prompt tokens of a prefill step (default 128)"
-    sub.add_argument("--input-len", type=comma_list(count), metavar="N,N", help=text)
-    sub.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random operands")
+    add_value(sub, "--input-len", comma_list(count), "N,N", text)
+    add_value(sub, "--seed", int, "N", "seed of the random operands", 0)
     repeat_flags(sub, repeats=5)
 
 
@@ -286,10 +286,9 @@ def _file_requests(
         requests, left_out = workload.of_trace(args.dataset, vocab, most_tokens)
         if left_out:
             total = left_out + len(requests)
-            print(
-                f"minivllm: {args.dataset}: {left_out} of {total} requests need more than {most_tokens or 0} tokens, "
-                "the most that a request of this configuration may have, and are left out",
-                file=sys.stderr,
+            report(
+                f"{args.dataset}: {left_out} of {total} requests need more than {most_tokens or 0} tokens, "
+                "the most that a request of this configuration may have, and are left out"
             )
     else:
         requests = workload.read(args.dataset, args.output_len)
@@ -340,7 +339,7 @@ def report_smaller(
     smaller = [name for name, value in chosen.items() if value is None and sizes[name] < defaults[name]]
     if smaller:
         texts = [f"{flag_of(name)} {sizes[name]} (not {defaults[name]})" for name in smaller]
-        print(f"minivllm: {', '.join(texts)}: {reason}", file=sys.stderr)
+        report(f"{', '.join(texts)}: {reason}")
 
 
 def workload_text(args: argparse.Namespace, requests: Sequence[BenchAsk]) -> str:
@@ -372,20 +371,27 @@ def check_output(args: argparse.Namespace) -> None:
         files.check_output(args.output_json)
 
 
-def print_result(result: dict[str, Any], args: argparse.Namespace, text: str) -> int:
-    """Print a result as ``text`` or as JSON, write the file of ``--output-json``, and return exit code 0."""
+def print_result(
+    result: dict[str, Any], args: argparse.Namespace, lines: Sequence[str], states: Sequence[dict[str, Any]] = ()
+) -> int:
+    """Print a result as lines of text or as JSON, write the file of ``--output-json``, and return exit code 0.
+
+    The text ends with the energy and the state of the machine if there are ``states`` of it.
+    """
     from minivllm.lab.bench import repeats
 
     if args.output_json:
         repeats.write(args.output_json, result)
-    print(repeats.dumps(result) if args.json else text)
+    if states:
+        lines = [*lines, energy_line(result, states), machine_line(states)]
+    print(repeats.dumps(result) if args.json else "\n".join(lines))
     return 0
 
 
 def progress(text: str) -> None:
     """Print a line about finished work to stderr if that is a terminal."""
     if sys.stderr.isatty():
-        print(f"minivllm: {text}", file=sys.stderr)
+        report(f"{text}")
 
 
 def bill_of(llm: Any, args: argparse.Namespace) -> Any:
@@ -495,7 +501,7 @@ def latency(args: argparse.Namespace) -> int:
         result |= {key: rows[0][key] for key in ("avg_latency", "latencies", "percentiles")}
     lines = [title, f"{'prompt':>6} {'batch':>6} {'latency ms':>16} {'p99':>9} {'TTFT ms':>16} {'TPOT ms':>16}"]
     lines += map(_latency_line, rows)
-    return print_result(result, args, "\n".join([*lines, energy_line(result, states), machine_line(states)]))
+    return print_result(result, args, lines, states)
 
 
 def _latency_line(row: dict[str, Any]) -> str:
@@ -573,7 +579,7 @@ def throughput(args: argparse.Namespace) -> int:
         lines.append(f"drafts       {100 * result['draft_acceptance']:.1f} % accepted")
     if hook_figures := figures.text(result):
         lines.append(f"figures      {hook_figures}")
-    return print_result(result, args, "\n".join([*lines, energy_line(result, states), machine_line(states)]))
+    return print_result(result, args, lines, states)
 
 
 def memory(args: argparse.Namespace) -> int:
@@ -597,7 +603,7 @@ def memory(args: argparse.Namespace) -> int:
     result = repeats.result("memory", runs, states, settings(args), planned_bill(loaded, args))
     title = config_title(loaded, f"{len(requests(args.seed))} requests")
     lines = [f"{text:32} {result[key] / 2**20:10.1f} MiB" for key, text in COMPONENTS.items() if key in result]
-    return print_result(result, args, "\n".join([title, *lines]))
+    return print_result(result, args, [title, *lines])
 
 
 def startup(args: argparse.Namespace) -> int:
@@ -619,4 +625,4 @@ def startup(args: argparse.Namespace) -> int:
     names = {"import_s": "imports", "build_s": "engine", "first_token_s": "first token", "startup_s": "altogether"}
     lines = [f"{text:12} {repeats.with_bounds(result, key, 3)} s" for key, text in names.items()]
     title = config_title(loaded, f"{args.repeats} starts")
-    return print_result(result, args, "\n".join([title, *lines, machine_line(states)]))
+    return print_result(result, args, [title, *lines, machine_line(states)])

@@ -169,7 +169,7 @@ async def measure_serve(
         **more,
     }
     result = make_result("serve", runs, bench.states, settings(args), bill, rows=rows, **more)
-    return print_result(result, args, "\n".join(serve_lines(title, rows, result, args)))
+    return print_result(result, args, serve_lines(title, rows, result, args))
 
 
 def serve_lines(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import minivllm
 from minivllm import files
 from minivllm.cli import record as recording
-from minivllm.cli.common import SAMPLING, load, open_llm
+from minivllm.cli.common import SAMPLING, load, open_llm, report
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError, shown, suggest
 from minivllm.validation import is_text
 
@@ -78,7 +78,7 @@ def write_stream(pieces: Iterable[Any], engine: Any = None, most: int | None = N
     rate = (tokens - 1) / (seconds - first) if tokens > 1 and seconds > first else 0.0
     print(f"{tokens} tokens, first after {1000 * first:.0f} ms, then {rate:.1f} tok/s", file=sys.stderr)
     if output is not None and any(sequence.finish_reason == "length" for sequence in output.outputs):
-        print(f"minivllm: {cut_off(tokens, most, engine)}", file=sys.stderr)
+        report(f"{cut_off(tokens, most, engine)}")
     return text
 
 
@@ -169,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     failed = [output.error for output in outputs if output.error]
     if not failed:
         return 0
-    print(f"minivllm: error: {len(failed)} of {len(outputs)} requests failed: {failed[0]}", file=sys.stderr)
+    report(f"error: {len(failed)} of {len(outputs)} requests failed: {failed[0]}")
     return EngineDeadError.exit_code if dead else 1
 
 

@@ -11,12 +11,11 @@ import importlib.util
 import json
 import logging
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minivllm.cli import record as recording
 from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -41,6 +40,23 @@ def add_switch(parser: argparse.ArgumentParser, flag: str, text: str) -> None:
 def add_repeatable(parser: argparse.ArgumentParser, flag: str, metavar: str, text: str) -> None:
     """Add a flag that may be given several times, with ``text`` as its help.  Its value is a list of texts."""
     parser.add_argument(flag, action="append", default=[], metavar=metavar, help=text)
+
+
+def add_value(
+    parser: argparse.ArgumentParser,
+    flag: str,
+    kind: Callable[[str], Any],
+    metavar: str,
+    text: str,
+    default: Any = None,
+) -> None:
+    """Add a flag with a value that ``kind`` reads, with ``text`` as its help."""
+    parser.add_argument(flag, type=kind, metavar=metavar, help=text, default=default)
+
+
+def report(text: str) -> None:
+    """Print a line to standard error, after the name of the program."""
+    print(f"minivllm: {text}", file=sys.stderr)
 
 
 def config_flags(
@@ -88,7 +104,7 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
 def print_notes(notes: Iterable[str]) -> None:
     """Print the notes of a configuration to standard error."""
     for note in notes:
-        print(f"minivllm: {note}", file=sys.stderr)
+        report(note)
 
 
 def check_one_model(args: argparse.Namespace) -> None:
@@ -172,7 +188,7 @@ class ToStderr(logging.Handler):
     """A log handler that prints records to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(f"minivllm: {self.format(record)}", file=sys.stderr)
+        report(self.format(record))
 
 
 def show_warnings() -> None:
@@ -185,10 +201,11 @@ def show_warnings() -> None:
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
     """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
     from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
+    from minivllm.cli.record import record_path
 
     if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)
-    llm = LLM(config=loaded, record=recording.record_path(args, loaded))
+    llm = LLM(config=loaded, record=record_path(args, loaded))
     if not gc.isenabled():  # see ``minivllm.cli.COLLECT_LATE``
         gc.freeze()
         gc.enable()

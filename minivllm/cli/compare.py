@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from minivllm.cli.bench_runs import (
     workload_flags,
     workload_text,
 )
-from minivllm.cli.common import add_switch, load, open_llm, split_at_commas
+from minivllm.cli.common import add_switch, add_value, load, open_llm, report, split_at_commas
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, describe_error, shown
 
 if TYPE_CHECKING:
@@ -52,23 +51,23 @@ def add_commands(command: Any, *parents: argparse.ArgumentParser) -> None:
     sub.add_argument("file", nargs="*", help="TOML, YAML or JSON, one configuration each")
     text = "one configuration for each value, and for each combination of values of several keys"
     sub.add_argument("--sweep", nargs="+", action="extend", default=[], metavar="KEY=VALUE,VALUE", help=text)
-    sub.add_argument("--seeds", type=comma_list(int), default=[1, 2, 3], metavar="N,N", help="runs (default 1,2,3)")
+    add_value(sub, "--seeds", comma_list(int), "N,N", "runs (default 1,2,3)", [1, 2, 3])
     text = "warm-up runs, which are not counted (default 1)"
-    sub.add_argument("--warmups", type=non_negative, default=1, metavar="N", help=text)
+    add_value(sub, "--warmups", non_negative, "N", text, 1)
     text = "text whose perplexity is measured (default: stories in English)"
-    sub.add_argument("--text", default="", metavar="FILE", help=text)
+    add_value(sub, "--text", str, "FILE", text, "")
     text = "tokens of the text to score (default 512; 0 skips the perplexity)"
-    sub.add_argument("--quality-tokens", type=non_negative, default=512, metavar="N", help=text)
+    add_value(sub, "--quality-tokens", non_negative, "N", text, 512)
     text = "tasks for the packaged model: needle, copy, sums, json, story, echo"
-    sub.add_argument("--task", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
+    add_value(sub, "--task", comma_list(str), "NAME,NAME", text, [])
     text = "tasks of lm-evaluation-harness, in this process; needs the extra lm-eval"
-    sub.add_argument("--lm-eval", type=comma_list(str), default=[], metavar="NAME,NAME", help=text)
+    add_value(sub, "--lm-eval", comma_list(str), "NAME,NAME", text, [])
     text = "a folder with more tasks for --lm-eval (*.yaml)"
-    sub.add_argument("--lm-eval-path", default="", metavar="DIR", help=text)
+    add_value(sub, "--lm-eval-path", str, "DIR", text, "")
     text = f"cases of each --task and --lm-eval task for a seed (default {CASES})"
-    sub.add_argument("--cases", type=count, metavar="N", help=text)
+    add_value(sub, "--cases", count, "N", text)
     text = "a folder that keeps finished runs, each by a new engine; a run that is there is not repeated"
-    sub.add_argument("--results", default="", metavar="DIR", help=text)
+    add_value(sub, "--results", str, "DIR", text, "")
     add_switch(sub, "--in-turns", IN_TURNS)
     output_flags(sub)
     workload_flags(sub, seed=None)
@@ -104,7 +103,7 @@ def compare(args: argparse.Namespace) -> int:
     seeds = {str(seed) for seed in args.seeds}
     kept = sum(len(store.of(contender.key)["runs"].keys() & seeds) for contender in found)
     if kept:
-        print(f"minivllm: {kept} of {len(found) * len(args.seeds)} runs are in {args.results}", file=sys.stderr)
+        report(f"{kept} of {len(found) * len(args.seeds)} runs are in {args.results}")
     failed = _measure(found, work)
     finished = [contender for contender in found if contender.name not in failed]
     return _print(finished, work, failed)
@@ -144,7 +143,7 @@ def _measure(found: Sequence[Contender], work: Work) -> dict[str, str]:
             failed[cell.name] = str(exc)
         else:
             failed[cell.name] = f"{brief(cell.name)}: {describe_error(exc)}"
-        print(f"minivllm: {failed[cell.name]}; it is left out, and the others go on", file=sys.stderr)
+        report(f"{failed[cell.name]}; it is left out, and the others go on")
 
     def once(cell: Cell, llm: Any, seed: int) -> None:
         work.once(by_name[cell.name], llm, seed)
@@ -178,10 +177,10 @@ def _print(found: Sequence[Contender], work: Work, failed: dict[str, str]) -> in
     same = trials.same_over_seeds(table.runs, args.dataset, args.temperature)
     result["seeds_change_nothing"] = same
     if same:
-        print(f"minivllm: warning: {same}", file=sys.stderr)
+        report(f"warning: {same}")
     lines = table.lines(result, workload_text(args, work.requests(args.seeds[0])))
     lines += [f"failed: {text}" for text in failed.values()]
-    print_result(result, args, "\n".join(lines))
+    print_result(result, args, lines)
     return 1 if failed else 0
 
 
@@ -214,7 +213,7 @@ class Work:
 
     @functools.cached_property
     def lm_identity(self) -> dict[str, Any]:
-        """The content of the lm-eval tasks, as part of the key of runs."""
+        """Return the identity of the lm-eval tasks, which is part of the key of runs."""
         from minivllm.lab.bench import lm_tasks
 
         return lm_tasks.identity(self.lm_eval)
@@ -355,7 +354,7 @@ def contenders(args: argparse.Namespace) -> list[Contender]:
         found.append(Contender(name, changed, without_run))
     for file, unused in unused_of.items():
         reason = "requests are those of --dataset, or random ones, at --temperature"
-        print(f"minivllm: {unused} of {file}: not used here; {reason}", file=sys.stderr)
+        report(f"{unused} of {file}: not used here; {reason}")
     return found
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.cli.common import (
     add_repeatable,
     add_switch,
+    add_value,
     config_flags,
     print_notes,
     read_config,
@@ -35,11 +36,11 @@ def add_commands(command: Any) -> None:
     sub.add_argument("model", help="a directory, a Hugging Face id, or pocket")
     add_repeatable(sub, "--prompt", "TEXT", "a prompt; repeat the flag for several")
     add_repeatable(sub, "--ids", "N,N,...", "a prompt as token ids; repeat the flag for several")
-    sub.add_argument("--max-tokens", type=int, default=8, metavar="N", help="greedy tokens of each prompt (default 8)")
+    add_value(sub, "--max-tokens", int, "N", "greedy tokens of each prompt (default 8)", 8)
     text = "default float32; repeat the flag for several"
     sub.add_argument("--dtype", action="append", default=[], choices=DTYPES, help=text)
     text = "largest relative error of an operation (default: by dtype)"
-    sub.add_argument("--bound", type=float, default=None, metavar="X", help=text)
+    add_value(sub, "--bound", float, "X", text)
     config_flags(sub, example="e.g. attention=sdpa")
     add_switch(sub, "--json", "print every error as JSON")
 

@@ -1,9 +1,9 @@
-"""``minivllm doctor``: what an engine over several processes needs of the machine, tried out and measured.
+"""``minivllm doctor``: test and measure the parts of the machine that an engine of several processes uses.
 
-device     what there is, and which devices reach each other's memory
-memory     shared memory, which plans and results go through
-messages   to another process and back, as a step's plan and result go
-ranks      so many processes meet, and sum: the sums are checked
+device     the devices, and which of them can read each other's memory
+memory     shared memory, which carries plans and results between processes
+processes  messages to another process and back, in the way of a step's plan and result
+ranks      several processes meet and sum; the sums are checked
 """
 
 from __future__ import annotations
@@ -31,50 +31,57 @@ SIZE = 64 << 20  # bytes of shared memory that are written
 ECHOES = 200
 STARTING = 60.0  # seconds for a process to answer its first message
 MOST = 8  # ranks
-Found = Iterator[tuple[str, str]]  # what it is of, and what was found; more lines of one thing have no name
+Lines = Iterator[tuple[str, str]]  # (name of the check, text); the name of its further lines is ""
 
 
 def add_commands(command: Callable[..., argparse.ArgumentParser]) -> None:
-    text = "Try out and measure what an engine over several processes needs of this machine."
+    """Add ``doctor``.  ``command`` makes a subparser of ``minivllm``."""
+    text = "Test and measure the parts of this machine that an engine of several processes uses."
     sub = command("doctor", "cli.doctor:doctor", text)
     sub.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    sub.add_argument("--ranks", type=int, help=f"processes that meet, up to {MOST} (default: the devices; 2 on a CPU)")
-    sub.add_argument("--seconds", type=float, default=30.0, help="that they may take to meet (default 30)")
+    text = f"processes that meet, up to {MOST} (default: one for each device; 2 on a CPU)"
+    sub.add_argument("--ranks", type=int, help=text)
+    sub.add_argument("--seconds", type=float, default=30.0, help="time limit for the processes to meet (default 30)")
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Prints what it finds; the exit code of what is wrong first, 0 if nothing is."""
+    """Run all checks, print their results, and return the exit code of the first that failed, 0 if none did."""
     code = 0
     device = find_device(args.device)
-    ranks = args.ranks if args.ranks is not None else 2 if device.kind == "cpu" else min(MOST, device.devices)
+    ranks = args.ranks
+    if ranks is None:
+        ranks = 2 if device.kind == "cpu" else min(MOST, device.devices)
     if not 1 <= ranks <= MOST:
-        raise ResourceError(f"--ranks {ranks}: want 1 to {MOST}")
+        raise ResourceError(f"--ranks {ranks}: expected 1 to {MOST}")
     if device.kind != "cpu" and ranks > device.devices:
-        raise ResourceError(f"--ranks {ranks}: each has a device, and torch sees {device.devices}")
+        raise ResourceError(f"--ranks {ranks}: each needs a device, and torch sees {device.devices}")
     for check in (_versions, _device, _memory, _processes):
         try:
-            for name, words in check(device, ranks, args.seconds):
-                print(f"{name:10} {words}", flush=True)
-        except (MinivllmError, ChildEnded, OSError) as e:
-            code = code or getattr(e, "exit_code", ResourceError.exit_code)
-            print(f"{check.__name__[1:]:10} FAILED: {e}", flush=True)
+            for name, text in check(device, ranks, args.seconds):
+                print(f"{name:10} {text}", flush=True)
+        except (MinivllmError, ChildEnded, OSError) as exc:
+            code = code or getattr(exc, "exit_code", ResourceError.exit_code)
+            print(f"{check.__name__[1:]:10} FAILED: {exc}", flush=True)
     return code
 
 
-def _versions(device: Device, ranks: int, seconds: float) -> Found:
+def _versions(device: Device, ranks: int, seconds: float) -> Lines:
+    """Check the versions, and that torch has the library by which processes sum."""
     import torch
     import torch.distributed as dist
 
     yield "versions", f"minivllm {__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     if not dist.is_available():
-        raise ResourceError("this build of torch has no torch.distributed: want one that has")
-    there = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
-    yield "", f"processes may sum by {' and '.join(there) or 'nothing'}"
-    if (want := "gloo" if device.kind == "cpu" else "nccl") not in there:
-        raise ResourceError(f"on {device.kind} processes sum by {want}, which this build of torch lacks")
+        raise ResourceError("this build of torch has no torch.distributed: install one that has")
+    libraries = [name for name in ("gloo", "nccl") if getattr(dist, f"is_{name}_available")()]
+    yield "", f"processes may sum by {' and '.join(libraries) or 'nothing'}"
+    needed = "gloo" if device.kind == "cpu" else "nccl"
+    if needed not in libraries:
+        raise ResourceError(f"on {device.kind} processes sum by {needed}, which this build of torch lacks")
 
 
-def _device(device: Device, ranks: int, seconds: float) -> Found:
+def _device(device: Device, ranks: int, seconds: float) -> Lines:
+    """Describe the devices, their free memory, and which of them can read each other's memory."""
     several = f", {device.devices} of it" if device.devices > 1 else ""
     yield "device", f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB{several}"
     if device.kind == "cpu":
@@ -90,13 +97,15 @@ def _device(device: Device, ranks: int, seconds: float) -> Found:
         yield "", f"{i}: {name}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free, {reach}"
 
 
-def _memory(device: Device, ranks: int, seconds: float) -> Found:
+def _memory(device: Device, ranks: int, seconds: float) -> Lines:
+    """Measure how fast shared memory is written."""
     file = shared_file(SIZE)
     try:
-        memory, some = mmap.mmap(file, SIZE), bytes(1 << 20)
+        memory = mmap.mmap(file, SIZE)
+        chunk = bytes(1 << 20)
         begun = time.perf_counter()
-        for at in range(0, SIZE, len(some)):
-            memory[at : at + len(some)] = some
+        for at in range(0, SIZE, len(chunk)):
+            memory[at : at + len(chunk)] = chunk
         took = time.perf_counter() - begun
         memory.close()
     finally:
@@ -104,21 +113,22 @@ def _memory(device: Device, ranks: int, seconds: float) -> Found:
     where = "without a name (memfd)" if hasattr(os, "memfd_create") else "a file in the folder for temporary ones"
     yield "memory", f"shared, {where}: {SIZE >> 20} MiB written in {took * 1e3:.0f} ms, {SIZE / took / 1e9:.1f} GB/s"
     if not os.path.exists("/proc/self/fd"):
-        raise ResourceError(f"processes meet by /proc/self/fd, which {sys.platform} lacks: want tensor_parallel_size=1")
+        raise ResourceError(f"processes meet by /proc/self/fd, which {sys.platform} lacks: use tensor_parallel_size=1")
 
 
-def _processes(device: Device, ranks: int, seconds: float) -> Found:
+def _processes(device: Device, ranks: int, seconds: float) -> Lines:
+    """Start a process for each rank and time messages to the first; with several ranks check their sums."""
     children: list[Child] = []
     try:
         begun = time.monotonic()
         children += [Child(PROBE) for _ in range(ranks)]
         for rank, child in enumerate(children):
-            _ask(child, ECHO, b"", rank, STARTING)
+            _request(child, ECHO, b"", rank, STARTING)
         started = time.monotonic() - begun
         took = []
         for _ in range(ECHOES):
             begun = time.perf_counter()
-            _ask(children[0], ECHO, bytes(4096), 0, seconds)
+            _request(children[0], ECHO, bytes(4096), 0, seconds)
             took.append(time.perf_counter() - begun)
         yield "processes", f"{ranks} started in {started:.1f} s"
         yield "", f"4 KiB to one and back: {statistics.median(took) * 1e6:.0f} us (median of {ECHOES})"
@@ -131,31 +141,36 @@ def _processes(device: Device, ranks: int, seconds: float) -> Found:
             child.end(2.0)
 
 
-def _sums(children: list[Child], device: Device, seconds: float) -> Found:
-    file, size = shared_file(0), len(children)
+def _sums(children: list[Child], device: Device, seconds: float) -> Lines:
+    """Let the processes meet and sum, and report the times of the slowest.  ResourceError if a process failed."""
+    size = len(children)
+    file = shared_file(0)
     try:
         for rank, child in enumerate(children):
-            told = {"rank": rank, "size": size, "device": device.kind, "seconds": seconds}
-            child.send(MEET, [json.dumps(told).encode()], file)
+            message = {"rank": rank, "size": size, "device": device.kind, "seconds": seconds}
+            child.send(MEET, [json.dumps(message).encode()], file)
     finally:
         os.close(file)
-    found = [json.loads(_answer(child, rank, 3 * seconds)) for rank, child in enumerate(children)]
-    for rank, one in enumerate(found):
-        if "failed" in one:
-            raise ResourceError(f"rank {rank} of {size}: {one['failed']}")
-    slowest: dict[str, Any] = {name: max(one[name] for one in found) for name in found[0]}
+    results = [json.loads(_answer(child, rank, 3 * seconds)) for rank, child in enumerate(children)]
+    for rank, result in enumerate(results):
+        if "failed" in result:
+            raise ResourceError(f"rank {rank} of {size}: {result['failed']}")
+    slowest: dict[str, Any] = {name: max(result[name] for result in results) for name in results[0]}
     backend = "gloo" if device.kind == "cpu" else "NCCL"
     yield "ranks", f"{size} met by {backend} in {slowest.pop('meet'):.1f} s (torch's import among them); sums are right"
     for name, ms in slowest.items():
-        yield "", f"{'all_reduce of ' + name if name[0].isdigit() else name}: {ms:.3f} ms"
+        text = f"all_reduce of {name}" if name[0].isdigit() else name
+        yield "", f"{text}: {ms:.3f} ms"
 
 
-def _ask(child: Child, kind: int, data: bytes, rank: int, seconds: float) -> bytearray:
+def _request(child: Child, kind: int, data: bytes, rank: int, seconds: float) -> bytearray:
+    """Send a message to a process and return its answer."""
     child.send(kind, [data])
     return _answer(child, rank, seconds)
 
 
 def _answer(child: Child, rank: int, seconds: float) -> bytearray:
+    """Wait for the next message of a process and return it.  ResourceError after ``seconds``; ChildEnded if it died."""
     end = time.monotonic() + seconds
     while (message := child.receive(wait=False)) is None:
         if (ended := child.ended()) is not None:

@@ -1,6 +1,6 @@
-"""``minivllm plugins check``: import a plug-in in a process of its own, and say what is wrong and how long it took.
+"""``minivllm plugins check``: import each plug-in in a new process, and report faults and times.
 
-The process may die, hang or print; here only a report comes back.
+The new process may crash, hang or print.  This process only receives its report.
 """
 
 from __future__ import annotations
@@ -33,34 +33,49 @@ TIMEOUT = 60.0
 
 @dataclass(frozen=True)
 class Report:
-    """What importing a plug-in showed.  Milliseconds are None where it did not come that far.  ``impl_ms`` counts
-    neither what the seam's base class imports nor the big libraries, which ``heavy_ms`` has."""
+    """The result of importing a plug-in.
+
+    Milliseconds are None if the import did not get that far.  ``heavy_ms`` has the imports of big libraries by name.
+    ``impl_ms`` counts neither these nor the import of the seam's base class."""
 
     entry: Entry
     faults: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()  # what must be installed first: no fault of the plug-in's
-    outdated: tuple[str, ...] = ()  # old import paths that it uses, which still work: no fault either
+    missing: tuple[str, ...] = ()  # packages to install first, which is no fault of the plug-in
+    outdated: tuple[str, ...] = ()  # old import paths in use, which still work, so that is no fault either
     spec_ms: float | None = None
     impl_ms: float | None = None
     heavy_ms: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def word(self) -> str:
-        return "FAULTY" if self.faults else "missing" if self.missing else "ok"
+        """Return the verdict: FAULTY, missing or ok."""
+        if self.faults:
+            return "FAULTY"
+        return "missing" if self.missing else "ok"
 
     def as_dict(self) -> dict[str, Any]:
-        e, found = self.entry, asdict(self)
+        """Return the report as a JSON object."""
+        entry = self.entry
+        found = asdict(self)
         del found["entry"]
-        return {"seam": e.kind, "name": e.label, "version": e.version, "target": e.target, "result": self.word, **found}
+        return {
+            "seam": entry.kind,
+            "name": entry.label,
+            "version": entry.version,
+            "target": entry.target,
+            "result": self.word,
+            **found,
+        }
 
 
 def check(entries: Sequence[Entry], timeout: float = TIMEOUT, jobs: int = 2) -> Iterable[Report]:
-    """A report for each, in order, as they come."""
+    """Yield a report for each entry, in order.  ``timeout`` is in seconds for each; ``jobs`` run at once."""
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(lambda entry: check_one(entry, timeout), entries)
 
 
 def check_one(entry: Entry, timeout: float = TIMEOUT) -> Report:
+    """Import a plug-in in a new process and return its report."""
     argv = command("minivllm.cli.plugin_check:main", json.dumps(asdict(entry)))
     try:
         done = subprocess.run(argv, capture_output=True, text=True, errors="replace", timeout=timeout)
@@ -68,25 +83,28 @@ def check_one(entry: Entry, timeout: float = TIMEOUT) -> Report:
         return Report(entry, (f"importing it had not ended after {timeout:g} s",))
     try:
         found = json.loads(done.stdout.splitlines()[-1])
-        found |= {name: tuple(found[name]) for name in ("faults", "missing", "outdated")}
+        for name in ("faults", "missing", "outdated"):
+            found[name] = tuple(found[name])
         report = Report(entry, **found)
     except (ValueError, IndexError, KeyError):
         return Report(entry, (f"importing it {how_it_ended(done.returncode)}{_tail(done.stderr)}",))
-    if hint := version_hint(entry):
-        report = replace(report, faults=(*report.faults, hint))
-    return report
+    hint = version_hint(entry)
+    return replace(report, faults=(*report.faults, hint)) if hint else report
 
 
 def _tail(text: str) -> str:
+    """Return the last line of an error output in parentheses, "" if there is none."""
     lines = [line for line in text.splitlines() if line.strip()]
     return f" ({lines[-1].strip()[:200]})" if lines else ""
 
 
-# ---- in the other process --------------------------------------------------------------------------------------------
+# ---- in the new process ----------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Look:
+class _Findings:
+    """The fields of a report, filled in as the import proceeds."""
+
     faults: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     outdated: list[str] = field(default_factory=list)
@@ -96,54 +114,58 @@ class _Look:
 
 
 def main(text: str) -> None:
-    """Look at the entry in ``text`` and write what was found as the last line of standard output."""
+    """Import the entry in ``text`` (JSON) and write the findings as the last line of standard output."""
     report = os.dup(1)
-    os.dup2(2, 1)  # what the plug-in prints
+    os.dup2(2, 1)  # send what the plug-in prints to standard error
     importing.on = False
-    look = _Look()
+    found = _Findings()
     try:
-        _look(Entry(**json.loads(text)), look)
+        _import(Entry(**json.loads(text)), found)
     except PluginError as exc:
-        look.faults.append(str(exc).partition("\n")[0])
-    look.outdated += moved.used.values()
-    os.write(report, (json.dumps(asdict(look)) + "\n").encode())
+        found.faults.append(str(exc).partition("\n")[0])
+    found.outdated += moved.used.values()
+    os.write(report, (json.dumps(asdict(found)) + "\n").encode())
     sys.stdout.flush()
-    os._exit(0)  # threads that a plug-in started do not keep the process
+    os._exit(0)  # ends the process although threads of the plug-in may still run
 
 
-def _look(entry: Entry, look: _Look) -> None:
+def _import(entry: Entry, found: _Findings) -> None:
+    """Import the spec and the implementation of an entry and add what is wrong to ``found``."""
     kind = KINDS[entry.kind]
     registry = Registry(kind, [entry], [entry.target])
-    spec, look.spec_ms = _timed(lambda: registry.spec(entry))
-    heavy = [m for m in HEAVY if m in sys.modules]
-    if heavy and entry.dist != "local":  # a target is a class: its module is the implementation
-        look.faults.append(f"its spec imports {', '.join(heavy)}: keep the module of the spec, and its package, light")
-    look.faults += spec_faults(spec, kind)
-    look.missing += [str(reason) for needs in spec.needs if (reason := needs.missing())]
-    if look.missing:
+    spec, found.spec_ms = _timed(lambda: registry.spec(entry))
+    heavy = [module for module in HEAVY if module in sys.modules]
+    if heavy and entry.dist != "local":  # a local target is a class, so its spec is the implementation's module
+        found.faults.append(f"its spec imports {', '.join(heavy)}: keep the module of the spec, and its package, light")
+    found.faults += spec_faults(spec, kind)
+    reasons = [needs.missing() for needs in spec.needs]
+    found.missing += [str(reason) for reason in reasons if reason]
+    if found.missing:
         return
     import_target(kind.base)
     clock = _Clock()
     sys.meta_path.insert(0, clock)
     _, ms = _timed(lambda: registry.load(Candidate(entry, spec)))
-    look.heavy_ms = {name: round(ms, 1) for name, ms in clock.ms.items()}
-    look.impl_ms = round(ms - sum(look.heavy_ms.values()), 1)
+    found.heavy_ms = {name: round(ms, 1) for name, ms in clock.ms.items()}
+    found.impl_ms = round(ms - sum(found.heavy_ms.values()), 1)
     if threading.active_count() > 1:
-        look.faults.append("importing it starts threads: start them when an instance is made")
+        found.faults.append("importing it starts threads: start them when an instance is made")
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        look.faults.append("importing it initialises CUDA: a worker process could not be forked, and memory is taken")
+        found.faults.append("importing it initialises CUDA: a worker process could not be forked, and memory is taken")
     if spec.options:
-        look.faults += _option_faults(registry.options_model(entry, spec))
+        found.faults += _option_faults(registry.options_model(entry, spec))
 
 
 def _timed(work: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of a call and its milliseconds."""
     start = time.perf_counter()
-    return work(), round((time.perf_counter() - start) * 1e3, 1)
+    result = work()
+    return result, round((time.perf_counter() - start) * 1e3, 1)
 
 
 class _Clock:
-    """A finder that times the import of big libraries; one that imports another counts for both."""
+    """An import finder that times big libraries.  A library that imports another counts the time of both."""
 
     def __init__(self) -> None:
         self.ms: dict[str, float] = {}
@@ -158,21 +180,24 @@ class _Clock:
         run = spec.loader.exec_module
 
         def timed(module: Any) -> None:
-            start, self._inside = time.perf_counter(), True
+            start = time.perf_counter()
+            self._inside = True
             try:
                 run(module)
             finally:
-                self.ms[name], self._inside = (time.perf_counter() - start) * 1e3, False
+                self.ms[name] = (time.perf_counter() - start) * 1e3
+                self._inside = False
 
         spec.loader.exec_module = timed  # type: ignore[method-assign]
         return spec
 
 
 def spec_faults(spec: Spec, kind: Kind) -> list[str]:
-    """What a spec says that nobody would read, or that no engine of this version would accept."""
-    from minivllm.core.interfaces.params import is_own  # numpy with it, which counts against a spec that imports it
+    """Return the faults of a spec: entries that nothing reads, and claims that no engine of this version accepts."""
+    from minivllm.core.interfaces.params import is_own  # imports numpy, which must not count as the spec's import
 
-    faults = [str(r) for r in replace(spec, limits=ANY, needs=(), check=None).refuse(PluginQuery(), kind)]
+    accepting = replace(spec, limits=ANY, needs=(), check=None)
+    faults = [str(reason) for reason in accepting.refuse(PluginQuery(), kind)]
     known: Mapping[str, Iterable[str]] = {
         "limits": kind.facts,
         "features": kind.features,
@@ -180,28 +205,32 @@ def spec_faults(spec: Spec, kind: Kind) -> list[str]:
         "prefer": kind.open,
     }
     for name, words in known.items():
-        said = getattr(spec, name)
-        for word in sorted(set(said) - set(words)) if said != ANY else ():
+        declared = getattr(spec, name)
+        unknown = set() if declared == ANY else set(declared) - set(words)
+        for word in sorted(unknown):
             near = suggest(word, words) or f" There are: {', '.join(words) or 'none'}."
             faults.append(f"its spec's {name} name {word!r}, which {kind.name} does not know.{near}")
-    faults += [
-        f"its spec declares the parameter {param.name!r}{text}"
-        for param in spec.params
-        if (text := declared_params.fault(kind.name, param, is_own))
-    ]
-    if spec.limits != ANY:
-        faults += [
-            f"its spec's limits do not speak of {fact!r}: a request that asks for it is refused"
-            for fact in kind.facts
-            if fact not in spec.limits
-        ]
-        inside = {fact: value for fact, value in spec.prefer.items() if fact in spec.limits}
-        alone = replace(spec, needs=(), check=None)
-        faults += [f"its spec prefers what it refuses: {r}" for r in alone.refuse(PluginQuery(inside), kind)]
-    return faults
+    for param in spec.params:
+        text = declared_params.fault(kind.name, param, is_own)
+        if text:
+            faults.append(f"its spec declares the parameter {param.name!r}{text}")
+    if spec.limits == ANY:
+        return faults
+    for fact in kind.facts:
+        if fact not in spec.limits:
+            faults.append(f"its spec's limits do not speak of {fact!r}: a request that asks for it is refused")
+    preferred = {fact: value for fact, value in spec.prefer.items() if fact in spec.limits}
+    limited = replace(spec, needs=(), check=None)
+    refusals = limited.refuse(PluginQuery(preferred), kind)
+    return faults + [f"its spec prefers what it refuses: {reason}" for reason in refusals]
 
 
 def _option_faults(model: Any) -> list[str]:
-    faults = [] if model.model_config.get("extra") == "forbid" else ['its options want extra="forbid"']
-    silent = [name for name, f in model.model_fields.items() if not (f.description or "").strip()]
-    return faults + ([f"options without a description: {', '.join(silent)}"] if silent else [])
+    """Return the faults of a plug-in's options model."""
+    faults = []
+    if model.model_config.get("extra") != "forbid":
+        faults.append('its options must be declared with extra="forbid"')
+    silent = [name for name, option in model.model_fields.items() if not (option.description or "").strip()]
+    if silent:
+        faults.append(f"options without a description: {', '.join(silent)}")
+    return faults

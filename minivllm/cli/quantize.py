@@ -1,14 +1,15 @@
-"""``minivllm quantize``: a model directory with weights of 4 or 8 bits.  Parsing it imports nothing heavy."""
+"""``minivllm quantize``: write a model with weights of 4 or 8 bits.  Parsing it imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
+
+from minivllm.cli.common import add_repeatable, add_switch, add_value, report
 
 
 def add_commands(command: Any) -> None:
-    """Add ``quantize``.  ``command`` is that of ``minivllm.cli``."""
+    """Add ``quantize``.  ``command`` makes a subparser of ``minivllm``."""
     text = "Write a model directory whose linear layers are packed in 4 or 8 bits, as GPTQ's or compressed-tensors'."
     command("quantize", "cli.quantize:quantize", text).fill = _add_arguments
 
@@ -18,25 +19,34 @@ def _add_arguments(sub: argparse.ArgumentParser) -> None:
     from minivllm.lab.quantize.options import BITS, DAMPING, FORMATS, LENGTH, METHODS, ORDERS, SAMPLES
 
     sub.add_argument("model", help="a directory, a Hugging Face id, or pocket")
-    sub.add_argument("out", help="the directory to write; it must not be there")
-    sub.add_argument("--method", choices=METHODS, required=True, help="rtn: rounding; gptq and awq read a text")
+    sub.add_argument("out", help="the directory to write; it must not exist")
+    text = "rtn rounds the weights; gptq and awq also read a text"
+    sub.add_argument("--method", choices=METHODS, required=True, help=text)
     sub.add_argument("--bits", type=int, choices=BITS, default=4)
-    sub.add_argument("--group", type=int, default=128, metavar="N", help="inputs that share a scale; -1: all of them")
-    sub.add_argument("--format", choices=FORMATS, default="gptq", help="of the files (default gptq, AutoGPTQ's v1)")
-    sub.add_argument("--calibration", metavar="FILE", help="text, or .jsonl with text, messages or ids in each line")
-    sub.add_argument("--samples", type=int, metavar="N", help=f"gptq, awq: of the text (default {SAMPLES})")
-    sub.add_argument("--length", type=int, metavar="N", help=f"gptq, awq: tokens of a sample (default {LENGTH})")
-    sub.add_argument("--asymmetric", action="store_true", help="a zero point for each group, beside its scale")
-    sub.add_argument("--act-order", choices=ORDERS, default=ORDERS[0], help="gptq: inputs of large activations first")
-    sub.add_argument("--damping", type=float, default=DAMPING, metavar="X", help=f"gptq: default {DAMPING:g}")
-    skip = "modules that are not packed: matched from the start of names such as model.layers.0.mlp.down_proj; again "
-    skip += "for several"
-    sub.add_argument("--skip", action="append", default=[], metavar="REGEX", help=skip)
-    sub.add_argument("--device", choices=("cpu", "cuda"), default=None, help="default cuda if torch sees it")
+    text = "inputs that share a scale; -1: all of them"
+    add_value(sub, "--group", int, "N", text, 128)
+    text = "file format (default gptq, AutoGPTQ's v1)"
+    sub.add_argument("--format", choices=FORMATS, default="gptq", help=text)
+    text = "a text file, or .jsonl with text, messages or ids in each line"
+    add_value(sub, "--calibration", str, "FILE", text)
+    text = f"gptq, awq: samples of the text (default {SAMPLES})"
+    add_value(sub, "--samples", int, "N", text)
+    text = f"gptq, awq: tokens of a sample (default {LENGTH})"
+    add_value(sub, "--length", int, "N", text)
+    text = "store a zero point for each group, in addition to its scale"
+    add_switch(sub, "--asymmetric", text)
+    text = "gptq: quantize inputs of large activations first; static keeps the groups, groups forms them in that order"
+    sub.add_argument("--act-order", choices=ORDERS, default=ORDERS[0], help=text)
+    text = f"gptq: share of the mean that is added to the Hessian's diagonal (default {DAMPING:g})"
+    add_value(sub, "--damping", float, "X", text, DAMPING)
+    text = "modules that stay unpacked, by the start of names such as model.layers.0.mlp.down_proj; repeatable"
+    add_repeatable(sub, "--skip", "REGEX", text)
+    text = "default: cuda if torch sees a GPU"
+    sub.add_argument("--device", choices=("cpu", "cuda"), help=text)
 
 
 def quantize(args: argparse.Namespace) -> int:
-    """Write the quantized model directory; the exit code."""
+    """Run ``minivllm quantize`` and return its exit code."""
     from minivllm.lab.quantize.options import QuantizeOptions
 
     options = QuantizeOptions(
@@ -64,30 +74,37 @@ def quantize(args: argparse.Namespace) -> int:
             bar.update(done)
 
         try:
-            report = work.run(progress)
+            summary = work.run(progress)
         except KeyboardInterrupt:
             bar.close()
-            print(f"minivllm: finished layers are in {work.work.folder}: the same command goes on", file=sys.stderr)
+            report(f"finished layers are in {work.work.folder}: the same command goes on")
             raise
-    of_run = " of this run's layers" if report.resumed else ""
-    if report.unscaled:
-        print(f"minivllm: no scales of inputs for {_listed(report.unscaled)}{of_run}", file=sys.stderr)
-    resumed = f", layers: {report.resumed} finished by a run before" if report.resumed else ""
-    mean = sum(report.errors) / max(len(report.errors), 1)
-    lost = f", outputs of linear modules{of_run} lose {mean:.2%}" if report.errors else ""
-    print(f"{report.out}: {report.bytes / 2**20:.1f} MiB in {report.seconds:.0f} s{resumed}{lost}")
+    this_run = " of this run's layers" if summary.resumed else ""
+    if summary.unscaled:
+        report(f"no scales of inputs for {_some(summary.unscaled)}{this_run}")
+    text = f"{summary.out}: {summary.bytes / 2**20:.1f} MiB in {summary.seconds:.0f} s"
+    if summary.resumed:
+        text += f", layers: {summary.resumed} finished by a run before"
+    if summary.errors:
+        mean = sum(summary.errors) / len(summary.errors)
+        text += f", outputs of linear modules{this_run} lose {mean:.2%}"
+    print(text)
     return 0
 
 
 def _device(wanted: str | None) -> str:
+    """Return the device to compute on.  None means a GPU if there is one.  ResourceError if a GPU is missing."""
     import torch
 
     from minivllm.errors import ResourceError
 
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ResourceError("--device cuda: torch sees no GPU; want --device cpu")
-    return wanted or ("cuda" if torch.cuda.is_available() else "cpu")
+    has_gpu = torch.cuda.is_available()
+    if wanted == "cuda" and not has_gpu:
+        raise ResourceError("--device cuda: torch sees no GPU; use --device cpu")
+    return wanted or ("cuda" if has_gpu else "cpu")
 
 
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+def _some(names: list[str]) -> str:
+    """Return the first two names, and the number of the others."""
+    text = ", ".join(names[:2])
+    return f"{text} and {len(names) - 2} more" if len(names) > 2 else text

@@ -1,94 +1,117 @@
-"""The part of the command line that is about records of runs: ``diff``, ``--record``, and starting a run again."""
+"""Records of runs on the command line: ``minivllm diff``, the flag ``--record``, and repeating a recorded run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from minivllm.cli.common import add_switch, add_value, report
 from minivllm.errors import ConfigError, MinivllmError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
 
+UNKNOWN_EXIT = 6  # exit code of diff if the source of a part is unknown, so that a difference would not be seen
+
+
 class DifferenceError(MinivllmError):
-    """Two runs differ in more than was allowed."""
+    """Two runs differ in more than ``--only`` allows."""
 
 
 def record_flag() -> argparse.ArgumentParser:
-    """The parent of the commands that run an engine."""
+    """Return a parent parser with ``--record``, for commands that run an engine."""
     parser = argparse.ArgumentParser(add_help=False)
-    text = "write the bill of materials of this run, with its results: what was wired, from which source, and why"
-    parser.add_argument("--record", metavar="RUN.JSON", help=text)
+    text = "write the record of this run: its plug-ins with their sources and why they were chosen, and its results"
+    add_value(parser, "--record", str, "RUN.JSON", text)
     return parser
 
 
-UNKNOWN_EXIT = 6  # of diff, where a part's source is not known: it may differ, and nobody sees it
-
-
 def add_commands(command: Any) -> None:
-    """Add ``diff``.  ``command`` is that of ``minivllm.cli``."""
-    sub = command("diff", "cli.record:diff", "Say what differs between two recorded runs, first of all in one line.")
+    """Add ``diff``.  ``command`` makes a subparser of ``minivllm``."""
+    text = "Print the differences between two recorded runs; the first line is a summary."
+    sub = command("diff", "cli.record:diff", text)
     sub.add_argument("a", metavar="A.JSON", help="a record of a run")
-    sub.add_argument("b", metavar="B.JSON", help="another one")
-    text = "fail (exit code 1) if anything else differs; 'nothing' if nothing may"
-    sub.add_argument("--only", action="append", default=None, metavar="NAME[,NAME]", help=text)
-    sub.add_argument("--json", action="store_true", help="print JSON")
+    sub.add_argument("b", metavar="B.JSON", help="another record")
+    text = "fail (exit code 1) if anything else differs; with 'nothing', if anything differs"
+    sub.add_argument("--only", action="append", metavar="NAME[,NAME]", help=text)
+    add_switch(sub, "--json", "print JSON")
 
 
 def diff(args: argparse.Namespace) -> int:
+    """Run ``minivllm diff`` and return its exit code.  DifferenceError if more differs than ``--only`` allows."""
     from minivllm.frontend.record import bill
-    from minivllm.frontend.record.diff import compare, report
+    from minivllm.frontend.record.diff import compare
+    from minivllm.frontend.record.diff import report as difference_text
 
-    a, b = bill.read(args.a), bill.read(args.b)
+    a = bill.read(args.a)
+    b = bill.read(args.b)
     found = compare(a, b)
     if args.json:
         print(json.dumps({**found.as_dict(), "fingerprints": [a["fingerprint"], b["fingerprint"]]}, indent=1))
     else:
-        print(report(found, _title(args.a, a), _title(args.b, b)))
+        print(difference_text(found, _title(args.a, a), _title(args.b, b)))
     allowed: set[str] = set()
     if args.only is not None:
-        allowed = {name.strip() for text in args.only for name in text.split(",")} - {"nothing"}
-        if others := [subject for subject in found.subjects if subject not in allowed]:
-            near = next((hint for name in sorted(allowed - set(found.subjects)) if (hint := suggest(name, others))), "")
-            only = ", ".join(sorted(allowed)) or "nothing"
-            raise DifferenceError(f"more than {only} differs: {', '.join(others)}{near and '.' + near}")
-        if same := sorted(allowed - set(found.subjects)):
-            print(f"minivllm: --only {','.join(same)}: does not differ", file=sys.stderr)
+        names = ",".join(args.only).split(",")
+        allowed = {name.strip() for name in names} - {"nothing"}
+        _check_only(found.subjects, allowed)
     return UNKNOWN_EXIT if set(found.unknown) - allowed else 0
 
 
+def _check_only(subjects: Sequence[str], allowed: set[str]) -> None:
+    """Raise DifferenceError if one of ``subjects`` differs that is not allowed.  Report names that do not differ."""
+    same = sorted(allowed - set(subjects))
+    others = [subject for subject in subjects if subject not in allowed]
+    if others:
+        hints = [hint for name in same if (hint := suggest(name, others))]
+        near = f".{hints[0]}" if hints else ""
+        only = ", ".join(sorted(allowed)) or "nothing"
+        raise DifferenceError(f"more than {only} differs: {', '.join(others)}{near}")
+    if same:
+        report(f"--only {','.join(same)}: does not differ")
+
+
 def _title(path: str, record: Mapping[str, Any]) -> str:
+    """Return the path, the date and the start of the fingerprint of a record."""
     return f"{path}   {record['created']}   fingerprint {record['fingerprint'][:12]}"
 
 
 def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
-    """Where the record of this run goes; ConfigError, before the work, if it cannot go there."""
+    """Return the file for the record of this run, None for no record.
+
+    ConfigError if it cannot be written, or if it is the record that `minivllm run` repeats.
+    """
     from minivllm.frontend.record.bill import check_writable
 
-    runs = hasattr(args, "file")  # the [run] table is about `minivllm run`
-    path = getattr(args, "record", None) or (loaded.run.record if runs else None)
+    is_run = hasattr(args, "file")  # the [run] table of a configuration is only for `minivllm run`
+    path = getattr(args, "record", None) or None
+    if path is None and is_run:
+        path = loaded.run.record
     if path is None:
         return None
     check_writable(path)
-    if runs and os.path.abspath(args.file) == os.path.abspath(path):
-        raise ConfigError(f"--record {path}: is the record that is started again; give the new one another name")
+    if is_run and os.path.abspath(args.file) == os.path.abspath(path):
+        raise ConfigError(f"--record {path}: is the record of the run to repeat; choose another file")
     return path
 
 
 def read_record(path: str) -> dict[str, Any] | None:
-    """The record in a file that is to be run, None if it is an experiment file."""
+    """Return the record in a file of `minivllm run`, None if the file is an experiment."""
     from minivllm.frontend.record import bill
 
     return bill.read(path) if path.lower().endswith(".json") and bill.is_record(path) else None
 
 
 def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Namespace) -> None:
-    """Before a model is loaded: would this be the recorded run?  ConfigError says what is not."""
+    """Compare a recorded run with the run that would start now, before a model is loaded.
+
+    Prints notes to standard error.  ConfigError for a difference that the user did not choose, unless
+    ``--force`` is used.
+    """
     from minivllm.device.hardware import prepare_environment
 
     prepare_environment()
@@ -98,11 +121,11 @@ def check_recorded(record: Mapping[str, Any], loaded: Loaded, args: argparse.Nam
 
     resolved = resolve(loaded.engine, Catalog.discover(), loaded.origins)
     for note in replay.check(record, bill.make(resolved, loaded), args.file, args.force):
-        print(f"minivllm: {note}", file=sys.stderr)
+        report(note)
 
 
-def tell_tokens(record: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
-    """After a run that was started again: are the tokens those of the record?"""
+def print_tokens(record: Mapping[str, Any], now: Mapping[str, Any], path: str) -> None:
+    """Print whether a repeated run generated the tokens of its record."""
     from minivllm.frontend.record.diff import compare
 
-    print(f"minivllm: compared with {path}: {compare(record, now).tokens_text}", file=sys.stderr)
+    report(f"compared with {path}: {compare(record, now).tokens_text}")

@@ -1,15 +1,27 @@
-"""``minivllm replay``: a trace through the scheduler and the evictor, without a model.  Parsing it imports nothing
-heavy; running it imports no torch."""
+"""``minivllm replay``: run a trace through the scheduler and the evictor, without a model.
+
+Parsing the command imports nothing heavy.  Running it imports no torch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import named_parts, read_config
+from minivllm.cli.common import (
+    add_repeatable,
+    add_switch,
+    add_value,
+    config_flags,
+    named_parts,
+    print_notes,
+    read_config,
+    report,
+    target_flags,
+)
 from minivllm.errors import ConfigError, brief
 
 if TYPE_CHECKING:
@@ -18,123 +30,140 @@ if TYPE_CHECKING:
 
 
 def add_commands(command: Any) -> None:
-    """Add ``replay``.  ``command`` is that of ``minivllm.cli``."""
+    """Add ``replay``.  ``command`` makes a subparser of ``minivllm``."""
     text = "Run a trace through the engine's scheduler and cache without a model, and compare configurations."
     sub = command("replay", "cli.replay:replay", text)
     sub.add_argument("trace", help="a .csv, a .jsonl, sample:NAME, or synthetic:requests=5000,seed=0,...")
-    sub.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; one run for each"
-    )
-    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
-    sub.add_argument("--evictor", action="append", default=[], metavar="NAME", help="run each of these (a,b or again)")
-    sub.add_argument("--scheduler", action="append", default=[], metavar="NAME", help="run each of these")
-    sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
-    sub.add_argument("--blocks", default="", metavar="N|P%", help="KV blocks, or a share of the trace's distinct ones")
-    sub.add_argument("--cache-only", action="store_true", help="no scheduler: requests one after the other, in blocks")
-    sub.add_argument("--optimum", action="store_true", help="Belady's offline optimum beside the evictors")
-    sub.add_argument(
-        "--step-ms",
-        type=float,
-        default=50.0,
-        metavar="MS",
-        help="what a step counts for between arrivals (default 50); 0: all requests are there at once",
-    )
-    sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
-    sub.add_argument("--output-json", default="", metavar="FILE", help="write the figures as JSON, for report")
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+    config_flags(sub, "one run for each file", "setting of every run")
+    add_repeatable(sub, "--evictor", "NAME", "one run for each evictor (a,b, or repeat the flag)")
+    add_repeatable(sub, "--scheduler", "NAME", "one run for each scheduler")
+    text = "KV blocks, or a percentage of the distinct blocks of the trace"
+    add_value(sub, "--blocks", str, "N|P%", text, "")
+    add_switch(sub, "--cache-only", "no scheduler: the cache alone, with one request after the other")
+    add_switch(sub, "--optimum", "add Belady's offline optimum to the evictors")
+    text = "milliseconds that a step takes between arrivals (default 50); 0: all requests arrive at the start"
+    add_value(sub, "--step-ms", float, "MS", text, 50.0)
+    part_flags(sub)
+
+
+def part_flags(sub: argparse.ArgumentParser) -> None:
+    """Add the flags for a part of the trace and for the output of the figures."""
+    add_value(sub, "--requests", str, "A:B", "use only requests A to B-1, by arrival", "")
+    text = "write the figures as JSON, for `minivllm report`"
+    add_value(sub, "--output-json", str, "FILE", text, "")
+    add_switch(sub, "--json", "print the figures as JSON")
 
 
 def replay(args: argparse.Namespace) -> int:
+    """Run ``minivllm replay`` and return its exit code."""
     from minivllm.lab.bench import repeats
     from minivllm.lab.replay import compare
     from minivllm.lab.traces.read import about, read_trace
-    from minivllm.runtime.hooks.figures import text
 
     if not 0 <= args.step_ms <= 3.6e6:
-        raise ConfigError(f"--step-ms {args.step_ms:g}: want 0 to 3600000")
+        raise ConfigError(f"--step-ms {args.step_ms:g}: expected 0 to 3600000")
     if args.output_json:
         files.check_output(args.output_json)
     trace = part_of(read_trace(args.trace), args.requests)
-    evictors, schedulers = choices_of(args, "evictor"), choices_of(args, "scheduler")
+    evictors = choices_of(args, "evictor")
+    schedulers = choices_of(args, "scheduler")
     if args.cache_only and schedulers:
         raise ConfigError("--scheduler has no meaning with --cache-only, which runs none; leave one of them out")
-    for seam, choices in (("evictor", evictors), ("scheduler", schedulers)):
-        args.set += _whose_options(seam, choices, args.set)
-    found = compare.cases(
+    args.set += _options_owner("evictor", evictors, args.set)
+    args.set += _options_owner("scheduler", schedulers, args.set)
+    cases = compare.cases(
         trace, configs_of(args), evictors, schedulers, args.blocks, alone=args.cache_only, optimum=args.optimum
     )
+    result = {**repeats.head("replay"), **sizes(trace), "step_ms": None}
     if args.cache_only:
-        rows = compare.run_alone(trace, found)
+        rows = compare.run_alone(trace, cases)
     else:
-        told = lambda text: print(f"minivllm: {text}", file=sys.stderr)  # noqa: E731
-        rows = compare.run_engine(trace, found, args.step_ms / 1e3, told)
-    step_ms = None if args.cache_only else args.step_ms
-    whole = {**repeats.head("replay"), **sizes(trace), "step_ms": step_ms, "runs": rows}
+        rows = compare.run_engine(trace, cases, args.step_ms / 1e3, report)
+        result["step_ms"] = args.step_ms
+    result["runs"] = rows
     if args.output_json:
-        repeats.write(args.output_json, whole)
+        repeats.write(args.output_json, result)
     if args.json:
-        print(repeats.dumps(whole, None))
+        print(repeats.dumps(result, None))
         return 0
     print(about(trace))
     print(compare.table(rows))
     for row in rows:
-        if own := text(row):
-            print(f"figures of {row['config']} {row['scheduler']} {row['evictor']}: {own}")
+        print_figures(row, [row["config"], row["scheduler"], row["evictor"]])
     return 0
 
 
+def print_figures(row: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Print the figures that hooks added to a run, if there are any."""
+    from minivllm.runtime.hooks.figures import text
+
+    if figures := text(row):
+        print(f"figures of {' '.join(names)}: {figures}")
+
+
 def choices_of(args: argparse.Namespace, seam: str) -> list[PluginChoice]:
-    """What ``--evictor`` or ``--scheduler`` names, each as ``--set`` would read it."""
+    """Return the plug-ins of ``--evictor`` or ``--scheduler``, read as ``--set`` would read them."""
     from minivllm.config import load_config
 
-    found = []
+    choices = []
     for name in named_parts(getattr(args, seam), f"--{seam}"):
         try:
-            found.append(getattr(load_config([], [f"{seam}={name}"], environ={}).engine, seam))
+            choices.append(getattr(load_config([], [f"{seam}={name}"], environ={}).engine, seam))
         except ConfigError as exc:
             raise ConfigError(str(exc).replace("--set", f"--{seam}", 1)) from None
-    return found
+    return choices
 
 
-def _whose_options(seam: str, choices: list[PluginChoice], sets: list[str]) -> list[str]:
-    """``--set`` that names the plug-in whose options are given beside ``--evictor`` or ``--scheduler``."""
+def _options_owner(seam: str, choices: list[PluginChoice], sets: list[str]) -> list[str]:
+    """Return a ``--set`` that names the plug-in to which options in ``sets`` belong, if none names it yet.
+
+    The options belong to the only plug-in of ``--evictor`` or ``--scheduler``, or to the plug-in that ``--set
+    SEAM.name`` names.  ConfigError if that is not clear, or if the flag has options of that plug-in too.
+    """
     names = [choice.name for choice in choices]
     keys = {text.partition("=")[0].strip(): text.partition("=")[2] for text in sets}
     options = [key for key in keys if key.startswith(f"{seam}.options")]
     if not options or not names:
         return []
-    whose = keys.get(f"{seam}.name", names[0] if len(set(names)) == 1 else "")
-    if whose in names and all(choice.model_fields_set > {"name"} for choice in choices if choice.name == whose):
+    only_name = names[0] if len(set(names)) == 1 else ""
+    owner = keys.get(f"{seam}.name", only_name)
+    if owner not in names:
         raise ConfigError(
-            f"--set {options[0]} beside --{seam}, which says the options of {whose} itself: want them once"
+            f"--set {options[0]} with --{seam} {','.join(names)}: the options must belong to a plug-in that is run; "
+            f"give --{seam} one name, name the owner with --set {seam}.name=NAME, or use a file for each (--config)"
         )
-    if whose not in names:
+    if all(choice.model_fields_set > {"name"} for choice in choices if choice.name == owner):
         raise ConfigError(
-            f"--set {options[0]} beside --{seam} {','.join(names)}: want options of one that is run; "
-            f"give --{seam} one name, say whose they are with --set {seam}.name=NAME, or use a file for each (--config)"
+            f"--set {options[0]} and --{seam} both have options of {owner}; expected them in only one place"
         )
-    return [] if f"{seam}.name" in keys else [f"{seam}.name={whose}"]
+    return [] if f"{seam}.name" in keys else [f"{seam}.name={owner}"]
 
 
-def configs_of(args: argparse.Namespace, said: set[str] | None = None) -> list[tuple[str, Loaded]]:
-    """(label, configuration) for each file, or the defaults.  ``said``: notes that are not printed again."""
-    flags = {"allow_targets": args.allow_target} if args.allow_target else {}
+def configs_of(args: argparse.Namespace, printed: set[str] | None = None) -> list[tuple[str, Loaded]]:
+    """Return (label, configuration) of each ``--config`` file, or the defaults if there is none.
+
+    Prints the notes of each configuration, except those in ``printed``, and adds them to it.
+    """
+    if not args.config:
+        return [("defaults", read_config([], args.set, target_flags(args)))]
     stems = [Path(file).stem for file in args.config]
     labels = stems if len(set(stems)) == len(stems) else args.config
     if len(set(labels)) < len(labels):
-        raise ConfigError(f"--config {brief(labels[0])}: the same file twice; each is a run of its own")
-    found = [(label, read_config([file], args.set, flags)) for label, file in zip(labels, args.config, strict=True)]
-    for _, loaded in found:
-        for note in loaded.notes:
-            if said is None or note not in said:
-                print(f"minivllm: {note}", file=sys.stderr)
-        if said is not None:
-            said.update(loaded.notes)
-    return found or [("defaults", read_config([], args.set, flags))]
+        raise ConfigError(f"--config {brief(labels[0])}: the same file twice; give each file once")
+    configs = []
+    for label, file in zip(labels, args.config, strict=True):
+        configs.append((label, read_config([file], args.set, target_flags(args))))
+    for _, loaded in configs:
+        if printed is None:
+            print_notes(loaded.notes)
+        else:
+            print_notes(note for note in loaded.notes if note not in printed)
+            printed.update(loaded.notes)
+    return configs
 
 
 def sizes(trace: Trace) -> dict[str, Any]:
-    """What a result says of its trace."""
+    """Return the fields of a result that describe the trace.  ``seconds`` is the arrival of the last request."""
     return {
         "trace": trace.name,
         "requests": len(trace),
@@ -145,13 +174,15 @@ def sizes(trace: Trace) -> dict[str, Any]:
 
 
 def part_of(trace: Trace, text: str) -> Trace:
+    """Return the requests ``A:B`` of a trace, or all for "".  ConfigError for a range outside the trace."""
     if not text:
         return trace
-    start, colon, stop = text.partition(":")
+    first, colon, last = text.partition(":")
     try:
-        a, b = int(start or 0), int(stop or len(trace))
+        start = int(first or 0)
+        stop = int(last or len(trace))
     except ValueError:
-        a, b = 0, 0
-    if not colon or not 0 <= a < b <= len(trace):
-        raise ConfigError(f"--requests {brief(text)}: want A:B with 0 <= A < B <= {len(trace)}")
-    return trace.part(a, b)
+        start = stop = 0
+    if not colon or not 0 <= start < stop <= len(trace):
+        raise ConfigError(f"--requests {brief(text)}: expected A:B with 0 <= A < B <= {len(trace)}")
+    return trace.part(start, stop)

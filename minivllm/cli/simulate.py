@@ -1,5 +1,7 @@
-"""``minivllm calibrate`` and ``minivllm simulate``: what a configuration would do under a trace, on a virtual clock.
-Parsing it imports nothing heavy; simulating imports no torch."""
+"""``minivllm calibrate`` and ``minivllm simulate``: predict how configurations serve a trace, on a virtual clock.
+
+Parsing the commands imports nothing heavy.  Simulating imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -7,61 +9,52 @@ import argparse
 import itertools
 import json
 import math
-import sys
 from copy import copy
 from dataclasses import replace
 from typing import Any
 
 from minivllm import files
-from minivllm.cli.common import load, named_parts
-from minivllm.cli.replay import choices_of, configs_of, part_of, sizes
+from minivllm.cli.common import add_repeatable, add_switch, add_value, config_flags, load, named_parts, report
+from minivllm.cli.replay import choices_of, configs_of, part_flags, part_of, print_figures, sizes
 from minivllm.errors import ConfigError
 
 SEAMS = ("scheduler", "evictor")
-REPEATS = 3  # of the real engine: the fewest whose interval is not absurdly wide
+REPEATS = 3  # runs of the real engine: the smallest number that gives a useful interval
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
-    """Add both.  ``command`` and the parent of its flags are of ``minivllm.cli``."""
-    text = "Measure what steps of a configuration cost on this machine, for `minivllm simulate`."
+    """Add both commands.  ``command`` makes a subparser of ``minivllm``; ``wiring`` has flags for ``calibrate``."""
+    text = "Measure how long the steps of a configuration take on this machine, for `minivllm simulate`."
     sub = command("calibrate", "cli.simulate:calibrate", text, wiring)
     sub.add_argument("-o", "--output", default="costs.json", metavar="FILE", help="table of costs (default costs.json)")
-    sub.add_argument("--seconds", type=float, default=60.0, help="to measure for, after the start (default 60)")
-    sub.add_argument(
-        "--watts", default="", metavar="BUSY,IDLE", help="of the device, which gives joules in simulations"
-    )
+    text = "time to measure, without the start (default 60)"
+    sub.add_argument("--seconds", type=float, default=60.0, help=text)
+    text = "power of the device when busy and when idle, so that simulations can give joules"
+    add_value(sub, "--watts", str, "BUSY,IDLE", text, "")
     text = "Run a trace through the real engine on a virtual clock, and compare configurations."
     sub = command("simulate", "cli.simulate:simulate", text)
     sub.add_argument("--trace", required=True, help="sample:NAME, synthetic:like=NAME,..., a .csv or a .jsonl")
-    sub.add_argument("--costs", required=True, metavar="FILE", help="what `minivllm calibrate` wrote")
-    sub.add_argument(
-        "--config", action="append", default=[], metavar="FILE", help="TOML, YAML or JSON; one run for each"
-    )
-    sub.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for every run")
+    sub.add_argument("--costs", required=True, metavar="FILE", help="the file that `minivllm calibrate` wrote")
+    config_flags(sub, "one run for each file", "setting of every run")
     for seam in SEAMS:
-        text = "instead of the configurations': run each of these (a,b or again)"
-        sub.add_argument(f"--{seam}", action="append", default=[], metavar="NAME", help=text)
-    sub.add_argument("--allow-target", action="append", default=[], metavar="MODULE", help="may be named module:Class")
-    sub.add_argument(
-        "--rate", action="append", default=[], metavar="xK", help="arrivals K times as fast; xinf: at once"
-    )
-    sub.add_argument("--requests", default="", metavar="A:B", help="only requests A to B-1, by arrival")
-    sub.add_argument("--goodput", action="append", default=[], metavar="NAME:MS", help="ttft, tpot or e2el at most")
-    sub.add_argument("--oracle", action="store_true", help="bounds: Belady's evictor; the shortest answer first")
-    sub.add_argument("--real", action="store_true", help="the trace on the real engine too, and how far off this was")
-    text = f"runs of the real engine for each row, whose figures get 95 %% intervals (default {REPEATS}; with --real)"
-    sub.add_argument("--repeats", type=int, metavar="N", help=text)
-    text = "no bands: skip the two runs with faster and slower steps that give them"
-    sub.add_argument("--no-band", action="store_true", help=text)
-    sub.add_argument("--no-answer-hits", action="store_true", help="later prompts hold no answers of earlier requests")
-    sub.add_argument("--output-json", default="", metavar="FILE", help="write the figures as JSON, for report")
-    sub.add_argument("--json", action="store_true", help="print the figures as JSON")
+        text = f"one run for each {seam} (a,b, or repeat the flag), in place of the configurations' own"
+        add_repeatable(sub, f"--{seam}", "NAME", text)
+    add_repeatable(sub, "--rate", "xK", "make arrivals K times as fast; xinf: all at the start")
+    add_repeatable(sub, "--goodput", "NAME:MS", "latency target: ttft, tpot or e2el of at most MS milliseconds")
+    add_switch(sub, "--oracle", "add upper bounds: Belady's evictor, and the shortest answer first")
+    add_switch(sub, "--real", "run the trace on the real engine too, and print the error of the simulation")
+    text = f"with --real: runs of the real engine for each row, which give 95 %% intervals (default {REPEATS})"
+    add_value(sub, "--repeats", int, "N", text)
+    text = "skip the two runs with faster and slower steps, which give the error bands"
+    add_switch(sub, "--no-band", text)
+    add_switch(sub, "--no-answer-hits", "later prompts do not contain answers of earlier requests")
+    part_flags(sub)
 
 
 def calibrate(args: argparse.Namespace) -> int:
     """Run ``minivllm calibrate`` and return its exit code."""
     if not 1 <= args.seconds <= 3600:
-        raise ConfigError(f"--seconds {args.seconds:g}: want 1 to 3600")
+        raise ConfigError(f"--seconds {args.seconds:g}: expected 1 to 3600")
     watts = _watts(args.watts)
     files.check_output(args.output)
     loaded = load(args)
@@ -79,73 +72,61 @@ def calibrate(args: argparse.Namespace) -> int:
             "machine": machine(llm.resolved.device),
             "versions": versions(),
         }
-        table = measuring.calibrate(llm.engine, about, args.seconds, _tell)
+        table = measuring.calibrate(llm.engine, about, args.seconds, report)
     with open(args.output, "w", encoding="utf-8") as file:
         json.dump(replace(table, watts=watts).as_json(), file, indent=1)
         file.write("\n")
     print(fit_table(table.fit))
     print(f"costs of steps to {args.output}")
     if warning := uncertainty.error_of(table).warning(args.output):
-        _tell(warning)
+        report(warning)
     return 0
 
 
 def _refuse_sim(loaded: Any) -> None:
-    """By the part that a name stands for: ``minivllm/sim`` is ``sim``."""
+    """Raise ConfigError if the executor is ``sim``, also under its full name ``minivllm/sim``."""
     from minivllm.config.resolve import choose_seams
     from minivllm.registry import Catalog
 
     config = loaded.engine
     if config.executor.name == "auto":
         return
-    parts = choose_seams(config, Catalog.discover(allow_targets=config.allow_targets), ("executor",), loaded.origins)
+    catalog = Catalog.discover(allow_targets=config.allow_targets)
+    parts = choose_seams(config, catalog, ("executor",), loaded.origins)
     if parts["executor"].name.removeprefix("minivllm/") == "sim":
         raise ConfigError("executor=sim has no steps to measure; calibrate the executor that it is to stand for")
 
 
 def fit_table(fit: Any) -> str:
-    """How far the table is from what was measured.  ``check`` are steps that the fit did not see."""
+    """Return the errors of the cost table as text.  The phase ``check`` has steps that the fit did not use."""
     lines = ["steps        number   error: median      90 %    of the sum"]
-    for phase, x in fit.items():
-        errors = (
-            f"{100 * x['median_error']:>12.1f} %  {100 * x['p90_error']:>6.1f} %    {100 * x['sum_error']:>+6.1f} %"
-        )
-        lines.append(f"{phase:10} {x['steps']:>8} {errors}")
+    for phase, errors in fit.items():
+        median = f"{100 * errors['median_error']:>12.1f} %"
+        most = f"{100 * errors['p90_error']:>6.1f} %"
+        total = f"{100 * errors['sum_error']:>+6.1f} %"
+        lines.append(f"{phase:10} {errors['steps']:>8} {median}  {most}    {total}")
     return "\n".join(lines)
 
 
 def simulate(args: argparse.Namespace) -> int:
     """Run ``minivllm simulate`` and return its exit code."""
     from minivllm.lab.bench import repeats
-    from minivllm.lab.simulate import cases, figures, uncertainty
+    from minivllm.lab.simulate import figures, uncertainty
     from minivllm.lab.traces.read import about, read_trace
     from minivllm.plugins.executor.costs import read_costs
-    from minivllm.runtime.hooks.figures import text
 
     _check(args)
-    goals, rates = figures.parse_goals(args.goodput), [_rate(text) for text in args.rate or ["x1"]]
+    goals = figures.parse_goals(args.goodput)
+    rates = [_rate(text) for text in args.rate or ["x1"]]
     costs = read_costs(args.costs)
     error = uncertainty.error_of(costs)
-    if warning := error.warning(args.costs):
-        _tell(warning)
+    warning = error.warning(args.costs)
+    if warning:
+        report(warning)
     trace = part_of(read_trace(args.trace), args.requests)
-    configs, options = _configs(args)
-    answers = not (args.real or args.no_answer_hits)
     scales = () if args.no_band or error.error is None else error.scales()
-    rows = []
-    for case in cases.cases(configs, costs, _tell, args.oracle, options):
-        for rate in rates:
-            _tell(" ".join([f"x{rate:g}", *case.head.values()]))
-            faster = cases.at_rate(trace, rate)
-            of = lambda table: figures.figures(cases.simulate(case, faster, table, answers), goals, costs.watts)  # noqa: B023, E731
-            found = of(costs)
-            rows.append({**case.head, "rate": rate if math.isfinite(rate) else "inf", **found})
-            if scales:
-                rows[-1]["band"] = uncertainty.bands(found, [of(costs.scaled(by)) for by in scales])
-            if args.real:
-                rows[-1]["real"] = real = _really(case, faster, goals, args.repeats)
-                rows[-1]["off"], rows[-1]["off_intervals"] = figures.off(found, real)
-    whole = {
+    rows = _rows(args, trace, costs, goals, rates, scales)
+    result = {
         **repeats.head("simulate"),
         **sizes(trace),
         "costs": args.costs,
@@ -155,21 +136,50 @@ def simulate(args: argparse.Namespace) -> int:
         "runs": rows,
     }
     if args.output_json:
-        repeats.write(args.output_json, whole)
+        repeats.write(args.output_json, result)
     if args.json:
-        print(repeats.dumps(whole, None))
+        print(repeats.dumps(result, None))
         return 0
     print(about(trace))
     print(table(rows))
     for row in rows:
-        for name, run in (("", row), (" really", row.get("real", {}))):
-            if own := text(run):
-                head = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
-                print(f"figures of {' '.join(head)}{name}: {own}")
+        names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
+        print_figures(row, names)
+        print_figures(row.get("real", {}), [*names, "really"])
     print(error.line() if scales or error.error is None else f"{error.line()}; not run (--no-band)")
     if warning:
         print(f"rough: {warning}")
     return 0
+
+
+def _rows(args: argparse.Namespace, trace: Any, costs: Any, goals: Any, rates: Any, scales: Any) -> list[Any]:
+    """Simulate each configuration at each rate and return the rows of the result.
+
+    ``scales`` are factors of the step costs; each gives one more run for the error band of the row.
+    """
+    from minivllm.lab.simulate import cases, figures, uncertainty
+
+    configs, options = _configs(args)
+    answers = not (args.real or args.no_answer_hits)
+
+    def simulated(case: Any, faster: Any, table: Any) -> dict[str, Any]:
+        return figures.figures(cases.simulate(case, faster, table, answers), goals, costs.watts)
+
+    rows = []
+    for case in cases.cases(configs, costs, report, args.oracle, options):
+        for rate in rates:
+            report(" ".join([f"x{rate:g}", *case.head.values()]))
+            faster = cases.at_rate(trace, rate)
+            found = simulated(case, faster, costs)
+            row = {**case.head, "rate": rate if math.isfinite(rate) else "inf", **found}
+            if scales:
+                scaled = [simulated(case, faster, costs.scaled(by)) for by in scales]
+                row["band"] = uncertainty.bands(found, scaled)
+            if args.real:
+                row["real"] = _really(case, faster, goals, args.repeats)
+                row["off"], row["off_intervals"] = figures.off(found, row["real"])
+            rows.append(row)
+    return rows
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -178,37 +188,45 @@ def _check(args: argparse.Namespace) -> None:
         files.check_output(args.output_json)
     if args.real and args.oracle:
         raise ConfigError("--oracle has no real run to compare with; leave out --real")
-    if args.repeats is not None and not args.real:
-        raise ConfigError(
-            f"--repeats {args.repeats}: of the real engine; want --real too, for a simulation has no noise"
-        )
-    if args.repeats is not None and not 1 <= args.repeats <= 100:
-        raise ConfigError(f"--repeats {args.repeats}: want 1 to 100")
+    if args.repeats is not None:
+        if not args.real:
+            raise ConfigError(
+                f"--repeats {args.repeats}: only runs of the real engine vary; add --real, or leave out --repeats"
+            )
+        if not 1 <= args.repeats <= 100:
+            raise ConfigError(f"--repeats {args.repeats}: expected 1 to 100")
     args.repeats = args.repeats or REPEATS
 
 
 def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tuple[str, str]]]:
-    """Each configuration with each of the parts that flags name, configuration by configuration; of each the options
-    that a flag gave evictor and scheduler, as they are shown."""
+    """Return (label, configuration) for each file and each pair of ``--scheduler`` and ``--evictor``, file by file.
+
+    The second list has the options of (evictor, scheduler) of each, as the table prints them.
+    """
     from minivllm.lab.replay.compare import options_text
 
-    found: dict[str, list[Any]] = {}
-    said: set[str] = set()
-    given = []
+    settings = []
     for seam in SEAMS:
         sets = [f"{seam}={name}" for name in named_parts(getattr(args, seam), f"--{seam}")]
-        given.append(list(zip(sets, map(options_text, choices_of(args, seam)), strict=True)) or [("", "")])
-    for scheduler, evictor in itertools.product(*given):
-        own = copy(args)
-        own.set = [*args.set, *filter(None, (scheduler[0], evictor[0]))]
-        for label, loaded in configs_of(own, said):
-            found.setdefault(label, []).append((loaded, (evictor[1], scheduler[1])))
-    each = [(label, *one) for label, own in found.items() for one in own]
-    return [(label, loaded) for label, loaded, _ in each], [options for _, _, options in each]
+        texts = map(options_text, choices_of(args, seam))
+        settings.append(list(zip(sets, texts, strict=True)) or [("", "")])
+    by_label: dict[str, list[Any]] = {}
+    printed: set[str] = set()
+    for (scheduler, scheduler_options), (evictor, evictor_options) in itertools.product(*settings):
+        changed = copy(args)
+        changed.set = [*args.set, *filter(None, (scheduler, evictor))]
+        for label, loaded in configs_of(changed, printed):
+            by_label.setdefault(label, []).append((loaded, (evictor_options, scheduler_options)))
+    configs = []
+    options = []
+    for label, cases in by_label.items():
+        configs += [(label, loaded) for loaded, _ in cases]
+        options += [case_options for _, case_options in cases]
+    return configs, options
 
 
 def _really(case: Any, trace: Any, goals: Any, count: int) -> dict[str, Any]:
-    """Return medians of ``count`` runs of the real engine, with 95 % intervals, each run by an engine of its own."""
+    """Run a trace ``count`` times on the real engine, with a new engine each; return medians and 95 % intervals."""
     from minivllm import LLM
     from minivllm.lab.bench import repeats
     from minivllm.lab.simulate import cases, figures
@@ -218,81 +236,92 @@ def _really(case: Any, trace: Any, goals: Any, count: int) -> dict[str, Any]:
         with LLM(config=case.loaded) as llm:
             cases.warm(llm.engine, trace)
             runs.append(figures.figures(cases.run_really(llm.engine, trace), goals, {}))
-        _tell(f"really, run {turn + 1} of {count}: {runs[-1]['duration']:.1f} s")
+        report(f"really, run {turn + 1} of {count}: {runs[-1]['duration']:.1f} s")
     return {**repeats.merged(runs), "repeats": runs}
 
 
 def _rate(text: str) -> float:
+    """Return the factor of a ``--rate`` argument such as ``x2``.  ConfigError if it is not above 0."""
     try:
-        found = float(text.removeprefix("x"))
+        factor = float(text.removeprefix("x"))
     except ValueError:
-        found = -1.0
-    if not found > 0:
-        raise ConfigError(f"--rate {text}: want xK with K above 0, or xinf")
-    return found
+        factor = -1.0
+    if not factor > 0:
+        raise ConfigError(f"--rate {text}: expected xK with K above 0, or xinf")
+    return factor
 
 
 def _watts(text: str) -> dict[str, float]:
+    """Return busy and idle watts of a ``--watts`` argument, nothing for "".  ConfigError for wrong numbers."""
     if not text:
         return {}
     try:
-        busy, idle = (float(x) for x in text.split(","))
+        busy, idle = map(float, text.split(","))
     except ValueError:
         busy = idle = -1.0
     if not 0 <= idle <= busy < 1e6 or not math.isfinite(busy):
-        raise ConfigError(f"--watts {text}: want BUSY,IDLE in watts, as 450,120")
+        raise ConfigError(f"--watts {text}: expected BUSY,IDLE in watts, such as 450,120")
     return {"busy": busy, "idle": idle}
 
 
-def _tell(text: str) -> None:
-    print(f"minivllm: {text}", file=sys.stderr)
+COLUMNS = {
+    "output_throughput": "tok/s",
+    "request_throughput": "req/s",
+    "request_goodput": "good/s",
+    "mean_ttft_ms": "TTFT ms mean",
+    "p50_ttft_ms": "p50",
+    "p99_ttft_ms": "p99",
+    "mean_tpot_ms": "TPOT ms mean",
+    "p99_tpot_ms": "p99",
+    "mean_e2el_ms": "E2E ms mean",
+    "p99_e2el_ms": "p99",
+    "prefix_hit_rate": "hits",
+    "preemptions": "preempted",
+    "joules_per_output_token": "J/tok",
+    "failed": "failed",
+}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """A line for each run; under one that was run really too, the real figures and how far off the simulation is."""
-    named = {
-        "tok/s": "output_throughput",
-        "req/s": "request_throughput",
-        "good/s": "request_goodput",
-        "TTFT ms mean": "mean_ttft_ms",
-        "p50": "p50_ttft_ms",
-        "p99": "p99_ttft_ms",
-        "TPOT ms mean": "mean_tpot_ms",
-        "p99 ": "p99_tpot_ms",
-        "E2E ms mean": "mean_e2el_ms",
-        "p99  ": "p99_e2el_ms",
-        "hits": "prefix_hit_rate",
-        "preempted": "preemptions",
-        "J/tok": "joules_per_output_token",
-        "failed": "failed",
-    }
-    shown = [(title, key) for title, key in named.items() if any(row.get(key) is not None for row in rows)]
-    shown = [(title, key) for title, key in shown if key != "failed" or any(row["failed"] for row in rows)]
-    lines = [["config", "rate", "scheduler", "evictor", *(title.strip() for title, _ in shown)]]
+    """Return the runs as a text table.
+
+    Below a run are the bounds of its error band, and with ``--real`` the real figures and the error of the simulation.
+    """
+    keys = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    if not any(row["failed"] for row in rows):
+        keys.remove("failed")
+    lines = [["config", "rate", "scheduler", "evictor", *(COLUMNS[key] for key in keys)]]
     for row in rows:
-        lines.append(
-            [
-                row["config"],
-                f"x{float(row['rate']):g}",
-                row["scheduler"],
-                row["evictor"],
-                *(_cell(k, row.get(k)) for _, k in shown),
-            ]
-        )
-        if "band" in row:
-            for i, name in enumerate(("from", "to")):
-                bounds = [_cell(k, row["band"][k][i]) if k in row["band"] else "" for _, k in shown]
-                lines.append(["", "", name, "", *bounds])
-        if "real" in row:
-            real = row["real"]
-            runs = len(real["repeats"])
-            lines.append(["", "", "really", "", *(_cell(k, real.get(k)) for _, k in shown)])
-            if runs > 1:
-                lines.append(["", "", f"± of {runs} runs", "", *(_half(k, real) for _, k in shown)])
-            lines.append(["", "", "off by", "", *(_off(row, k) for _, k in shown)])
-    width = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
-    pad = lambda i, cell: cell.ljust(width[i]) if i < 4 else cell.rjust(width[i])  # noqa: E731
-    return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(line)).rstrip() for line in lines)
+        lines += _row_lines(row, keys)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    texts = []
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line[:4], widths[:4], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(line[4:], widths[4:], strict=True)]
+        texts.append("  ".join(cells).rstrip())
+    return "\n".join(texts)
+
+
+def _row_lines(row: dict[str, Any], keys: list[str]) -> list[list[str]]:
+    """Return the cells of a run's line and of the lines below it."""
+    names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
+    lines = [[*names, *(_cell(key, row.get(key)) for key in keys)]]
+
+    def add(name: str, cells: list[str]) -> None:
+        lines.append(["", "", name, "", *cells])
+
+    if "band" in row:
+        band = row["band"]
+        for i, name in enumerate(("from", "to")):
+            add(name, [_cell(key, band[key][i]) if key in band else "" for key in keys])
+    if "real" in row:
+        real = row["real"]
+        runs = len(real["repeats"])
+        add("really", [_cell(key, real.get(key)) for key in keys])
+        if runs > 1:
+            add(f"± of {runs} runs", [_half(key, real) for key in keys])
+        add("off by", [_off(row, key) for key in keys])
+    return lines
 
 
 def _half(key: str, real: dict[str, Any]) -> str:
@@ -302,17 +331,20 @@ def _half(key: str, real: dict[str, Any]) -> str:
 
 
 def _off(row: dict[str, Any], key: str) -> str:
-    """Return how far the simulation is off, with the interval where the real figure has one."""
+    """Return the relative error of a simulated figure, with its interval if the real figure has one."""
     if key not in row["off"]:
         return ""
     bounds = row["off_intervals"].get(key)
-    more = f" [{100 * bounds[0]:+.0f}, {100 * bounds[1]:+.0f}]" if bounds else ""
-    return f"{100 * row['off'][key]:+.1f} %{more}"
+    interval = f" [{100 * bounds[0]:+.0f}, {100 * bounds[1]:+.0f}]" if bounds else ""
+    return f"{100 * row['off'][key]:+.1f} %{interval}"
 
 
 def _cell(key: str, value: Any) -> str:
+    """Return a figure as the text of a table cell, ``-`` for None."""
     if value is None:
         return "-"
     if key == "prefix_hit_rate":
         return f"{100 * value:.1f} %"
-    return str(value) if isinstance(value, int) else f"{value:.2f}" if value < 100 else f"{value:.0f}"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"

@@ -1,7 +1,7 @@
-"""The flags of ``vllm serve`` that ``minivllm serve`` does not have by the same name.
+"""Translation of the flags of ``vllm serve`` that ``minivllm serve`` does not have by the same name.
 
-None is accepted and ignored: what asks for what is the case anyway is noted, all else is refused, with what does the
-same here.
+No flag is accepted and ignored.  A flag for behaviour that minivllm always has is dropped with a note.  All others are
+refused with a message that names the replacement.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from functools import cache
 
 from minivllm.errors import ConfigError, suggest
 
-# why what a flag asks for is so anyway <- flags, with the values for which that holds (none: it is a switch)
+# Lines of: a fact <- the flags that have no effect because of it, each with the value for which the fact holds.  A flag
+# without a value is a switch.
 _SETTLED = """\
 tool_choice=auto is always served <- enable-auto-tool-choice
 usage always has them <- enable-prompt-tokens-details
@@ -25,7 +26,7 @@ parts of text are joined, or kept where the template reads parts <- chat-templat
 uvicorn's warnings are logged <- uvicorn-log-level=warning
 system_fingerprint is null <- fingerprint-mode=none
 """
-# what to do instead <- flags of vLLM; * ends one that stands for all that begin so
+# Lines of: what to do instead <- refused flags of vLLM.  A final * stands for all flags that begin so.
 _REFUSED = """\
 the code of a model's directory is never run, and README.md names the models that are built in <- trust-remote-code
 minivllm.server.openai.tools.register adds a parser, from Python <- tool-parser-plugin
@@ -97,34 +98,45 @@ see --reasoning-parser: leave it out <- reasoning-*
 
 
 def _rows(text: str) -> list[tuple[str, str]]:
-    """(flag, why) of each line."""
-    pairs = (line.split(" <- ") for line in text.splitlines())
-    return [(flag, why) for why, flags in pairs for flag in flags.split()]
+    """Return (flag, reason) for each flag in a table above."""
+    rows = []
+    for line in text.splitlines():
+        reason, flags = line.split(" <- ")
+        rows += [(flag, reason) for flag in flags.split()]
+    return rows
 
 
-def _switches(name: str, values: list[str], why: str) -> tuple[str, tuple[list[str], str]]:
-    """Return the flag of a neutral option, with its values; an option that is True or False becomes a switch."""
+def _as_flag(name: str, values: list[str], reason: str) -> tuple[str, tuple[list[str], str]]:
+    """Return the flag of an option that has no effect, with (the accepted values, the reason).
+
+    An option that accepts only True or only False becomes a switch.
+    """
     flag = name.replace("_", "-")
-    if values in (["True"], ["False"]):
-        return flag if values == ["True"] else f"no-{flag}", ([""], why)
-    return flag, (values, why)
+    if values == ["True"]:
+        return flag, ([""], reason)
+    if values == ["False"]:
+        return f"no-{flag}", ([""], reason)
+    return flag, (values, reason)
 
 
-SERVER_ONLY = ("disable_log_requests", "disable_log_stats")  # these flags mean something else to a server
+SERVER_ONLY = ("disable_log_requests", "disable_log_stats")  # as flags of a server, these have another meaning
 
 
 @cache
 def settled() -> dict[str, tuple[list[str], str]]:
-    """Return the accepted values and the reason of each flag that asks for what is the case anyway."""
-    from minivllm.config.other_names import NEUTRAL  # which imports pydantic
+    """Return (accepted values, reason) of each flag for behaviour that minivllm always has."""
+    from minivllm.config.other_names import NEUTRAL  # here, because it imports pydantic
 
-    found = dict(_switches(name, *neutral) for name, neutral in NEUTRAL.items() if name not in SERVER_ONLY)
-    own = ((flag.partition("="), why) for flag, why in _rows(_SETTLED))
-    return found | {name: (values.split("|"), why) for (name, _, values), why in own}
+    flags = dict(_as_flag(name, *neutral) for name, neutral in NEUTRAL.items() if name not in SERVER_ONLY)
+    for flag, reason in _rows(_SETTLED):
+        name, _, values = flag.partition("=")
+        flags[name] = (values.split("|"), reason)
+    return flags
 
 
-REFUSED = {flag: why for flag, why in _rows(_REFUSED) if flag[-1] != "*"}
-FAMILIES = [(flag[:-1], why) for flag, why in _rows(_REFUSED) if flag[-1] == "*"]
+_REFUSED_ROWS = _rows(_REFUSED)
+REFUSED = {flag: reason for flag, reason in _REFUSED_ROWS if flag[-1] != "*"}
+FAMILIES = [(flag[:-1], reason) for flag, reason in _REFUSED_ROWS if flag[-1] == "*"]
 _SHORT = "pp:pipeline-parallel-size dp:data-parallel-size dcp:decode-context-parallel-size ep:enable-expert-parallel"
 _SHORT += " pcp:prefill-context-parallel-size asc:api-server-count cc:compilation-config ac:attention-config"
 _SHORT += " sc:speculative-config O:optimization-level O0:optimization-level O1:optimization-level"
@@ -133,41 +145,50 @@ SHORT = {f"-{short}": flag for short, _, flag in (pair.partition(":") for pair i
 
 
 def translate(argv: Sequence[str], known: Collection[str], note: Callable[[str], None]) -> list[str]:
-    """The arguments of ``serve`` without those of vLLM's flags that are settled here, each of which is noted, and with
-    ``-`` for ``_`` in names.  ``known``: our own flags.  ConfigError for vLLM's others, and for what nobody knows."""
-    left: list[str] = []
+    """Return the arguments of ``serve`` with ``-`` for ``_`` in flags, and without vLLM's flags that have no effect.
+
+    ``known`` are the flags of ``minivllm serve``.  ``note`` is called with a sentence for each flag that is dropped.
+    ConfigError for the other flags of vLLM, and for unknown flags.
+    """
+    kept: list[str] = []
     words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
-            return [*left, word, *words]
+            return [*kept, word, *words]
         if word[:2] != "--" and word not in SHORT:
-            left.append(word)
+            kept.append(word)
             continue
-        given, equals, value = word.partition("=")
-        name = SHORT.get(given) or given[2:].replace("_", "-")
-        flag, _, key = name.partition(".")  # vLLM's way to write an item of a JSON flag
+        written, equals, value = word.partition("=")
+        name = SHORT.get(written) or written[2:].replace("_", "-")
+        flag, _, key = name.partition(".")  # vLLM writes --FLAG.KEY for an item of a JSON flag
         if f"--{name}" in known or (not key and any(own.startswith(f"--{name}") for own in known)):
-            left.append(f"--{name}{equals}{value}")
-        elif key and f"--{flag}" in known:
-            raise ConfigError(f"{given}: want --{flag} with a JSON object that has {key!r}")
-        elif (accepted := settled().get(flag)) is not None and not key:
-            if accepted[0] != [""] and not equals:
-                value = words.pop(0) if words else ""
-            if value not in accepted[0]:
-                raise ConfigError(f"{given} {value}: {_why(flag)}")
-            note(f"{given}: {accepted[1]}")
-        elif why := _why(flag):
-            raise ConfigError(f"{given} is vLLM's: {why}")
-        else:
-            raise ConfigError(f"unknown flag {given[:80]}.{suggest(given, known)}")
-    return left
+            kept.append(f"--{name}{equals}{value}")
+            continue
+        if key and f"--{flag}" in known:
+            raise ConfigError(f"{written}: expected --{flag} with a JSON object that has {key!r}")
+        if key or flag not in settled():
+            reason = _instead_of(flag)
+            if reason:
+                raise ConfigError(f"{written} is vLLM's: {reason}")
+            raise ConfigError(f"unknown flag {written[:80]}.{suggest(written, known)}")
+        accepted, reason = settled()[flag]
+        if accepted != [""] and not equals:
+            value = words.pop(0) if words else ""
+        if value not in accepted:
+            raise ConfigError(f"{written} {value}: {_instead_of(flag)}")
+        note(f"{written}: {reason}")
+    return kept
 
 
-def _why(flag: str) -> str:
-    """What to do instead of one of vLLM's flags; "" for a flag that it does not have."""
-    why = REFUSED.get(flag) or next((text for head, text in FAMILIES if flag.startswith(head)), "")
-    if not why and flag.startswith("no-"):
+def _instead_of(flag: str) -> str:
+    """Return what to do instead of a flag of vLLM, "" for a flag that vLLM does not have."""
+    if reason := REFUSED.get(flag):
+        return reason
+    for start, reason in FAMILIES:
+        if flag.startswith(start):
+            return reason
+    if flag.startswith("no-"):
         positive = flag[3:]
-        return f"{settled()[positive][1]}: leave it out" if positive in settled() else _why(positive)
-    return why or (f"{settled()[flag][1]}: leave it out" if flag in settled() else "")
+        return f"{settled()[positive][1]}: leave it out" if positive in settled() else _instead_of(positive)
+    return f"{settled()[flag][1]}: leave it out" if flag in settled() else ""

@@ -43,7 +43,7 @@ def test_ranks_that_do_not_meet_are_a_fault_that_is_told_within_seconds(capsys, 
 
 @pytest.mark.parametrize("ranks", ["0", "9"])
 def test_a_number_of_ranks_that_cannot_be_is_refused(capsys, ranks):
-    assert told(capsys, "--ranks", ranks) == (5, f"minivllm: error: --ranks {ranks}: want 1 to 8\n")
+    assert told(capsys, "--ranks", ranks) == (5, f"minivllm: error: --ranks {ranks}: expected 1 to 8\n")
 
 
 def test_a_process_that_dies_is_told_with_its_last_words_and_the_other_checks_go_on(capsys, monkeypatch):

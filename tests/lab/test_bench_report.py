@@ -204,7 +204,7 @@ def test_a_figure_without_matplotlib_or_without_charts_is_refused_and_so_is_anot
     repeats.write(path, RESULTS["ablate"])
     repeats.write(plain, RESULTS["throughput"])
     assert main(["report", path, "-o", str(tmp_path / "r.pdf")]) == 2
-    assert "want a file that ends in .html, .png or .svg" in capsys.readouterr().err
+    assert "expected a file that ends in .html, .png or .svg" in capsys.readouterr().err
     monkeypatch.setattr(plot, "require", lambda: None)
     assert main(["report", plain, "-o", str(tmp_path / "r.png")]) == 2
     assert "no charts" in capsys.readouterr().err

@@ -374,8 +374,8 @@ def test_the_command_counts_the_cache_alone(capsys):
         (["--set", "evictor=lru"], "num_kvcache_blocks is not set"),
         (["--blocks", "0"], "--blocks 0: expected a positive number, or a percentage"),
         (["--blocks", "200%"], "expected a positive number, or a percentage"),
-        (["--blocks", "9", "--requests", "5:3"], "want A:B with 0 <= A < B <= 60"),
-        (["--blocks", "9", "--step-ms", "-1"], "want 0 to 3600000"),
+        (["--blocks", "9", "--requests", "5:3"], "expected A:B with 0 <= A < B <= 60"),
+        (["--blocks", "9", "--step-ms", "-1"], "expected 0 to 3600000"),
         (["--blocks", "9", "--output-json", "/nowhere/r.json"], "/nowhere/r.json: No such file or directory"),
         (["--blocks", "9", "--cache-only", "--scheduler", "fcfs"], "--scheduler has no meaning with --cache-only"),
         (["--blocks", "9", "--evictor", "lruu"], "Did you mean 'lru'?"),
@@ -394,10 +394,10 @@ OPTION, WHOSE = ["--set", "evictor.options.small=0.3"], ["--set", "evictor.name=
     [
         (["--evictor", "s3fifo", *OPTION], ""),
         (["--evictor", "lru,s3fifo", *WHOSE, *OPTION], ""),
-        (["--evictor", "lru,s3fifo", *OPTION], "beside --evictor lru,s3fifo"),
-        (["--evictor", "lru", *WHOSE, *OPTION], "beside --evictor lru"),
+        (["--evictor", "lru,s3fifo", *OPTION], "with --evictor lru,s3fifo"),
+        (["--evictor", "lru", *WHOSE, *OPTION], "with --evictor lru"),
         (["--evictor", "lru", *OPTION], "minivllm/lru takes no options"),
-        (["--scheduler", "fair,fcfs", "--set", "scheduler.options.x=1"], "beside --scheduler fair,fcfs"),
+        (["--scheduler", "fair,fcfs", "--set", "scheduler.options.x=1"], "with --scheduler fair,fcfs"),
     ],
 )
 def test_options_beside_a_name_are_its_own_or_refused(args, says, capsys):
@@ -430,11 +430,11 @@ def test_a_comma_within_brackets_parts_no_names_and_a_table_has_options_of_its_o
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["--evictor", 'lru,{name="fifo"'], "a quote or bracket has no end"),
+        (["--evictor", 'lru,{name="fifo"'], "a quote or bracket has no partner"),
         (["--evictor", "8"], "--evictor: evictor: 8 is no plug-in: want a name, or a table with name and options"),
         (["--evictor", '{nam="lru"}'], "--evictor: unknown option 'evictor.nam'. Did you mean 'name'?"),
         (["--scheduler", '{name="fair",options={x=1}}'], "--scheduler: "),
-        (["--evictor", '{name="s3fifo",options={small=0.5}}', *OPTION], "says the options of s3fifo itself"),
+        (["--evictor", '{name="s3fifo",options={small=0.5}}', *OPTION], "both have options of s3fifo"),
     ],
 )
 def test_a_part_that_is_named_wrongly_is_refused_by_the_flag_that_names_it(args, says, capsys):

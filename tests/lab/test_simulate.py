@@ -305,7 +305,7 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--rate", "x0"], "--rate x0: want xK"),
+        (["--rate", "x0"], "--rate x0: expected xK"),
         (["--goodput", "ttft"], "--goodput 'ttft': expected NAME:MILLISECONDS"),
         (["--oracle", "--real"], "no real run to compare with"),
         (["--set", "drafter=ngram"], "drafts have no table of costs"),

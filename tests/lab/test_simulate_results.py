@@ -137,8 +137,8 @@ def test_real_runs_are_repeated_and_their_intervals_are_in_text_json_and_report(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--repeats", "3"], "of the real engine; want --real"),
-        (["--real", "--repeats", "0"], "--repeats 0: want 1 to 100"),
+        (["--repeats", "3"], "only runs of the real engine vary; add --real"),
+        (["--real", "--repeats", "0"], "--repeats 0: expected 1 to 100"),
     ],
 )
 def test_repeats_are_of_the_real_engine(tmp_path, capsys, flags, message):
