@@ -293,7 +293,7 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--direct", "--timeout", "3"], "--timeout 3 is for answers over HTTP"),
         (["serve", "--burstiness", "0.5"], "--burstiness is for arrivals at a --request-rate"),
         (["serve", "--goodput-share", "0.5"], "--goodput-share is for --find-knee with --goodput"),
-        (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: expected a share"),
+        (["serve", "--find-knee", "--goodput", "ttft:1", "--goodput-share", "5"], "--goodput-share 5: expected"),
         (["serve", "--find-knee", "--max-concurrency", "1,4"], "expected at most one --max-concurrency, not 2"),
         (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set"),
         (["throughput", "--dataset", "x", "--vocab", "9", "--prefix-len", "0"], "--prefix-len, --vocab: random"),
