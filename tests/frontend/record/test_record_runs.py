@@ -273,7 +273,9 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     assert refuses("run", "exp.toml", "--record", "no/x.json").startswith(
         "no/x.json: the record cannot be written: no writable directory no"
     )
-    assert refuses("run", "a.json", "--record", "a.json").startswith("--record a.json: is the record of the run to repeat")
+    assert refuses("run", "a.json", "--record", "a.json").startswith(
+        "--record a.json: is the record of the run to repeat"
+    )
     wanted = "x.txt: want a name that ends in .json, so that the record can be read again"
     assert refuses("run", "exp.toml", "--record", "x.txt") == wanted
     (experiment / "x.json").write_text("{}")
