@@ -230,4 +230,4 @@ def test_commands_that_are_none_end_the_loop():
     client = Wired(sim_engine())
     client._send("ready", {})
     client.loop.run()
-    assert "no command" in client.engine.dead
+    assert "is not a command" in client.engine.dead

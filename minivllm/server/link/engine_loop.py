@@ -1,28 +1,29 @@
-"""The engine's loop behind a link: commands in, one frame a turn out.  It knows neither text nor clients.
+"""The engine's loop behind a link to its client: receive commands, run a step, send a frame, without text or clients.
 
-    link.receive(seconds)   [Frame(kind, header, columns), ...]; waits for the first at most that long
-    turn                    commands, engine.step(), link.send(FRAME, header, columns)
+    link.receive(seconds)   [Frame(kind, header, columns), ...]; waits at most ``seconds`` for the first
+    turn                    commands, engine.step(), link.send(header, columns)
 
-What ends something (an abort, a cut, a stop) and questions are obeyed as they come, before a new request is looked at:
-who has left costs nothing more.  New requests wait in a ``FairQueue`` in which owners take turns.
+Aborts, cuts, stops and questions are handled as they come, before any new request.  So an aborted request costs nothing
+more.  New requests wait in a ``FairQueue`` in which owners take turns.
 
-A turn sends one frame, or several where answers come with much to say: each is bounded, so that who reads them can do
-something else between two.  A frame has a column entry for each branch that got tokens or ended in this turn, for all
-requests together (of these types once ``frames.encode`` has it):
+A turn sends one frame, or several if it has many scores.  The size of each frame is limited, so that its reader can do
+other work between two.  A frame has entries for each branch that got tokens or ended in the turn, for all requests
+together (``frames.encode`` gives the columns these dtypes):
 
-    stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (frames.ENDS), stop_id i32 [R] (-1: none)
+    stream i64 [R], sample i32 [R], count i32 [R], end u8 [R] (frames.ENDS), stop_id i32 [R] (-1 means none)
     tokens i32 [sum(count)]
-    scored u8 [R]: the rows that come with log-probabilities; for each of their tokens, in order:
-    chosen f32, rank i32, tops i32 (how many of the best follow), and for those top_ids i32, top f32
-    first i64, first_at f64, cached i32, entered f64 (they left the queue)    requests whose first token came
-    prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of prompts of these requests; and
-    prompt_chosen f32, prompt_rank i32, a token each, prompt_top_ids i32, prompt_top f32
-    tap_rows i64 [3 B], tap_values f32     what branches read at points of the model (``taps``)
-    done i64, done_at f64                  requests that ended, which is said after their last rows; joules f64 of them
-                                           where a counter is read, NaN: not known
+    scored u8 [R]: 1 for rows whose tokens have log-probabilities.  For each of these tokens, in order:
+    chosen f32, rank i32, tops i32 (number of best tokens), and for each best token: top_ids i32, top f32
+    first i64, first_at f64, cached i32, entered f64    requests whose first token came; ``entered`` is the time at
+                                           which they left the queue
+    prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of these requests' prompts
+    prompt_chosen f32, prompt_rank i32 for each token of a part, prompt_top_ids i32, prompt_top f32
+    tap_rows i64 [3 B], tap_values f32     values that branches read at points of the model (``taps``)
+    done i64, done_at f64                  requests that ended, after their last rows; with joules f64 if the engine
+                                           reads a counter of joules, NaN if unknown
 
-and in its header what is rare: accepted and refused requests, errors of branches, requests that failed once their
-branches had ended, answers to questions, the engine's end.
+Rare facts are in the header: accepted and refused requests, errors of branches, requests that failed after their
+branches had ended, answers to questions, the end of the engine.
 """
 
 from __future__ import annotations
@@ -57,82 +58,98 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.plan import StepPlan, StepResult
 
 END = {reason: code for code, reason in enumerate(ENDS)}
-HEARTBEAT = 1.0  # seconds after which a frame is sent though there is nothing to say
+HEARTBEAT = 1.0  # seconds after which an idle loop sends an empty frame
 COMMANDS = frozenset(("add", "abort", "cut", "ask", "stop"))
-FRAME = 1 << 16  # scores and tokens of a frame, after which the next begins: 0.5 MB, some milliseconds for who reads it
-TOKEN = 32  # what a token weighs: text is made of it
+FRAME = 1 << 16  # weight (scores and weighted tokens) at which a frame is full: 0.5 MB, read in some milliseconds
+TOKEN = 32  # weight of a token, because its reader has to make text of it
 NO_VECTORS = np.empty(0, np.float32)
-PATIENCE = 0.005  # seconds of a turn for new requests: the running ones wait meanwhile
+PATIENCE = 0.005  # seconds of a turn for new requests, because running requests wait meanwhile
 log = logging.getLogger("minivllm")
 
 
 class Link(Protocol):
-    """Two ends of it: a deque in this process, or a socket (``process_client``)."""
+    """The connection to the client: a queue in the same process (``LocalClient``) or a socket (``SocketLink``)."""
 
     def receive(self, seconds: float) -> list[Frame]:
-        """What has come; waits for the first at most that long.  EngineDeadError if the other side is gone."""
+        """Return received frames, waiting at most ``seconds`` for the first.
 
-    def send(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None: ...
+        Raise EngineDeadError if the client is gone.
+        """
+
+    def send(self, header: dict[str, Any], columns: dict[str, np.ndarray]) -> None:
+        """Send a frame."""
 
 
 class _Live:
-    """A request in the engine: its number on the link and which of its branches have been told to have ended."""
+    """A request in the engine.
+
+    ``number`` is that of its stream on the link.  ``ended`` has the samples of branches whose end was reported.
+    ``reads`` are those of ``PooledTaps``.  With ``energy``, its end is reported only when its joules are known.
+    """
 
     __slots__ = ("ended", "energy", "number", "reads", "request", "started")
 
     def __init__(
         self, number: int, request: Request, reads: Sequence[tuple[str, str]] = (), energy: bool = False
     ) -> None:
-        self.number, self.request, self.reads = number, request, reads
-        self.energy = energy  # its end is told once its joules are known
+        self.number = number
+        self.request = request
+        self.reads = reads
+        self.energy = energy
         self.ended: set[int] = set()
-        self.started = False
+        self.started = False  # its first token was reported
 
 
 class EngineLoop(TurnLoop):
-    """``run`` returns when the link says stop, is gone, or (``ends``) the engine is dead."""
+    """Runs the engine.
+
+    ``run`` returns after the command to stop, when the link is closed or, with ``ends``, when the engine is dead.
+    """
 
     longest = HEARTBEAT
 
     def __init__(self, engine: Engine, link: Link, ends: bool = False) -> None:
         super().__init__(engine)
-        self.link, self.ends = link, ends
+        self.link = link
+        self.ends = ends
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
-        self.accepted = 0  # requests that the engine took: at rest, as many as have finished
-        self.turns, self.own_seconds = 0, 0.0  # turns with a frame, and what commands and frames took in them
-        self.arriving: FairQueue[Frame] = FairQueue()  # requests that nobody has looked at
+        self.accepted = 0  # requests that the engine accepted; without live requests, as many have finished
+        self.turns = 0  # turns with a frame
+        self.own_seconds = 0.0  # time of commands and frames in these turns
+        self.arriving: FairQueue[Frame] = FairQueue()  # new requests that have not been read
         budget = engine.planner.max_tokens
         device = engine.wiring.device
         first = FIRST if device == "cpu" else budget
-        self.paces = Pace(budget, first), Pace(budget, first)  # of prompts, and of those that are scored
-        self.shared_until = 0.0  # time.monotonic until which steps are short, as several owners were served
-        self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)  # tokens, where several owners are served
-        self.prompt_tokens = 0  # that were computed
-        self.decode_seconds, self.decode_rows = 0.0, 1  # of the last step without prompt tokens
-        self._came_back: list[StepPlan] = []  # plans of the steps that came back in this turn
+        self.paces = Pace(budget, first), Pace(budget, first)  # of steps without and with scored prompts
+        self.shared_until = 0.0  # time.monotonic until which steps are short because several owners were served
+        self.shared_least = SHARED_LEAST.get(device, SHARED_LEAST_ELSE)
+        self.prompt_tokens = 0  # computed prompt tokens
+        self.decode_seconds = 0.0  # time of the last step without prompt tokens
+        self.decode_rows = 1  # rows of that step
+        self._collected: list[StepPlan] = []  # plans of the steps whose results were collected in this turn
         engine.events.publishing.subscribe(self._published)
-        made = engine.grammars
+        grammars = engine.grammars
         self.compiling = Compiling(
-            lambda params: made.find(params.structured_outputs, params.salt),
-            lambda params: made.compile(params.structured_outputs, params.salt),
-            getattr(made, "workers", 1),
-            lambda params: made.stop(params.structured_outputs, params.salt),
+            lambda params: grammars.find(params.structured_outputs, params.salt),
+            lambda params: grammars.compile(params.structured_outputs, params.salt),
+            getattr(grammars, "workers", 1),
+            lambda params: grammars.stop(params.structured_outputs, params.salt),
         )
-        self._sent = 0.0
-        self._told_dead = False
-        engine.events.tokens_streamed.subscribe(self._tell)
-        self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # of this turn, full
+        self._sent = 0.0  # time.monotonic of the last frame
+        self._dead_sent = False  # the end of the engine was reported
+        engine.events.tokens_streamed.subscribe(self._add_tokens)
+        self.frames: list[tuple[dict[str, Any], dict[str, np.ndarray]]] = []  # full frames of this turn
         self._clear()
 
     @property
     def over(self) -> bool:
-        return self.stopping or (self.ends and self._told_dead)
+        return self.stopping or (self.ends and self._dead_sent)
 
     def leave(self, error: BaseException | None) -> None:
         self.compiling.close()
-        if not isinstance(error, EngineDeadError):  # of the link, at whose other end nobody is
+        if not isinstance(error, EngineDeadError):  # such an error means that the link is closed
             self._flush()
 
     def patience(self) -> float:
@@ -140,82 +157,88 @@ class EngineLoop(TurnLoop):
         return min(wait, LOOK) if self.compiling else wait
 
     def turn(self, wait: float | None = 0.0) -> bool:
-        """Commands, one step, one frame; False if the engine found nothing to do."""
+        """Handle commands, run a step and send its frames.  Return False if the engine had nothing to do."""
         self.turned = time.monotonic()
-        came = self.link.receive(wait or 0.0)
+        commands = self.link.receive(wait or 0.0)
         begin = time.perf_counter()
-        self._obey(came, begin + PATIENCE)
+        self._handle(commands, begin + PATIENCE)
         for live, error in self.compiling.ready():
             self._enter(live, error)
-        middle = time.perf_counter()
+        handling = time.perf_counter() - begin
         worked = not self.engine.dead and self.engine.busy and self._step()
         after = time.perf_counter()
         if self._flush():
             self.turns += 1
-            self.own_seconds += time.perf_counter() - after + middle - begin
+            self.own_seconds += time.perf_counter() - after + handling
         return worked
 
     def _published(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
-        """Remember the plan of a step that has come back, for ``_step``."""
-        self._came_back.append(flight.plan)
+        """Store the plan of a step whose result was collected, for ``_step``."""
+        self._collected.append(flight.plan)
         publish(flight, result)
 
     def _step(self) -> bool:
-        """Run a step with as many prompt tokens as end in time, and learn what it took."""
-        engine, start = self.engine, time.perf_counter()
-        engine.planner.most_prefill = self._most_prefill()
-        worked = engine.step()
-        if self._came_back:
-            plans, self._came_back = self._came_back, []
+        """Run a step with a limit on its prompt tokens, and update the cost of a token with the step's time."""
+        start = time.perf_counter()
+        self.engine.planner.most_prefill = self._most_prefill()
+        worked = self.engine.step()
+        if self._collected:
+            plans = self._collected
+            self._collected = []
             self._note(plans, time.perf_counter() - start)
         return worked
 
     def _note(self, plans: Sequence[StepPlan], seconds: float) -> None:
-        """Steps of these plans have come back after so many seconds in all."""
+        """Update the costs of decodes and prompts with collected steps, which took ``seconds`` in all."""
         q_len = np.concatenate([plan.q_len for plan in plans]).astype(np.int64)
         chunk = q_len > 1
         rows = len(q_len) - int(np.count_nonzero(chunk))
-        if rows == len(q_len):
-            self.decode_seconds, self.decode_rows = seconds / len(plans), max(rows // len(plans), 1)
+        if rows == len(q_len):  # no prompts
+            self.decode_seconds = seconds / len(plans)
+            self.decode_rows = max(rows // len(plans), 1)
             return
         tokens = q_len[chunk]
         context = np.concatenate([plan.computed for plan in plans])[chunk] + tokens / 2
-        # prompts are not to blame for what decodes take anyway
+        # the time of the prompts is the step's time without that of its decodes
         decodes = self.decode_seconds * min(rows / self.decode_rows, 1.0)
+        prompts = max(seconds - decodes, 0.2 * seconds)
         scored = any(len(plan.prompt) for plan in plans)
         total = int(tokens.sum())
         self.prompt_tokens += total
-        self.paces[scored].note(total, float(tokens @ context) / total, max(seconds - decodes, 0.2 * seconds))
+        self.paces[scored].note(total, float(tokens @ context) / total, prompts)
 
     def _most_prefill(self) -> int:
-        """Return the most prompt tokens that the next step may have."""
-        p, s = self.engine.planner, self.engine.planner.slots
-        if not p.n_waiting and p.steady is not None and p.steady.changes == s.changes:
-            return p.most_prefill  # rows go on as they did: none of them has a prompt to compute
-        heads = p.waiting.heads() if p.n_waiting else []
-        context = int(s.computed[s.running[p.need(s.running) > 1]].max(initial=0))
+        """Return the maximum number of prompt tokens of the next step."""
+        planner = self.engine.planner
+        slots = planner.slots
+        if not planner.n_waiting and planner.steady is not None and planner.steady.changes == slots.changes:
+            return planner.most_prefill  # the same rows go on decoding, and none has a prompt to compute
+        heads = planner.waiting.heads() if planner.n_waiting else []
+        prefilling = slots.running[planner.need(slots.running) > 1]
+        context = int(slots.computed[prefilling].max(initial=0))
         if heads:
-            context = max(context, int(p.cache.hints(heads).max()))
-        scored = s.asking > 0 or any(seq.request.prompt_topk >= 0 for seq in heads)
+            context = max(context, int(planner.cache.hints(heads).max()))
+        scored = slots.asking > 0 or any(seq.request.prompt_topk >= 0 for seq in heads)
         now = time.monotonic()
-        if p.shared and owner_count(s, s.running, heads) > 1:
+        if planner.shared and owner_count(slots, slots.running, heads) > 1:
             self.shared_until = now + SHARED_FOR
-        several = now < self.shared_until
-        turn, least = (SHARED_TURN, self.shared_least) if several else (TURN, LEAST)
-        return self.paces[scored].most(context, turn, least)
+        if now < self.shared_until:
+            return self.paces[scored].most(context, SHARED_TURN, self.shared_least)
+        return self.paces[scored].most(context, TURN, LEAST)
 
     # ---- commands ------------------------------------------------------------------------------------------------
 
-    def _obey(self, came: list[Frame], until: float) -> None:
-        for command in came:
+    def _handle(self, commands: list[Frame], until: float) -> None:
+        """Handle commands, and read new requests until ``until`` (``time.perf_counter``), at least one."""
+        for command in commands:
             if command.kind not in COMMANDS:
-                raise EngineDeadError(f"{command.kind!r} is no command; want one of {sorted(COMMANDS)}")
+                raise EngineDeadError(f"{command.kind!r} is not a command; expected one of {sorted(COMMANDS)}")
             if command.kind == "add":
                 self.arriving.push(command.header.get("owner", ""), command.header["number"], command)
             else:
                 getattr(self, f"_do_{command.kind}")(**command.header, **command.columns)
         while (next_up := self.arriving.pop()) is not None:
-            command = next_up[2]
+            _, _, command = next_up
             self._do_add(**{**command.header, **command.columns})
             if time.perf_counter() > until:
                 break
@@ -234,36 +257,37 @@ class EngineLoop(TurnLoop):
         vectors: np.ndarray = NO_VECTORS,
         energy: bool = False,
     ) -> None:
+        """Read a new request, and add it to the engine or first compile its grammar."""
         try:
             if params.get("logit_bias"):  # the keys of a JSON object are strings
                 params = {**params, "logit_bias": {int(i): by for i, by in params["logit_bias"].items()}}
-            made = SamplingParams.make(**params)
-            _travels(made)
-            asked = PooledTaps.of(taps, reads, vectors)
-            live: _Live  # whom the request tells
+            sampling = SamplingParams.make(**params)
+            _check_remote(sampling)
+            pooled_taps = PooledTaps.of(taps, reads, vectors)
+            live: _Live
             request = Request(
                 id,
                 np.asarray(prompt, np.int32),
-                made,
+                sampling,
                 arrival,
                 owner=owner,
                 watch=watch,
-                stream=number if made.logprobs is None else 0,
+                stream=number if sampling.logprobs is None else 0,
                 sink=lambda seq, ids, ended: self._sink(live, seq, ids, ended),
                 on_done=lambda request: self._ended(live),
-                taps=asked.taps,
+                taps=pooled_taps.taps,
             )
-            live = _Live(number, request, asked.reads, energy)
+            live = _Live(number, request, pooled_taps.reads, energy)
         except BaseException as e:
             self._refuse(number, e)
             return
-        if made.structured_outputs is None or self.engine.grammars is None or self.engine.dead:
+        if sampling.structured_outputs is None or self.engine.grammars is None or self.engine.dead:
             self._enter(live)
         else:
             self.compiling.begin(number, live)
 
     def _enter(self, live: _Live, error: BaseException | None = None) -> None:
-        """The engine takes a request, or it is refused."""
+        """Add a request to the engine, or refuse it because of ``error`` or the engine's own error."""
         try:
             if error is not None:
                 raise error
@@ -276,19 +300,27 @@ class EngineLoop(TurnLoop):
             self.header.setdefault("accepted", []).append(live.number)
 
     def _refuse(self, number: int, error: BaseException) -> None:
+        """Report the refusal of a request."""
         why = refusal(error)
-        words = [number, type(why).__name__, str(why), getattr(why, "param", None)]
-        self.header.setdefault("refused", []).append(words)
+        row = [number, type(why).__name__, str(why), getattr(why, "param", None)]
+        self.header.setdefault("refused", []).append(row)
 
     def _do_abort(self, number: int) -> None:
+        """Abort a request, wherever it is.  Unknown numbers are ignored."""
         if self.arriving.remove(number) is not None or self.compiling.cancel(number):
             self._refuse(number, RequestError("the request was aborted"))
-        elif (live := self.live.get(number)) is not None:
+            return
+        live = self.live.get(number)
+        if live is not None:
             self.engine.abort(live.request.id)
 
     def _do_cut(self, number: int, sample: int, stop: str) -> None:
-        """End a branch whose text, which is made elsewhere, has ended: by a stop string, or (empty) for its reader."""
-        if (live := self.live.get(number)) is None:
+        """End a branch whose text has ended on the client's side.
+
+        ``stop`` is the stop string that was found.  "" means that the reader needs no more text.
+        """
+        live = self.live.get(number)
+        if live is None:
             return
         for seq in live.request.sequences:
             if seq.sample == sample and seq.finish_reason is None:
@@ -296,6 +328,7 @@ class EngineLoop(TurnLoop):
                 self.engine.finish(seq, "stop", stop_reason=stop or None)
 
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
+        """Answer question number ``ask`` by the method ``_ask_`` + ``what``, or report its error."""
         try:
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
         except BaseException as e:
@@ -320,7 +353,10 @@ class EngineLoop(TurnLoop):
         return True
 
     def _ask_profile(self, start: bool, path: str) -> str:
-        self.engine.call("profile_start") if start else self.engine.call("profile_stop", {"path": path})
+        if start:
+            self.engine.call("profile_start")
+        else:
+            self.engine.call("profile_stop", {"path": path})
         return path
 
     def _do_stop(self) -> None:
@@ -329,97 +365,110 @@ class EngineLoop(TurnLoop):
     # ---- frames --------------------------------------------------------------------------------------------------
 
     def _clear(self) -> None:
+        """Begin a new frame."""
         self.header: dict[str, Any] = {}
         self.rows: list[tuple[int, int, int, int, int, int]] = []  # stream, sample, count, end, stop_id, scored
-        self.tokens: list[int] = []
-        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # such rows [6, R], their tokens; before ``rows``
+        self.tokens: list[int] = []  # of ``rows``
+        self.parts: list[tuple[np.ndarray, np.ndarray]] = []  # rows [6, R] and their tokens, which precede ``rows``
         self.scores = Scores()
-        self.firsts: list[tuple[int, float, int, float]] = []
+        self.firsts: list[tuple[int, float, int, float]] = []  # stream, first_at, cached, entered
         self.prompts: list[tuple[int, int, Any]] = []  # stream, first position, plan.LogProbs
-        self.dones: list[tuple[int, float, float]] = []  # number, end, joules
+        self.dones: list[tuple[int, float, float]] = []  # stream, done_at, joules
         self.tapped = PooledValues()
         self.weight = 0
 
-    def _tell(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
-        """A token each for branches that go on: by far the most of what there is to say, so in no row's Python."""
-        self._part()
+    def _add_tokens(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
+        """Add one token of each of many branches that go on, as arrays, since these are most of all tokens."""
+        self._close_part()
         rows = np.empty((6, len(token)), np.int64)
         rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = stream, sample, 1, 0, -1, 0
         self.parts.append((rows, token))
 
-    def _part(self) -> None:
-        """What came row by row takes its place in the order."""
+    def _close_part(self) -> None:
+        """Append the single rows so far to ``parts``, so that the order of rows is kept."""
         if self.rows:
-            self.parts.append((np.array(self.rows, np.int64).T, np.array(self.tokens, np.int32)))
-            self.rows, self.tokens = [], []
+            rows = np.array(self.rows, np.int64).T
+            self.parts.append((rows, np.array(self.tokens, np.int32)))
+            self.rows = []
+            self.tokens = []
 
     def _sink(self, live: _Live, seq: Seq, ids: list[int], ended: Finish | None) -> None:
+        """Add tokens of a branch, and its end if it has ended, in rows that each fit into a frame."""
         if seq.sample in live.ended:
             return
         if not live.started and ids:
             live.started = True
-            r = live.request
-            at = r.first_token or self.engine.now()
-            self.firsts.append((live.number, at, r.cached_tokens, r.scheduled or at))
-            self._scored_prompt(live)
+            request = live.request
+            at = request.first_token or self.engine.now()
+            self.firsts.append((live.number, at, request.cached_tokens, request.scheduled or at))
+            self._add_prompt_scores(live)
         end, stop_id = 0, -1
         if ended is not None:
             live.ended.add(seq.sample)
             end = END[ended.reason]
-            stop_id = ended.stop if isinstance(ended.stop, int) else -1  # stop strings are found on the other side
+            stop_id = ended.stop if isinstance(ended.stop, int) else -1  # the client finds stop strings itself
         scored = live.request.params.logprobs is not None and bool(ids)
-        begin, each = seq.emitted - len(ids), FRAME // (TOKEN + live.request.logprobs * scored) or 1
-        while len(ids) > each:
-            self._row(live, seq, ids[:each], 0, -1, begin if scored else None)
-            ids, begin = ids[each:], begin + each
-        self._row(live, seq, ids, end, stop_id, begin if scored else None)
+        weight = TOKEN + live.request.logprobs if scored else TOKEN
+        most = FRAME // weight or 1
+        begin = seq.emitted - len(ids)
+        while len(ids) > most:
+            self._add_row(live, seq, ids[:most], 0, -1, begin if scored else None)
+            ids = ids[most:]
+            begin += most
+        self._add_row(live, seq, ids, end, stop_id, begin if scored else None)
 
-    def _row(self, live: _Live, seq: Seq, ids: list[int], end: int, stop_id: int, begin: int | None) -> None:
-        """A part of an answer; the scores of its tokens begin at ``begin`` of the sequence's, None: it has none."""
+    def _add_row(self, live: _Live, seq: Seq, ids: list[int], end: int, stop_id: int, begin: int | None) -> None:
+        """Add a row with tokens of a branch.
+
+        ``begin`` is the index of the first token in the scores of the sequence.  None means that the row has no scores.
+        """
         self.rows.append((live.number, seq.sample, len(ids), end, stop_id, begin is not None))
         self.tokens += ids
         weight = TOKEN * len(ids)
         if begin is not None:
             part = seq.logprobs[begin : begin + len(ids)]
-            self.scores.extend(part)  # whole columns at once: an answer may come with all of its scores
+            self.scores.extend(part)  # whole columns, because an answer may come with all of its scores at once
             weight += len(ids) * live.request.logprobs
         self._weigh(weight)
 
-    def _scored_prompt(self, live: _Live) -> None:
-        for first, part in live.request.prompt_parts:
-            count, best = part.top_ids.shape
-            each = FRAME // (best + 1) or 1
-            for at in range(0, count, each):
-                some = slice(at, at + each)
-                cut = LogProbs(part.chosen[some], part.rank[some], part.top_ids[some], part.top[some])
-                self.prompts.append((live.number, first + at, cut))
-                self._weigh(cut.top_ids.size + len(cut.rank))
+    def _add_prompt_scores(self, live: _Live) -> None:
+        """Add the scores of a request's prompt, in parts that each fit into a frame."""
+        for first, scores in live.request.prompt_parts:
+            count, best = scores.top_ids.shape
+            most = FRAME // (best + 1) or 1
+            for at in range(0, count, most):
+                rows = slice(at, at + most)
+                part = LogProbs(scores.chosen[rows], scores.rank[rows], scores.top_ids[rows], scores.top[rows])
+                self.prompts.append((live.number, first + at, part))
+                self._weigh(part.top_ids.size + len(part.rank))
 
     def _weigh(self, weight: int) -> None:
-        """A frame that is full waits for the end of the turn."""
+        """Add to the weight of the frame, and begin a new frame if it is full.  The turn's end sends all frames."""
         self.weight += weight
         if self.weight >= FRAME:
-            self._part()
+            self._close_part()
             self.frames.append((self.header, self._columns()))
             self._clear()
 
     def _ended(self, live: _Live) -> None:
+        """Report the end of a request, once its joules are known if it needs them."""
         if live.energy and self.engine.energy is not None:
             self.engine.energy.when_known(live.request, lambda: self._done(live))
         else:
             self._done(live)
 
     def _done(self, live: _Live) -> None:
+        """Report the end of a request: its tap values, branches without a reported end, errors and order."""
         request = live.request
         self.live.pop(live.number, None)
         for sample, values in pooled(request, live.reads):
             self._weigh(self.tapped.add(live.number, sample, values))
         for seq in request.sequences:
-            if seq.sample not in live.ended:  # aborted or failed: no sink was told
+            if seq.sample not in live.ended:  # aborted or failed, which is not passed to the sink
                 self.rows.append((live.number, seq.sample, 0, END[seq.finish_reason or "abort"], -1, 0))
                 if seq.error:
                     self.header.setdefault("errors", []).append([live.number, *fault(self.engine, seq)])
-            elif seq.error:  # its last row has been sent: what failed is the answer as a whole
+            elif seq.error:  # its last row was sent before, so the answer as a whole fails
                 self.header.setdefault("failed", []).append([live.number, seq.error])
         if request.params.width > 1 and not self.engine.dead:
             order = [seq.sample for seq in self.engine.answer(request)]
@@ -427,15 +476,20 @@ class EngineLoop(TurnLoop):
         self.dones.append((live.number, request.finished or self.engine.now(), joules_of(request)))
 
     def _flush(self) -> bool:
-        """Send what this turn gave, or a sign of life if nothing was sent for a while."""
+        """Send the frames of this turn, or an empty one if none was sent for ``HEARTBEAT``.
+
+        Return whether the turn had anything to send.
+        """
         now = time.monotonic()
-        if self.engine.dead and not self._told_dead:
-            self._told_dead, self.header["dead"] = True, self.engine.dead
-        self._part()
+        if self.engine.dead and not self._dead_sent:
+            self._dead_sent = True
+            self.header["dead"] = self.engine.dead
+        self._close_part()
         full = bool(self.parts or self.header or self.dones or self.frames)
         if not full and now - self._sent < HEARTBEAT:
             return False
-        frames, self.frames = [*self.frames, (self.header, self._columns())], []
+        frames = [*self.frames, (self.header, self._columns())]
+        self.frames = []
         self._clear()
         self._sent = now
         for header, columns in frames:
@@ -443,19 +497,25 @@ class EngineLoop(TurnLoop):
         return full
 
     def _columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of the frame."""
         columns = self.tapped.columns()
         if self.parts:
-            rows, tokens = (np.concatenate(some, axis=-1) for some in zip(*self.parts, strict=True))
-            columns |= dict(zip((*ROW, "tokens"), (*rows, tokens), strict=True))
+            rows = np.concatenate([rows for rows, _ in self.parts], axis=-1)
+            columns |= zip(ROW, rows, strict=True)
+            columns["tokens"] = np.concatenate([tokens for _, tokens in self.parts])
         if self.scores:
-            found = self.scores
-            columns["chosen"], columns["top"] = np.array(found.chosen, np.float32), np.array(found.top, np.float32)
-            columns["rank"], columns["top_ids"] = np.array(found.rank, np.int32), np.array(found.top_ids, np.int32)
-            columns["tops"] = np.diff(found.ends).astype(np.int32)
+            scores = self.scores
+            columns["chosen"] = np.array(scores.chosen, np.float32)
+            columns["top"] = np.array(scores.top, np.float32)
+            columns["rank"] = np.array(scores.rank, np.int32)
+            columns["top_ids"] = np.array(scores.top_ids, np.int32)
+            columns["tops"] = np.diff(scores.ends).astype(np.int32)
         if self.firsts:
             number, at, cached, entered = zip(*self.firsts, strict=True)
-            columns["first"], columns["first_at"] = np.array(number, np.int64), np.array(at, np.float64)
-            columns["cached"], columns["entered"] = np.array(cached, np.int32), np.array(entered, np.float64)
+            columns["first"] = np.array(number, np.int64)
+            columns["first_at"] = np.array(at, np.float64)
+            columns["cached"] = np.array(cached, np.int32)
+            columns["entered"] = np.array(entered, np.float64)
         if self.prompts:
             sizes = [(number, first, *part.top_ids.shape) for number, first, part in self.prompts]
             columns["prompts"] = np.array(sizes, np.int64).ravel()
@@ -464,19 +524,22 @@ class EngineLoop(TurnLoop):
                 columns[f"prompt_{name}"] = flat.astype(np.float32 if name in ("chosen", "top") else np.int32)
         if self.dones:
             number, at, joules = zip(*self.dones, strict=True)
-            columns["done"], columns["done_at"] = np.array(number, np.int64), np.array(at, np.float64)
-            columns |= {} if self.engine.energy is None else {"joules": np.array(joules, np.float64)}
+            columns["done"] = np.array(number, np.int64)
+            columns["done_at"] = np.array(at, np.float64)
+            if self.engine.energy is not None:
+                columns["joules"] = np.array(joules, np.float64)
         return columns
 
 
 def joules_of(request: Request) -> float:
-    joules = None if request.energy is None else request.energy.joules
-    return np.nan if joules is None else joules
+    """Return the energy of a request in joules, NaN if it is not known."""
+    if request.energy is None or request.energy.joules is None:
+        return np.nan
+    return request.energy.joules
 
 
-def _travels(params: SamplingParams) -> None:
-    """RequestError for what is decided by the text, which is made on the client's side."""
+def _check_remote(params: SamplingParams) -> None:
+    """Raise RequestError for parameters that need the text in the engine, because text is made on the client's side."""
     if params.beam_width is not None and params.stop:
-        raise RequestError(
-            f"stop={shown(params.stop)} beside beam_width: want stop_token_ids, or an LLM in this process", "stop"
-        )
+        what = f"stop={shown(params.stop)} with beam_width"
+        raise RequestError(f"{what}: expected stop_token_ids, or an LLM in this process", "stop")
