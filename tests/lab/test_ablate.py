@@ -142,8 +142,8 @@ def test_parts_of_the_user_are_settings_of_a_file_and_of_flags(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--define", "few"], "want NAME:KEY=VALUE"),
-        (["--define", "few:max_num_seqs"], "want NAME:KEY=VALUE"),
+        (["--define", "few"], "expected NAME:KEY=VALUE"),
+        (["--define", "few:max_num_seqs"], "expected NAME:KEY=VALUE"),
         (["--define", "kv-cache:max_num_seqs=2"], "the name of a built-in part"),
         (["--define", "few:max_num_seqz=2"], "part 'few': --set: unknown option 'max_num_seqz'"),
         (["--define", "same:max_num_seqs=4"], "the configuration has max_num_seqs=4 already"),

@@ -226,13 +226,13 @@ def test_the_client_times_all_pieces_of_an_answer_as_vllm_s_does_and_counts_toke
     ("data", "error"),
     [
         (b"HTTP/1.1 503 No\r\nContent-Length: 4\r\n\r\nbusy", "status 503: busy"),
-        (b"SSH-2.0-x\r\n\r\n", "no HTTP"),
-        (b"", "no HTTP"),
+        (b"SSH-2.0-x\r\n\r\n", "the response is not HTTP"),
+        (b"", "the response is not HTTP"),
         (HEAD + b"Transfer-Encoding: chunked\r\n\r\n9\r\nda", "IncompleteReadError"),
         (HEAD + b'\r\ndata: {"error": {"message": "no room"}}\n\n', "no room"),
         (HEAD + b"\r\ndata: [DONE]\n\n", "the answer has no tokens"),
         (HEAD + b"\r\ndata: {oops\n\n", "JSONDecodeError"),
-        (HEAD + b"\r\ndata: 3\n\n", "an event is no object: 3"),
+        (HEAD + b"\r\ndata: 3\n\n", "an event is not a JSON object: 3"),
         (HEAD + b'\r\ndata: {"choices": 3}\n\n', "TypeError"),
         (HEAD + b'\r\ndata: {"choices": ["a"]}\n\n', "AttributeError"),
         (HEAD + b'\r\ndata: {"choices": [], "usage": [1]}\n\n', "TypeError"),
@@ -260,5 +260,5 @@ def test_where_no_server_is_that_is_said():
     with pytest.raises(ResourceError, match=r"names no model .* is a server there"):
         asyncio.run(HttpServer("http://127.0.0.1:9").find_model())
     for url in ("ftp://x", "http://", "http://a:b", "nonsense"):
-        with pytest.raises(ConfigError, match="want http"):
+        with pytest.raises(ConfigError, match="expected http"):
             HttpServer(url)

@@ -280,13 +280,13 @@ def test_a_distribution_ends_at_one_and_is_thinned():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{}", "no result of a measurement"),
+        ("{}", "not a result of a measurement"),
         ('{"format": "minivllm-bench", "format_version": 9}', "format 9; this minivllm reads 1"),
         (json.dumps({"format": "minivllm-bench", "format_version": 1, "kind": "ablate"}), "not a whole result"),
         (json.dumps({**TRACE, "runs": [{}]}), "not a whole result, edited by hand? KeyError: 'step_ms'"),
         (
             '{"trace": "a", "costs": "c.json", "runs": []}',
-            "want a file that bench, ablate, compare, replay or simulate",
+            "expected a file that bench, ablate, compare, replay or simulate",
         ),
         ("{", "r.json"),
     ],

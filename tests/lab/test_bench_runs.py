@@ -297,7 +297,7 @@ def test_memory_names_what_the_weights_and_the_kv_blocks_take(capsys):
         (["serve", "--find-knee", "--max-concurrency", "1,4"], "expected at most one --max-concurrency, not 2"),
         (["serve", "--url", "http://x", "--allow-target", "acme"], "leave out --model, --config, --set"),
         (["throughput", "--dataset", "x", "--vocab", "9", "--prefix-len", "0"], "--prefix-len, --vocab: random"),
-        (["memory", "--set", "executor=sim"], "want executor=local"),
+        (["memory", "--set", "executor=sim"], "use executor=local"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(capsys, args, message):

@@ -161,5 +161,5 @@ def test_what_a_task_asks_for_and_is_not_known_is_refused(harness):
         own = MinivllmLM(llm)
         with pytest.raises(ConfigError, match="num_beams"):
             own._sampling({"until": ["."], "num_beams": 4})
-        with pytest.raises(ConfigError, match="raise it"):
+        with pytest.raises(ConfigError, match="raise max_model_len"):
             own._loglikelihood_tokens([(None, [5], [6] * 200)])

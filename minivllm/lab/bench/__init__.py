@@ -1,11 +1,11 @@
-"""The experimenter's bench: what a configuration does on a machine, and whether two of them differ.
+"""Benchmarks: measure the speed and quality of a configuration on a machine, and test whether two of them differ.
 
-workload    requests: generated from a seed, or read from a file
-client      asks a server over HTTP;  direct: asks an engine in this process
-serving     closed loop, open loop, the search for the knee
-offline     latency, throughput, memory, startup of an engine in this process
-answers     timings of requests -> figures with the names that vLLM gives them
-repeats     figures of several runs -> medians with confidence intervals; statistics: intervals and tests
-state       clock, watts, joules, load of others while something is measured
-ablate      one thing off at a time
+workload    requests, generated from a seed or read from a file
+client      send requests to a server over HTTP;  direct: to an engine in this process
+serving     a closed loop, an open loop, and the search for the highest sustainable rate
+offline     latency, throughput, memory and startup of an engine in this process
+answers     times of requests as results with the names of vLLM's benchmark
+repeats     results of several runs as medians with confidence intervals; statistics: intervals and tests
+state       clock, power, energy and load of the machine during a measurement
+ablate      remove one part of a configuration at a time
 """

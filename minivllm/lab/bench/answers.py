@@ -1,7 +1,11 @@
-"""Timings of requests, and their figures under the names that ``vllm bench serve`` gives them.
+"""Times of requests, and results under the names that ``vllm bench serve`` gives them.
 
-Times are measured where the request is made.  TTFT: to the first piece, which may have no text yet; TPOT: mean time
-between tokens after it, of one request; ITL: time between two pieces, which may bring several tokens; E2EL: to the end.
+Times are measured by the client.  A piece is a streamed part of an answer.
+
+TTFT    time to the first piece, which may have no text yet
+TPOT    mean time per output token after the first piece, of a request
+ITL     time between two pieces, which may hold several tokens
+E2EL    time to the end of the answer
 """
 
 from __future__ import annotations
@@ -15,13 +19,16 @@ from .statistics import NAN, percentile
 
 PERCENTILES = (50, 90, 95, 99)
 NAMES = ("ttft", "tpot", "itl", "e2el")
-TARGETS = ("ttft", "tpot", "e2el")  # what a target may be given for, in milliseconds
+TARGETS = ("ttft", "tpot", "e2el")  # the times that can have a target, in milliseconds
 
 
 @dataclass
 class TimedAnswer:
-    """Of one request, in seconds: ``start`` since the run's, ``ttft`` and ``latency`` since ``start``, ``itls`` between
-    pieces.  ``late``: how much later it was sent than it was due."""
+    """The answer to a request and its times in seconds.
+
+    ``start`` counts from the start of the run, ``ttft`` and ``latency`` from ``start``.  ``itls`` are the times between
+    pieces.  ``late`` is the delay of sending after the request was due.
+    """
 
     start: float = 0.0
     ttft: float = 0.0
@@ -31,68 +38,73 @@ class TimedAnswer:
     output_tokens: int = 0
     late: float = 0.0
     error: str = ""
-    token_ids: list[int] = field(default_factory=list)  # where they are at hand
+    token_ids: list[int] = field(default_factory=list)  # empty for an answer over HTTP
 
     @property
     def tpot(self) -> float:
-        """NaN of a single token."""
-        return (self.latency - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else NAN
+        """Return the mean seconds per token after the first piece, NaN for an answer of one token."""
+        if self.output_tokens <= 1:
+            return NAN
+        return (self.latency - self.ttft) / (self.output_tokens - 1)
 
     def within(self, targets: Mapping[str, float]) -> bool:
-        """Whether it met targets in milliseconds; a single token has no time per token to miss."""
-        own = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.latency}
-        return not self.error and not any(1e3 * own[name] > most for name, most in targets.items())
+        """Return whether the answer met all targets, in milliseconds; one token cannot miss a target for TPOT."""
+        times = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.latency}
+        return not self.error and not any(1e3 * times[name] > limit for name, limit in targets.items())
 
 
 def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
-    """Mean, median, standard deviation and percentiles in milliseconds, under vLLM's names."""
-    ms = [1e3 * one for one in seconds]
-    found = {
-        f"mean_{name}_ms": statistics.fmean(ms) if ms else NAN,
-        f"median_{name}_ms": percentile(ms, 50),
-        f"std_{name}_ms": statistics.pstdev(ms) if ms else NAN,
-    }
-    return found | {f"p{q}_{name}_ms": percentile(ms, q) for q in PERCENTILES}
+    """Return the mean, median, standard deviation and percentiles in milliseconds, under vLLM's names."""
+    ms = [1e3 * value for value in seconds]
+    found = {f"mean_{name}_ms": statistics.fmean(ms) if ms else NAN}
+    found[f"median_{name}_ms"] = percentile(ms, 50)
+    found[f"std_{name}_ms"] = statistics.pstdev(ms) if ms else NAN
+    for q in PERCENTILES:
+        found[f"p{q}_{name}_ms"] = percentile(ms, q)
+    return found
 
 
 def figures(
     answers: Sequence[TimedAnswer], duration: float, targets: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """Of a run that took ``duration`` seconds from the first request to the last answer.  ``request_goodput``: answers
-    a second that met all ``targets`` (milliseconds), None without any."""
+    """Return the results of a run that took ``duration`` seconds from the first request to the last answer.
+
+    ``request_goodput`` is the number of answers per second that met all ``targets`` (milliseconds), None without
+    targets.
+    """
     good = [one for one in answers if not one.error]
-    ins, outs = sum(one.prompt_tokens for one in good), sum(one.output_tokens for one in good)
-    met = None if not targets else sum(one.within(targets) for one in answers) / duration
-    found: dict[str, Any] = {
-        "duration": duration,
-        "completed": len(good),
-        "failed": len(answers) - len(good),
-        "total_input_tokens": ins,
-        "total_output_tokens": outs,
-        "request_throughput": len(good) / duration,
-        "request_goodput": met,
-        "output_throughput": outs / duration,
-        "total_token_throughput": (ins + outs) / duration,
-    }
+    prompt_tokens = sum(one.prompt_tokens for one in good)
+    output_tokens = sum(one.output_tokens for one in good)
+    goodput = None
+    if targets:
+        goodput = sum(one.within(targets) for one in answers) / duration
+    counts = {"duration": duration, "completed": len(good), "failed": len(answers) - len(good)}
+    found: dict[str, Any] = {**counts, "total_input_tokens": prompt_tokens, "total_output_tokens": output_tokens}
+    found["request_throughput"] = len(good) / duration
+    found["request_goodput"] = goodput
+    found["output_throughput"] = output_tokens / duration
+    found["total_token_throughput"] = (prompt_tokens + output_tokens) / duration
     found |= spread("ttft", [one.ttft for one in good])
     found |= spread("tpot", [one.tpot for one in good if one.output_tokens > 1])
     found |= spread("itl", [gap for one in good for gap in one.itls])
     found |= spread("e2el", [one.latency for one in good])
-    first = sorted((one.start, one.latency) for one in good)[: max(1, len(good) // 4)]
-    found["early_e2el_ms"] = percentile([1e3 * seconds for _, seconds in first], 50)  # before a queue can be long
+    by_start = sorted((one.start, one.latency) for one in good)
+    early = by_start[: max(1, len(good) // 4)]  # before a queue can be long
+    found["early_e2el_ms"] = percentile([1e3 * latency for _, latency in early], 50)
     found["last_arrival"] = max((one.start - one.late for one in answers), default=0.0)
     found["p99_late_ms"] = percentile([1e3 * one.late for one in answers], 99)
     return found
 
 
 def details(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """One entry a request, under vLLM's names (``--save-detailed``)."""
-    return {
-        "input_lens": [one.prompt_tokens for one in answers],
-        "output_lens": [one.output_tokens for one in answers],
-        "ttfts": [one.ttft for one in answers],
-        "itls": [one.itls for one in answers],
-        "e2els": [one.latency for one in answers],
-        "start_times": [one.start for one in answers],
-        "errors": [one.error for one in answers],
+    """Return the columns of all requests under vLLM's names (``--save-detailed``)."""
+    columns = {
+        "input_lens": "prompt_tokens",
+        "output_lens": "output_tokens",
+        "ttfts": "ttft",
+        "itls": "itls",
+        "e2els": "latency",
+        "start_times": "start",
+        "errors": "error",
     }
+    return {name: [getattr(one, field_name) for one in answers] for name, field_name in columns.items()}

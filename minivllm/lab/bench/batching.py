@@ -1,11 +1,11 @@
-"""The textbook's comparison of ways to form batches, on the engine itself.
+"""The textbook comparison of ways to form batches, on the engine itself.
 
-    static            a batch of n starts when n have come, and ends with its longest answer
-    size-or-timeout   likewise, or when its oldest has waited long enough      (Clipper, NSDI 2017; Triton's server)
-    continuous        who comes enters in the next step, who ends leaves       (Orca, OSDI 2022)
-    adaptive          continuous, with a learned wait before newcomers enter
+    static            a batch starts when n requests have arrived, and ends with its longest answer
+    size-or-timeout   likewise, or when its oldest request has waited long enough      (Clipper, NSDI 2017; Triton)
+    continuous        a request joins the batch in the next step, and leaves at its end       (Orca, OSDI 2022)
+    adaptive          continuous, with a learned wait before new requests join
 
-All are scheduling policies over the same requests and arrivals, run by run.
+All are scheduler plug-ins.  In each run they serve the same requests at the same arrival times.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any
 
 from . import trials
 
-PATIENT = 10  # seconds that a static batch waits for its last request: nobody leaves a service idle for ever
+PATIENT = 10  # seconds that a static batch waits for requests at most, so that the last batch starts too
 REFERENCE = "continuous"
 LATENCY = trials.Metric("mean_e2el_ms", "latency", False)
 
 
 @dataclass(frozen=True)
 class BatchingWay:
-    """``sets``: the settings that make a configuration form its batches so."""
+    """A way to form batches; ``sets`` are its settings."""
 
     name: str
     sets: tuple[str, ...]
 
 
 def ways(batch: int, timeout_ms: float, others: Sequence[str]) -> list[BatchingWay]:
-    """The four, and other policies by their names."""
+    """Return the four ways, and those of other schedulers given by name; ``batch`` is the size of static batches."""
     static = ("scheduler.name=static", f"scheduler.options.batch={batch}")
     own = [
         BatchingWay("static", (*static, f"scheduler.options.max_hold={PATIENT}")),
@@ -42,13 +42,20 @@ def ways(batch: int, timeout_ms: float, others: Sequence[str]) -> list[BatchingW
 
 
 def compared(rows: Sequence[dict[str, Any]]) -> None:
-    """Give each row, under ``against``, its mean latency over that of ``REFERENCE`` at the same rate, paired by run."""
-    first = {row["request_rate"]: row for row in rows if row["policy"] == REFERENCE}
+    """Store in each row, as ``against``, the test of its mean latency against ``REFERENCE`` at the same rate.
+
+    Values are paired by run.
+    """
+    references = {row["request_rate"]: row for row in rows if row["policy"] == REFERENCE}
     others = [row for row in rows if row["policy"] != REFERENCE]
-    found = trials.judged([trials.against(_runs(first[row["request_rate"]]), _runs(row), [LATENCY]) for row in others])
-    for row, verdict in zip(others, found, strict=True):
+    tests = []
+    for row in others:
+        reference = references[row["request_rate"]]
+        tests.append(trials.against(_runs(reference), _runs(row), [LATENCY]))
+    for row, verdict in zip(others, trials.judged(tests), strict=True):
         row["against"] = verdict[LATENCY.key]
 
 
 def _runs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs of a row in the form that ``trials`` reads."""
     return [{"figures": run} for run in row["repeats"]]

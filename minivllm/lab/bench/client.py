@@ -1,7 +1,7 @@
-"""Asks a server with OpenAI's ``/v1/completions`` over HTTP, and takes the time of each piece of an answer.
+"""Send requests to a server's ``/v1/completions`` over HTTP, and measure the time of each piece of an answer.
 
-Bare HTTP/1.1 on asyncio streams: a client that parses less measures itself less.  Each request has a connection of its
-own, which is part of what it measures, as in ``vllm bench serve``.
+The client speaks plain HTTP/1.1 on asyncio streams, so that its own work adds little to the times.  Each request opens
+a connection, whose time is measured too, as in ``vllm bench serve``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from .workload import BenchAsk
 
 MOST = 1 << 22  # bytes of a line
 TIMEOUT = 600.0  # seconds for an answer
-PATIENCE = 5.0  # seconds that looking at the server may take
+PATIENCE = 5.0  # seconds to wait for the list of models
 
 
 class HttpServer:
-    """``url`` as http://host:port, with or without /v1; ``extra``: fields of each request beside those of the workload;
-    ``timeout``: seconds for a whole answer.  ConfigError of a URL that is none."""
+    """A server that is measured.
+
+    ``url`` is http://host:port, with or without /v1.  ``model`` "" means the server's first model.  ``extra`` are
+    further fields of each request.  ``timeout`` is in seconds, for a whole answer.  Raise ConfigError for a wrong URL.
+    """
 
     def __init__(
         self,
@@ -40,29 +43,33 @@ class HttpServer:
             parts = urlsplit(url)
             self.port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError:
-            raise ConfigError(f"--url {shown(url)}: want http://host:port") from None
+            raise ConfigError(f"--url {shown(url)}: expected http://host:port") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url {shown(url)}: want http://host:port or https://host:port")
-        self.url, self.host, self.model = url, parts.hostname, model
+            raise ConfigError(f"--url {shown(url)}: expected http://host:port or https://host:port")
+        self.url = url
+        self.host = parts.hostname
+        self.model = model
         self.base = parts.path.rstrip("/").removesuffix("/v1")
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
-        self.extra, self.timeout = dict(extra or {}), timeout
+        self.extra = dict(extra or {})
+        self.timeout = timeout
         self.headers = f"Host: {parts.netloc}\r\nConnection: close\r\n"
         if api_key:
             self.headers += f"Authorization: Bearer {api_key}\r\n"
 
     async def find_model(self) -> str:
-        """The name of the first model that the server has, unless one was given.  ResourceError if it does not say."""
+        """Return the name of the model, which by default is the server's first.  Raise ResourceError if it has none."""
         if not self.model:
             try:
                 found = await asyncio.wait_for(self._get("/v1/models"), PATIENCE)
                 self.model = str(found["data"][0]["id"])
             except (OSError, ValueError, LookupError, TypeError, asyncio.TimeoutError) as exc:
-                said = describe_error(exc)
-                raise ResourceError(f"{self.url}/v1/models names no model ({said}); is a server there?") from None
+                reason = describe_error(exc)
+                raise ResourceError(f"{self.url}/v1/models names no model ({reason}); is a server there?") from None
         return self.model
 
     async def _get(self, path: str) -> Any:
+        """Return the JSON value at a path of the server.  Raise ValueError for an HTTP error."""
         reader, writer = await self._connect()
         try:
             writer.write(f"GET {self.base}{path} HTTP/1.1\r\n{self.headers}\r\n".encode())
@@ -78,7 +85,7 @@ class HttpServer:
         return await asyncio.open_connection(self.host, self.port, ssl=self.tls, limit=MOST)
 
     async def ask(self, ask: BenchAsk, seed: int) -> TimedAnswer:
-        """One answer; what goes wrong is its ``error``, never raised."""
+        """Send a request and return its answer; a failure is stored in ``error`` and not raised."""
         body = {
             "model": self.model,
             "prompt": ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt),
@@ -90,18 +97,20 @@ class HttpServer:
             **self.extra,
         }
         data = json.dumps({k: v for k, v in body.items() if v is not None}).encode()
-        answer, began = TimedAnswer(), time.perf_counter()
+        answer = TimedAnswer()
+        began = time.perf_counter()
         try:
             await asyncio.wait_for(self._post(data, answer, began), self.timeout)
         except asyncio.TimeoutError:
             answer.error = f"no whole answer within {self.timeout:g} s (--timeout)"
         except (OSError, ValueError, LookupError, TypeError, AttributeError, asyncio.IncompleteReadError) as exc:
-            answer.error = describe_error(exc)  # of values too that are not of the kind that OpenAI's have
+            answer.error = describe_error(exc)  # also for JSON values of a wrong type
         if not answer.error and not answer.output_tokens:
             answer.error = "the answer has no tokens"
         return answer
 
     async def _post(self, data: bytes, answer: TimedAnswer, began: float) -> None:
+        """Send a request body and read the answer."""
         reader, writer = await self._connect()
         try:
             head = f"POST {self.base}/v1/completions HTTP/1.1\r\n{self.headers}Content-Type: application/json\r\n"
@@ -111,31 +120,35 @@ class HttpServer:
             writer.close()
 
     async def _read(self, reader: asyncio.StreamReader, answer: TimedAnswer, began: float) -> None:
+        """Read the server-sent events of an answer and fill in its times and token counts."""
         status, lines = await _head(reader)
         if status != 200:
             text = b"".join([line async for line in lines]).decode(errors="replace")
             answer.error = f"status {status}: {brief(text, 300)}"
             return
-        pieces, usage, last = 0, None, began
+        pieces = 0
+        usage = None
+        last = began
         async for line in lines:
             now = time.perf_counter()
             if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
                 continue
             event = json.loads(line[5:])
             if not isinstance(event, dict):
-                raise ValueError(f"an event is no object: {shown(event)}")
+                raise ValueError(f"an event is not a JSON object: {shown(event)}")
             if "error" in event:
                 answer.error = brief(str(event["error"]), 300)
                 return
             usage = event.get("usage") or usage
-            # whatever its text: that of a token may wait for the next one's
+            # a piece may have an empty text, since the text of a token can depend on the next token
             if [choice.get("text") for choice in event.get("choices", ())]:
                 if pieces:
                     answer.itls.append(now - last)
                 else:
                     answer.ttft = now - began
-                pieces, last = pieces + 1, now
-        # the end of an answer is its last piece
+                pieces += 1
+                last = now
+        # later events carry no tokens
         answer.latency = (last if pieces else time.perf_counter()) - began
         answer.ttft = answer.ttft or answer.latency
         answer.output_tokens = int(usage["completion_tokens"]) if usage else pieces
@@ -143,36 +156,40 @@ class HttpServer:
 
 
 async def _head(reader: asyncio.StreamReader) -> tuple[int, AsyncIterator[bytes]]:
-    """The status of a response, and the lines of its body as they come.  ValueError if it is no HTTP."""
+    """Return the status of a response, and the lines of its body.  Raise ValueError if it is not HTTP."""
     words = (await reader.readline()).split(None, 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
-        raise ValueError(f"no HTTP: {shown(b' '.join(words))}")
+        raise ValueError(f"the response is not HTTP: {shown(b' '.join(words))}")
     headers = {}
     while (line := (await reader.readline()).strip()) != b"":
         name, _, value = line.decode("latin-1").partition(":")
         headers[name.strip().lower()] = value.strip().lower()
     chunked = "chunked" in headers.get("transfer-encoding", "")
-    left = int(headers["content-length"]) if "content-length" in headers else None
-    return int(words[1]), _lines(_chunks(reader) if chunked else _plain(reader, left))
+    length = int(headers["content-length"]) if "content-length" in headers else None
+    body = _chunks(reader) if chunked else _plain(reader, length)
+    return int(words[1]), _lines(body)
 
 
-async def _plain(reader: asyncio.StreamReader, left: int | None) -> AsyncIterator[bytes]:
-    while left is None or left > 0:
-        data = await reader.read(MOST if left is None else min(left, MOST))
+async def _plain(reader: asyncio.StreamReader, length: int | None) -> AsyncIterator[bytes]:
+    """Yield the parts of a body of ``length`` bytes; None means up to the end of the connection."""
+    while length is None or length > 0:
+        data = await reader.read(MOST if length is None else min(length, MOST))
         if not data:
             return
-        left = None if left is None else left - len(data)
+        if length is not None:
+            length -= len(data)
         yield data
 
 
 async def _chunks(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
-    """RFC 9112, section 7.1; trailers are not read."""
+    """Yield the parts of a chunked body (RFC 9112, section 7.1); trailers are not read."""
     while size := int((await reader.readline()).split(b";")[0] or b"0", 16):
         yield await reader.readexactly(size)
         await reader.readexactly(2)
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a body."""
     rest = b""
     async for data in pieces:
         *whole, rest = (rest + data).split(b"\n")

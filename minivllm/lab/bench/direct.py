@@ -1,4 +1,4 @@
-"""Who is asked, beside a server that is there: an engine in this process, or a server that is started for it."""
+"""Targets of a benchmark besides a running server: an engine in this process, or a server started for it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,32 @@ from .workload import BenchAsk
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
-START = 600.0  # seconds that a server may take to start
-PATIENCE = 20.0  # seconds that it may take to end
+START = 600.0  # seconds to wait for a server to start
+PATIENCE = 20.0  # seconds to wait for it to end
 
 
 class DirectEngine:
-    """An ``AsyncLLM``: no HTTP, no second process, and the loop of the load shares its interpreter with the engine."""
+    """An ``AsyncLLM`` as a target, without HTTP: engine and benchmark share a process and its event loop."""
 
     def __init__(self, llm: Any, temperature: float) -> None:
         self.llm, self.temperature = llm, temperature
 
     async def reset(self) -> None:
-        """No prefix of an earlier run is found."""
+        """Empty the prefix cache, so that no prompt of an earlier run is found."""
         await self.llm._ask(self.llm.engine.reset_prefix_cache)
 
     async def ask(self, ask: BenchAsk, seed: int) -> TimedAnswer:
-        """One answer; what goes wrong is its ``error``."""
+        """Generate the answer to a request; a failure is stored in ``error`` and not raised."""
         from minivllm.core.interfaces.params import SamplingParams
 
         params = SamplingParams(
             temperature=self.temperature, max_tokens=ask.max_tokens, ignore_eos=True, seed=seed, detokenize=False
         )
-        answer, began = TimedAnswer(), time.perf_counter()
         prompt: Any = ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt)
-        last, pieces = began, 0
+        answer = TimedAnswer()
+        pieces = 0
+        began = time.perf_counter()
+        last = began
         try:
             async for piece in self.llm.generate(prompt, params):
                 now = time.perf_counter()
@@ -56,7 +58,8 @@ class DirectEngine:
                         answer.itls.append(now - last)
                     else:
                         answer.ttft = now - began
-                    last, pieces = now, pieces + 1
+                    last = now
+                    pieces += 1
                     answer.output_tokens += len(piece.token_ids)
                 if piece.finished:
                     answer.error = piece.output.error or ""
@@ -69,11 +72,14 @@ class DirectEngine:
 
 @contextlib.contextmanager
 def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
-    """``minivllm serve`` with a configuration, as a process of its own: its URL and process id.  ResourceError with
-    what it said if it does not start; ended at the end of the block."""
-    if missing := [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]:
-        what = f'bench serve starts a server, which needs {", ".join(missing)}: pip install "minivllm[serve]"'
-        raise ConfigError(f"{what}; or measure the engine without HTTP: --direct, or a server that runs: --url")
+    """Start ``minivllm serve`` with a configuration, yield its URL and process id, and end it with the context.
+
+    Raise ConfigError if packages of a server are missing, and ResourceError with its messages if it does not start.
+    """
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
+    if missing:
+        needs = f'bench serve starts a server, which needs {", ".join(missing)}: pip install "minivllm[serve]"'
+        raise ConfigError(f"{needs}; or measure the engine without HTTP (--direct), or a running server (--url)")
     values = loaded.engine.model_dump(mode="json", exclude_unset=True, exclude={"allow_targets"})
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "config.yaml")
@@ -98,8 +104,10 @@ def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM ends the block with SystemExit, so that what was started in it is ended too.  Signals go to the main
-    thread: a block of another one is left as it is."""
+    """Raise SystemExit in the context on SIGTERM, so that processes that it has started are ended too.
+
+    Python delivers signals to the main thread, so this does nothing in another thread.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -115,7 +123,7 @@ def terminable() -> Iterator[None]:
 
 
 def end(process: subprocess.Popen[str], patience: float = PATIENCE) -> None:
-    """Terminate a process, and kill it if it is still there after ``patience`` seconds."""
+    """Terminate a process, and kill it if it still runs after ``patience`` seconds."""
     process.terminate()
     try:
         process.wait(patience)
@@ -125,9 +133,10 @@ def end(process: subprocess.Popen[str], patience: float = PATIENCE) -> None:
 
 
 def _url(process: subprocess.Popen[str]) -> str:
-    said = []
+    """Return the URL that a server logs when it is ready.  Raise ResourceError if it ends before."""
+    messages = []
     for line in process.stderr or ():
-        said.append(line.strip())
+        messages.append(line.strip())
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return str(json.loads(line)["url"])
-    raise ResourceError(f"the server ended with {process.wait()}: {' '.join(said[-4:])}")
+    raise ResourceError(f"the server ended with {process.wait()}: {' '.join(messages[-4:])}")

@@ -1,8 +1,8 @@
-"""What a machine can do at most, and how long an operation takes on it: the two sides of "beside its floor".
+"""Measure the peak speeds of a machine and the time of operations, to compare an operation with its lower bound.
 
-An operation that moves b bytes and needs f operations of arithmetic takes no less than max(b / memory speed, f / peak):
-the roofline of Williams et al. (CACM 52(4), 2009).  Both roofs are measured here, not taken from a data sheet.  Who is
-faster than its floor has found data in a cache.
+An operation that moves b bytes and needs f arithmetic operations takes at least max(b / memory speed, f / peak), its
+floor.  This is the roofline model of Williams et al. (CACM 52(4), 2009).  Both peaks are measured, not taken from a
+data sheet.  An operation that is faster than its floor has found data in a cache.
 """
 
 from __future__ import annotations
@@ -16,51 +16,56 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ENOUGH = 0.01  # seconds that a run of an operation takes at least, by repeating it
-TRIES = 5  # of each roof; the best counts
+ENOUGH = 0.01  # seconds that a measurement takes at least; short operations are repeated
+TRIES = 5  # measurements of each peak, of which the best is used
 BUFFER = {"cpu": 128 << 20, "cuda": 512 << 20}  # bytes that are moved, more than caches hold
-SIDE = {"cpu": 1024, "cuda": 8192}  # rows, columns and inner length of the product
+SIDE = {"cpu": 1024, "cuda": 8192}  # rows, columns and inner length of the matrix product
 
 Call = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class MachinePeaks:
-    """Measured: bytes a second from and to memory, and operations of arithmetic a second of a product."""
+    """Measured peaks: bytes per second from and to memory, and arithmetic operations per second of a matrix product."""
 
     bytes_per_s: float
     flops_per_s: float
 
     def floor(self, size: float, flops: float) -> tuple[float, str]:
-        """Seconds of what moves ``size`` bytes and needs ``flops``, and which of the two it is bound by."""
-        moved, computed = size / self.bytes_per_s, flops / self.flops_per_s
-        return max(moved, computed), "memory" if moved >= computed else "arithmetic"
+        """Return the least seconds to move ``size`` bytes and compute ``flops``, and which of the two takes longer."""
+        moving = size / self.bytes_per_s
+        computing = flops / self.flops_per_s
+        return max(moving, computing), "memory" if moving >= computing else "arithmetic"
 
 
 def machine_peaks(device: str, dtype: torch.dtype) -> MachinePeaks:
-    """Of one device ("cpu", "cuda"), with as many threads as torch has."""
+    """Measure the peaks of a device ("cpu", "cuda"), with torch's number of threads."""
     kind = "cuda" if device.startswith("cuda") else "cpu"
     clock = OperationClock(device)
     speed = _memory_speed(clock, device, dtype, BUFFER[kind])
     a, b = (torch.randn(SIDE[kind], SIDE[kind], device=device).to(dtype) for _ in range(2))
-    return MachinePeaks(speed, 2 * SIDE[kind] ** 3 / clock.best(lambda: a @ b))
+    product_seconds = clock.best(lambda: a @ b)
+    return MachinePeaks(speed, 2 * SIDE[kind] ** 3 / product_seconds)
 
 
 def _memory_speed(clock: OperationClock, device: str, dtype: torch.dtype, size: int) -> float:
-    """Bytes a second of the fastest of copying, of summing, and of multiplying one row by a matrix."""
+    """Return the bytes per second of the fastest of three operations: copy, sum, and a row times a matrix."""
     wide = torch.ones(size // dtype.itemsize, dtype=dtype, device=device)
-    other, row = torch.empty_like(wide), torch.ones(1, 4096, dtype=dtype, device=device)
+    other = torch.empty_like(wide)
+    row = torch.ones(1, 4096, dtype=dtype, device=device)
     matrix = wide.view(-1, 4096)
-    return max(
-        2 * size / clock.best(lambda: other.copy_(wide)),
-        size / clock.best(wide.sum),
-        size / clock.best(lambda: F.linear(row, matrix)),
-    )
+    copy = 2 * size / clock.best(lambda: other.copy_(wide))
+    add = size / clock.best(wide.sum)
+    multiply = size / clock.best(lambda: F.linear(row, matrix))
+    return max(copy, add, multiply)
 
 
 class OperationClock:
-    """Times calls on one device.  On a GPU a round of them is captured, as a step is, and replayed; what cannot be
-    captured is launched one by one."""
+    """Measures calls on a device.
+
+    On a GPU a round of calls is captured as a graph and replayed, as the engine does with a step.  Calls that cannot be
+    captured are launched one by one.
+    """
 
     def __init__(self, device: str) -> None:
         self.cuda = device.startswith("cuda")
@@ -71,8 +76,11 @@ class OperationClock:
             self._recorder = GraphRecorder()
 
     def prepare(self, calls: Sequence[Call], captured: bool = True) -> RepeatedRound:
-        """A round of ``calls``, one after another, warmed up.  ``captured`` False: they replay captures themselves, or
-        shall be launched."""
+        """Warm up a round of calls and return it, ready to be measured.
+
+        ``captured`` False means that the round is not captured: its calls replay graphs themselves, or are to be
+        launched one by one.
+        """
 
         def run() -> None:
             for call in calls:
@@ -90,19 +98,28 @@ class OperationClock:
         return RepeatedRound(run, len(calls), self.cuda, how)
 
     def best(self, call: Call) -> float:
-        """Seconds of the fastest of some runs."""
+        """Return the seconds of a call in the fastest of some measurements."""
         prepared = self.prepare([call], captured=False)
         return min(prepared.seconds() for _ in range(TRIES))
 
 
 class RepeatedRound:
-    """``run`` makes ``count`` calls; ``seconds`` of one of them, over so many rounds that the clock can tell."""
+    """A round ``run`` of ``count`` calls, repeated until the time is long enough for the clock.
+
+    ``how`` is "captured" or "launched".
+    """
 
     def __init__(self, run: Call, count: int, cuda: bool, how: str) -> None:
-        self.run, self.count, self.cuda, self.how, self.rounds = run, count, cuda, how, 1
-        self.rounds = max(1, math.ceil(ENOUGH / max(self.seconds() * count, 1e-9)))
+        self.run = run
+        self.count = count
+        self.cuda = cuda
+        self.how = how
+        self.rounds = 1
+        round_seconds = max(self.seconds() * count, 1e-9)
+        self.rounds = max(1, math.ceil(ENOUGH / round_seconds))
 
     def seconds(self) -> float:
+        """Measure the rounds and return the seconds of a call."""
         if not self.cuda:
             begun = time.perf_counter()
             for _ in range(self.rounds):

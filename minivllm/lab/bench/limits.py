@@ -1,4 +1,4 @@
-"""Limits of an engine that a benchmark's requests must keep: vocabulary, longest request, rows, tokens of a step."""
+"""The limits of an engine for a benchmark's requests: vocabulary, longest request, rows, tokens of a step."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from minivllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The sizes of one engine.  ``tokens``: the longest request (prompt and answer), by ``max_model_len`` and by the
-    KV cache; ``cache``: tokens of the whole KV cache, None if the engine chooses its size; ``block``: tokens of a
-    block of it."""
+    """The limits of an engine."""
 
     vocab: int
-    tokens: int
+    tokens: int  # of the longest request, prompt and answer, by ``max_model_len`` and the KV cache
     rows: int
-    step: int
-    block: int
-    cache: int | None = None
+    step: int  # tokens
+    block: int  # tokens of a block of the KV cache
+    cache: int | None = None  # tokens of the whole KV cache, None if the engine chooses its size
 
     def room(self, requests: int = 1) -> int:
         """Return the tokens that each of ``requests`` concurrent requests may have without preemption."""
         if self.cache is None:
             return self.tokens
-        return min(self.tokens, self.cache // self.block // max(1, requests) * self.block)
+        blocks_each = self.cache // self.block // max(1, requests)
+        return min(self.tokens, blocks_each * self.block)
 
 
 def planned(loaded: Loaded) -> EngineLimits:
-    """Return the limits of a configuration before its engine is built.  Raises the errors of ``resolve``."""
+    """Return the limits of a configuration before its engine is built.  Raise the errors of ``resolve``."""
     from minivllm.device.hardware import prepare_environment
 
     prepare_environment()
@@ -39,25 +38,29 @@ def planned(loaded: Loaded) -> EngineLimits:
     from minivllm.registry import Catalog
 
     found = resolve(loaded.engine, Catalog.discover(), loaded.origins)
-    vocab, wiring = int(found.hf_config.vocab_size), found.wiring
-    own = found.parts["executor"].name == "minivllm/sim" and loaded.engine.executor.options.get("vocab_size")
-    cache = loaded.engine.num_kvcache_blocks * wiring.block if loaded.engine.num_kvcache_blocks > 0 else None
-    return _limits(wiring, int(own or vocab), cache)
+    wiring = found.wiring
+    vocab = int(found.hf_config.vocab_size)
+    if found.parts["executor"].name == "minivllm/sim":
+        vocab = int(loaded.engine.executor.options.get("vocab_size") or vocab)
+    blocks = loaded.engine.num_kvcache_blocks
+    return _limits(wiring, vocab, blocks * wiring.block if blocks > 0 else None)
 
 
 def of_engine(llm: Any) -> EngineLimits:
-    """Return the limits of an engine that runs."""
-    wiring, capacity = llm.engine.wiring, llm.engine.capacity
+    """Return the limits of a running engine."""
+    wiring = llm.engine.wiring
+    capacity = llm.engine.capacity
     return _limits(wiring, capacity.vocab_size, (min(capacity.blocks) - 1) * wiring.block)
 
 
 def _limits(wiring: Any, vocab: int, cache: int | None) -> EngineLimits:
+    """Return the limits of an engine with a KV cache of ``cache`` tokens, None if the size is not known."""
     tokens = wiring.max_model_len if cache is None else min(wiring.max_model_len, cache)
     return EngineLimits(vocab, tokens, wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block, cache)
 
 
 def smallest(found: Sequence[EngineLimits]) -> EngineLimits:
-    """Return the limits that all of several engines keep."""
+    """Return the smallest limits of several engines."""
     caches = [one.cache for one in found if one.cache is not None]
     least = {name: min(getattr(one, name) for one in found) for name in ("vocab", "tokens", "rows", "step", "block")}
     return EngineLimits(**least, cache=min(caches) if caches else None)
@@ -70,15 +73,15 @@ def fitted(
     fits: Callable[[Mapping[str, int]], bool],
     refusal: Callable[[Mapping[str, int]], str],
 ) -> dict[str, int]:
-    """Return a value for each default: the given one, or the default scaled down until ``fits``.
+    """Return the user's value for each option in ``given``, or its default, scaled down until ``fits(values)``.
 
-    All defaults shrink by one share, down to ``least``.  ConfigError with ``refusal(values)`` if the given values
-    leave no room.
+    All defaults shrink by the same share, at most down to ``least``.  Raise ConfigError with ``refusal(values)`` as the
+    message if the given values leave no room.
     """
     free = [name for name in defaults if given.get(name) is None]
     for share in range(100, -1, -1):
         scaled = {name: max(least[name], defaults[name] * share // 100) for name in free}
-        values = {name: scaled[name] if name in scaled else int(given[name] or 0) for name in defaults}
+        values = {name: scaled.get(name, int(given.get(name) or 0)) for name in defaults}
         if fits(values):
             return values
         if not free:

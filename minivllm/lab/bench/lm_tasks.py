@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness as figures of ``compare``: cases that a seed draws, for all configurations alike."""
+"""Tasks of lm-evaluation-harness as results of ``compare``.  A seed draws the same cases for all configurations."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from typing import Any
 
 from minivllm.errors import ConfigError, brief, describe_error, shown
 
-WANTED = "install it with: pip install 'minivllm[lm-eval]'"
-MOST = 20_000  # documents of a task that its identity covers
-LOWER = "lower_"  # begins the names of figures of which less is better
+INSTALL = "install it with: pip install 'minivllm[lm-eval]'"
+MOST = 20_000  # documents of a task that its identity includes
+LOWER = "lower_"  # prefix of results for which a lower value is better
 NOT_SCORES = ("alias", "name", "sample_len", "sample_count")
 
 
 def check(names: Sequence[str], folder: str) -> dict[str, Any]:
-    """The tasks by name, loaded, groups as their tasks.  ConfigError without the library, and of a name that is none or
-    whose data cannot be had.  ``folder``: where tasks of one's own are, as YAML; "" for lm-eval's alone."""
+    """Load tasks and return them by name; a group is replaced by its tasks.
+
+    ``folder`` contains the user's own tasks as YAML files; "" means none.  Raise ConfigError if the library is missing,
+    a name is unknown, or the data of a task cannot be loaded.
+    """
     if folder and not os.path.isdir(folder):
-        raise ConfigError(f"--lm-eval-path {shown(folder)}: no such folder; want one with tasks of lm-eval (*.yaml)")
+        raise ConfigError(
+            f"--lm-eval-path {shown(folder)}: no such folder; expected one with tasks of lm-eval (*.yaml)"
+        )
     try:
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as exc:
-        raise ConfigError(f"--lm-eval needs lm-evaluation-harness ({describe_error(exc)}); {WANTED}") from None
+        raise ConfigError(f"--lm-eval needs lm-evaluation-harness ({describe_error(exc)}); {INSTALL}") from None
     with _quiet():
         manager = TaskManager(include_path=folder or None)
         known = set(manager.all_tasks)
@@ -40,13 +45,13 @@ def check(names: Sequence[str], folder: str) -> dict[str, Any]:
                 )
         try:
             return dict(_flat(get_task_dict(list(names), manager)))
-        except Exception as exc:  # its data sets come over the network, and its YAML may be wrong
-            raise ConfigError(
-                f"--lm-eval {','.join(names)}: cannot be loaded: {brief(describe_error(exc), 300)}"
-            ) from None
+        except Exception as exc:  # a download can fail in many ways, and so can a wrong YAML file
+            reason = brief(describe_error(exc), 300)
+            raise ConfigError(f"--lm-eval {','.join(names)}: cannot be loaded: {reason}") from None
 
 
 def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the names and tasks of nested groups."""
     for name, task in tasks.items():
         if isinstance(task, Mapping):
             yield from _flat(task)
@@ -55,21 +60,24 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def identity(tasks: Mapping[str, Any]) -> dict[str, Any]:
-    """What decides scores beside the engine: lm-eval's version, the tasks' configurations and documents."""
+    """Return lm-eval's version and digests of the tasks and their documents, which scores depend on."""
     from lm_eval import __version__
 
     found = {}
     for name, task in tasks.items():
-        known = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=str).encode())
+        digest = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=str).encode())
         for document, _ in zip(task.eval_docs, range(MOST), strict=False):
-            known.update(json.dumps(document, sort_keys=True, default=str).encode())
-        found[name] = known.hexdigest()
+            digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+        found[name] = digest.hexdigest()
     return {"lm_eval": __version__, "tasks": found}
 
 
 def scores(llm: Any, tasks: Mapping[str, Any], cases: int, seed: int) -> tuple[dict[str, float], dict[str, Any]]:
-    """(figures of one run, what lm-eval said).  Of each task the seed draws ``cases`` documents, or all if there are
-    fewer, and its examples (few-shot).  Of a share, of which more is better, it is (share n + 1/2) / (n + 1)."""
+    """Run tasks and return the results of a run, and lm-eval's own scores by task.
+
+    The seed draws ``cases`` documents of each task, or all if it has fewer, and the examples in its prompts (few-shot).
+    A share of n right answers becomes (n share + 1/2) / (n + 1), so that no result is 0 and ratios exist.
+    """
     from lm_eval import simple_evaluate
 
     from .lm_model import MinivllmLM
@@ -91,33 +99,38 @@ def scores(llm: Any, tasks: Mapping[str, Any], cases: int, seed: int) -> tuple[d
             fewshot_random_seed=seed,
         )
     figures: dict[str, float] = {}
-    said: dict[str, Any] = {}
-    for name, own in found["results"].items():
+    own_scores: dict[str, Any] = {}
+    for name, results in found["results"].items():
         if name not in drawn:  # the mean of a group
             continue
-        n, better = len(drawn[name]), found.get("higher_is_better", {}).get(name, {})
-        said[name] = {"documents": n}
-        for key, value in own.items():
+        n = len(drawn[name])
+        higher_is_better = found.get("higher_is_better", {}).get(name, {})
+        own_scores[name] = {"documents": n}
+        for key, value in results.items():
             metric = key.partition(",")[0]
             if metric in NOT_SCORES or metric.endswith("_stderr") or not isinstance(value, (int, float)):
                 continue
-            said[name][key] = float(value)
-            more = better.get(metric) is not False
-            share = (float(value) * n + 0.5) / (n + 1) if more and 0 <= value <= 1 else float(value)
-            figures[f"task_{'' if more else LOWER}{name}_{metric}"] = share if share > 0 else math.nan
-    return figures, said
+            score = float(value)
+            own_scores[name][key] = score
+            prefix = LOWER
+            if higher_is_better.get(metric) is not False:
+                prefix = ""
+                if 0 <= score <= 1:
+                    score = (score * n + 0.5) / (n + 1)
+            figures[f"task_{prefix}{name}_{metric}"] = score if score > 0 else math.nan
+    return figures, own_scores
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the library's log and bars; what it has to say comes as an error."""
+    """Suppress the library's log, output and progress bars in the context; its errors are still raised."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with contextlib.ExitStack() as stack:
-            nowhere = stack.enter_context(open(os.devnull, "w"))
-            stack.enter_context(contextlib.redirect_stdout(nowhere))
-            stack.enter_context(contextlib.redirect_stderr(nowhere))
+            null = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(null))
+            stack.enter_context(contextlib.redirect_stderr(null))
             yield
     finally:
         logging.disable(before)

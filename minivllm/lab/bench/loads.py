@@ -1,4 +1,4 @@
-"""Measures a target under a load, several times: what ``minivllm bench serve`` does."""
+"""Measure a target under a load, in several runs, for ``minivllm bench serve``."""
 
 from __future__ import annotations
 
@@ -16,27 +16,37 @@ from .workload import BenchAsk, poisson
 
 @dataclass(frozen=True)
 class OfferedLoad:
-    """``rate`` requests a second (None: as the requests say, or all at once), at most ``concurrency`` at a time."""
+    """A load: ``rate`` requests per second, and at most ``concurrency`` at a time (None means no limit).
+
+    ``rate`` None means that requests are sent at their own times, or all at once if they have none.
+    """
 
     rate: float | None = None
     concurrency: int | None = None
 
     @property
     def named(self) -> dict[str, Any]:
+        """Return the load under vLLM's names."""
         return {"request_rate": "inf" if self.rate is None else self.rate, "max_concurrency": self.concurrency}
 
 
 def row_of(load: OfferedLoad, runs: Sequence[dict[str, Any]], answers: Sequence[TimedAnswer]) -> dict[str, Any]:
-    """Medians over ``runs`` (``failed``: the sum), and each request of the last one."""
-    failed = {"failed": sum(run["failed"] for run in runs)}
-    return {**load.named, **merged(runs), **failed, "repeats": list(runs), "requests": details(answers)}
+    """Return the results of a load: medians over ``runs``, the sum of failed requests, and the last run's requests."""
+    row = {**load.named, **merged(runs)}
+    row["failed"] = sum(run["failed"] for run in runs)
+    row["repeats"] = list(runs)
+    row["requests"] = details(answers)
+    return row
 
 
 @dataclass
 class Bench:
-    """``asks(seed)`` are the requests of a run; ``watch`` makes a ``state.MachineWatch``; ``reset`` is awaited before
-    each run.  ``targets`` are latencies in milliseconds for goodput.  No two runs share a seed, of whatever rate they
-    are: a server that keeps prefixes would find the prompts of the earlier one."""
+    """A benchmark of a target.
+
+    ``asks(seed)`` returns the requests of a run.  ``watch`` makes a ``state.MachineWatch``.  ``reset`` is awaited
+    before each run.  ``targets`` are latencies in milliseconds for goodput.  Every run has a seed of its own, since a
+    server with a prefix cache would find the prompts of an earlier run with the same seed.
+    """
 
     target: serving.LoadTarget
     asks: Callable[[int], Sequence[BenchAsk]]
@@ -46,16 +56,17 @@ class Bench:
     seed: int = 0
     reset: Callable[[], Awaitable[Any]] | None = None
     states: list[dict[str, Any]] = field(default_factory=list)
-    runs: int = 0  # so far
+    runs: int = 0  # number of runs so far
 
     async def warm(self, count: int, concurrency: int | None) -> None:
-        """Requests that are not counted: what a batch of that size needs once.  MinivllmError if the first fails."""
+        """Warm up the target with ``count`` requests that are not measured.  Raise MinivllmError if the first fails."""
         asks = [replace(ask, at=None) for ask in self.asks(self.seed - 1)[:count]]
         answers, _ = await serving.run(self.target, asks, concurrency, self.seed)
         if answers and answers[0].error:
             raise MinivllmError(f"the first request failed: {answers[0].error}")
 
     async def once(self, load: OfferedLoad) -> tuple[dict[str, Any], list[TimedAnswer]]:
+        """Measure one run and return its results and answers."""
         seed = self.seed + self.runs
         self.runs += 1
         if self.reset is not None:
@@ -71,7 +82,7 @@ class Bench:
         return found, answers
 
     async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
-        """As ``row_of``, over ``repeats`` runs with seeds of their own."""
+        """Measure ``repeats`` runs and return the results of the load (``row_of``)."""
         runs: list[dict[str, Any]] = []
         answers: list[TimedAnswer] = []
         for _ in range(repeats):
@@ -80,8 +91,11 @@ class Bench:
         return row_of(load, runs, answers)
 
     async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
-        """``knee``: the highest rate that the target keeps up with (0.0: none of those that were tried);
-        ``knee_below``: the lowest that was too much (None: none); ``rows``: the figures by rate."""
+        """Search the highest rate that the target can serve, starting at ``start`` requests per second.
+
+        Return ``knee``, the highest rate that it served (0.0 if none), ``knee_below``, the lowest rate that was too
+        much (None if none), and ``rows``, the results by rate.  For ``share`` see ``serving.find_knee``.
+        """
 
         async def measure(rate: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
             row = await self.row(OfferedLoad(rate, concurrency), repeats)

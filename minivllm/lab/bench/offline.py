@@ -1,4 +1,4 @@
-"""An engine in this process, all requests there at once: latency, throughput, and where its memory goes."""
+"""Measure an engine in this process, with all requests at once: latency, throughput and memory."""
 
 from __future__ import annotations
 
@@ -14,29 +14,27 @@ from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile
 from .workload import BenchAsk, Generated
 
-Runs = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # figures and machine states, one each a run
+Runs = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # results and machine states, one of each per run
 
 
 def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
-    """Answers and seconds of one call of ``LLM.generate``.  MinivllmError if a request failed."""
+    """Call ``LLM.generate`` once, and return the answers and the seconds.  Raise MinivllmError if a request fails."""
     from minivllm.core.interfaces.params import SamplingParams
 
-    params = [
-        SamplingParams(
-            temperature=temperature, max_tokens=a.max_tokens, ignore_eos=True, seed=seed + i, detokenize=False
-        )
-        for i, a in enumerate(asks)
-    ]
+    plain = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+    params = [SamplingParams(max_tokens=a.max_tokens, seed=seed + i, **plain) for i, a in enumerate(asks)]
     prompts = [ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt) for ask in asks]
     begun = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=False)
-    seconds, answers = time.monotonic() - begun, []
+    seconds = time.monotonic() - begun
+    answers = []
     for output in outputs:
         if output.error:
-            raise (EngineDeadError if llm.engine.dead else MinivllmError)(f"a request failed: {output.error}")
-        times = output.metrics
+            error = EngineDeadError if llm.engine.dead else MinivllmError
+            raise error(f"a request failed: {output.error}")
         ids = list(output.outputs[0].token_ids)
-        first, last = (times.first_token_time or begun) - begun, (times.finished_time or begun) - begun
+        first = (output.metrics.first_token_time or begun) - begun
+        last = (output.metrics.finished_time or begun) - begun
         answers.append(TimedAnswer(0.0, first, last, [], len(output.prompt_token_ids), len(ids), token_ids=ids))
     return answers, seconds
 
@@ -44,7 +42,7 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
 def repeated(
     once: Callable[[int], dict[str, Any]], warmups: int, repeats: int, seed: int, watch: Callable[[], Any]
 ) -> Runs:
-    """``once(seed)`` with a seed of its own each time; the first ``warmups`` are not counted."""
+    """Call ``once`` with a different seed for each run, and return the results; those of ``warmups`` are dropped."""
     found: list[dict[str, Any]] = []
     states: list[dict[str, Any]] = []
     for turn in range(-warmups, repeats):
@@ -59,42 +57,44 @@ def repeated(
 def throughput(
     llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int, by: Callable[..., Any] = generate
 ) -> dict[str, Any]:
-    """Figures of one run, also under the names of ``vllm bench throughput``, and the ``token_ids`` of each answer.  No
-    prefix of an earlier run is found.  ``by``: how requests are run, as ``generate`` is called and returns."""
+    """Measure one run and return its results, with the names of ``vllm bench throughput`` and the answers' token ids.
+
+    The prefix cache is emptied first.  ``by`` runs the requests; its arguments and result are those of ``generate``.
+    """
     llm.reset_prefix_cache()
     before = llm.stats()
     answers, seconds = by(llm, asks, temperature, seed)
     found = figures(answers, seconds)
-    found = {key: value for key, value in found.items() if "_itl_" not in key}  # a call has no times of single tokens
-    tokens = found["total_input_tokens"] + found["total_output_tokens"]
-    return found | {
-        "elapsed_time": seconds,
-        "num_requests": len(asks),
-        "total_num_tokens": tokens,
-        "requests_per_second": found["request_throughput"],
-        "tokens_per_second": found["total_token_throughput"],
-        **_counted(before, llm.stats()),
-        "token_ids": [one.token_ids for one in answers],
-    }
+    found = {key: value for key, value in found.items() if "_itl_" not in key}  # the times of tokens are not known
+    found |= {"elapsed_time": seconds, "num_requests": len(asks)}
+    found["total_num_tokens"] = found["total_input_tokens"] + found["total_output_tokens"]
+    found["requests_per_second"] = found["request_throughput"]
+    found["tokens_per_second"] = found["total_token_throughput"]
+    found |= _counts(before, llm.stats())
+    found["token_ids"] = [one.token_ids for one in answers]
+    return found
 
 
-def _counted(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the engine counted in between, and the figures of its plug-ins as they are now."""
-    gone = {
-        key: after[key] - before[key] for key in ("steps", "preemptions", "evictions", "prefix_queries", "prefix_hits")
-    }
-    rate = gone["prefix_hits"] / gone["prefix_queries"] if gone["prefix_queries"] else 0.0
-    counts = {"preemptions": gone["preemptions"], "evictions": gone["evictions"]}
-    found = {"engine_steps": gone["steps"], **counts, "prefix_hit_rate": rate}
+def _counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the differences of the engine's counters, and the current counters of its plug-ins."""
+    steps, preemptions, evictions, queries, hits = (
+        after[key] - before[key] for key in ("steps", "preemptions", "evictions", "prefix_queries", "prefix_hits")
+    )
+    found = {"engine_steps": steps, "preemptions": preemptions, "evictions": evictions}
+    found["prefix_hit_rate"] = hits / queries if queries else 0.0
     if "speculation" in after:
-        drafts = {key: after["speculation"][key] - before["speculation"][key] for key in ("proposed", "accepted")}
-        found |= {"draft_tokens": drafts["proposed"], "draft_tokens_accepted": drafts["accepted"]}
-        found["draft_acceptance"] = drafts["accepted"] / drafts["proposed"] if drafts["proposed"] else 0.0
-    return {**found, **{f"{FIGURE}{name}": value for name, value in flat(after).items()}}
+        proposed, accepted = (
+            after["speculation"][key] - before["speculation"][key] for key in ("proposed", "accepted")
+        )
+        found |= {"draft_tokens": proposed, "draft_tokens_accepted": accepted}
+        found["draft_acceptance"] = accepted / proposed if proposed else 0.0
+    for name, value in flat(after).items():
+        found[f"{FIGURE}{name}"] = value
+    return found
 
 
 def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> dict[str, Any]:
-    """Figures of one batch, from its call to its last token."""
+    """Measure a batch from its call to its last token, and return its results."""
     llm.reset_prefix_cache()
     answers, seconds = generate(llm, asked.asks(seed)[:batch], temperature, seed)
     found = figures(answers, seconds)
@@ -103,26 +103,23 @@ def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: in
 
 
 def latencies(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Over the iterations of one batch size and prompt length, under the names of ``vllm bench latency``."""
+    """Return results over the runs of a batch size and prompt length, under the names of ``vllm bench latency``."""
     seconds = [run["latency"] for run in runs]
-    return {
-        "avg_latency": sum(seconds) / len(seconds),
-        "latencies": seconds,
-        "percentiles": {str(q): percentile(seconds, q) for q in (10, 25, *PERCENTILES)},
-        **spread("e2el", seconds),
-    }
+    percentiles = {str(q): percentile(seconds, q) for q in (10, 25, *PERCENTILES)}
+    found = {"avg_latency": sum(seconds) / len(seconds), "latencies": seconds, "percentiles": percentiles}
+    return found | spread("e2el", seconds)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
 def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, Any]:
-    """Bytes by component of an engine that ``build`` makes while it does ``work``.
+    """Return the bytes of an engine by component.  ``build`` makes the engine and ``work(engine)`` runs requests.
 
-    ``kv_peak_bytes`` are the most that requests held at once, ``rest_bytes`` what is left of the peak: activations,
-    buffers, captured steps, on a CPU libraries that were loaded meanwhile.  On a GPU the peak is that of torch's
-    allocator, which has all of the KV pool; on a CPU that of this process, which has the blocks that were written.
-    ConfigError if the engine computes in another process, into which nobody looks from here.
+    ``kv_peak_bytes`` is the largest KV memory that requests held at a time.  ``rest_bytes`` is the rest of the peak:
+    activations, buffers, captured steps, and on a CPU also libraries that are loaded meanwhile.  On a GPU the peak is
+    that of torch's allocator, with the whole KV pool.  On a CPU it is that of this process, with the written blocks
+    only.  Raise ConfigError if the engine computes in another process, whose memory is not visible here.
     """
     import torch
 
@@ -132,39 +129,37 @@ def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, An
     try:
         executor = llm.resolved.parts["executor"].name
         if executor != "minivllm/local":
-            what = f"bench memory looks into this process, and executor={executor} computes elsewhere"
-            raise ConfigError(f"{what}: want executor=local")
-        built, capacity, held = resident(), llm.engine.capacity, HeldBlocks(llm.engine)
+            problem = f"bench memory measures this process, and executor={executor} computes elsewhere"
+            raise ConfigError(f"{problem}; use executor=local")
+        built = resident()
+        capacity = llm.engine.capacity
+        held = HeldBlocks(llm.engine)
         work(llm)
         pool = sum(n * size for n, size in zip(capacity.blocks, capacity.block_bytes, strict=True))
-        found: dict[str, Any] = {
-            "weight_bytes": capacity.weight_bytes,
-            "kv_pool_bytes": pool,
-            "kv_peak_bytes": held.bytes,
-            "process_before_bytes": before,
-            "process_built_bytes": built,
-            "process_peak_bytes": peak(),
-        }
+        found: dict[str, Any] = {"weight_bytes": capacity.weight_bytes, "kv_pool_bytes": pool}
+        found |= {"kv_peak_bytes": held.bytes, "process_before_bytes": before, "process_built_bytes": built}
+        found["process_peak_bytes"] = peak()
         if llm.engine.wiring.device.startswith("cuda"):
             top = torch.cuda.max_memory_allocated()
             free, whole = torch.cuda.mem_get_info()
-            found |= {
-                "device_peak_bytes": top,
-                "device_reserved_bytes": torch.cuda.max_memory_reserved(),
-                "device_used_bytes": whole - free,
-            }
-            return found | {"rest_bytes": max(0, top - pool - capacity.weight_bytes)}
-        rest = found["process_peak_bytes"] - before - capacity.weight_bytes - held.bytes
-        return found | {"rest_bytes": max(0, rest)}
+            found["device_peak_bytes"] = top
+            found["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
+            found["device_used_bytes"] = whole - free
+            rest = top - pool - capacity.weight_bytes
+        else:
+            rest = found["process_peak_bytes"] - before - capacity.weight_bytes - held.bytes
+        found["rest_bytes"] = max(0, rest)
+        return found
     finally:
         llm.close()
 
 
 class HeldBlocks:
-    """The most blocks that requests of an engine held at the end of a turn, by KV group."""
+    """Records the largest number of KV blocks that requests held at the end of a turn, by KV group."""
 
     def __init__(self, engine: Any) -> None:
-        self.pools, self.sizes = engine.cache.pools, engine.capacity.block_bytes
+        self.pools = engine.cache.pools
+        self.sizes = engine.capacity.block_bytes
         self.most = [0] * len(self.pools)
         engine.events.turn_ended.subscribe(self._look)
 
@@ -173,10 +168,12 @@ class HeldBlocks:
 
     @property
     def bytes(self) -> int:
+        """Return the bytes of these blocks."""
         return sum(n * size for n, size in zip(self.most, self.sizes, strict=True))
 
 
 def _status(name: str) -> int:
+    """Return a value of /proc/self/status in bytes.  Raise ConfigError on other systems than Linux."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) << 10
@@ -184,17 +181,17 @@ def _status(name: str) -> int:
 
 
 def resident() -> int:
-    """Bytes of this process that are in memory."""
+    """Return the resident memory of this process in bytes."""
     return _status("VmRSS")
 
 
 def peak() -> int:
-    """The most that ``resident`` was since ``reset_peak``, or since the process began where that is not allowed."""
+    """Return the peak of ``resident`` since ``reset_peak``, or since the start of the process if the reset failed."""
     return _status("VmHWM")
 
 
 def reset_peak() -> bool:
-    """False where the kernel does not let us."""
+    """Reset the peak, and return False if the kernel does not allow it."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,8 +1,8 @@
-"""The configurations of a comparison that no other beats, by the tests of the comparison.
+"""Find the configurations of a comparison that no other configuration beats (the Pareto front).
 
-One rule holds for the table of ``compare`` and for its report: a figure is better or worse only if the test of paired
-values says "a difference" (95 %, Holm's correction).  A pair with the first configuration has the verdict of the table;
-all other pairs are tested here, as a second family.
+The table of ``compare`` and its report have one rule: a result is better or worse only if the test of paired values
+says "a difference" (95 %, Holm's correction).  Pairs with the first configuration have the verdicts of the table.  All
+other pairs are tested here, as a second family of tests.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = {SPEED: "tokens/s", **QUALITY, "weight_bytes": "weights"}
 
 
 class Front:
-    """Verdicts of each pair of a comparison's rows.  ``found`` is a result of ``compare``."""
+    """The verdicts of all pairs of rows in ``found``, a result of ``compare``."""
 
     def __init__(self, found: Row) -> None:
         self.rows: Sequence[Row] = found["rows"]
@@ -32,42 +32,48 @@ class Front:
         pairs = [(i, j) for j in range(len(self.rows)) for i in range(1, j)]
         tests = []
         for i, j in pairs:
-            a, b = self.rows[i], self.rows[j]
+            a = self.rows[i]
+            b = self.rows[j]
             metrics = [trials.Metric(key, key, True) for key in (SPEED, *self.tasks) if self._compared(i, j, key)]
-            quality = of_quality(a["quality"] or {}, b["quality"] or {})
-            tests.append({**trials.against(runs[a["name"]], runs[b["name"]], metrics), **quality})
+            speed = trials.against(runs[a["name"]], runs[b["name"]], metrics)
+            tests.append({**speed, **of_quality(a["quality"] or {}, b["quality"] or {})})
         self.verdicts = dict(zip(pairs, trials.judged(tests), strict=True))
         self.verdicts |= {(0, j): row["against_first"] for j, row in enumerate(self.rows) if j}
 
     def _compared(self, i: int, j: int, key: str) -> bool:
-        """Whether the table compares a figure of both rows with the first: not at clocks that differ."""
-        own = [str(self.rows[at]["against_first"].get(key, {}).get("says", "")) for at in (i, j)]
-        return not any(text.startswith("not compared") for text in own)
+        """Return whether the table compares this result of both rows with the first; it does not if clocks differ."""
+        verdicts = [self.rows[row]["against_first"].get(key, {}) for row in (i, j)]
+        return not any(str(verdict.get("says", "")).startswith("not compared") for verdict in verdicts)
 
     def figures(self, *keys: str) -> list[str]:
-        """Return ``keys`` with the tasks of the comparison."""
+        """Return ``keys`` followed by the scores of the comparison's tasks."""
         return [*keys, *self.tasks]
 
     def sign(self, i: int, j: int, key: str) -> int:
-        """Return 1 if row i is better than row j in a figure, -1 if worse, 0 if neither is shown."""
+        """Return 1 if row i is better than row j in a result, -1 if it is worse, 0 if the tests show neither."""
         if i == j:
             return 0
         if i > j:
             return -self.sign(j, i, key)
         if key == "weight_bytes":
-            a, b = (self.rows[at].get(key) or 0 for at in (i, j))
-            return (a < b) - (a > b)
-        one = self.verdicts[i, j].get(key)
-        if one is None or one["says"] != DIFFERENT:
+            a, b = (self.rows[row].get(key) or 0 for row in (i, j))
+            if a == b:
+                return 0
+            return 1 if a < b else -1
+        verdict = self.verdicts[i, j].get(key)
+        if verdict is None or verdict["says"] != DIFFERENT:
             return 0
-        change = one["difference"] if "difference" in one else math.log(one["ratio"] or NAN)
-        lower = not (key in MORE_IS_BETTER or (key.startswith("task_") and not key.startswith(f"task_{LOWER}")))
-        return (-1 if change > 0 else 1) * (-1 if lower else 1)
+        change = verdict["difference"] if "difference" in verdict else math.log(verdict["ratio"] or NAN)
+        more_is_better = key in MORE_IS_BETTER
+        if key.startswith("task_"):
+            more_is_better = not key.startswith(f"task_{LOWER}")
+        j_is_better = change > 0 if more_is_better else not change > 0
+        return -1 if j_is_better else 1
 
     def beaten(self, j: int, keys: Sequence[str]) -> str:
-        """Return by which row, and in which figures, row j is beaten; "" if by none.
+        """Return a text with the row that beats row j, and in which results; "" if none does.
 
-        Beaten: another row is better in one of the figures, and worse in none.
+        A row beats another if it is better in one of the results ``keys`` and worse in none.
         """
         for i in range(len(self.rows)):
             signs = {key: self.sign(i, j, key) for key in keys}
@@ -77,7 +83,7 @@ class Front:
         return ""
 
     def rule(self, keys: Sequence[str]) -> str:
-        """Return the rule in a sentence for a report."""
+        """Return the rule as text for a report."""
         names = ", ".join(map(name_of, keys))
         return (
             f"Beaten: another configuration is better in one of {names} and worse in none, where better and worse are "
@@ -87,5 +93,5 @@ class Front:
 
 
 def name_of(key: str) -> str:
-    """Return the name of a figure in a table."""
+    """Return the name of a result in a table."""
     return NAMES.get(key, key.removeprefix("task_").removeprefix(LOWER))

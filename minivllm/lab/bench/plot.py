@@ -1,6 +1,6 @@
-"""The charts of a report by matplotlib, for a paper or a slide: one PNG or SVG with all of them.
+"""Draw the charts of a report with matplotlib into one PNG or SVG, for a paper or a slide.
 
-matplotlib is the extra ``plot`` and is imported where a figure is drawn, with its Agg canvas: no display is needed.
+matplotlib is the extra ``plot`` and is imported when a figure is drawn.  Its Agg canvas needs no display.
 """
 
 from __future__ import annotations
@@ -14,26 +14,35 @@ from minivllm.errors import ConfigError
 
 from .charts import BarChart, Chart, LineChart, StackChart, TimelineChart, short, span_of
 
-COLOURS = ("#2f6fb3", "#c2571a", "#2e8b57", "#8a4fa3", "#b0851f", "#c2417c")  # as the HTML page has them by daylight
-WIDE, HIGH = 6.4, 3.2  # inches of a chart with lines
-ROW, SPAN = 0.26, 0.11  # inches of a bar, and of a request
+COLOURS = (
+    "#2f6fb3",
+    "#c2571a",
+    "#2e8b57",
+    "#8a4fa3",
+    "#b0851f",
+    "#c2417c",
+)  # those of the HTML page in its light theme
+WIDE, HIGH = 6.4, 3.2  # size of a chart with lines, in inches
+ROW, SPAN = 0.26, 0.11  # height of a bar, and of a request in a timeline, in inches
 DPI = 160
-DODGE = 3.0  # points between the whiskers of two lines at one place
-OVER = 5  # zorder of whiskers and ticks
+DODGE = 3.0  # distance in points of the whiskers of two lines at the same x
+OVER = 5  # zorder of whiskers and ticks, above bars and lines
 FORMATS = ("png", "svg")
 
 
 def require() -> None:
-    """ConfigError where matplotlib is not there."""
+    """Raise ConfigError if matplotlib is not installed."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(
-            'PNG and SVG are drawn by matplotlib, which is not installed: pip install "minivllm[plot]"; or want .html'
+            'PNG and SVG are drawn by matplotlib, which is not installed: pip install "minivllm[plot]"; or write .html'
         )
 
 
 def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
-    """Write all charts, each under its title, to ``path``, whose ending is one of ``FORMATS``.  ConfigError if it
-    cannot be written."""
+    """Draw (title, chart) pairs and write them to ``path``, which ends with one of ``FORMATS``.
+
+    Raise ConfigError if the file cannot be written.
+    """
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -50,30 +59,42 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
                 axes = figure.add_subplot(grid[r, c])
                 axes.set_title(f"{chart.title}\n{title}", fontsize=9, loc="left")
                 _draw(axes, chart)
+        metadata = {"Date": None} if path.endswith(".svg") else None  # the same charts give the same file
         try:
-            figure.savefig(path, dpi=DPI, metadata={"Date": None} if path.endswith(".svg") else None)
+            figure.savefig(path, dpi=DPI, metadata=metadata)
         except OSError as exc:
             raise ConfigError(f"{path}: the figure cannot be written: {exc.strerror}") from None
 
 
 def _cycle() -> Any:
+    """Return matplotlib's cycle of the colours."""
     from cycler import cycler
 
     return cycler(color=COLOURS)
 
 
 def _height(chart: Chart) -> float:
+    """Return the height of a chart in inches."""
     if isinstance(chart, BarChart):
         return 0.9 + ROW * len(chart.rows)
     if isinstance(chart, TimelineChart):
         return 1.2 + SPAN * len(chart.rows)
     if isinstance(chart, StackChart):
         return 1.8
-    named = len([line for line in chart.lines if line.name])
-    return HIGH + (0.2 * ((named + 1) // 2) if named > 1 else 0.0)
+    named = _named(chart)
+    if named <= 1:
+        return HIGH
+    legend_rows = (named + 1) // 2
+    return HIGH + 0.2 * legend_rows
+
+
+def _named(chart: LineChart) -> int:
+    """Return the number of lines with a name; a legend lists them if there are several."""
+    return sum(bool(line.name) for line in chart.lines)
 
 
 def _draw(axes: Any, chart: Chart) -> None:
+    """Draw a chart of any kind."""
     if isinstance(chart, BarChart):
         _bars(axes, chart)
     elif isinstance(chart, StackChart):
@@ -87,8 +108,10 @@ def _draw(axes: Any, chart: Chart) -> None:
 
 
 def _bars(axes: Any, chart: BarChart) -> None:
+    """Draw horizontal bars, with whiskers, ticks and the mark of the chart."""
     rows = [row for row in chart.rows if math.isfinite(row.value)]
-    places, names = range(len(rows)), [short(row.name) for row in rows]
+    places = range(len(rows))
+    names = [short(row.name) for row in rows]
     axes.barh(places, [row.value for row in rows], color=COLOURS[0], height=0.7)
     for y, row in zip(places, rows, strict=True):
         if row.low is not None and row.high is not None:
@@ -100,30 +123,33 @@ def _bars(axes: Any, chart: BarChart) -> None:
     axes.set_yticks(list(places), names)
     least, most = span_of(rows, chart.mark)
     room = 0.04 * (most - least)  # for the caps of whiskers
-    axes.set_xlim(least - room if least < 0 else 0, most + room)
     if least < 0:
+        axes.set_xlim(least - room, most + room)
         axes.axvline(0, color="grey", linewidth=0.8)
+    else:
+        axes.set_xlim(0, most + room)
     axes.invert_yaxis()
 
 
 def _whisker(
     axes: Any, a: tuple[float, float], b: tuple[float, float], colour: str = "black", shift: float = 0.0
 ) -> None:
-    """Draw the line between two ends with a bar across each, over bars and points, and whole at the border.
+    """Draw an interval from ``a`` to ``b``, with a cap at each end.
 
-    ``shift``: points to the right of an upright one, so that whiskers of several lines lie beside each other.
+    It is drawn above bars and points, and is not clipped at the border.  ``shift`` moves a vertical interval to the
+    right, in points, so that the intervals of several lines do not overlap.
     """
     from matplotlib.transforms import ScaledTranslation
 
     upright = a[0] == b[0]
     moved = ScaledTranslation(shift / 72 if upright else 0, 0, axes.figure.dpi_scale_trans)
     style = {"color": colour, "linewidth": 1.2, "marker": "_" if upright else "|", "markersize": 7}
-    xs, ys = zip(a, b, strict=True)
-    axes.plot(xs, ys, zorder=OVER, clip_on=False, transform=axes.transData + moved, **style)
+    axes.plot((a[0], b[0]), (a[1], b[1]), zorder=OVER, clip_on=False, transform=axes.transData + moved, **style)
     axes.update_datalim([a, b])
 
 
 def _stack(axes: Any, chart: StackChart) -> None:
+    """Draw one bar whose parts are the rows of the chart."""
     left = 0.0
     for row, colour in zip(chart.rows, COLOURS, strict=False):
         axes.barh([0], [row.value], left=left, color=colour, label=f"{row.name}: {row.value:.1f}")
@@ -133,13 +159,17 @@ def _stack(axes: Any, chart: StackChart) -> None:
 
 
 def _lines(axes: Any, chart: LineChart) -> None:
+    """Draw lines or points, with whiskers and the dashed front of the chart."""
+    middle = (len(chart.lines) - 1) / 2
     for i, line in enumerate(chart.lines):
-        style = "-o" if chart.joined and len(line.points) < 30 else "-" if chart.joined else "o"
-        axes.plot(*zip(*line.points, strict=True), style, label=line.name, markersize=4) if line.points else None
-        shift = DODGE * (i - (len(chart.lines) - 1) / 2)
+        style = "o"
+        if chart.joined:
+            style = "-o" if len(line.points) < 30 else "-"
+        if line.points:
+            axes.plot(*zip(*line.points, strict=True), style, label=line.name, markersize=4)
         for a, b in line.whiskers():
             low = a if a[1] > 0 or not chart.log else (a[0], _least(chart))
-            _whisker(axes, low, b, COLOURS[i % len(COLOURS)], shift)
+            _whisker(axes, low, b, COLOURS[i % len(COLOURS)], DODGE * (i - middle))
     if len(chart.front) > 1:
         axes.plot(*zip(*chart.front, strict=True), "--", color="grey", linewidth=1)
     if chart.log:
@@ -147,18 +177,19 @@ def _lines(axes: Any, chart: LineChart) -> None:
         axes.autoscale_view()
     elif chart.joined:
         axes.autoscale_view()
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]) if _below(chart) else 0)
+        lowest, _ = axes.get_ylim()
+        axes.set_ylim(bottom=min(0.0, lowest) if _below(chart) else 0)
     if chart.joined:
         axes.set_xlim(left=0)
     axes.set_xlabel(chart.x_name)
     axes.set_ylabel(chart.y_name)
     axes.grid(alpha=0.3)
-    if len([line for line in chart.lines if line.name]) > 1:  # below the axes, where it hides nothing
+    if _named(chart) > 1:  # below the axes, where it hides nothing
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 def _below(chart: LineChart) -> bool:
-    """Whether an interval goes below 0."""
+    """Return whether an interval contains values below 0."""
     return any(a[1] < 0 for line in chart.lines for a, _ in line.whiskers())
 
 
@@ -169,10 +200,13 @@ def _least(chart: LineChart) -> float:
 
 
 def _timeline(axes: Any, chart: TimelineChart) -> None:
+    """Draw a bar for each request, from its start to its end, in two colours that meet at its first token."""
     rows = sorted(chart.rows, key=lambda row: row.start)
     places = range(len(rows))
-    axes.barh(places, [r.first - r.start for r in rows], left=[r.start for r in rows], color=COLOURS[1], label="waits")
-    axes.barh(places, [r.end - r.first for r in rows], left=[r.first for r in rows], color=COLOURS[0], label="answers")
+    waits = [row.first - row.start for row in rows]
+    answers = [row.end - row.first for row in rows]
+    axes.barh(places, waits, left=[row.start for row in rows], color=COLOURS[1], label="waits")
+    axes.barh(places, answers, left=[row.first for row in rows], color=COLOURS[0], label="answers")
     axes.set_yticks([])
     axes.set_xlabel("seconds")
     axes.invert_yaxis()

@@ -1,7 +1,8 @@
-"""How good a configuration is: perplexity of a text, and how far its distributions are from those of a reference.
+"""Measure the quality of a configuration: the perplexity of a text, and the distance of its token distributions from
+those of a reference.
 
-Tokens go through the engine one at a time, as a user's do: each next token is chosen on the host from the logits of the
-decode step before it, so coarser weights, a coarser KV cache and other kernels all show.
+The engine computes the text in decode steps, a token per step, as it computes answers.  The results therefore include
+the errors of quantized weights, of a quantized KV cache and of the kernels.
 """
 
 from __future__ import annotations
@@ -19,42 +20,53 @@ import numpy as np
 from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, RequestError
 
-RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # what says nothing without a reference
-PIECE = 64  # tokens of a text that are scored with nothing before them but each other
-STORIES = 40
+RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
+PIECE = 64  # tokens of a piece of text; a piece is scored without the text before it
+STORIES = 40  # in the default text
 
 
 class TextScores:
-    """Of one text by one configuration.  ``ids`` i32 [pieces of <= PIECE tokens, one after the other, and their
-    ``lengths``]; ``logprobs`` float32 [scored tokens, vocabulary], natural logarithms: a piece's first token is not
-    scored."""
+    """The token distributions of a text by a configuration.
+
+    ``ids`` i32 [tokens] are the tokens of all pieces, and ``lengths`` [pieces] the tokens of each, at most ``PIECE``.
+    ``logprobs`` f32 [scored tokens, vocabulary] are natural logarithms.  The first token of a piece is not scored.
+    """
 
     def __init__(self, ids: np.ndarray, lengths: np.ndarray, logprobs: np.ndarray) -> None:
-        self.ids, self.lengths, self.logprobs = ids, lengths, logprobs
+        self.ids = ids
+        self.lengths = lengths
+        self.logprobs = logprobs
 
     def losses(self) -> list[float]:
-        """Mean negative log-probability of a token, by piece."""
-        out, at, row = [], 0, 0
+        """Return the mean negative log-probability of a token, by piece."""
+        losses = []
+        token = 0
+        row = 0
         for n in self.lengths.tolist():
-            targets = self.ids[at + 1 : at + n]
+            targets = self.ids[token + 1 : token + n]
             rows = self.logprobs[row : row + n - 1]
-            out.append(float(-rows[np.arange(n - 1), targets].astype(np.float64).mean()))
-            at, row = at + n, row + n - 1
-        return out
+            chosen = rows[np.arange(n - 1), targets]
+            losses.append(float(-chosen.astype(np.float64).mean()))
+            token += n
+            row += n - 1
+        return losses
 
     def against(self, reference: TextScores) -> dict[str, Any]:
-        """Return how far these distributions are from the reference's, or nothing if the tokens are others.
+        """Return the distance of these distributions from a reference's, or {} if the tokens are different.
 
-        ``kl`` is the mean divergence (nats a token, reference first), ``top1_agreement`` the share of positions at
-        which both find the same token most likely; ``kl_pieces`` and ``top1_pieces`` have the means of each piece.
+        ``kl`` is the mean of the divergence KL(reference, own) in nats per token.  ``top1_agreement`` is the share of
+        positions at which both have the same most likely token.  ``kl_pieces`` and ``top1_pieces`` are the means of
+        each piece.
         """
         if self.logprobs.shape != reference.logprobs.shape or not np.array_equal(self.ids, reference.ids):
             return {}
         divergence = np.zeros(len(self.logprobs))
-        for row, (p, q) in enumerate(zip(reference.logprobs, self.logprobs, strict=True)):  # vocabularies are large
-            held = p > -np.inf
-            wide = p[held].astype(np.float64)
-            divergence[row] = np.sum(np.exp(wide) * (wide - q[held]))
+        for row, (p, q) in enumerate(
+            zip(reference.logprobs, self.logprobs, strict=True)
+        ):  # row by row, since vocabularies are large
+            possible = p > -np.inf
+            wide = p[possible].astype(np.float64)
+            divergence[row] = np.sum(np.exp(wide) * (wide - q[possible]))
         same = (reference.logprobs.argmax(1) == self.logprobs.argmax(1)).astype(np.float64)
         cuts = np.cumsum(self.lengths - 1)[:-1]
         return {
@@ -65,11 +77,12 @@ class TextScores:
         }
 
     def save(self, path: Path) -> None:
+        """Write the scores to an .npz file."""
         np.savez(path, ids=self.ids, lengths=self.lengths, logprobs=self.logprobs)
 
     @classmethod
     def load(cls, path: Path) -> TextScores | None:
-        """None where there is no such file, or only a part of one."""
+        """Read the scores from a file, None if it does not exist or is incomplete."""
         try:
             with np.load(path, allow_pickle=False) as found:
                 return cls(found["ids"], found["lengths"], found["logprobs"])
@@ -78,8 +91,7 @@ class TextScores:
 
 
 def text_of(path: str) -> str:
-    """What is scored: a file, or, without one, held-out stories of pocket's world.  ConfigError if there is too little
-    of it."""
+    """Return the text of a file, or for "" stories that the packaged model was not trained on."""
     if path:
         return files.read_text(path, files.LARGE)
     from minivllm.pocket.tasks import plain_story
@@ -89,65 +101,78 @@ def text_of(path: str) -> str:
 
 
 def score(llm: Any, text: str, most: int) -> TextScores:
-    """The first ``most`` tokens of a text.  ConfigError if there are fewer than two; RequestError if this engine lets
-    no host choose tokens."""
+    """Return the token distributions of the first ``most`` tokens of a text.
+
+    Raise ConfigError if there are fewer than two tokens, RequestError if the engine has no tokenizer or does not let
+    the host choose tokens, and MinivllmError if it fails.
+    """
     from minivllm.core.interfaces.params import SamplingParams
 
     if llm.tokenizer is None:
         raise RequestError("a text is scored by its tokens, and there is no tokenizer; drop skip_tokenizer_init")
     ids = llm.tokenizer.encode(text)[:most]
     size = min(PIECE, llm.engine.wiring.max_model_len)
-    pieces = [piece for at in range(0, len(ids), size) if len(piece := ids[at : at + size]) > 1]
+    pieces = [ids[start : start + size] for start in range(0, len(ids), size)]
+    pieces = [piece for piece in pieces if len(piece) > 1]
     if not pieces:
-        raise ConfigError(f"the text has {len(ids)} tokens; want at least 2 to score")
+        raise ConfigError(f"the text has {len(ids)} tokens; expected at least 2 to score")
     rows: list[list[np.ndarray]] = [[] for _ in pieces]
 
-    def follow(own: list[int], kept: list[np.ndarray]) -> Callable[..., int]:
+    def follow(piece: list[int], logprobs: list[np.ndarray]) -> Callable[..., int]:
+        """Return a function that stores the log-probabilities of a step and chooses the text's next token."""
+
         def choose(logits: np.ndarray, known: Sequence[int]) -> int:
             wide = logits.astype(np.float64)
-            kept.append((wide - np.logaddexp.reduce(wide)).astype(np.float32))
-            return own[len(known)]
+            logprobs.append((wide - np.logaddexp.reduce(wide)).astype(np.float32))
+            return piece[len(known)]
 
         return choose
 
-    params = [
-        SamplingParams(max_tokens=len(own) - 1, choose_fn=follow(own, kept), ignore_eos=True, detokenize=False)
-        for own, kept in zip(pieces, rows, strict=True)
-    ]
-    outputs = llm.generate([own[:1] for own in pieces], params, use_tqdm=False)
-    if failed := [output.error for output in outputs if output.error]:
-        raise MinivllmError(f"the text could not be scored: {failed[0]}")
-    flat = np.concatenate([np.stack(kept) for kept in rows])
-    return TextScores(np.concatenate(pieces).astype(np.int32), np.array([len(p) for p in pieces]), flat)
+    params = []
+    for piece, logprobs in zip(pieces, rows, strict=True):
+        choose_fn = follow(piece, logprobs)
+        params.append(SamplingParams(max_tokens=len(piece) - 1, choose_fn=choose_fn, ignore_eos=True, detokenize=False))
+    for output in llm.generate([piece[:1] for piece in pieces], params, use_tqdm=False):
+        if output.error:
+            raise MinivllmError(f"the text could not be scored: {output.error}")
+    flat = np.concatenate([np.stack(logprobs) for logprobs in rows])
+    lengths = np.array([len(piece) for piece in pieces])
+    return TextScores(np.concatenate(pieces).astype(np.int32), lengths, flat)
 
 
 def summary(own: TextScores, reference: TextScores) -> dict[str, Any]:
-    """``perplexity`` a token; ``losses`` by piece, so that two configurations can be compared in pairs if ``tokens``, a
-    digest of what was scored, are the same; ``kl`` and ``top1_agreement`` against the reference, if those are."""
+    """Return the results of a configuration's scores.
+
+    ``perplexity`` is that of a token.  ``losses`` are means by piece, which two configurations with the same ``tokens``
+    (a digest of the text's tokens) can compare in pairs.  Results against the reference are added if it has the same
+    tokens.
+    """
     losses = own.losses()
     weights = own.lengths - 1
     mean = float(np.average(losses, weights=weights))
-    return {
-        "perplexity": math.exp(mean),
-        "losses": losses,
-        "tokens": hashlib.sha256(own.ids.tobytes() + own.lengths.astype(np.int64).tobytes()).hexdigest(),
-        "scored_tokens": int(weights.sum()),
-        **own.against(reference),
-    }
+    tokens = own.ids.tobytes() + own.lengths.astype(np.int64).tobytes()
+    found = {"perplexity": math.exp(mean), "losses": losses, "tokens": hashlib.sha256(tokens).hexdigest()}
+    found["scored_tokens"] = int(weights.sum())
+    return found | own.against(reference)
 
 
 def tasks(llm: Any, names: Sequence[str], n: int, seed: int) -> dict[str, float]:
-    """Shares of ``n`` cases of pocket's tasks that are answered right, as (right + 1/2) / (n + 1): with a few cases
-    none right is not never."""
+    """Return the share of right answers to ``n`` cases of each of pocket's tasks, as (right + 1/2) / (n + 1).
+
+    The addition keeps shares above 0, so that ratios exist.
+    """
     from minivllm.pocket import evaluate
 
     engine = evaluate.Minivllm(llm)
     rows = evaluate.evaluate(engine.generate, evaluate.default_cases(n, seed, names))
-    return {f"task_{task.replace(' ', '_')}": (share * count + 0.5) / (count + 1) for task, count, share in rows}
+    found = {}
+    for task, count, share in rows:
+        found[f"task_{task.replace(' ', '_')}"] = (share * count + 0.5) / (count + 1)
+    return found
 
 
 def check_tasks(names: Sequence[str]) -> None:
-    """ConfigError of a name that is none."""
+    """Raise ConfigError if a name is not that of one of pocket's tasks."""
     from minivllm.errors import shown, suggest
     from minivllm.pocket.tasks import TASKS
 
@@ -159,5 +184,5 @@ def check_tasks(names: Sequence[str]) -> None:
 
 
 def perplexities(found: Mapping[str, Any]) -> list[float]:
-    """By piece of the text."""
+    """Return the perplexity of each piece of the text, from the results of ``summary``."""
     return [math.exp(loss) for loss in found["losses"]]

@@ -1,4 +1,4 @@
-"""Several runs of the same measurement as one result: medians, 95 % intervals, the machine, the bill of materials."""
+"""Merge several runs of a measurement into one result: medians, 95 % intervals, the machine, the bill of materials."""
 
 from __future__ import annotations
 
@@ -15,38 +15,46 @@ from minivllm.errors import ConfigError
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
-WANTED = "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)"
+EXPECTED = "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)"
 
 
 def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of each figure the median over runs, and under ``intervals`` where its mean lies with 95 % confidence (Student;
-    there is none of a single run).  A run in which it was not measured, or is NaN (time per token of single tokens),
-    does not count; NaN if it is that in all."""
+    """Return the median of each number over the runs, and the other fields of the first run.
+
+    ``intervals`` holds the 95 % confidence interval of each mean (Student), for at least two values.  A run without the
+    number, or with NaN (as the time per token of single tokens), does not count.  The median is NaN if none counts.
+    """
     first = runs[0]
-    names = [key for key in first if any(type(run.get(key)) in (int, float) for run in runs)]
-    known = {key: [run[key] for run in runs if run.get(key) is not None] for key in names}
-    values = {key: [float(one) for one in own if math.isfinite(one)] for key, own in known.items()}
+    values: dict[str, list[float]] = {}
+    for key in first:
+        if any(type(run.get(key)) in (int, float) for run in runs):
+            known = [run[key] for run in runs if run.get(key) is not None]
+            values[key] = [float(value) for value in known if math.isfinite(value)]
     found: dict[str, Any] = {key: value for key, value in first.items() if key not in values}
-    for key, own in values.items():
-        middle = percentile(own, 50)
-        found[key] = int(middle) if own and type(first[key]) is int and middle == int(middle) else middle
-    bounds = {key: interval(own) for key, own in values.items()}
-    found["intervals"] = {key: list(one) for key, one in bounds.items() if one is not None}
+    intervals = {}
+    for key, numbers in values.items():
+        middle = percentile(numbers, 50)
+        whole = type(first[key]) is int and numbers and middle == int(middle)
+        found[key] = int(middle) if whole else middle
+        bounds = interval(numbers)
+        if bounds is not None:
+            intervals[key] = list(bounds)
+    found["intervals"] = intervals
     return found
 
 
 def joules_a_token(runs: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]]) -> list[float | None]:
-    """Of each run, over its output tokens; None where no counter exists."""
-    return [
-        state["energy_joules"] / run["total_output_tokens"]
-        if state.get("energy_joules") is not None and run.get("total_output_tokens")
-        else None
-        for run, state in zip(runs, states, strict=True)
-    ]
+    """Return the joules per output token of each run, None without an energy counter."""
+    found: list[float | None] = []
+    for run, state in zip(runs, states, strict=True):
+        joules = state.get("energy_joules")
+        tokens = run.get("total_output_tokens")
+        found.append(joules / tokens if joules is not None and tokens else None)
+    return found
 
 
 def head(kind: str) -> dict[str, Any]:
-    """What a result begins with."""
+    """Return the first fields of a result: format, kind and date."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "kind": kind, "date": now}
 
@@ -59,7 +67,7 @@ def result(
     bill: Mapping[str, Any] | None,
     **more: Any,
 ) -> dict[str, Any]:
-    """A result as it is written: figures by vLLM's names on top, what they were made of below."""
+    """Return a result as a file holds it: merged values under vLLM's names, the runs, the machine and the settings."""
     energies = joules_a_token(runs, states)
     full = [{**run, "joules_per_output_token": joules} for run, joules in zip(runs, energies, strict=True)]
     return {
@@ -74,7 +82,7 @@ def result(
 
 
 def plain(value: Any) -> Any:
-    """JSON has no NaN: None stands for what was not measured."""
+    """Return a value for JSON, with None for numbers that are not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -83,11 +91,12 @@ def plain(value: Any) -> Any:
 
 
 def dumps(found: Mapping[str, Any], indent: int | None = 1) -> str:
+    """Return a result as JSON text."""
     return json.dumps(plain(found), indent=indent, ensure_ascii=False, default=str)
 
 
 def write(path: str, found: Mapping[str, Any]) -> None:
-    """ConfigError if it cannot be written."""
+    """Write a result to a file.  Raise ConfigError if that fails."""
     try:
         Path(path).write_text(dumps(found) + "\n", encoding="utf-8")
     except OSError as exc:
@@ -95,17 +104,17 @@ def write(path: str, found: Mapping[str, Any]) -> None:
 
 
 def read(path: str) -> dict[str, Any]:
-    """A result from a file.  ConfigError if it is none."""
-    found = files.read_json(path, files.LARGE, want=WANTED)
+    """Read a result from a file.  Raise ConfigError if it holds none, or one of another format version."""
+    found = files.read_json(path, files.LARGE, want=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no result of a measurement; want {WANTED}")
+        raise ConfigError(f"{path}: not a result of a measurement; expected {EXPECTED}")
     if found.get("format_version") != FORMAT_VERSION:
         raise ConfigError(f"{path}: format {found.get('format_version')}; this minivllm reads {FORMAT_VERSION}")
     return found
 
 
 def with_bounds(found: Mapping[str, Any], key: str, digits: int = 1) -> str:
-    """A figure as text, with half the width of its interval where there is one."""
+    """Return a value as text, followed by half the width of its interval if it has one."""
     value = found.get(key)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return "unknown"

@@ -1,8 +1,11 @@
-"""Loads: a closed loop of so many streams, an open loop of arrivals, and the search for the knee.
+"""Run loads: a closed loop of some streams, an open loop of arrivals, and the search for the knee.
 
-A closed loop asks again when an answer has come, so it never overloads and says what a number of users get.  An open
-loop sends each request when it is due, whether or not earlier ones have been answered: what the world does.  A request
-that is sent late has its delay noted (``TimedAnswer.late``), because a client at its limit measures itself.
+A closed loop sends the next request when an answer is complete, so it never overloads the target.  It measures the
+service that a number of users get.  An open loop sends each request when it is due, whether or not earlier requests
+have been answered, as real traffic does.  ``TimedAnswer.late`` stores the delay of a request that is sent late, since a
+client at its own limit measures itself.
+
+The knee is the highest rate of requests that the target can serve.
 """
 
 from __future__ import annotations
@@ -15,20 +18,24 @@ from typing import Any, Protocol
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
-KEPT_UP = 0.9  # of the offered rate: a run that answers less is beyond the knee
+KEPT_UP = 0.9  # share of the offered rate; a run that serves less is beyond the knee
 
 
 class LoadTarget(Protocol):
-    """Who is asked: a server, or an engine in this process."""
+    """The target of a load: a server, or an engine in this process."""
 
-    async def ask(self, ask: BenchAsk, seed: int) -> TimedAnswer: ...
+    async def ask(self, ask: BenchAsk, seed: int) -> TimedAnswer:
+        """Send a request and return its answer."""
 
 
 async def run(
     target: LoadTarget, asks: Sequence[BenchAsk], concurrency: int | None, seed: int
 ) -> tuple[list[TimedAnswer], float]:
-    """All requests: when they are due if they have times, else at once; never more than ``concurrency`` at a time.
-    Returns the answers in the order of ``asks``, and seconds to the last one."""
+    """Send all requests, and return the answers in the same order and the seconds to the last one.
+
+    A request is sent at its time, or at once if it has none.  At most ``concurrency`` requests run at a time; None
+    means no limit.
+    """
     begun = time.perf_counter()
     gate = asyncio.Semaphore(concurrency or max(1, len(asks)))
 
@@ -47,11 +54,12 @@ async def run(
 
 
 def beyond(found: Mapping[str, Any], goodput_share: float) -> bool:
-    """Whether a run was more than the target can take: a request failed, answers lagged behind arrivals, or, with
-    latency targets, a smaller share of the requests than ``goodput_share`` met them.
+    """Return whether the load of a run was more than the target can serve.
 
-    A target that keeps up ends soon after the last arrival: within the time that an answer took at the beginning, and
-    a tenth of the run.  One that does not has a queue by then, which grows with the length of the run.
+    It was if a request failed.  With latency targets it was if a smaller share of the requests than ``goodput_share``
+    met them.  Without, it was if the run ended late.  A target that keeps up ends at most a tenth of the run, and the
+    time of an early answer, after the last arrival.  Otherwise a queue has formed, which grows with the length of the
+    run.
     """
     if found["failed"]:
         return True
@@ -63,18 +71,29 @@ def beyond(found: Mapping[str, Any], goodput_share: float) -> bool:
 async def find_knee(
     measure: Callable[[float], Any], start: float, share: float, rounds: int = 8
 ) -> tuple[float, float | None, list[dict[str, Any]]]:
-    """The highest rate that was kept up with (0.0: none), the lowest that was too much (None: none), and the figures by
-    rate.  ``measure(rate)`` is a coroutine that gives the figures of each run at a rate, and those of all together.  A
-    rate is too much if no fewer than half of its runs were ``beyond``, or a request of any failed.  Rates double until
-    one is too much (or halve until one is not), then the gap is bisected in logarithms, ``rounds`` rates at most."""
-    good, bad, rate, rows = 0.0, 0.0, start, []
+    """Search the knee, starting at ``start`` requests per second, with at most ``rounds`` rates.
+
+    Return the highest rate that was served (0.0 if none), the lowest rate that was too much (None if none), and the
+    results by rate.  ``measure(rate)`` is a coroutine that returns the results of each run, and those of all runs
+    together.  A rate is too much if at least half of its runs were ``beyond`` (with ``share`` as the goodput share), or
+    a request failed.  Rates double until one is too much, or halve until one is not.  Then the gap is bisected on a
+    logarithmic scale.
+    """
+    good = 0.0
+    bad = 0.0
+    rate = start
+    rows = []
     for _ in range(rounds):
         runs, found = await measure(rate)
         for run in runs:
             run["beyond"] = beyond(run, share)
-        over = any(run["failed"] for run in runs) or 2 * sum(run["beyond"] for run in runs) >= len(runs)
+        failed = any(run["failed"] for run in runs)
+        over = failed or 2 * sum(run["beyond"] for run in runs) >= len(runs)
         rows.append({"request_rate": rate, "beyond": over, **found})
-        good, bad = (good, rate) if over else (rate, bad)
+        if over:
+            bad = rate
+        else:
+            good = rate
         if good and bad:
             if bad / good < 1.1:
                 break
@@ -85,7 +104,7 @@ async def find_knee(
 
 
 def knee_text(good: float, bad: float | None) -> str:
-    """Between which rates the knee lies."""
+    """Return the range of the knee as text; ``good`` and ``bad`` are those of ``find_knee``."""
     if bad is None:
         return f"above {good:.2f} requests/s: every rate that was tried was kept up with"
     return f"between {good:.2f} and {bad:.2f} requests/s" if good else f"below {bad:.2f} requests/s"

@@ -1,8 +1,8 @@
-"""How long it takes from nothing to a first token: each run is a process of its own.
+"""Measure the time from the start of a process to the first token.  Each run is a new process.
 
-    python -m minivllm.lab.bench.startup FILE       the process: builds the engine of a configuration and says its times
+    python -m minivllm.lab.bench.startup FILE       build the engine of a configuration and print the times
 
-Files are as warm as the file system keeps them: after the first run they come from memory.
+The operating system caches files, so after the first run they are read from memory.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ PARTS = ("import", "build", "first_token")
 
 
 def once(loaded: Loaded) -> dict[str, Any]:
-    """Return the seconds of one start.  ResourceError if the process fails.
+    """Measure one start and return its seconds.  Raise ResourceError if the process fails.
 
-    ``import`` is of Python, torch and minivllm, ``build`` of the engine, ``first_token`` of a prompt of 16 tokens
-    (fewer if ``max_model_len`` is smaller), ``startup`` altogether as seen from outside.
+    ``import_s`` is the time to import Python, torch and minivllm, ``build_s`` the time to build the engine.
+    ``first_token_s`` is the time of a request with a prompt of 16 tokens, or fewer for a shorter ``max_model_len``.
+    ``startup_s`` is the sum.
     """
     values = loaded.engine.model_dump(mode="json", exclude_unset=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -42,15 +43,17 @@ def once(loaded: Loaded) -> dict[str, Any]:
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env=fresh.environ())
     line = next((one for one in done.stdout.splitlines() if one.startswith(MARK)), None)
     if line is None:
-        said = " ".join(done.stderr.split()[-40:])
-        raise ResourceError(f"the process that was to start an engine ended with {done.returncode}: {said}")
-    at = json.loads(line.removeprefix(MARK))
-    marks = [begun, at["imported"], at["built"], at["first"]]  # one monotonic clock for all processes of a machine
-    spans = [b - a for a, b in itertools.pairwise(marks)]
-    return {**{f"{name}_s": span for name, span in zip(PARTS, spans, strict=True)}, "startup_s": at["first"] - begun}
+        errors = " ".join(done.stderr.split()[-40:])
+        raise ResourceError(f"the process that was to start an engine ended with {done.returncode}: {errors}")
+    times = json.loads(line.removeprefix(MARK))
+    marks = [begun, times["imported"], times["built"], times["first"]]  # all processes share the monotonic clock
+    found = {f"{name}_s": end - start for name, (start, end) in zip(PARTS, itertools.pairwise(marks), strict=True)}
+    found["startup_s"] = times["first"] - begun
+    return found
 
 
 def main(path: str) -> None:
+    """Build the engine of the configuration in a JSON file, generate a token, and print the times of both."""
     from minivllm import LLM, SamplingParams
 
     with open(path, encoding="utf-8") as file:
@@ -62,8 +65,9 @@ def main(path: str) -> None:
     llm = LLM(config=values)
     built = time.monotonic()
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
-    longest, vocab = llm.engine.wiring.max_model_len, llm.engine.capacity.vocab_size
-    llm.generate([[min(1, vocab - 1)] * max(1, min(16, longest - 1))], params, use_tqdm=False)
+    token = min(1, llm.engine.capacity.vocab_size - 1)
+    length = max(1, min(16, llm.engine.wiring.max_model_len - 1))
+    llm.generate([[token] * length], params, use_tqdm=False)
     first = time.monotonic()
     print(MARK + json.dumps({"imported": imported, "built": built, "first": first}), flush=True)
     llm.close()
