@@ -1,4 +1,7 @@
-"""Suites over several processes, a test at a time: on a GPU most of the kit's time is a core that compiles kernels."""
+"""Run suites in several processes, one test at a time in each.
+
+On a GPU most of the kit's time is the compilation of kernels, which takes a core.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,17 @@ from typing import Any
 
 from .session import Outcome, run, suite
 
-LONGEST_FIRST = ("definition", "head_size", "engine_serves", "values_in_the_keys", "normalises")  # words of their names
+LONGEST_FIRST = (
+    "definition",
+    "head_size",
+    "engine_serves",
+    "values_in_the_keys",
+    "normalises",
+)  # parts of names of tests
 
 
 def tests_of(seam: str) -> list[str]:
-    """The names of a suite's tests, those that take long first: the others then fill what time is left."""
+    """Return the names of a suite's tests, the long ones first, so that all processes end at about the same time."""
     names = [name for name in dir(suite(seam)) if name.startswith("test_")]
     return sorted(names, key=lambda name: not any(word in name for word in LONGEST_FIRST))
 
@@ -31,9 +40,12 @@ def run_parallel(
     select: str = "",
     known: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[tuple[str, str], list[Outcome]]]:
-    """Each plug-in, in their order, with what ``session.run`` gives for it.  A test that ends its process has failed;
-    the next one gets a new process, and so it does after a fault of the GPU, behind which nothing works any more."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes are enough for the cores
+    """Yield each plug-in, in order, with its outcomes as ``session.run`` returns them; see there for the arguments.
+
+    A test that ends its process has failed, and the next test gets a new process.  The same holds after a fault of the
+    GPU, because the process cannot use it any more.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the processes alone use all cores
     how = dict(device=device, profile=profile, seed=seed, select=select, known=dict(known or {}))
     free: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(how) for _ in range(processes)]
@@ -49,44 +61,46 @@ def run_parallel(
 
     with ThreadPoolExecutor(processes) as threads:
         try:
-            jobs = [
-                (plugin, [threads.submit(outcomes, plugin, name) for name in tests_of(plugin[0])]) for plugin in plugins
-            ]
-            for plugin, done in jobs:
-                yield plugin, [outcome for future in done for outcome in future.result()]
-        finally:  # also where somebody has heard enough
+            jobs = []
+            for plugin in plugins:
+                jobs.append([threads.submit(outcomes, plugin, name) for name in tests_of(plugin[0])])
+            for plugin, futures in zip(plugins, jobs, strict=True):
+                yield plugin, [outcome for future in futures for outcome in future.result()]
+        finally:  # also if the caller stops early
             threads.shutdown(cancel_futures=True)
             for child in children:
                 child.end()
 
 
 class _Child:
-    """A process that runs tests, from the first one on; another one after it has ended."""
+    """A process that runs tests.  It starts with the first test, and is replaced after it has ended."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
         self.how, self.process, self.pipe = how, None, None
 
     def run(self, plugin: tuple[str, str], name: str) -> list[Outcome]:
+        """Return the outcomes of a test."""
         if self.process is None:
             context = multiprocessing.get_context("spawn")
-            self.pipe, theirs = context.Pipe()
-            self.process = context.Process(target=_serve, args=(theirs, self.how, list(sys.path)))
+            self.pipe, remote = context.Pipe()
+            self.process = context.Process(target=_serve, args=(remote, self.how, list(sys.path)))
             self.process.start()
-            theirs.close()  # so that its end shows here
+            remote.close()  # so that the end of the process closes the pipe
         try:
             self.pipe.send((plugin, name))
-            answer, sound = self.pipe.recv()
+            answer, gpu_works = self.pipe.recv()
         except (EOFError, OSError):
             self.process.join()
             code, self.process = self.process.exitcode, None
             return [Outcome(*plugin, name, "failed", 0.0, f"it ended its process, with exit code {code}")]
-        if not sound:
+        if not gpu_works:
             self.end()
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
     def end(self) -> None:
+        """Terminate the process."""
         if self.process is not None:
             self.process.terminate()
             self.process.join()
@@ -94,29 +108,29 @@ class _Child:
 
 
 def _serve(pipe: Any, how: Mapping[str, Any], path: list[str]) -> None:
-    """In the process: tests as they come, each answered with its outcomes and whether the GPU can go on."""
+    """Run the tests that a pipe names, and send (outcomes or an error, whether the GPU still works) for each."""
     sys.path[:] = path
     while True:
         try:
             plugin, name = pipe.recv()
-        except EOFError:  # who asked is no more
+        except EOFError:  # the parent process has ended
             return
         try:
             answer: Any = run([plugin], only={name}, **how)
         except Exception as exc:
             answer = exc
-        pipe.send((answer, _sound()))
+        pipe.send((answer, _gpu_works()))
 
 
-def _sound() -> bool:
-    """Whether this process' GPU works, or was not used."""
+def _gpu_works() -> bool:
+    """Return whether the GPU works in this process, or was not used."""
     import torch
 
     if not torch.cuda.is_initialized():
         return True
     try:
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()  # the next test may be in another process, on the same GPU
+        torch.cuda.empty_cache()  # the next test may run in another process on the same GPU
     except RuntimeError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""What a scheduling policy is shown and answers: each answer is checked where it is given."""
+"""Check the arguments and results of a scheduling policy at each call."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerPolicy,
 from minivllm.errors import RequestError
 
 SHAPES = ("mix", "prefill_first", "static")
-
-
 COLUMNS = tuple(f.name for f in fields(QueueView))
 
 
 class Shown(QueueView):
-    """A copy of a view, whose columns cannot be written, and which can be read until it is ``over``: the engine makes a
-    column when it is first read, so of a view that is kept it would make those of a later time."""
+    """A read-only copy of a view that can be read until ``over`` is called.
+
+    The engine makes a column when it is first read, so that a view that a policy stores would show a later time.
+    """
 
     def __init__(self, view: QueueView, call: str = "key", late: list[str] | None = None) -> None:
-        """``call`` is whose argument it is; ``late`` hears of what is read too late."""
+        """Copy a view that is an argument of the method ``call``; ``late`` receives a message for each late read."""
         columns = {name: getattr(view, name).copy() for name in COLUMNS}
         for column in columns.values():
             column.setflags(write=False)
@@ -31,14 +31,17 @@ class Shown(QueueView):
         self.__dict__["_late"] = [] if late is None else late
 
     def __getattribute__(self, name: str) -> Any:
-        if name in COLUMNS:
-            own = object.__getattribute__(self, "__dict__")
-            if own["_over"]:
-                what = f"it reads column {name!r} of the view that {own['_call']}() was given after that call"
-                own["_late"].append(f"{what}: a view is of no use then, keep the columns that are needed")
-                raise AssertionError(own["_late"][-1])
-            return own["_columns"][name]
-        return object.__getattribute__(self, name)
+        if name not in COLUMNS:
+            return object.__getattribute__(self, name)
+        own = object.__getattribute__(self, "__dict__")
+        if own["_over"]:
+            message = (
+                f"it reads column {name!r} of the argument of {own['_call']}() after that call: a view is valid only "
+                "during the call, store the columns that are needed"
+            )
+            own["_late"].append(message)
+            raise AssertionError(message)
+        return own["_columns"][name]
 
     def __len__(self) -> int:
         return self.__dict__["_n"]
@@ -47,12 +50,12 @@ class Shown(QueueView):
         return Taken(self, np.arange(len(self))[index])
 
     def over(self) -> None:
-        """From now on it is of no use."""
+        """End the validity of the view."""
         self.__dict__["_over"] = True
 
 
 class Taken(QueueView):
-    """Some rows of a view, which is read when they are."""
+    """Some rows of a view; the view's columns are read when those of the rows are."""
 
     def __init__(self, view: QueueView, index: np.ndarray) -> None:
         self.__dict__.update(_view=view, _index=index)
@@ -69,112 +72,132 @@ class Taken(QueueView):
 
 
 def frozen(view: QueueView) -> QueueView:
-    """A copy whose columns cannot be written."""
+    """Return a read-only copy of a view."""
     return Shown(view)
 
 
 def arrivals(arrival: np.ndarray, **columns: np.ndarray) -> QueueView:
-    """New requests, in every other respect alike but for the columns given."""
+    """Return a view of new requests that arrive at these seconds, alike except for the passed columns."""
     n = len(arrival)
     usual = dict.fromkeys(("computed", "cached", "priority", "tenant", "preempted", "blocks"), 0)
     usual |= dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), 7)
-    made: dict[str, np.ndarray] = {name: np.full(n, value, np.int32) for name, value in usual.items()}
+    numbers: dict[str, np.ndarray] = {name: np.full(n, value, np.int32) for name, value in usual.items()}
     due = {"ttft_due": np.full(n, np.inf), "tpot_due": np.full(n, np.inf)}
-    return QueueView(**{"id": np.arange(n), "arrival": arrival, **made, **due, **columns})
+    return QueueView(**{"id": np.arange(n), "arrival": arrival, **numbers, **due, **columns})
 
 
 class Watch:
-    """Stands between the engine and a policy.  ``log``: every answer as plain data; ``faults``: what broke the contract
-    (the engine makes the best of a wrong answer, so nobody else would tell)."""
+    """Check each call of a policy's methods.
+
+    ``log`` holds every result as plain data, ``faults`` each violation of the contract.  The engine replaces a wrong
+    result by a valid one, so that no other code would report it.  ``late`` holds reads of views after their calls.
+    """
 
     def __init__(self, policy: SchedulerPolicy) -> None:
         self.policy = policy
         self.log: list[tuple[str, Any]] = []
         self.faults: list[str] = []
-        self.late: list[str] = []  # what was read of views after their calls
+        self.late: list[str] = []
         for name, check in CHECKS.items():
             setattr(policy, name, self._watched(name, getattr(policy, name), check))
 
     def _watched(self, name: str, call: Callable[..., Any], check: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(*args: Any) -> Any:
-            real, args = args, tuple(Shown(a, name, self.late) if isinstance(a, QueueView) else a for a in args)
+        """Return a method that calls the policy with read-only views and checks its result."""
+
+        def watched(*real: Any) -> Any:
+            args = [Shown(a, name, self.late) if isinstance(a, QueueView) else a for a in real]
             try:
-                given = call(*args)
+                result = call(*args)
             except Exception as e:
-                if not (name == "key" and isinstance(e, RequestError) and not real[0].preempted.any()):
+                refuses = name == "key" and isinstance(e, RequestError) and not real[0].preempted.any()
+                if not refuses:
                     self.faults.append(f"{name}() raised {type(e).__name__}: {e}")
                 raise
             finally:
-                for shown in (a for a in args if isinstance(a, Shown)):
-                    shown.over()
+                for view in args:
+                    if isinstance(view, Shown):
+                        view.over()
             try:
-                self.log.append((name, check(given, *real)))
+                self.log.append((name, check(result, *real)))
             except AssertionError as e:
                 self.faults.append(str(e))
                 raise
-            return given
+            return result
 
         return watched
 
     def check(self) -> None:
+        """Fail if a call violated the contract."""
         assert not self.late, self.late[0]
         assert not self.faults, self.faults[0]
 
 
-def check_key(given: Any, new: QueueView) -> list[float]:
-    array = np.asarray(given)
-    assert array.shape == (len(new),), f"key() gave shape {array.shape} for {len(new)} sequences: want ({len(new)},)"
-    assert array.dtype.kind in "iuf", f"key() gave dtype {array.dtype}: want numbers that float64 holds"
+def check_key(result: Any, new: QueueView) -> list[float]:
+    """Return the keys of new sequences, or fail if they are not one number for each."""
+    array = np.asarray(result)
+    n = len(new)
+    assert array.shape == (n,), f"key() returned shape {array.shape} for {n} sequences: expected ({n},)"
+    assert array.dtype.kind in "iuf", f"key() returned dtype {array.dtype}: expected numbers that float64 can hold"
     keys = array.astype(np.float64)
-    assert not np.isnan(keys).any(), f"key() gave {keys.tolist()} for the sequences {new.id.tolist()}: NaN has no place"
+    assert not np.isnan(keys).any(), (
+        f"key() returned {keys.tolist()} for the sequences {new.id.tolist()}: NaN has no order"
+    )
     return keys.tolist()
 
 
-def check_lane(given: Any, new: QueueView) -> list[int]:
-    array = np.asarray(given)
-    assert array.shape == (len(new),) and array.dtype.kind in "iu", (
-        f"lane() gave {array.dtype} of shape {array.shape} for {len(new)} sequences: want whole numbers, ({len(new)},)"
+def check_lane(result: Any, new: QueueView) -> list[int]:
+    """Return the lanes of new sequences, or fail if they are not one whole number for each."""
+    array = np.asarray(result)
+    n = len(new)
+    assert array.shape == (n,) and array.dtype.kind in "iu", (
+        f"lane() returned {array.dtype} of shape {array.shape} for {n} sequences: expected whole numbers, ({n},)"
     )
     return array.tolist()
 
 
-def check_order(given: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
-    array, n = np.asarray(given), len(head)
+def check_order(result: Any, head: QueueView, running: QueueView, now: float) -> list[int]:
+    """Return the ids of the ordered sequences, or fail if the result is no list of distinct indices."""
+    array = np.asarray(result)
+    n = len(head)
     assert array.ndim == 1 and (not array.size or array.dtype.kind in "iu"), (
-        f"order() gave {array.dtype} of shape {array.shape}: want whole numbers in one dimension"
+        f"order() returned {array.dtype} of shape {array.shape}: expected whole numbers in one dimension"
     )
     wrong = [int(i) for i in array if not 0 <= i < n]
-    assert not wrong, f"order() gave the indices {wrong}: there are {n} sequences, so want 0 to {n - 1}"
+    assert not wrong, f"order() returned the indices {wrong}: there are {n} sequences, so expected 0 to {n - 1}"
     twice = sorted({int(i) for i in array if (array == i).sum() > 1})
-    assert not twice, f"order() gave the indices {twice} more than once in {array.tolist()}"
+    assert not twice, f"order() returned the indices {twice} more than once in {array.tolist()}"
     return head.id[array.astype(int)].tolist()
 
 
-def check_shape(given: Any, load: Load, now: float) -> tuple[str, Any, float]:
-    assert isinstance(given, StepShape), f"shape() gave a {type(given).__name__}: want a StepShape"
-    assert given.kind in SHAPES, f"shape() gave kind={given.kind!r}: want one of {', '.join(SHAPES)}"
-    cap = given.prefill_cap
-    assert cap is None or (isinstance(cap, (int, np.integer)) and not isinstance(cap, bool) and cap >= 0), (
-        f"shape() gave prefill_cap={cap!r}: want None or a whole number of tokens >= 0"
+def check_shape(result: Any, load: Load, now: float) -> tuple[str, Any, float]:
+    """Return the fields of a StepShape, or fail if they are not valid."""
+    assert isinstance(result, StepShape), f"shape() returned a {type(result).__name__}: expected a StepShape"
+    assert result.kind in SHAPES, f"shape() returned kind={result.kind!r}: expected one of {', '.join(SHAPES)}"
+    cap = result.prefill_cap
+    whole = isinstance(cap, (int, np.integer)) and not isinstance(cap, bool)
+    assert cap is None or (whole and cap >= 0), (
+        f"shape() returned prefill_cap={cap!r}: expected None or a whole number of tokens >= 0"
     )
-    assert given.hold_until == given.hold_until, "shape() gave hold_until=nan: want seconds of the clock"
-    return given.kind, cap, float(given.hold_until)
+    assert result.hold_until == result.hold_until, "shape() returned hold_until=nan: expected seconds of the clock"
+    return result.kind, cap, float(result.hold_until)
 
 
-def check_victim(given: Any, candidates: QueueView, need: int) -> tuple[int, int]:
+def check_victim(result: Any, candidates: QueueView, need: int) -> tuple[int, int]:
+    """Return (id of the victim, blocks that are needed), or fail if the result is no index of a candidate."""
     n = len(candidates)
     try:
-        index = operator.index(given)
+        index = operator.index(result)
     except TypeError:
         index = -1
-    assert 0 <= index < n and not isinstance(given, bool), (
-        f"victim() gave {given!r} ({type(given).__name__}) for {n} candidates: want a whole number from 0 to {n - 1}, "
-        "the index of one of them"
+    assert 0 <= index < n and not isinstance(result, bool), (
+        f"victim() returned {result!r} ({type(result).__name__}) for {n} candidates: expected a whole number from 0 to "
+        f"{n - 1}, the index of a candidate"
     )
     return int(candidates.id[index]), need
 
 
-def check_ended(given: Any, gone: QueueView) -> list[int]:
+def check_ended(result: Any, gone: QueueView) -> list[int]:
+    """Return the ids of the sequences that ended; the result of ``ended`` has no meaning."""
     return gone.id.tolist()
 
 

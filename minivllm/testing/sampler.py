@@ -193,10 +193,14 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         @self.for_all(60, st.data())
         def holds(data: Any) -> None:
             vocab = data.draw(st.sampled_from([2, 3, 17, 33, 40]))
-            row = self._drawn_logits(data, vocab)
+            rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+            logits = rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 2.0])), vocab).astype(np.float32)
+            if data.draw(st.integers(0, 2)) == 0:
+                logits = np.round(logits * 2) / 2
+            logits[1:][rng.random(vocab - 1) < data.draw(st.sampled_from([0.0, 0.3]))] = -np.inf
             params = SamplingParams.make(**data.draw(self.keywords(vocab)))
             others = self.sequences(data, data.draw(st.integers(0, 3)), vocab)
-            row = row + data.draw(st.sampled_from([0.0, -30.0, 50.0]))
+            row = torch.tensor(logits) + data.draw(st.sampled_from([0.0, -30.0, 50.0]))
             if params.extra and self.probabilities(params, row.double()) is None:
                 return
             seen["compared"] += self.check(params, row, 1 << 14, others, data.draw(st.integers(0, 2**40)))
@@ -207,15 +211,6 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         if not self.reads - set(DRAWS):
             seen.require(compared=5, **dict.fromkeys(sorted(self.reads & set(DRAWS)), 5))
             seen.require(limited=10 if self.reads & {"top_k", "top_p", "min_p"} else 0)
-
-    def _drawn_logits(self, data: Any, vocab: int) -> Tensor:
-        """Draw logits, some of them with ties or with -inf."""
-        rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
-        logits = rng.normal(0, data.draw(st.sampled_from([0.1, 1.0, 2.0])), vocab).astype(np.float32)
-        if data.draw(st.integers(0, 2)) == 0:
-            logits = np.round(logits * 2) / 2
-        logits[1:][rng.random(vocab - 1) < data.draw(st.sampled_from([0.0, 0.3]))] = -np.inf
-        return torch.tensor(logits)
 
     def _readable(self, tried: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return the keywords whose parameters the sampler reads."""

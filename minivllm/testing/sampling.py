@@ -241,22 +241,18 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             rng = random.Random(seed)
             seqs = self.sequences(data, data.draw(st.integers(2, 6)))
             crowd = [replace(s, logits=x) for s in seqs[1:] for x in rng.sample(unlike(seqs[0].logits), 2)]
-            if rng.random() < 0.7:
-                seqs = [*seqs, *crowd]
-            many = rng.random() < 0.25
-            if many:
+            seqs = [*seqs, *crowd] if rng.random() < 0.7 else seqs
+            if many := rng.random() < 0.25:
                 seqs += [replace(rng.choice(crowd), seed=i) for i in range(18)]
-            n = len(seqs)
-            stage = Stage(self, n + 2)
-            slots = rng.sample(range(n + 2), n)
+            stage, slots = Stage(self, len(seqs) + 2), rng.sample(range(len(seqs) + 2), len(seqs))
             stage.join(slots, seqs)
-            order = rng.sample(range(n), n if many else rng.randint(2, n))
-            got = self.output(stage, [slots[i] for i in order], stack_logits([seqs[i] for i in order]))
+            order = rng.sample(range(len(seqs)), len(seqs) if many else rng.randint(2, len(seqs)))
+            got = self.output(stage, [slots[i] for i in order], torch.stack([seqs[i].logits for i in order]))
             seen["order"] += order != sorted(order)
             seen["many"] += len(order) > 16
             for j, i in list(enumerate(order))[:MOST_ALONE]:
-                label = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
-                self._same(got[j], self.alone(seqs[i]), seqs[i], label)
+                what = f"as row {j} of {len(order)} (slot {slots[i]}), beside {len(order) - 1} others, it"
+                self._same(got[j], self.alone(seqs[i]), seqs[i], what)
 
         seen.require(order=5, many=2)
 
@@ -441,32 +437,24 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
         @self.for_all(30, st.data(), st.integers(0, 2**20), st.integers(1, 4))
         def holds(data: Any, seed: int, leaves: int) -> None:
-            (s,) = self.sequences(data, 1)
-            rng = np.random.default_rng(seed)
+            (s,), rng = self.sequences(data, 1), np.random.default_rng(seed)
             s = replace(s, output=())
-            stages = [Stage(self, 3, garbage=5) for _ in range(2)]
-            slots = [1, 1]
+            stages, slots, came = [Stage(self, 3, garbage=5) for _ in range(2)], [1, 1], ()
             for stage in stages:
                 stage.join([1], [s])
             for step in range(6):
                 if step == leaves:
-                    slots = [1, 2]
-                    self._move(stages[1], s)
-                logits = normal_logits(rng, 2, 1, self.vocab)
-                stayed = self.output(stages[0], slots[:1], logits)
-                moved = self.output(stages[1], slots[1:], logits)
-                self._same(moved[0], stayed[0], s, f"in step {step}, preempted before step {leaves}, it")
-                token = int(stayed[0]) if stayed.ndim == 1 else int(rng.integers(0, self.vocab))
+                    saved, slots = stages[1].state.save(1), [1, 2]
+                    stages[1].poison([1])
+                    stages[1].join([2], [replace(s, output=came)])
+                    stages[1].state.restore(2, saved)
+                logits = torch.tensor(rng.normal(0, 2, (1, self.vocab)), dtype=torch.float32)
+                a, b = (self.output(stage, [slot], logits) for stage, slot in zip(stages, slots, strict=True))
+                self._same(b[0], a[0], replace(s, output=came), f"in step {step}, preempted before step {leaves}, it")
+                token = int(a[0]) if a.ndim == 1 else int(rng.integers(0, self.vocab))
                 for stage, slot in zip(stages, slots, strict=True):
                     stage.accept([slot], [[token]])
-                s = replace(s, output=(*s.output, token))
-
-    def _move(self, stage: Stage, s: SampledSeq) -> None:
-        """Preempt the sequence in slot 1, and put it into slot 2."""
-        saved = stage.state.save(1)
-        stage.poison([1])
-        stage.join([2], [s])
-        stage.state.restore(2, saved)
+                came = (*came, token)
 
     @since(1, 0)
     def test_a_graph_replays_on_new_data(self) -> None:

@@ -1,7 +1,7 @@
-"""Scheduling policies under the real planner and engine, on the simulated device and a clock of the test's own.
+"""Conformance suite of scheduling policies, under the real planner and engine, on the simulated device and clock.
 
-Every answer of the policy is checked where it is given (``policy_watch``), and the tokens of every request where they
-arrive: whatever a policy does, it may make others wait, and nothing else.
+Each result of the policy is checked at its call (``policy_watch``), and the tokens of each request at its end.  A
+policy may make requests wait, and may change nothing else.
 """
 
 from __future__ import annotations
@@ -32,15 +32,18 @@ from .spec import SpecConformance
 
 IDLE_LIMIT = 60.0  # seconds without a step while requests wait and nothing runs
 SLOTS, BUDGET, BLOCK, MAX_LEN = 4, 32, 4, 64
-LONG_PROMPT = (
-    600  # tokens: 19 steps of the whole budget, and more than any limit in tokens that a policy may have in it
-)
+LONG_PROMPT = 600  # tokens: 19 steps of the whole budget, and more than a limit in tokens that a policy may contain
 
 
 def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
-    """Run until every request has ended; AssertionError if that takes too long, or if nothing runs for a minute."""
+    """Run the engine until every request has ended.
+
+    AssertionError if that takes too many turns, if nothing runs for a minute, or if a call of the policy was wrong.
+    """
     work = sum(r.end * len(r.sequences) for r in engine.requests.values())
-    limit, turns, worked_at = 200 + 12 * work, 0, clock.now  # a row is preempted 8 times at most, the oldest never
+    limit = 200 + 12 * work  # a row is preempted 8 times at most, the oldest never
+    turns = 0
+    worked_at = clock.now
     while engine.busy:
         assert engine.dead is None, engine.dead
         if clock.turn(engine):
@@ -49,11 +52,11 @@ def drain(engine: Engine, clock: Clock, watch: Watch | None = None) -> None:
             watch.check()
         assert clock.now - worked_at < IDLE_LIMIT, (
             f"nothing has run for {clock.now - worked_at:.0f} s while {engine.planner.n_waiting} requests wait and "
-            f"{len(engine.slots.running)} of {engine.slots.size} slots are taken: shape() holds newcomers back or caps "
-            "them for ever, or order() leaves them out for ever"
+            f"{len(engine.slots.running)} of {engine.slots.size} slots are taken: shape() holds or caps new requests "
+            "for ever, or order() leaves them out for ever"
         )
         turns += 1
-        assert turns < limit, f"{len(engine.requests)} requests have not ended after {turns} turns, at most {limit} due"
+        assert turns < limit, f"{len(engine.requests)} requests have not ended after {turns} turns, the limit"
     assert engine.dead is None, engine.dead
 
 
@@ -66,10 +69,10 @@ HARD = ("failed", "preempted", "hit", "copied", "forked", "aborted", "evicted", 
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """The engine through any order of add, step, abort, reset and failing steps.  The simulated device checks every KV
-    slot that is read, the pools are walked in full after each rule, and all tokens are compared at the end.
+    """The engine under any order of add, step, abort, reset and failing steps.
 
-    Set by a subclass: ``policies``, each called with (options, context), and ``seen``."""
+    The simulated device checks every KV slot that is read.  All pools are checked after each rule, and all tokens at
+    the end.  A subclass sets ``policies``, each called with (options, context), and ``seen``."""
 
     policies: Sequence[Callable[..., SchedulerPolicy]]
     seen: Seen
@@ -86,7 +89,8 @@ class EngineMachine(RuleBasedStateMachine):
     def start(self, data, depth, windows, blocks, shrink, budget, prefix):
         policy = data.draw(st.sampled_from(self.policies))
         pools = [blocks, *[max(8, blocks - shrink)] * (len(windows) - 1)]
-        self.clock, self.budget = Clock(), budget
+        self.clock = Clock()
+        self.budget = budget
         self.engine = sim_engine(
             slots=5, max_len=40, blocks=pools, windows=windows, depth=depth, budget=budget, prefix=prefix, policy=policy
         )
@@ -117,13 +121,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.admit(prompt, fn, n=n, max_tokens=out, cache_salt=salt, ignore_eos=ignore, **service)
 
     def admit(self, prompt, fn=None, **params):
+        """Add a request; a refusal is valid if it may not fit, or if the policy refuses it."""
         self.n += 1
         n = params.get("n", 1)
         try:
             r = request(self.engine, f"r{self.n}", prompt, arrival=self.clock.now, **params, **FNS[fn])
         except RequestError as e:
             self.watch.check()
-            need = n * -(-(len(prompt) + params["max_tokens"]) // BLOCK)  # if nothing were shared
+            need = n * -(-(len(prompt) + params["max_tokens"]) // BLOCK)  # without shared blocks
             small = need >= min(p.total for p in self.engine.cache.pools)
             assert not prompt or small or "scheduler" in str(e), f"refused although it fits: {e}"
             self.seen["refused"] += 1
@@ -136,14 +141,14 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.made)
     @rule(data=st.data(), own=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), out=st.integers(1, 8))
     def go_on(self, data, own, out):
-        """A prompt that goes on from one that was there: its blocks may be cached, the last of them in part."""
+        """Continue an earlier prompt: its blocks may be cached, the last of them in part."""
         r = data.draw(st.sampled_from(self.made))
         self.admit((r.prompt.tolist() + own)[:30], max_tokens=out, cache_salt=r.params.cache_salt)
 
     @precondition(lambda self: self.n < 5)  # once in an example is enough
     @rule(first=st.integers(0, VOCAB - 1))
     def a_crowd(self, first):
-        """Enough long answers at once that most pools are too small for them, so that rows are preempted."""
+        """Add enough long answers at once that most pools are too small for them, so that rows are preempted."""
         for i in range(5):
             self.add(0, [(first + i) % VOCAB] * 4, 1, 20, None, True, None, {})
 
@@ -177,25 +182,28 @@ class EngineMachine(RuleBasedStateMachine):
             self.watch.check()
             assert self.engine.dead is None, self.engine.dead
             device = self.engine.executor
-            assert device.max_tokens <= self.budget, f"a step of {device.max_tokens} tokens: want {self.budget} at most"
+            most = self.budget
+            assert device.max_tokens <= most, f"a step of {device.max_tokens} tokens: expected {most} at most"
             assert device.max_rows <= self.engine.slots.size, f"a step of {device.max_rows} rows"
             self.engine.cache.check()
 
     def teardown(self):
         if not hasattr(self, "engine") or self.watch.faults or self.engine.dead:
-            return  # it has been told
+            return  # a rule has failed already
         drain(self.engine, self.clock, self.watch)
         at_rest(self.engine)
         for r in self.made:
             for s, got in zip(r.sequences, outputs(r), strict=True):
                 self.check_answer(r, s, *got)
+        pool = self.engine.cache.pools[0]
         self.seen["preempted"] += self.engine.planner.preemptions
         self.seen["victim"] += sum(name == "victim" for name, _ in self.watch.log)
-        self.seen["hit"] += self.engine.cache.pools[0].hits
-        self.seen["evicted"] += self.engine.cache.pools[0].evictions
+        self.seen["hit"] += pool.hits
+        self.seen["evicted"] += pool.evictions
         self.seen["copied"] += self.engine.cache.copied
 
     def check_answer(self, r, s, got, reason):
+        """Compare the tokens of a sequence and its finish reason with the expected ones."""
         want, why = answer(r.prompt, r.params, s.sample, 40)
         if reason == "error":
             assert "planned failure" in s.error and got == want[: len(got)], s.error
@@ -204,17 +212,21 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert (got, reason) == (want, why)
             self.seen["finished"] += 1
-        # with forks, or windows whose blocks cannot be reserved, it may be more often
+        # forks, and windows, whose blocks cannot be reserved, may be preempted more often
         assert s.preempted <= PROTECTED_AFTER or r.params.n > 1 or len(self.engine.cache.pools) > 1
         assert r.cached_tokens < len(r.prompt) or not r.cached_tokens
 
 
-def trace(
-    policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = lambda: None
-) -> tuple[list[tuple[str, Any]], list[Any]]:
-    """What a policy decides in a fixed hour of trouble, and the steps that come of it.  ``between``: called between
-    steps."""
-    rng, clock = random.Random(7), Clock()
+Decisions = tuple[list[tuple[str, Any]], list[Any]]  # (results of a policy, slots and tokens of the steps)
+
+
+def trace(policy: Callable[..., SchedulerPolicy], between: Callable[[], None] = lambda: None) -> Decisions:
+    """Return the decisions of a policy for a fixed sequence of arrivals and aborts, and the steps that follow.
+
+    ``between`` is called between steps.
+    """
+    rng = random.Random(7)
+    clock = Clock()
     engine = sim_engine(slots=SLOTS, max_len=MAX_LEN, blocks=22, budget=BUDGET, depth=1, policy=policy)
     watch = Watch(engine.planner.policy)
     for i in range(40):
@@ -236,7 +248,9 @@ def trace(
 
 
 SAME = {"prompt": 6, "out": 4}
-STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = {  # name -> one request, the i-th other
+STREAMS: Mapping[
+    str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]
+] = {  # others -> (the request, the i-th other)
     "shorter ones": ({"prompt": 40, "out": 20}, lambda i: {"prompt": 1 + i % 2, "out": 1 + i % 3}),
     "longer ones": ({"prompt": 1, "out": 1}, lambda i: {"prompt": 40, "out": 16 + i % 4}),
     "more urgent ones": ({**SAME, "priority": 3}, lambda i: {**SAME, "priority": -3}),
@@ -251,9 +265,12 @@ STREAMS: Mapping[str, tuple[dict[str, Any], Callable[[int], dict[str, Any]]]] = 
 }
 
 
+TIGHT = ("ones that leave no room", "ones that take its blocks")  # streams in a small cache
+
+
 class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
-    """``patience``: seconds that a request may take, from arrival to end, under a steady stream of others, where a step
-    takes a second; a policy that ages slowly, and says so, may raise it."""
+    """Suite of a scheduling policy.  ``patience`` is the longest time in seconds from arrival to end of a request under
+    a steady stream of others, where a step takes a second.  Raise it for a policy that documents slow aging."""
 
     kind = "scheduler"
     patience: float = 2000.0  # seconds
@@ -265,17 +282,21 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         return trace(lambda options, ctx: instance)
 
     def make(self, options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
-        """The policy under test, as ``sim_engine`` asks for it."""
+        """Return a new policy, with the arguments that ``sim_engine`` passes."""
         return self.build(ctx)
 
     def once_more(self, instance: SchedulerPolicy, number: int) -> None:
-        """Serve four requests that come, wait, run and end.  Whatever a policy may keep books by is new in each round:
-        ids, tenants, priorities, lengths and targets."""
-        now, new = 10.0 * number, 4 * number + np.arange(4)
-        lengths = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
-        others = {"tenant": new.astype(np.int32), "priority": (new % 2**20).astype(np.int32)}
-        due = {"ttft_due": now + 1.0 + new, "tpot_due": now + 2.0 + new}
-        view = frozen(arrivals(now + np.arange(4.0), id=new, **lengths, **others, **due))
+        """Serve four requests that arrive, wait, run and end.
+
+        Their ids, tenants, priorities, lengths and targets are new in each round, so that a policy that stores any of
+        them for ever grows."""
+        now = 10.0 * number
+        new = 4 * number + np.arange(4)
+        columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
+        columns |= {"tenant": new.astype(np.int32), "priority": (new % 2**20).astype(np.int32)}
+        columns |= {"ttft_due": now + 1.0 + new, "tpot_due": now + 2.0 + new, "id": new}
+        arrival = now + np.arange(4.0)
+        view = frozen(arrivals(arrival, **columns))
         none, three, last = (view.take(np.arange(*part)) for part in ((0, 0), (0, 3), (3, 4)))
         instance.key(view)
         instance.lane(view)
@@ -284,23 +305,23 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
         instance.shape(Load(1, 3, 0, 90, 100, BUDGET, 6.0), now + 6)
         instance.order(last, three, now + 6)
         instance.victim(view, 1)
-        aborted = (new % 2).astype(np.int32)
-        instance.ended(frozen(arrivals(now + np.arange(4.0), id=new, **lengths, **others, **due, aborted=aborted)))
+        instance.ended(frozen(arrivals(arrival, **columns, aborted=(new % 2).astype(np.int32))))
 
     @since(1, 1)
     def test_its_figures_are_numbers_by_name_and_asking_changes_nothing(self) -> None:
-        """Before anything has happened, while it works and afterwards; asked twice it says the same, and decides as if
-        nobody had asked."""
-        asked = self.build(*self.context())
-        same_figures(asked.figures)
-        found = trace(lambda options, ctx: asked, lambda: same_figures(asked.figures))
-        assert found == trace(self.make), "it decides otherwise where its figures are asked for after every step"
+        """Check ``figures`` of a new policy, after every step and at the end: two calls return the same, and the calls
+        change no decision."""
+        policy = self.build(*self.context())
+        same_figures(policy.figures)
+        found = trace(lambda options, ctx: policy, lambda: same_figures(policy.figures))
+        assert found == trace(self.make), "it decides differently if its figures are read after every step"
 
     @since(1, 0)
     def test_whatever_happens_every_answer_is_lawful_and_every_token_right(self) -> None:
-        """Under any order of arrivals, steps, aborts and failures, in pools so small that rows are preempted: key gives
-        a number a sequence, order distinct indices, victim an index, shape a StepShape; none of them raises or writes
-        to its view; all requests end in a bounded number of turns, and no tokens but their own."""
+        """Check a policy under any order of arrivals, steps, aborts and failures, in pools so small that rows are
+        preempted.  ``key`` returns a number a sequence, ``order`` distinct indices, ``victim`` an index, ``shape`` a
+        StepShape; none raises an error or writes to its view.  All requests end in a bounded number of turns, with the
+        right tokens."""
         seen = Seen()
         machine = type("Machine", (EngineMachine,), {"policies": [self.make], "seen": seen})
         self.run_machine(machine, 200, steps=30)
@@ -308,89 +329,101 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
 
     @since(1, 0)
     def test_a_backlog_longer_than_the_window_is_worked_off(self) -> None:
-        """More requests than ``order`` is ever shown, then no more: each is served."""
+        """Check that every request of a backlog is served, although more wait than ``order`` gets at once and no more
+        arrive."""
         window = self.build(*self.context()).window
-        assert isinstance(window, int) and window >= 1, f"window={window!r}: want a whole number >= 1"
-        clock, engine = Clock(), sim_engine(slots=16, blocks=100, budget=64, max_len=MAX_LEN, policy=self.make)
+        assert isinstance(window, int) and window >= 1, f"window={window!r}: expected a whole number >= 1"
+        clock = Clock()
+        engine = sim_engine(slots=16, blocks=100, budget=64, max_len=MAX_LEN, policy=self.make)
         watch = Watch(engine.planner.policy)
         n = min(window, 1000) + 40
-        made = [
-            request(engine, f"r{i}", [i % VOCAB, i // VOCAB], arrival=clock.now - n + i, max_tokens=1 + i % 3)
-            for i in range(n)
-        ]
+        requests = []
+        for i in range(n):
+            prompt = [i % VOCAB, i // VOCAB]
+            requests.append(request(engine, f"r{i}", prompt, arrival=clock.now - n + i, max_tokens=1 + i % 3))
         drain(engine, clock, watch)
-        for r in made:
+        for r in requests:
             assert outputs(r) == [answer(r.prompt, r.params)], f"{r.id} of {n}"
 
     @since(1, 0)
     def test_the_same_trace_gives_the_same_decisions(self) -> None:
-        """A policy decides by what it is shown: ``now`` is its clock, and it draws no numbers of its own.  The second
-        run happens at another time of day."""
+        """Check that a policy decides by its arguments alone: ``now`` is its clock, and it draws no random numbers.
+        The second run happens at another time of day."""
         first, steps = trace(self.make)
         with mock.patch.multiple(time, **{n: _later(n) for n in ("time", "monotonic", "perf_counter")}):
             second, again = trace(self.make)
         for i, (a, b) in enumerate(zip(first, second, strict=False)):
-            assert a == b, f"decision {i} of {len(first)}: {a[0]} gave {a[1]} in one run and {b[1]} in the next"
+            assert a == b, f"decision {i} of {len(first)}: {a[0]} returned {a[1]} in one run and {b[1]} in the next"
         assert (len(first), steps) == (len(second), again), "the same decisions, and other steps"
 
     @since(1, 0)
     @pytest.mark.parametrize("window", [None, 3], ids=["all", "window"])
     @pytest.mark.parametrize("stream", STREAMS)
     def test_nobody_starves(self, stream: str, window: int | None) -> None:
-        """``starvation_free``: one request ends within ``patience`` seconds although others of a kind that a policy may
-        like better keep coming, so that some always wait; also if it is preempted again and again, and if more wait
-        than ``order`` is shown."""
+        """Check a policy that claims ``starvation_free``: a request ends within ``patience`` seconds although others,
+        which the policy may prefer, keep arriving, so that some always wait.  This holds if the request is preempted
+        again and again, and if more requests wait than ``order`` gets at once."""
         self.need("starvation_free")
-        one, other = STREAMS[stream]
-        tight = stream in ("ones that leave no room", "ones that take its blocks")
-        max_len = LONG_PROMPT + 40 if one["prompt"] == LONG_PROMPT else MAX_LEN
+        params, other = STREAMS[stream]
+        max_len = LONG_PROMPT + 40 if params["prompt"] == LONG_PROMPT else MAX_LEN
         clock = Clock(1000.0 if window is None else 1e7)
-        blocks = 17 if tight else 60 if max_len == MAX_LEN else 60 + max_len // BLOCK
-
-        def made_so(options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
-            policy = self.build(ctx)
-            if window is not None:
-                policy.window = min(policy.window, window)
-            return policy
-
-        engine = sim_engine(slots=SLOTS, blocks=blocks, budget=BUDGET, max_len=max_len, depth=1, policy=made_so)
-        watch, made = Watch(engine.planner.policy), 0
+        engine = self._small_engine(stream in TIGHT, max_len, window)
+        watch = Watch(engine.planner.policy)
+        added = 0
 
         def turn() -> None:
-            nonlocal made
+            nonlocal added
             fresh = sum(s.queued and not s.preempted and s.request.id != "one" for s in engine.planner.waiting)
             for _ in range(6 - fresh):
-                _ask(engine, f"o{made}", clock.now - 0.5 + 1e-6 * made, seed=made, **other(made))
-                made += 1
+                _add(engine, f"o{added}", clock.now - 0.5 + 1e-6 * added, seed=added, **other(added))
+                added += 1
             clock.turn(engine, 1.0)
             watch.check()
             assert engine.dead is None, engine.dead
 
         for _ in range(12):
             turn()
-        r, start, before = _ask(engine, "one", clock.now, seed=-1, **one), clock.now, made
+        r = _add(engine, "one", clock.now, seed=-1, **params)
+        start, before = clock.now, added
         while not r.done:
             turn()
-            waited, s = clock.now - start, r.sequences[0]
+            waited = clock.now - start
+            s = r.sequences[0]
             known = s.known if s.slot < 0 else int(engine.slots.known[s.slot])
             assert waited <= self.patience, (
-                f"beside {stream} a request has not ended after {waited:.0f} s and {made - before} later ones: it "
+                f"beside {stream} a request has not ended after {waited:.0f} s and {added - before} later ones: it "
                 f"{'waits' if s.slot < 0 else 'runs'} with {known - len(r.prompt)} tokens, preempted {s.preempted}x "
                 f"(patience = {self.patience:.0f} s; a test class may raise it if the policy ages slowly)"
             )
         assert outputs(r) == [answer(r.prompt, r.params, s.sample, max_len) for s in r.sequences]
-        # a policy that likes it best serves it as soon as it comes: then only those before it have come
-        assert made >= 8, "the test itself is too weak: hardly any other came"
+        # a policy that prefers this request serves it at once, so that only the others before it have arrived
+        assert added >= 8, "the test itself is too weak: hardly any other request arrived"
+
+    def _small_engine(self, tight: bool, max_len: int, window: int | None) -> Engine:
+        """Return an engine with few slots, and few blocks if ``tight``; ``window`` limits the policy's window."""
+
+        def policy_of(options: Any, ctx: SchedulerContext) -> SchedulerPolicy:
+            policy = self.build(ctx)
+            if window is not None:
+                policy.window = min(policy.window, window)
+            return policy
+
+        blocks = 17 if tight else 60
+        if max_len != MAX_LEN:
+            blocks += max_len // BLOCK
+        return sim_engine(slots=SLOTS, blocks=blocks, budget=BUDGET, max_len=max_len, depth=1, policy=policy_of)
 
 
-def _ask(
-    engine: Engine, rid: str, arrival: float, seed: int, prompt: int, out: int, prefix: int = 0, **more
+def _add(
+    engine: Engine, rid: str, arrival: float, seed: int, prompt: int, out: int, prefix: int = 0, **more: Any
 ) -> Request:
+    """Add a request with a random prompt of this length, after ``prefix`` equal tokens; ``more`` are parameters."""
     rng = random.Random(seed)
     ids = [3] * prefix + [rng.randrange(VOCAB) for _ in range(prompt)]
     return request(engine, rid, ids, arrival=arrival, max_tokens=out, ignore_eos=True, **more)
 
 
 def _later(name: str) -> Callable[[], float]:
+    """Return a clock of ``time`` that is a day ahead."""
     real = getattr(time, name)
     return lambda: real() + 86399.37

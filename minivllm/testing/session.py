@@ -1,4 +1,4 @@
-"""Run suites without a test file: outcomes as data."""
+"""Run suites without a test file, and return the outcomes as data."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .base import PROFILE, SEED, SHRINK, find
 from .suites import SUITES
 
 FILE = "from minivllm.testing.session import pending\nglobals().update(pending())\n"
-TOOLS = {"_pytest", "pluggy", "hypothesis"}  # folders; a failure is never shown there
+TOOLS = {"_pytest", "pluggy", "hypothesis"}  # folders that are not shown as the place of a failure
 _pending: dict[str, type] = {}
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one test said.  ``status``: passed | failed | skipped | xfailed; ``text`` is the reason or the message."""
+    """The outcome of a test.  ``status`` is passed, failed, skipped or xfailed; ``text`` is the reason or message."""
 
     seam: str
     plugin: str
@@ -43,13 +43,13 @@ class Outcome:
 
 @dataclass
 class _Reporter:
-    """The pytest plug-in that listens; one outcome a test."""
+    """A pytest plug-in that stores the outcome of each test."""
 
     classes: Mapping[str, tuple[str, str]]  # class name -> (seam, plugin)
     tell: Callable[[Outcome], None]
     outcomes: list[Outcome] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    only: Collection[str] = ()  # functions; empty: all
+    only: Collection[str] = ()  # test functions; empty means all
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         if self.only:
@@ -60,18 +60,17 @@ class _Reporter:
         report = (yield).get_result()
         if report.when != "call" and report.passed:
             return
-        seam, plugin = self.classes[item.cls.__name__]
         status, text, where = report.outcome, "", ""
         if hasattr(report, "wasxfail"):
             status, text = "xfailed", report.wasxfail
         elif report.skipped:
             text = str(report.longrepr[2]).removeprefix("Skipped: ")
         elif report.failed and call.excinfo is None:  # a known failure that passed
-            text = str(report.longrepr) + "\nIt is among known_failures and passes now: take it off the list."
+            text = str(report.longrepr) + "\nIt is among known_failures and passes now: remove it from the list."
         elif report.failed:
             text, where = _message(call.excinfo)
         doc = " ".join((item.function.__doc__ or "").split())
-        outcome = Outcome(seam, plugin, item.name, status, report.duration, text, doc, where)
+        outcome = Outcome(*self.classes[item.cls.__name__], item.name, status, report.duration, text, doc, where)
         self.outcomes.append(outcome)
         self.tell(outcome)
 
@@ -81,13 +80,16 @@ class _Reporter:
 
 
 def _message(excinfo: Any) -> tuple[str, str]:
-    """(message with hypothesis' falsifying example, file:line of the last frame that is not of the test tools)."""
-    notes = [n for n in getattr(excinfo.value, "__notes__", ()) if not n.startswith("Draw ")]  # they name no argument
-    name = "" if isinstance(excinfo.value, (AssertionError, pytest.fail.Exception)) else f"{excinfo.typename}: "
+    """Return the message with hypothesis' falsifying example, and file:line of the last frame outside of test tools."""
+    error = excinfo.value
+    notes = [n for n in getattr(error, "__notes__", ()) if not n.startswith("Draw ")]  # these name no argument
+    text = str(error)
+    if not isinstance(error, (AssertionError, pytest.fail.Exception)):
+        text = f"{excinfo.typename}: {text}"
     own = [entry for entry in excinfo.traceback if not TOOLS & set(Path(entry.path).parts)]
     entry = own[-1] if own else excinfo.traceback[-1]
-    text = f"{name}{excinfo.value}".rstrip() or excinfo.typename
-    return "\n".join([text, *notes]), f"{entry.path}:{entry.lineno + 1}"
+    lines = [text.rstrip() or excinfo.typename, *notes]
+    return "\n".join(lines), f"{entry.path}:{entry.lineno + 1}"
 
 
 def suite(seam: str) -> type:
@@ -98,13 +100,13 @@ def suite(seam: str) -> type:
 
 
 def seams_of(plugin: str) -> list[str]:
-    """The seams in which a plug-in of this name is installed, or whose base class a ``module:Class`` has."""
+    """Return the seams in which a plug-in of this name is installed, or whose base class a ``module:Class`` has."""
     catalog = Catalog.discover(allow_targets=[plugin.partition(":")[0]] if ":" in plugin else ())
     if ":" in plugin:
         try:
             found = import_target(plugin)
             found = import_target(found.impl) if isinstance(found, Spec) else found
-        except Exception as exc:  # whatever a module does when it is imported
+        except Exception as exc:  # a module may raise any error when it is imported
             raise PluginError(f"{plugin!r} could not be imported: {type(exc).__name__}: {exc}") from exc
         fits = [k for k in KINDS if isinstance(found, type) and issubclass(found, import_target(KINDS[k].base))]
         return ["sampler"] if "sampler" in fits else fits  # a sampler is a processor too
@@ -112,7 +114,7 @@ def seams_of(plugin: str) -> list[str]:
 
 
 def builtins() -> list[tuple[str, str]]:
-    """(seam, name) of every plug-in of this package."""
+    """Return (seam, name) of every plug-in of this package."""
     return [(e.kind, e.label) for e in Catalog.discover().entries if e.dist == BUILTIN]
 
 
@@ -131,34 +133,29 @@ def run(
 ) -> list[Outcome]:
     """Run the suites of some plug-ins, (seam, plug-in) each, one after another in this process.
 
-    ``select`` is a pytest ``-k`` expression, ``only`` names test functions (none: all), ``known`` maps tests to the
-    reason why they fail, ``overrides`` holds what a test class would override, by name.  PluginError if a plug-in
-    cannot be found or a suite cannot be collected.
+    ``select`` is a pytest ``-k`` expression.  ``only`` names test functions, and empty means all.  ``known`` maps tests
+    to the reason why they fail.  ``overrides`` holds the attributes that a test class would override, by name.
+    ``tell`` receives each outcome.  PluginError if a plug-in cannot be found or a suite cannot be collected.
     """
     _pending.clear()
     classes = {}
     for i, (seam, plugin) in enumerate(plugins):
         find(seam, plugin)
         name = f"Test{i}"
-        _pending[name] = type(
-            name,
-            (suite(seam),),
-            {
-                "plugin": plugin,
-                "device": device,
-                "known_failures": dict(known or {}),
-                **(overrides or {}),
-            },
-        )
+        attributes = {"plugin": plugin, "device": device, "known_failures": dict(known or {}), **(overrides or {})}
+        _pending[name] = type(name, (suite(seam),), attributes)
         classes[name] = (seam, plugin)
     reporter = _Reporter(classes, tell, only=only)
     environ = {PROFILE: profile or None, SEED: None if seed is None else str(seed), SHRINK: None if shrink else "0"}
     with tempfile.TemporaryDirectory() as folder, _environment(environ):
         path = Path(folder) / f"test_conformance_{next(_numbers)}.py"  # pytest imports a name once in a process
         path.write_text(FILE, encoding="utf-8")
-        (path.parent / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        args = [str(path), "-c", str(path.parent / "pytest.ini"), "--rootdir", folder, "--import-mode=importlib"]
-        args += ["-p", "no:cacheprovider", "-p", "no:terminal", *(["-k", select] if select else [])]
+        ini = path.with_name("pytest.ini")
+        ini.write_text("[pytest]\n", encoding="utf-8")
+        args = [str(path), "-c", str(ini), "--rootdir", folder, "--import-mode=importlib"]
+        args += ["-p", "no:cacheprovider", "-p", "no:terminal"]
+        if select:
+            args += ["-k", select]
         pytest.main(args, plugins=[reporter])
     if reporter.broken:
         raise PluginError("the suites could not be collected:\n" + "\n".join(reporter.broken))
@@ -166,17 +163,20 @@ def run(
 
 
 def pending() -> dict[str, type]:
-    """The test classes of the run in progress; the file that pytest collects asks for them."""
+    """Return the test classes of the current run, for the file that pytest collects."""
     return dict(_pending)
 
 
 @contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set what is not None; afterwards all is as before."""
+    """Set environment variables in a block, except those whose value is None."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update({name: value for name, value in values.items() if value is not None})
     try:
         yield
     finally:
         for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,8 +1,8 @@
-"""The engine over a simulated device that checks what a real one gets wrong silently, and the answers it must give.
+"""The engine over a simulated device that checks every read of the KV cache, and the expected answers of requests.
 
-The device is the executor ``sim`` with its check on (see ``plugins.executor.sim``); here it also fails steps on purpose
-and keeps what it was asked.  The next token is a function of (history, sample), so an answer is known without the
-engine.
+The device is the executor ``sim`` with its check on (see ``plugins.executor.sim``).  Here it also fails steps on
+purpose and records its steps.  The next token is a function of (history, sample), so that an answer can be computed
+without the engine.
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ MODEL = MadeUpModel(VOCAB)
 
 
 def logprobs_after(history: np.ndarray) -> np.ndarray:
-    """f32 [VOCAB] what the device says of the next token."""
+    """Return the device's log-probabilities of the next token, f32 [VOCAB]."""
     return MODEL.logits(hash_of(history))[0]
 
 
+def _stop_ids(params: SamplingParams) -> set[int]:
+    return {*params.stop_token_ids, *(() if params.ignore_eos else (EOS_ID,))}
+
+
 def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
-    """What the engine must give: token ids and finish reason.  A ``choose_fn`` is taken for one that chooses the
-    likeliest token, which without it the first sample alone draws."""
+    """Return the expected token ids and finish reason of a sample.
+
+    A ``choose_fn`` counts as a function that chooses the likeliest token, which otherwise only sample 0 draws.
+    """
     tokens = list(prompt)
     end = min(len(tokens) + params.max_tokens, max_len)
     drawn_as = np.array([0 if params.choose_fn is not None else sample])
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    stops = _stop_ids(params)
     while True:
         h = hash_of(np.array(tokens))
         t = int(MODEL.draw(h, drawn_as)[0])
@@ -56,31 +62,34 @@ def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) 
 
 
 def guided_answer(prompt, guide: Guide, params: SamplingParams, max_len: int = 256) -> tuple[list[int], str]:
-    """What the engine must give of a request with a guide: the likeliest tokens of both."""
-    own, other = list(prompt), list(guide.prompt) or list(prompt)[-1:]
+    """Return the expected token ids and finish reason of a request with a guide: the likeliest tokens of both."""
+    own = list(prompt)
+    other = list(guide.prompt) or own[-1:]
     most = min(params.max_tokens, max_len - len(own), max_len - len(other))
-    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS_ID})
+    stops = _stop_ids(params)
     for n in range(most):
         a, b = logprobs_after(np.array(own)), logprobs_after(np.array(other))
         x = np.float32(guide.scale) * (a - b) + b
         if n < params.min_tokens:
             x[list(stops)] = -np.inf
-        own.append(int(x.argmax()))
-        other.append(own[-1])
-        if own[-1] in stops:
+        token = int(x.argmax())
+        own.append(token)
+        other.append(token)
+        if token in stops:
             return own[len(prompt) :], "stop"
     return own[len(prompt) :], "length"
 
 
 class SimExecutor(Sim):
-    """Fails the steps ``fail_at``, keeps what it was asked, and gives no result before it must."""
+    """A simulated device that fails the steps ``fail_at``, records its steps, and returns results as late as
+    possible."""
 
     def __init__(self, options: SimOptions, blocks: list[int], windows: tuple[int | None, ...]) -> None:
         super().__init__(options)
         self.blocks, self.windows = blocks, windows
         self.fail_at: set[int] = set()
-        self.trail: list[tuple[list[int], list[int]]] = []  # slots and q_len of every step
-        self.max_tokens = self.max_rows = 0
+        self.trail: list[tuple[list[int], list[int]]] = []  # slots and numbers of tokens of every step
+        self.max_tokens = self.max_rows = 0  # of the largest step
 
     def _blocks(self, wiring):
         return tuple(self.blocks)
@@ -97,15 +106,18 @@ class SimExecutor(Sim):
     def _run(self, plan, late, ms):
         if plan.id not in self.fail_at:
             return super()._run(plan, late, ms)
-        self.stopped[plan.slots] = True  # their KV is not written: no later step may go on from it
-        z = np.zeros(len(plan.samples), np.int32)
+        self.stopped[plan.slots] = True  # their KV is not written: no later step may continue them
+        zeros = np.zeros(len(plan.samples), np.int32)
         error = (StepError("step", "sim", "planned failure"),)
-        return StepResult(plan.id, plan.slots[plan.samples], z, z, z.astype(np.uint8), errors=error)
+        return StepResult(plan.id, plan.slots[plan.samples], zeros, zeros, zeros.astype(np.uint8), errors=error)
 
 
 class Clock:
-    """Seconds that pass only when a test says so.  ``with clock:`` the engine reads it in place of the real one, so
-    that times in a policy's view, and what a policy does with them, are the same in every run."""
+    """A clock that advances only by calls of a test.
+
+    In a block ``with clock:`` the engine reads it in place of the real clock, so that the times in a policy's view, and
+    its decisions by them, are the same in every run.
+    """
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -122,7 +134,10 @@ class Clock:
         parts_module.time = self._real
 
     def turn(self, engine: Engine, seconds: float = 0.02) -> bool:
-        """One turn of the loop, which takes ``seconds``, or the wait that follows a turn without work."""
+        """Run a turn of the engine's loop, and return whether it did work.
+
+        The clock advances by ``seconds``, or after a turn without work by the time that the loop would wait.
+        """
         with self:
             worked = engine.step()
         held = engine.planner.wake_at - self.now if engine.planner.wake_at else 0.0
@@ -131,6 +146,8 @@ class Clock:
 
 
 class NoProcessor:
+    """A processor that accepts parameters and ignores them."""
+
     def __init__(self, reads):
         self.reads = frozenset(reads)
 
@@ -179,32 +196,32 @@ def sim_engine(
     drafts: int = 0,
     now: Callable[[], float] = monotonic,
 ) -> Engine:
-    """``policy`` and ``evictor`` are called with (None, context); ``blocks``: a number, or a list of one per window.
-    ``reads``: names of parameters that requests may set although no processor here honours them.  ``drafts``: rows
-    bring so many to a step, whether it pays or not; ``now``: the engine's clock, seconds."""
+    """Return an engine over a simulated device.
+
+    ``policy`` and ``evictor`` are called with (None, context).  ``blocks`` is a number, or a list with one per window.
+    ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
+    of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
+    """
     wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows))
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
-    executor = SimExecutor(options, blocks if isinstance(blocks, list) else [blocks] * len(windows), windows)
-    capacity = executor.start(wiring)
-    engine = Engine(
-        wiring,
-        executor,
-        capacity,
-        EngineParts(
-            policy=lambda ctx: policy(None, ctx),
-            evictor=lambda ctx: evictor(None, ctx),
-            processors=[("sim/none", NoProcessor(reads))],
-            strategies=[("sim/branches", strategy or _Strategy())],
-            now=now,
-        ),
-        CacheOptions(windows, prefix, partial),
+    if not isinstance(blocks, list):
+        blocks = [blocks] * len(windows)
+    executor = SimExecutor(options, blocks, windows)
+    parts = EngineParts(
+        policy=lambda ctx: policy(None, ctx),
+        evictor=lambda ctx: evictor(None, ctx),
+        processors=[("sim/none", NoProcessor(reads))],
+        strategies=[("sim/branches", strategy or _Strategy())],
+        now=now,
     )
+    engine = Engine(wiring, executor, executor.start(wiring), parts, CacheOptions(windows, prefix, partial))
 
     def space(slot: int) -> object:
         seq = engine.slots.seq[slot]
-        if seq is None:  # it left between the plan of the step and its submission
+        if seq is None:  # it left the slot between the plan of the step and its submission
             flight = engine.in_flight[-1]
-            seq = engine.planner.departed[int(flight.serial[flight.plan.slots.tolist().index(slot)])]
+            row = flight.plan.slots.tolist().index(slot)
+            seq = engine.planner.departed[int(flight.serial[row])]
         params = seq.request.params
         return params.tenant, params.cache_salt
 
@@ -213,6 +230,8 @@ def sim_engine(
 
 
 class _Strategy(DecodingStrategy):
+    """n independent branches, all of them in the answer."""
+
     def start(self, params):
         return [Branch(i) for i in range(params.n)]
 
@@ -221,37 +240,42 @@ class _Strategy(DecodingStrategy):
 
 
 def request(engine: Engine, rid: str, prompt, arrival: float | None = None, **params) -> Request:
-    """Add one; it arrives after those that are there unless ``arrival`` says when."""
-    at = float(len(engine.requests)) if arrival is None else arrival
-    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=at)
+    """Add a request; ``arrival`` is its time in seconds, and None means after the other requests."""
+    if arrival is None:
+        arrival = float(len(engine.requests))
+    r = Request(rid, np.array(prompt, np.int32), SamplingParams.make(**params), arrival=arrival)
     engine.add(r)
     return r
 
 
 def outputs(r: Request) -> list[tuple[list[int], str]]:
-    """Token ids and finish reason of each sequence."""
+    """Return the token ids and the finish reason of each sequence."""
     return [(s.tokens[len(r.prompt) : s.known].tolist(), s.finish_reason) for s in r.sequences]
 
 
 def run(engine: Engine, limit: int = 20000, check: bool = False) -> int:
+    """Run the engine until all requests have ended, and return the number of turns.
+
+    ``check`` compares the cache's tables after each turn.  More than ``limit`` turns fail.
+    """
     steps = 0
     while engine.busy:
         engine.step()
         if check:
             engine.cache.check()
         steps += 1
-        assert steps < limit, "the engine does not come to rest"
+        assert steps < limit, f"requests have not ended after {steps} turns"
     return steps
 
 
 def at_rest(engine: Engine) -> None:
-    """Everything is given back: slots, blocks, tables, queues."""
+    """Fail unless the engine has returned all slots and blocks, and its queues and tables are empty."""
     engine.cache.check()
-    s = engine.slots
-    assert len(s.running) == 0 and len(s.free) + len(s.cooling) == s.size and engine.planner.reserved == 0
-    assert (
-        not engine.planner.departed and engine.planner.n_waiting == 0 and not engine.in_flight and not engine.requests
-    )
+    slots = engine.slots
+    planner = engine.planner
+    assert len(slots.running) == 0 and len(slots.free) + len(slots.cooling) == slots.size
+    assert planner.reserved == 0 and planner.n_waiting == 0 and not planner.departed
+    assert not engine.in_flight and not engine.requests
     for pool in engine.cache.pools:
         assert pool.free + pool.idle == pool.total - 1
 

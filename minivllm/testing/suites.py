@@ -1,4 +1,4 @@
-"""The suite of each seam."""
+"""The test suite of each seam."""
 
 from __future__ import annotations
 

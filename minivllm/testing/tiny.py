@@ -1,4 +1,4 @@
-"""Tiny random models as Hugging Face directories, made by transformers: what the engine is compared with."""
+"""Tiny random models, made by transformers and saved as Hugging Face directories, to compare the engine with."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ SMALL = {  # 2 layers, 32 wide, 61 tokens, 6 experts if any
     "index_head_dim": 8, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "ffn_dim": 48, "decoder_ffn_dim": 48,
     "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 8,
 }  # fmt: skip
-# how else classes call the number of experts, and of those that a token goes to
+# other names that config classes have for the number of experts, and for the number of experts of a token
 EXPERTS = re.compile(r"\w*n(um)?_(\w+_)?experts?|\w*expert_num")
 CHOSEN = re.compile(r"\w*experts_per_tok(en)?|moe_(k|top_?k)|top_k_experts")
 LLAMA3_ROPE = {
@@ -85,18 +85,12 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 def _window(types: list[str], **values: Any) -> dict[str, Any]:
-    layers = {"num_hidden_layers": len(types)} if types else {}
-    return {
-        "use_sliding_window": True,
-        "sliding_window": 6,
-        **({"layer_types": types} if types else {}),
-        **layers,
-        **values,
-    }
+    layers = {"layer_types": types, "num_hidden_layers": len(types)} if types else {}
+    return {"use_sliding_window": True, "sliding_window": 6, **layers, **values}
 
 
 FULL, NEAR = "full_attention", "sliding_attention"
-# What config.json may say: axis -> name -> values.  The contexts of the rope variants are shorter than the prompts.
+# Values of config.json to test: axis -> name -> fields.  Contexts of the rope variants are shorter than the prompts.
 VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "heads": {
         "mha": {"num_key_value_heads": 4}, "mqa": {"num_key_value_heads": 1},
@@ -165,37 +159,47 @@ VARIANTS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 
 def small_config(cls: Any, **values: Any) -> PretrainedConfig:
-    """Return a config of any class of transformers: the fields of ``SMALL`` that it has, by whatever name, no more than
-    six experts however they are called, and ``values``."""
-    known = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
-    if "attention_types" in known:  # GPT-Neo's, one entry for each layer
+    """Return a small config of any config class of transformers.
+
+    It has the fields of ``SMALL`` that the class has, by any alias, at most six experts, and ``values``.
+    """
+    fields = dataclasses.fields(cls)
+    known = {f.name for f in fields} | cls.attribute_map.keys()
+
+    def canonical(name: str) -> str:
+        return cls.attribute_map.get(name, name)
+
+    if "attention_types" in known:  # GPT-Neo's, an entry for each layer
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         values = {"attention_types": [[["global", "local"], layers // 2], [["global"], layers % 2]], **values}
     small = {k: v for k, v in SMALL.items() if k in known}
-    aliases = {cls.attribute_map.get(name, name) for name in (*small, *values)}
-    for f in dataclasses.fields(cls):
+    aliases = {canonical(name) for name in (*small, *values)}
+    for f in fields:
         for pattern, most in ((EXPERTS, SMALL["num_experts"]), (CHOSEN, SMALL["num_experts_per_tok"])):
             if pattern.fullmatch(f.name) and type(f.default) is int and f.default > most and f.name not in aliases:
                 small[f.name] = most
-    small = {k: v for k, v in small.items() if k in values or cls.attribute_map.get(k, k) not in values}
-    # some classes write to what they are given
+    small = {k: v for k, v in small.items() if k in values or canonical(k) not in values}
+    # some classes change the values that they receive
     return cls(**copy.deepcopy({**small, **values}))
 
 
 def tiny_config(family: str = "llama", heads: str = "gqa", **values) -> PretrainedConfig:
-    """2 layers, 32 wide, 61 tokens; ``values`` override."""
+    """Return a config of a model family: 2 layers, width 32, 61 tokens; ``values`` replace fields."""
     q, kv = HEADS[heads]
     return small_config(CONFIGS[family], **{"num_attention_heads": q, "num_key_value_heads": kv, **values})
 
 
 def attention_of(cfg: Any) -> str:
-    """Return the attention of transformers to compare with: the one that is spelled out, but for Falcon, of which that
-    adds ALiBi's slopes twice (transformers 5.24)."""
+    """Return the attention implementation of transformers to compare with: "eager", or "sdpa" for Falcon, whose eager
+    attention adds ALiBi's slopes twice (transformers 5.24)."""
     return "sdpa" if getattr(cfg, "model_type", "") == "falcon" else "eager"
 
 
 def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCausalLM):
-    """transformers' float32 model with weights large enough that logits differ clearly, biases and norms random too."""
+    """Return a random float32 model of transformers.
+
+    Weights are large enough that logits differ clearly, and biases and norms are random too.
+    """
     torch.manual_seed(seed)
     make = getattr(cls, "from_config", None) or cls._from_config
     model = make(cfg, dtype=torch.float32, attn_implementation=attention_of(cfg)).eval()
@@ -208,14 +212,15 @@ def tiny_model(cfg: PretrainedConfig, seed: int = 0, cls: Any = AutoModelForCaus
 
 
 def save(model: Any, path: Path, shard: str | None = None) -> Path:
-    """Write config.json and safetensors (several with ``shard="20KB"``)."""
+    """Write config.json and safetensors, with ``shard="20KB"`` in files of that size, and return the path."""
+    limits = {"max_shard_size": shard} if shard else {}
     with quiet():
-        model.save_pretrained(path, **({"max_shard_size": shard} if shard else {}))
+        model.save_pretrained(path, **limits)
     return Path(path)
 
 
 def tiny_dir(path: Path, family: str = "llama", heads: str = "gqa", seed: int = 0, shard: str | None = None, **values):
-    """Write config.json and safetensors (several with ``shard="20KB"``); returns (path, config, transformers model)."""
+    """Make and save a random model (see ``save``), and return (path, config, model of transformers)."""
     cfg = tiny_config(family, heads, **values)
     model = tiny_model(cfg, seed)
     return save(model, path, shard), cfg, model
@@ -223,7 +228,7 @@ def tiny_dir(path: Path, family: str = "llama", heads: str = "gqa", seed: int = 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers without progress bars and advice."""
+    """Turn off the progress bars and warnings of transformers in a block."""
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -236,20 +241,25 @@ def quiet() -> Iterator[None]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What the one safetensors file of a directory holds."""
+    """Return the tensors of a directory with a single safetensors file."""
     return load_file(path / "model.safetensors")
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the safetensors file of a directory."""
     save_file(dict(tensors), path / "model.safetensors", {"format": "pt"})
 
 
 def edits(path: Path, change: Callable[[Tensor], Tensor | None]) -> Iterator[str]:
-    """Change one tensor of a directory at a time (None leaves it out) and give its name; whole again afterwards."""
+    """Change one tensor of a directory at a time, yield its name, and restore all tensors at the end.
+
+    A ``change`` that returns None leaves the tensor out.
+    """
     tensors = read_tensors(path)
     torch.manual_seed(0)
     for name, tensor in tensors.items():
+        others = {k: v for k, v in tensors.items() if k != name}
         new = change(tensor)
-        write_tensors(path, {k: v for k, v in {**tensors, name: new}.items() if v is not None})
+        write_tensors(path, others if new is None else {**others, name: new})
         yield name
     write_tensors(path, tensors)

@@ -1,8 +1,8 @@
-"""Notice code that waits for the device: what reads a tensor's values on the host, or needs them for a shape.
+"""Detect code that waits for the device: it reads a tensor's values on the host, or makes a shape that depends on them.
 
-On a GPU torch itself raises.  On a CPU nothing waits, so the calls are noticed by their names, in two places: functions
-of torch that the code calls (``tolist``, ``numpy``), and operations that they come down to (the value of an ``int``, a
-boolean index).
+On a GPU torch itself raises an error.  On a CPU no call waits, so calls are detected by their names at two levels: the
+functions of torch that code calls (``tolist``, ``numpy``), and the operations that they execute (the value of an
+``int``, a boolean index).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OPERATIONS = {  # operations whose result, or its shape, the host has to wait fo
 
 
 class _Functions(TorchFunctionMode):
-    """Notes the functions of torch that read values."""
+    """Record the functions of torch that read values."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """Notes the operations that need values."""
+    """Record the operations that need values on the host."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__()
@@ -53,8 +53,9 @@ class _Operations(TorchDispatchMode):
         elif name == "repeat_interleave" and kwargs.get("output_size") is None:
             self.found.append("repeat_interleave without output_size")
         elif name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(map(_is_mask, args[1])):
-            one = name != "index" and args[2].numel() == 1  # torch fills by the mask, and asks for no count
-            self.found += [] if one else ["an index that is a mask"]
+            fills = name != "index" and args[2].numel() == 1  # torch writes a single value without a count
+            if not fills:
+                self.found.append("an index that is a mask")
         return func(*args, **kwargs)
 
 
@@ -63,13 +64,13 @@ def _is_mask(index: Any) -> bool:
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
-    """Return whether the arguments of ``Tensor.to`` name the CPU in words, and not by the device of a tensor."""
+    """Return whether the arguments of ``Tensor.to`` have the text "cpu", and not the device of a tensor."""
     return any(value == "cpu" for value in (*args[:1], kwargs.get("device")) if isinstance(value, str))
 
 
 @contextlib.contextmanager
 def waits(device: str) -> Iterator[list[str]]:
-    """Give a list that has, once the block has ended, what in it would wait for a GPU."""
+    """Yield a list that holds, after the block, its calls that would wait for a GPU."""
     found: list[str] = []
     if device.startswith("cuda"):
         before = torch.cuda.get_sync_debug_mode()
@@ -88,8 +89,8 @@ def waits(device: str) -> Iterator[list[str]]:
 
 
 def no_wait(found: list[str], what: str) -> None:
-    """Fail if something was found."""
+    """Fail if a call was found that waits; ``what`` names the code, as the subject of the message."""
     assert not found, (
-        f"{what} waits for the device ({', '.join(dict.fromkeys(found))}): on a GPU every step would wait for it, and "
-        "no step that is captured can hold it"
+        f"{what} waits for the device ({', '.join(dict.fromkeys(found))}): on a GPU every step would wait, and a CUDA "
+        "graph cannot contain it"
     )

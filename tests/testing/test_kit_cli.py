@@ -85,7 +85,7 @@ def test_a_known_failure_is_no_failure_and_one_that_passes_is(tmp_path, capsys):
     assert main([WRONG, *args]) == 0
     assert "known" in capsys.readouterr().out
     assert main(["lru", *args]) == 1
-    assert "passes now: take it off the list" in capsys.readouterr().out
+    assert "passes now: remove it from the list" in capsys.readouterr().out
 
 
 def test_a_known_failure_that_names_no_test_is_an_error(capsys, tmp_path):

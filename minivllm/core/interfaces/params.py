@@ -370,5 +370,7 @@ def _checked(extra: Mapping[str, Any]) -> Mapping[str, Any]:
         converted = param.check(value)
         if converted != param.default:
             checked[name] = converted
-    same = len(checked) == len(extra) and all(checked[name] is extra[name] for name in extra)
+    same = len(checked) == len(extra) and all(
+        checked[name] is value for name, value in extra.items()
+    )
     return extra if same else checked

@@ -1,4 +1,4 @@
-"""``minivllm plugins new NAME --seam SEAM``."""
+"""The command ``minivllm plugins new NAME --seam SEAM``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from minivllm.testing.scaffold import files, write
 
 
 def new(args: argparse.Namespace) -> int:
-    """Write the package, and say what to do next."""
+    """Write a new package, and print its files and the next commands."""
     folder = write(args.name, args.seam, args.dir)
     seam = check_seam(args.seam)
     assert seam is not None
     for path, _ in files(args.name, seam):
         print(folder / path)
-    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"  # pip must see that it is a path
+    where = folder.as_posix() if folder.is_absolute() else f"./{folder.as_posix()}"  # pip must not take it for a name
     print(
         f"\nA working {seam} plug-in.  Next:\n"
         f"  pip install -e {shlex.quote(where + '[test]')}\n"
         f"  python -m minivllm.testing {args.name}/{args.name} --seam {seam}\n"
-        f"  pytest {shlex.quote(where)}    # the kit too, and what is in {folder / 'tests'}\n"
+        f"  pytest {shlex.quote(where)}    # the kit, and the tests in {folder / 'tests'}\n"
         f"then change {folder / 'src' / args.name.replace('-', '_') / 'plugin.py'}, and test again."
     )
     return 0

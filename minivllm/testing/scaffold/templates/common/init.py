@@ -1,4 +1,4 @@
 """SUMMARY.
 
-Nothing is imported here: to ask for the spec must cost nothing.
+This module imports nothing, because the engine imports it to read the spec of each plug-in.
 """

@@ -16,4 +16,4 @@ def test_a_prefix_that_is_hit_often_outlives_prompts_that_come_once():
             made = request(engine, f"{i}-{len(prompt)}-{prompt[1]}", prompt, max_tokens=4, ignore_eos=True)
             run(engine)
             if prompt is hot and i:
-                assert made.cached_tokens == 15, "all but its last token"
+                assert made.cached_tokens == 15, "expected all tokens but the last in the cache"

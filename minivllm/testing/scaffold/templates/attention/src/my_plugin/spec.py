@@ -1,4 +1,4 @@
-"""What the back end says about itself.  What is not claimed here is refused, and what is claimed the kit tests."""
+"""The spec of the back end.  The engine refuses requests outside of its claims, and the kit tests the claims."""
 
 from minivllm.plugin import ANY, MultipleOf, Spec
 
@@ -16,7 +16,7 @@ MY_PLUGIN = Spec(
         "queries_per_kv": ANY,
         "block": MultipleOf(1),
     },
-    features=frozenset({"window"}),  # and softcap, sinks, lse ... once it can do them
+    features=frozenset({"window"}),  # add softcap, sinks, lse ... once it supports them
     prefer={"block": 16},
     traits={"graph": "none", "plan": "host"},
 )

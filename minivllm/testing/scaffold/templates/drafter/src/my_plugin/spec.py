@@ -1,10 +1,10 @@
-"""What the drafter says about itself."""
+"""The spec of the drafter."""
 
 from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 0),
-    summary="drafts what followed when the last token was there before",
+    summary="drafts the tokens that followed the last occurrence of the last token",
     limits={"device": ANY},
 )

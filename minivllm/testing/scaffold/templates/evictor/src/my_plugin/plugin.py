@@ -1,7 +1,7 @@
-"""Evict by a score: change ``score``, and what a block remembers, and it is another policy.
+"""Evict blocks by a score.  Change ``score`` and the fields of a block to make another policy.
 
-Any score is lawful.  Blocks form a tree of prefixes, and a block may only go when nobody holds it and none of its
-children is cached: then it is *ripe*.  Ripe blocks wait in a heap, the least score first.
+Any score is valid.  Blocks form a tree of prefixes.  A block is *ripe*, and can be evicted, if no request holds it
+and none of its children is cached.  Ripe blocks are in a heap, the smallest score first.
 """
 
 from __future__ import annotations
@@ -17,17 +17,19 @@ from minivllm.plugin import BlockInfo, Evictor, EvictorContext
 
 @dataclass
 class Block:
+    """A cached block."""
+
     parent: int
     depth: int  # blocks before it
     hits: int = 0
-    freed: int = 0  # when, in calls of ``free``
+    freed: int = 0  # number of the call of ``free``
     held: bool = True
     children: int = 0
-    entry: tuple[Any, int] | None = None  # its entry in the heap; another one is out of date
+    entry: tuple[Any, int] | None = None  # the valid entry in the heap; others are out of date
 
 
 class MyPlugin(Evictor):
-    """O(log n) a call and key."""
+    """An evictor whose calls take O(log n) for each key."""
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
@@ -36,7 +38,7 @@ class MyPlugin(Evictor):
         self.clock = 0
 
     def score(self, block: Block) -> Any:
-        """The least goes first.  It is asked once, when the block becomes ripe."""
+        """Return the score of a block, computed once when it becomes ripe.  The smallest score is evicted first."""
         return (block.hits, block.freed)
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
@@ -51,12 +53,16 @@ class MyPlugin(Evictor):
 
     def hold(self, keys: np.ndarray) -> None:
         for key in keys.tolist():
-            self.blocks[key].held, self.blocks[key].entry = True, None
+            block = self.blocks[key]
+            block.held = True
+            block.entry = None
 
     def free(self, keys: np.ndarray) -> None:
         self.clock += 1
         for key in keys.tolist():
-            self.blocks[key].held, self.blocks[key].freed = False, self.clock
+            block = self.blocks[key]
+            block.held = False
+            block.freed = self.clock
             self._queue(key)
         if len(self.ripe) > 2 * len(self.blocks) + 64:  # most entries are out of date
             self.ripe = [entry for entry in self.ripe if self._valid(entry)]

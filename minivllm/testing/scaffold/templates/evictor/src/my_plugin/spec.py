@@ -1,9 +1,9 @@
-"""What the evictor says about itself."""
+"""The spec of the evictor."""
 
 from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 1),
-    summary="gives up the block with the fewest hits, of equal ones the one freed longest ago",
+    summary="evicts the block with the fewest hits, and of equal blocks the one freed longest ago",
 )

@@ -1,7 +1,7 @@
-"""Runs the steps on a thread: the engine plans the next step while torch, which lets go of the interpreter, computes.
+"""Run the steps on a thread.  The engine plans the next step while torch, which releases the GIL, computes.
 
-The thread can become a process or another machine: what goes over is a ``Wiring`` and a ``StepPlan``, what comes back
-is a ``Capacity`` and a ``StepResult``, all of them arrays and plain data.
+The thread can become a process or another machine.  Its inputs are a ``Wiring`` and ``StepPlan`` objects, its results a
+``Capacity`` and ``StepResult`` objects, which consist of arrays and plain data.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from minivllm.plugin import Capacity, Executor, LateInputs, Runner, StepPlan, St
 
 @dataclass
 class Flight:
+    """A step that was submitted and not yet collected."""
+
     plan: StepPlan
-    result: Future[StepResult] | None = None  # None: its masks are still to come
+    result: Future[StepResult] | None = None  # None until its masks have arrived
     running: Any = None  # between FORWARD and SAMPLE
 
 
 class MyPlugin(Executor):
-    """One thread does everything that touches the runner, in the order of the calls."""
+    """An executor with a thread that makes all calls of the runner, in order."""
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)

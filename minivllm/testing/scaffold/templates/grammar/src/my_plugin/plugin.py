@@ -1,4 +1,7 @@
-"""One of several texts.  A matcher is a list of the texts so far, one a token, so that tokens can be taken back."""
+"""Restrict the output to one of several texts.
+
+A matcher is a list of the accepted text after each token, so that tokens can be removed from its end.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import numpy as np
 
 from minivllm.plugin import Compiled, Grammar, GrammarContext, GrammarSource
 
-END = None  # what follows the end of the sequence
+END = None  # in place of a text, after the end of the sequence
 
 
 class MyPlugin(Grammar):
     def __init__(self, options: Any, ctx: GrammarContext) -> None:
         super().__init__(options, ctx)
-        self.ids: dict[bytes, list[int]] = {}  # by the bytes of a token: several may have the same
+        self.ids: dict[bytes, list[int]] = {}  # bytes -> tokens, as several may have the same bytes
         for i, token in enumerate(ctx.tokens):
             if token:
                 self.ids.setdefault(token, []).append(i)
@@ -38,6 +41,7 @@ class MyPlugin(Grammar):
         return [self.take(m, new) for m, new in zip(matchers, tokens, strict=True)]
 
     def take(self, matcher: list[Any], tokens: Sequence[int]) -> int:
+        """Append tokens to a matcher, and return how many of them fit."""
         for i, token in enumerate(tokens):
             texts, text = matcher[0], matcher[-1]
             if text is END:
@@ -66,7 +70,7 @@ class MyPlugin(Grammar):
         return failed
 
     def next(self, texts: Sequence[bytes], text: bytes) -> list[int]:
-        """Ids of the tokens that may follow."""
+        """Return the ids of the tokens that may follow a text."""
         found = list(self.ctx.eos_ids) if text in texts else []
         rests = [t[len(text) :] for t in texts if t.startswith(text)]
         pieces = {rest[:n] for rest in rests for n in range(1, min(len(rest), self.longest) + 1)}

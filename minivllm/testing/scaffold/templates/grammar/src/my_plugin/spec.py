@@ -1,10 +1,10 @@
-"""What the grammar says about itself."""
+"""The spec of the grammar."""
 
 from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 1),
-    summary="one of several texts, by walking through them",
+    summary="restricts the output to one of several texts",
     features=frozenset({"choice"}),
 )

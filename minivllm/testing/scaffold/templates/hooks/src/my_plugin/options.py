@@ -1,4 +1,4 @@
-"""Options: what the configuration sets."""
+"""The options of the configuration."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict, Field
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    last: int = Field(1000, ge=1, description="How many of the last steps count.")
+    last: int = Field(1000, ge=1, description="Number of last steps in the percentiles.")

@@ -1,4 +1,4 @@
-"""How long steps took on the device: the median, and what one in a hundred exceeds."""
+"""Log how long steps took on the device: the median and the 99th percentile."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LOG = logging.getLogger(__name__)
 
 
 class MyPlugin(Hooks):
-    """A method with @hookimpl takes those of the hook's arguments that it names.  It runs within the step, so it must
-    be quick; a plug-in that raises three times is disabled."""
+    """A method with @hookimpl receives the arguments of the hook that it names.  It runs during a step, so it must be
+    fast.  A plug-in that raises three errors is disabled."""
 
     options: Options
 
@@ -27,7 +27,7 @@ class MyPlugin(Hooks):
 
     @hookimpl
     def minivllm_engine_started(self, engine: EngineView) -> None:
-        """Files and threads belong here, not into ``__init__``."""
+        """Reset the durations.  Open files and start threads here, not in ``__init__``."""
         self.ms.clear()
 
     @hookimpl
@@ -39,6 +39,7 @@ class MyPlugin(Hooks):
         LOG.warning("%s", self.summary())
 
     def summary(self) -> dict[str, Any]:
+        """Return the number of steps and their percentiles in milliseconds."""
         if not self.ms:
             return {"steps": 0}
         p50, p99 = np.percentile(self.ms, (50, 99))

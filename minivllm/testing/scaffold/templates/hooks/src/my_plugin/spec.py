@@ -1,10 +1,10 @@
-"""What the hooks say about themselves."""
+"""The spec of the hooks."""
 
 from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 2),
-    summary="says how long steps took, in percentiles, when the engine stops",
+    summary="logs percentiles of the durations of steps when the engine stops",
     options="my_plugin.options:Options",
 )

@@ -1,5 +1,5 @@
-"""int8 keys and values: x = scale * q, q = round(x / scale), scale = max |x| / 127 over the head's elements
-of a token."""
+"""int8 keys and values: x = scale * q, q = round(x / scale).  A scale is max |x| / 127 over the elements of a token
+and head."""
 
 from __future__ import annotations
 
@@ -13,32 +13,39 @@ from minivllm.plugin import AttnSpec, KVFormat, KVLayout, TensorSpec
 
 
 class MyPlugin(KVFormat):
-    """Per block ``k`` and ``v`` int8 [block, kv_heads, dim], ``k_scale`` and ``v_scale`` float32 [block, kv_heads].
+    """A block has ``k`` and ``v`` int8 [block, kv_heads, dim], ``k_scale`` and ``v_scale`` float32 [block, kv_heads].
 
-    The first axis of each is the token within the block, so a back end may view the cache as blocks of one token.
+    The first axis is the token within the block, so that a back end may view the cache as blocks of one token.
     """
 
     dtype = "int8"
 
     def layout(self, spec: AttnSpec, block: int) -> KVLayout:
-        tensors = dict(super().layout(spec, block).tensors)  # no ``v`` where values lie in the keys
-        tensors |= {f"{name}_scale": TensorSpec((block, spec.kv_heads), "float32") for name in tuple(tensors)}
+        tensors = dict(super().layout(spec, block).tensors)  # no ``v`` if values are part of the keys
+        scale = TensorSpec((block, spec.kv_heads), "float32")
+        tensors |= {f"{name}_scale": scale for name in tuple(tensors)}
         return KVLayout(block, tensors)
 
     def store(self, cache: Mapping[str, Tensor], k: Tensor, v: Tensor, slot_map: Tensor) -> None:
         for name, x in (("k", k), ("v", v)):
             if name in cache:
-                scale = x.float().abs().amax(dim=-1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
-                q = (x.float() / scale[..., None]).round().clamp(-127, 127)
-                for tensor, value in ((cache[name], q), (cache[f"{name}_scale"], scale)):
-                    tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slot_map, value.to(tensor.dtype))
+                x = x.float()
+                scale = x.abs().amax(dim=-1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
+                q = (x / scale[..., None]).round().clamp(-127, 127)
+                self._put(cache[name], q, slot_map)
+                self._put(cache[f"{name}_scale"], scale, slot_map)
+
+    def _put(self, tensor: Tensor, values: Tensor, slot_map: Tensor) -> None:
+        """Write the values of tokens into a tensor of the cache."""
+        tensor.view(-1, *tensor.shape[2:]).index_copy_(0, slot_map, values.to(tensor.dtype))
 
     def load(self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
         k = self._take(cache, "k", blocks, dtype)
-        return k, self._take(cache, "v", blocks, dtype) if "v" in cache else k
+        v = self._take(cache, "v", blocks, dtype) if "v" in cache else k
+        return k, v
 
     def _take(self, cache: Mapping[str, Tensor], name: str, blocks: Tensor, dtype: Any) -> Tensor:
-        """[..., n * block, kv_heads, dim] of blocks i64 [..., n]."""
+        """Return the keys or values [..., n * block, kv_heads, dim] of blocks i64 [..., n]."""
         parts = (cache[name], cache[f"{name}_scale"])
         q, scale = (t.index_select(0, blocks.reshape(-1)).flatten(0, 1) for t in parts)
         x = (q.float() * scale[..., None]).to(dtype)

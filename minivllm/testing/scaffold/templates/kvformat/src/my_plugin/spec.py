@@ -1,4 +1,4 @@
-"""What the format says about itself, and a back end that reads it."""
+"""The specs of the KV format, and of an attention back end that reads it."""
 
 from minivllm.plugin import ANY, MultipleOf, Spec
 
@@ -10,7 +10,7 @@ MY_PLUGIN = Spec(
         "device": ANY,
         "sm": ANY,
         "dtype": {"bfloat16", "float16", "float32"},
-        "holds": frozenset(),  # it stores no dtype without loss, so it is only taken when it is asked for
+        "holds": frozenset(),  # it stores no dtype without loss, so that it is only used by name
     },
 )
 ATTENTION = Spec(

@@ -1,9 +1,9 @@
 """Arcee's AFM (transformers' ``ArceeForCausalLM``): pre-norm decoder, grouped-query attention, rotary embedding, and an
 MLP of two matrices with squared ReLU between them (Primer, arXiv:2109.08668).
 
-The model is a table: the engine builds it, fuses what can be fused, and knows where its weights are by their usual
-names (``decoder.WeightNames``).  A model that no table can say overrides ``attention``, ``build`` and ``weights``
-instead.
+The model is a table.  The engine builds the layers, fuses those that can be fused, and finds the weights by their
+usual names (``decoder.WeightNames``).  A model that a table cannot describe overrides ``attention``, ``build`` and
+``weights`` instead.
 """
 
 from __future__ import annotations
@@ -14,23 +14,15 @@ from minivllm.plugin import MLP, DecoderSpec, LayerSpec, ModelArch, ModelError, 
 
 
 class MyPlugin(ModelArch):
-    """A config value that changes the arithmetic and is not implemented raises ModelError, which names it."""
+    """A config value that changes the arithmetic and is not implemented raises a ModelError that names it."""
 
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         if getattr(cfg, "sliding_window", None):
             raise ModelError(f"sliding_window={cfg.sliding_window}: Arcee has no window; remove it from config.json")
-        layer = LayerSpec(
-            fields.attention(cfg),
-            MLP(cfg.intermediate_size, fields.activation(cfg), gated=False, bias=cfg.mlp_bias),
-            fields.rope(cfg),
-            qkv_bias=cfg.attention_bias,
-            out_bias=cfg.attention_bias,
-        )
-        return DecoderSpec(
-            cfg.vocab_size,
-            cfg.hidden_size,
-            (layer,) * cfg.num_hidden_layers,
-            Norm(cfg.rms_norm_eps),
-            cfg.tie_word_embeddings,
-        )
+        mlp = MLP(cfg.intermediate_size, fields.activation(cfg), gated=False, bias=cfg.mlp_bias)
+        bias = cfg.attention_bias
+        layer = LayerSpec(fields.attention(cfg), mlp, fields.rope(cfg), qkv_bias=bias, out_bias=bias)
+        layers = (layer,) * cfg.num_hidden_layers
+        norm = Norm(cfg.rms_norm_eps)
+        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, layers, norm, cfg.tie_word_embeddings)

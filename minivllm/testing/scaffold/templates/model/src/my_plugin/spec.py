@@ -1,4 +1,4 @@
-"""What the architecture says about itself.  ``architecture`` and ``model_type`` are what config.json calls it."""
+"""The spec of the architecture.  ``architecture`` and ``model_type`` are its names in config.json."""
 
 from minivllm.plugin import ANY, Spec
 

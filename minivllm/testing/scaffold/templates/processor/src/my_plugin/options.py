@@ -1,4 +1,4 @@
-"""Options: what the configuration sets, for all requests."""
+"""The options of the configuration, which hold for all requests."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict, Field
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    last: int = Field(16, ge=1, description="How many of the last tokens are made less likely.")
+    last: int = Field(16, ge=1, description="Number of last tokens that become less likely.")

@@ -1,4 +1,4 @@
-"""``my_plugin=x`` takes x from the logit of each of the last ``last`` tokens."""
+"""Subtract ``my_plugin`` from the logit of each of the last ``last`` tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class MyPlugin(Processor):
-    """State would go into more columns, written in ``commit``; the tokens so far are in ``rows`` anyway."""
+    """A processor without state.  State would be in more columns, written in ``commit``; ``rows`` has all tokens."""
 
     reads = MY_PLUGIN.reads
     options: Options
@@ -34,7 +34,8 @@ class MyPlugin(Processor):
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
         back = torch.arange(1, self.options.last + 1, device=logits.device)
-        at = rows.position[:, None] - back  # [N, last]; below 0 there is nothing
+        at = rows.position[:, None] - back  # [N, last]; below 0 before the start
+        valid = at >= 0
         tokens = rows.tokens[rows.slots[:, None], at.clamp(min=0)].long()
-        recent = torch.zeros_like(logits).scatter_add_(1, torch.where(at >= 0, tokens, 0), (at >= 0).to(logits.dtype))
+        recent = torch.zeros_like(logits).scatter_add_(1, torch.where(valid, tokens, 0), valid.to(logits.dtype))
         logits -= (recent > 0) * state["penalty"][rows.slots][:, None]

@@ -1,11 +1,11 @@
-"""What the processor says about itself."""
+"""The spec of the processor."""
 
 from minivllm.plugin import ANY, Param, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 4),
-    summary="makes tokens that came a short while ago less likely",
+    summary="makes recent tokens less likely",
     options="my_plugin.options:Options",
     limits={"device": ANY},
     features=frozenset({"multi_position"}),
@@ -17,7 +17,7 @@ MY_PLUGIN = Spec(
             ge=0,
             le=1e4,
             wanted="a number from 0 to 10000",
-            summary="off the logit of each token that came a short while ago",
+            summary="subtracted from the logit of each recent token",
         ),
     ),
 )

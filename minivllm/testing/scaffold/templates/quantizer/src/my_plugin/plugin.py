@@ -1,4 +1,4 @@
-"""Weight-only int8: W[o, i] = scale[o] * q[o, i], scale[o] = max |W[o]| / 127."""
+"""Int8 weights, with products in the dtype of the model: W[o, i] = scale[o] * q[o, i], scale[o] = max |W[o]| / 127."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from minivllm.plugin import ModelError, ModuleInfo, Quantizer, WeightScheme, che
 
 
 class Weight(WeightScheme):
-    """``weight`` int8 [out, in] and ``scale`` float32 [out] of one module; what is in ``tensors`` is all
-    that it keeps."""
+    """The ``weight`` int8 [out, in] and ``scale`` float32 [out] of a module; ``tensors`` holds all its memory."""
 
     def __init__(self, info: ModuleInfo) -> None:
         self.info = info
@@ -31,16 +30,18 @@ class Weight(WeightScheme):
         w = tensor.to(self.weight.device).float()
         scale = w.abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)  # a row of zeros stays zero
         self.scale[rows] = scale
-        self.weight[rows] = (w / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
+        codes = (w / scale[:, None]).round().clamp(-127, 127)
+        self.weight[rows] = codes.to(torch.int8)
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
-        y = F.linear(x, (self.weight * self.scale[:, None]).to(x.dtype))
+        weight = self.weight * self.scale[:, None]
+        y = F.linear(x, weight.to(x.dtype))
         return y if out is None else out.copy_(y)
 
 
 class MyPlugin(Quantizer):
-    """All linear layers; embeddings and the head stay as they are."""
+    """Quantize all linear layers; embeddings and the head stay unquantized."""
 
     def __init__(self, options: Any = None, checkpoint: Mapping[str, Any] | None = None) -> None:
         super().__init__(options, checkpoint)

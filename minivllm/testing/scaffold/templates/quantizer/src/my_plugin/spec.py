@@ -1,16 +1,16 @@
-"""What the quantizer says about itself."""
+"""The spec of the quantizer."""
 
 from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
     api=(1, 6),
-    summary="int8 weights with a scale an output row, made while loading",
+    summary="int8 weights with a scale for each output row, quantized while loading",
     limits={
         "device": ANY,
         "sm": ANY,
         "dtype": {"bfloat16", "float16", "float32"},
-        "checkpoint": {"none"},  # the method that config.json names, if the weights come quantized
+        "checkpoint": {"none"},  # the quantization method in config.json, "none" for plain weights
     },
     traits={"bits": 8},
 )

@@ -1,6 +1,6 @@
-"""Top-a: of the probabilities p after the temperature, tokens with p >= a * max(p) ** 2 stay, ``my_plugin=a``.
+"""Draw with top-a: keep tokens with p >= a * max(p) ** 2, for a = ``my_plugin`` and p after the temperature.
 
-The surer the model is, the fewer tokens stay.
+The likelier the best token is, the fewer tokens are kept.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .spec import MY_PLUGIN
 if TYPE_CHECKING:
     from minivllm import SamplingParams
 
-COLD = 1e-5  # below this temperature 1 / T overflows: greedy
+COLD = 1e-5  # below this temperature 1 / T overflows, and the draw is greedy
 
 
 class MyPlugin(Sampler):
-    """The draw is argmax(logits / T + gumbel noise).  top_p and others, which it does not name in
-    ``reads``, are refused."""
+    """A sampler that draws argmax(logits / T + gumbel noise).  Requests with parameters that ``reads`` does not name,
+    such as top_p, are refused."""
 
     reads = MY_PLUGIN.reads | {"temperature"}
 
@@ -31,7 +31,8 @@ class MyPlugin(Sampler):
         return {"temperature": Column(), "a": Column()}  # float32 [S]; temperature 0 is greedy
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
-        return Row({"temperature": params.temperature if params.temperature >= COLD else 0.0, "a": params.my_plugin})
+        temperature = params.temperature if params.temperature >= COLD else 0.0
+        return Row({"temperature": temperature, "a": params.my_plugin})
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
         best = logits.argmax(dim=1)
@@ -40,10 +41,12 @@ class MyPlugin(Sampler):
         out.tokens.copy_(torch.where(state["temperature"][rows.slots] > 0, x.argmax(dim=1), best))
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
-        temperature, a = state["temperature"][rows.slots], state["a"][rows.slots]
-        x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best: no overflow at small temperatures
+        temperature = state["temperature"][rows.slots]
+        a = state["a"][rows.slots]
+        x = logits - logits.amax(dim=1, keepdim=True)  # relative to the best, against overflow at small temperatures
         x /= torch.where(temperature > 0, temperature, 1.0)[:, None]
         highest = torch.softmax(x, dim=1).amax(dim=1)
-        a = torch.where(temperature > 0, a, 0.0)  # a greedy row takes the best of the logits as they are
-        # p >= a * highest ** 2, and p = highest * exp(x); the best one has x = 0 and stays, as a * highest <= 1
-        return x.masked_fill(x < (a * highest).log()[:, None], float("-inf"))
+        a = torch.where(temperature > 0, a, 0.0)  # a greedy row keeps all logits
+        # p >= a * highest ** 2 and p = highest * exp(x); the best token has x = 0 and is kept, as a * highest <= 1
+        least = (a * highest).log()[:, None]
+        return x.masked_fill(x < least, float("-inf"))

@@ -1,4 +1,4 @@
-"""What the sampler says about itself."""
+"""The spec of the sampler."""
 
 from minivllm.plugin import ANY, Param, Spec
 
@@ -16,7 +16,7 @@ MY_PLUGIN = Spec(
             ge=0,
             le=1,
             wanted="a number from 0 to 1",
-            summary="a of top-a: tokens below a * max(p) ** 2 are left out",
+            summary="a of top-a: tokens with p < a * max(p) ** 2 are excluded",
         ),
     ),
 )

@@ -1,4 +1,4 @@
-"""Options: what the configuration sets."""
+"""The options of the configuration."""
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -6,4 +6,4 @@ from pydantic import BaseModel, ConfigDict, Field
 class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    ageing: float = Field(100.0, gt=0, description="Tokens of work that a second of waiting is worth.")
+    ageing: float = Field(100.0, gt=0, description="Tokens of work that count like a second of waiting.")

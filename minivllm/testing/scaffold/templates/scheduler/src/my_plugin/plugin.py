@@ -1,4 +1,5 @@
-"""Least work first.  A request that came a second later must be ``ageing`` tokens smaller to overtake."""
+"""Schedule the least work first.  To overtake, a request must be ``ageing`` tokens smaller for each second that it
+arrived later."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ from .options import Options
 
 
 class MyPlugin(SchedulerPolicy):
-    """Nobody starves: a request is overtaken only by those that come within work / ageing seconds after it.
+    """A policy without starvation: only requests that arrive within work / ageing seconds can overtake a request.
 
-    ``order`` and ``shape`` can be overridden too; they cost something each step, and are not called unless they are.
+    ``order`` and ``shape`` can be overridden too.  They take time in each step, and are called only if overridden.
     """
 
     options: Options
@@ -21,9 +22,11 @@ class MyPlugin(SchedulerPolicy):
         super().__init__(options or Options(), ctx)
 
     def key(self, new: QueueView) -> np.ndarray:
-        """Asked once, on arrival or when a sequence was preempted; smaller goes first."""
-        return (new.prompt + new.max_out) / self.options.ageing + new.arrival
+        """Return the keys of sequences that have arrived or were preempted; the smallest key runs first."""
+        work = new.prompt + new.max_out
+        return work / self.options.ageing + new.arrival
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        """The last one by the same order: an old request is not thrown out again and again."""
-        return int(np.lexsort((candidates.id, self.key(candidates)))[-1])
+        """Return the index of the last sequence by its key, so that an old request is not preempted repeatedly."""
+        order = np.lexsort((candidates.id, self.key(candidates)))
+        return int(order[-1])

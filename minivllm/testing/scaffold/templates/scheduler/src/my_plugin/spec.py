@@ -1,4 +1,4 @@
-"""What the policy says about itself."""
+"""The spec of the policy."""
 
 from minivllm.plugin import Spec
 
@@ -7,5 +7,5 @@ MY_PLUGIN = Spec(
     api=(1, 2),
     summary="least work first, with ageing",
     options="my_plugin.options:Options",
-    features=frozenset({"starvation_free"}),  # a promise, which the kit tests; take it out if the policy may starve
+    features=frozenset({"starvation_free"}),  # a promise that the kit tests; remove it if a request may starve
 )

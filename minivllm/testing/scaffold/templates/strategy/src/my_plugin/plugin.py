@@ -1,4 +1,4 @@
-"""n samples of a prompt, the one of the highest mean log-probability first."""
+"""Draw n samples of a prompt, and return the sample of the highest mean log-probability first."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 
 
 class MyPlugin(DecodingStrategy):
-    """What failed or was aborted comes last."""
+    """A strategy that ranks samples; failed and aborted samples come last."""
 
     def takes(self, params: SamplingParams) -> bool:
         return params.n > 1
 
     def start(self, params: SamplingParams) -> Sequence[Branch]:
         if params.n < 2:
-            raise RequestError(f"n={params.n}: my-plugin ranks several samples, want n of at least 2", "n")
+            raise RequestError(f"n={params.n}: my-plugin ranks several samples, expected n of at least 2", "n")
         return tuple(Branch(i) for i in range(params.n))
 
     def topk(self, params: SamplingParams) -> int:
-        return 0  # the chosen tokens' log-probabilities, whether the client asks for them or not
+        return 0  # 0 candidates: only the log-probabilities of the chosen tokens
 
     def result(self, params: SamplingParams, ends: Sequence[BranchEnd]) -> Sequence[int]:
         return [end.sample for end in sorted(ends, key=rank)]
 
 
 def rank(end: BranchEnd) -> tuple[bool, float, int]:
-    """Smaller is better."""
+    """Return the sort key of a sample; the smallest is the best."""
     score = end.cumulative_logprob
     mean = -math.inf if score is None else score / max(end.length, 1)
     return end.finish_reason in ("abort", "error"), -mean, end.sample
