@@ -101,8 +101,9 @@ class Application:
             openapi_url="/openapi.json",
         )
         self.api = app
-        routes = (*ROUTES, *ADMIN) if server.admin else ROUTES
-        endpoints: list[tuple[Any, ...]] = [(path, self._endpoint(route), *about) for path, route, *about in routes]
+        endpoints: list[tuple[Any, ...]] = []
+        for path, route, *about in (*ROUTES, *ADMIN) if server.admin else ROUTES:
+            endpoints.append((path, self._endpoint(route), *about))
         for path, probe in (("/health", self.health), ("/ready", self.ready)):
             endpoints.append((path, probe, "GET", None, (JSON,), (503,)))
         for path, endpoint, method, body, kinds, codes in endpoints:
@@ -197,7 +198,8 @@ class Cors(CORSMiddleware):
         found = super().preflight_response(request_headers)
         if found.status_code < 400:
             return found
-        return _answer(cross_site.not_allowed(request_headers.get("origin", ""), bytes(found.body).decode()))
+        why = bytes(found.body).decode()
+        return _answer(cross_site.not_allowed(request_headers.get("origin", ""), why))
 
 
 def without_slash(scope: Any) -> Any:
@@ -232,8 +234,9 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
     path = asked_path(request.scope)
     if exc.status_code == 404:
-        routes = [route.path for route in request.app.routes if "{" not in route.path and hasattr(route, "methods")]
-        return _answer(unknown_routes.missing(path, routes))
+        routes = [route.path for route in request.app.routes if hasattr(route, "methods")]
+        plain = [route for route in routes if "{" not in route]
+        return _answer(unknown_routes.missing(path, plain))
     if exc.status_code == 405:
         return _answer(unknown_routes.refused(request.scope["method"], path, exc.headers))
     return _answer(ApiError(exc.status_code, str(exc), headers=exc.headers))
@@ -243,8 +246,10 @@ def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[Any, dict[st
     """Return the OpenAPI descriptions of a route's answers, by status code."""
     content = {kind: {"schema": {"type": "object"} if kind == JSON else _STRING} for kind in kinds}
     error = {"description": "an error", "content": {JSON: {"schema": _ERROR}}}
-    answers = dict.fromkeys(sorted({400, 401, 403, 405, 431, *codes}), error)
-    return {200: {"description": "the answer", "content": content}, **answers}
+    answers: dict[Any, dict[str, Any]] = {200: {"description": "the answer", "content": content}}
+    for code in sorted({400, 401, 403, 405, 431, *codes}):
+        answers[code] = error
+    return answers
 
 
 def _documented_input(path: str, body: Any) -> dict[str, Any]:
@@ -255,7 +260,8 @@ def _documented_input(path: str, body: Any) -> dict[str, Any]:
         return {"parameters": [{"name": name, **about} for name in names]} if names else {}
     schema = body.model_json_schema(ref_template="#/components/schemas/{model}")
     definitions = schema.pop("$defs", {})
-    return {"requestBody": {"required": True, "content": {JSON: {"schema": _inline(schema, definitions)}}}}
+    content = {JSON: {"schema": _inline(schema, definitions)}}
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def _inline(node: Any, definitions: dict[str, Any]) -> Any:

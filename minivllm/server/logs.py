@@ -22,12 +22,9 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        row: dict[str, Any] = {
-            "time": f"{seconds}.{int(record.msecs):03}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-        }
+        row = {"time": f"{seconds}.{int(record.msecs):03}Z", "level": record.levelname.lower()}
+        row["logger"] = record.name
+        row["message"] = record.getMessage()
         row.update(getattr(record, "event", {}))
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)

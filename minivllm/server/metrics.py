@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -23,6 +24,7 @@ FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.
 EACH = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000)
+COUNTS = (1, 2, 5, 10, 20, 50, 100)
 # running total in the engine's statistics -> name and description of the counter
 TOTALS = {
     "preemptions": ("vllm:num_preemptions", "sequences that lost their KV blocks to others and had to wait again"),
@@ -85,7 +87,9 @@ class Metrics:
         self.registry = CollectorRegistry(auto_describe=True)
         self._labels = {"model_name": model, "engine": "0"}
         self._seen: dict[str, float] = {}  # running total -> its value when it was last read
-        counter, gauge = self._counter, self._gauge
+        counter = partial(self._metric, Counter)
+        gauge = partial(self._metric, Gauge)
+        histogram = partial(self._metric, Histogram)
         self.running = gauge("vllm:num_requests_running", "sequences that run")
         self.waiting = gauge("vllm:num_requests_waiting", "sequences that wait")
         self.cache = gauge("vllm:kv_cache_usage_perc", "share of the KV cache in use, 0 to 1")
@@ -94,15 +98,17 @@ class Metrics:
         self.generation = counter("vllm:generation_tokens", "tokens of answers")
         self.success = counter("vllm:request_success", "requests that ended", "finished_reason")
         self.refused = counter("vllm:admission_rejections", "requests that were refused with 429 or 503", "reason")
-        self.first = self._histogram("vllm:time_to_first_token_seconds", "from arrival to the first token", FIRST)
+        self.first = histogram("vllm:time_to_first_token_seconds", "from arrival to the first token", buckets=FIRST)
         text = "mean time of a request's tokens after the first"
-        self.each = self._histogram("vllm:request_time_per_output_token_seconds", text, EACH)
-        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "from arrival to the end", WHOLE)
-        self.prompts = self._histogram("vllm:request_prompt_tokens", "prompt tokens of a request", SIZES)
-        self.generations = self._histogram("vllm:request_generation_tokens", "output tokens of a request", SIZES)
-        self.n = self._histogram("vllm:request_params_n", "answers requested (n)", (1, 2, 5, 10, 20, 50, 100))
-        self.most = self._histogram("vllm:request_params_max_tokens", "tokens requested (max_tokens)", SIZES)
-        self.times = {part: self._histogram(f"vllm:request_{part}_time_seconds", PARTS[part], WHOLE) for part in PARTS}
+        self.each = histogram("vllm:request_time_per_output_token_seconds", text, buckets=EACH)
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "from arrival to the end", buckets=WHOLE)
+        self.prompts = histogram("vllm:request_prompt_tokens", "prompt tokens of a request", buckets=SIZES)
+        self.generations = histogram("vllm:request_generation_tokens", "output tokens of a request", buckets=SIZES)
+        self.n = histogram("vllm:request_params_n", "answers requested (n)", buckets=COUNTS)
+        self.most = histogram("vllm:request_params_max_tokens", "tokens requested (max_tokens)", buckets=SIZES)
+        self.times = {
+            part: histogram(f"vllm:request_{part}_time_seconds", PARTS[part], buckets=WHOLE) for part in PARTS
+        }
         self.gaps = Gaps(self._labels)
         self.registry.register(self.gaps)
         self.answers = counter("minivllm:http_responses", "HTTP answers", "route", "status")
@@ -124,20 +130,10 @@ class Metrics:
         size = gauge("vllm:cache_config_info", "the KV cache", "kv_tokens")
         size.labels(**self._labels, kv_tokens=str(info.kv_tokens)).set(1)
 
-    def _counter(self, name: str, text: str, *labels: str) -> Any:
-        """Return a new counter; one without ``labels`` of its own already has the server's labels set."""
-        metric = Counter(name, text, (*self._labels, *labels), registry=self.registry)
+    def _metric(self, kind: Any, name: str, text: str, *labels: str, **options: Any) -> Any:
+        """Return a new metric.  If it has no ``labels`` of its own, the server's labels are already set."""
+        metric = kind(name, text, (*self._labels, *labels), registry=self.registry, **options)
         return metric if labels else metric.labels(**self._labels)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Any:
-        """Return a new gauge; one without ``labels`` of its own already has the server's labels set."""
-        metric = Gauge(name, text, (*self._labels, *labels), registry=self.registry)
-        return metric if labels else metric.labels(**self._labels)
-
-    def _histogram(self, name: str, text: str, buckets: Any) -> Any:
-        """Return a new histogram with the server's labels set."""
-        metric = Histogram(name, text, tuple(self._labels), buckets=buckets, registry=self.registry)
-        return metric.labels(**self._labels)
 
     def http(self, route: Any, status: int) -> None:
         """Count an HTTP answer.
@@ -200,7 +196,9 @@ class Metrics:
         used = blocks - stats["blocks_free"] - stats["blocks_cached"]
         self.cache.set(used / blocks)
         drafts = stats.get("speculation", {})
-        totals = {**stats, "drafted": drafts.get("proposed", 0), "accepted": drafts.get("accepted", 0)}
+        totals = dict(stats)
+        totals["drafted"] = drafts.get("proposed", 0)
+        totals["accepted"] = drafts.get("accepted", 0)
         for key, counter in self._totals.items():
             self._advance(counter, key, totals.get(key, 0))
         self._count_joules(stats.get("energy"))

@@ -28,7 +28,8 @@ MOST_IDS = 1 << 20  # token ids of a request to /detokenize
 
 async def models(request: Request, service: Service) -> Any:
     """List the names of the model that is served."""
-    return JSONResponse({"object": "list", "data": [_card(service, name) for name in service.names]})
+    cards = [_card(service, name) for name in service.names]
+    return JSONResponse({"object": "list", "data": cards})
 
 
 async def model(request: Request, service: Service) -> Any:
@@ -40,14 +41,17 @@ async def model(request: Request, service: Service) -> Any:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
+    """Return the description of the model under one of its names."""
+    created, root = service.created, service.names[0]
+    length = service.client.info.max_model_len
     return {
         "id": name,
         "object": "model",
-        "created": service.created,
+        "created": created,
         "owned_by": "minivllm",
-        "root": service.names[0],
+        "root": root,
         "parent": None,
-        "max_model_len": service.client.info.max_model_len,
+        "max_model_len": length,
         "permission": [],
     }
 
@@ -67,18 +71,15 @@ async def tokenize(request: Request, service: Service) -> Any:
     tenant, owner = (request.scope["state"][name] for name in ("tenant", "owner"))
     salt = tenant, ""
     if body.prompt is not None:
-        ids = await service.tokens.encode(body.prompt, body.add_special_tokens is not False, salt, who=owner)
+        special = body.add_special_tokens is not False
+        ids = await service.tokens.encode(body.prompt, special, salt, who=owner)
     else:
         tool_choice = chat.tools.read_tools(body.tools, None, None)
         messages = chat.check_messages(body.messages)
         ids = await chat.render(service, messages, tool_choice.shown, body, salt, owner)
     spelled = await _spelled(service, ids) if body.return_token_strs else None
-    answer = {
-        "count": len(ids),
-        "max_model_len": service.client.info.max_model_len,
-        "tokens": ids,
-        "token_strs": spelled,
-    }
+    length = service.client.info.max_model_len
+    answer = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}
     if warnings:
         answer["warnings"] = warnings
     return _json(answer)
@@ -107,7 +108,8 @@ async def detokenize(request: Request, service: Service) -> Any:
     if not valid:
         what = f"tokens: expected a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}"
         raise ApiError(400, what, "tokens")
-    return _json({"prompt": await service.tokens.decode(ids, False, request.scope["state"]["owner"])})
+    owner = request.scope["state"]["owner"]
+    return _json({"prompt": await service.tokens.decode(ids, False, owner)})
 
 
 def _json(value: Any) -> Response:
@@ -118,25 +120,23 @@ def _json(value: Any) -> Response:
 async def tokenizer_info(request: Request, service: Service) -> Any:
     """Return the tokenizer's special tokens, its sizes and its chat template."""
     tokenizer = service.tokens.need()
-    special = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token")) | tokenizer.special_tokens
-    if special["eos_token"] is None and tokenizer.eos_ids:
-        special["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
-    return JSONResponse(
-        {
-            **special,
-            "eos_token_ids": list(tokenizer.eos_ids),
-            "vocab_size": tokenizer.vocab_size,
-            "model_max_length": service.client.info.max_model_len,
-            "chat_template": tokenizer.chat_template,
-        }
-    )
+    found: dict[str, Any] = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"))
+    found.update(tokenizer.special_tokens)
+    if found["eos_token"] is None and tokenizer.eos_ids:
+        found["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
+    found["eos_token_ids"] = list(tokenizer.eos_ids)
+    found["vocab_size"] = tokenizer.vocab_size
+    found["model_max_length"] = service.client.info.max_model_len
+    found["chat_template"] = tokenizer.chat_template
+    return JSONResponse(found)
 
 
 async def prometheus(request: Request, service: Service) -> Any:
     """Return the metrics in Prometheus' text format."""
     healthy, _ = service.client.healthy()
     stats = await service.client.stats() if healthy else {}
-    return Response(service.metrics.text(stats, service.client.restarted), headers={"Content-Type": metrics.TYPE})
+    text = service.metrics.text(stats, service.client.restarted)
+    return Response(text, headers={"Content-Type": metrics.TYPE})
 
 
 async def start_profile(request: Request, service: Service) -> Any:

@@ -29,6 +29,8 @@ from .openai.tokens import too_long
 
 WARM = 5  # times a chat's limits: the first use of the tokenizer and the template creates objects that are kept
 FEW = 256  # token ids that are sent as JSON, since arrays pay only for more
+Job = dict[str, Any]
+Parts = list[bytes]
 
 
 def make(hello: bytes) -> Work:
@@ -38,18 +40,17 @@ def make(hello: bytes) -> Work:
     if tokenizer is not None:
         prepare(lambda: warm(tokenizer), WARM * setup["seconds"], WARM * setup["megabytes"])
 
-    def work(job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+    def work(job: Job, parts: Parts) -> Parts:
         try:
             return run(tokenizer, job, parts)
-        except ApiError as e:
-            return [dump({"error": [e.status, str(e), e.param]})]
-        except RequestError as e:
-            return [dump({"error": [400, str(e), e.param]})]
+        except (ApiError, RequestError) as e:
+            status = e.status if isinstance(e, ApiError) else 400
+            return [dump({"error": [status, str(e), e.param]})]
 
     return work
 
 
-def run(tokenizer: Tokenizer | None, job: dict[str, Any], parts: list[bytes]) -> list[bytes]:
+def run(tokenizer: Tokenizer | None, job: Job, parts: Parts) -> Parts:
     """Run a job and return the parts of its answer."""
     if job["op"] == "read":
         return read(parts[0], job["inner"])
@@ -74,7 +75,7 @@ def dump(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def read(raw: bytes, inner: str) -> list[bytes]:
+def read(raw: bytes, inner: str) -> Parts:
     """Parse and check a request body.  Return its JSON, with long lists of token ids moved to arrays of their own.
 
     ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
@@ -118,7 +119,7 @@ def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
         return None
 
 
-def form(part: bytes) -> list[bytes]:
+def form(part: bytes) -> Parts:
     """Return the ``structured_outputs`` of a body, from the JSON of the body's fields in ``worker_pool.FORMS``.
 
     A JSON schema is returned as the final text of the schema.
@@ -134,7 +135,7 @@ def form(part: bytes) -> list[bytes]:
     return [b"{}", dump(asked)]
 
 
-def chat(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
+def chat(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
     """Return the token ids (i32) of a conversation.
 
     Filling the template is limited to ``job["render"]`` seconds, and encoding its text to the rest of the job's time.
@@ -152,31 +153,34 @@ def chat(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
     return [b"{}", np.array(ids, np.int32).tobytes()]
 
 
-def encode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
+def encode(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
     """Return the token ids (i32) of texts in one array, and the number of ids of each text."""
     encoded = [tokenizer.encode(text, job["special"]) for text in json.loads(part)]
+    lengths = [len(row) for row in encoded]
     ids = [i for row in encoded for i in row]
-    return [dump({"lengths": list(map(len, encoded))}), np.array(ids, np.int32).tobytes()]
+    return [dump({"lengths": lengths}), np.array(ids, np.int32).tobytes()]
 
 
-def decode(tokenizer: Tokenizer, job: dict[str, Any], part: bytes) -> list[bytes]:
+def decode(tokenizer: Tokenizer, job: Job, part: bytes) -> Parts:
     """Return the text of token ids (i64), in UTF-8 that may have halves of surrogate pairs."""
     ids = np.frombuffer(part, np.int64).tolist()
     text = tokenizer.decode(ids, skip_special_tokens=job["skip"])
     return [b"{}", text.encode("utf-8", "surrogatepass")]
 
 
-def shape(tokenizer: Tokenizer | None, job: dict[str, Any], columns: list[bytes]) -> list[bytes]:
+def shape(tokenizer: Tokenizer | None, job: Job, columns: Parts) -> Parts:
     """Return the JSON of a part of an answer's log-probabilities, which come as ``Scored.pack`` packs them."""
     speller = Speller(tokenizer, job["as_ids"], job["detokenize"])
-    return [b"{}", *answers.shaped(job["kind"], Scored.unpack(columns).rows(), job["top"], speller)]
+    rows = Scored.unpack(columns).rows()
+    return [b"{}", *answers.shaped(job["kind"], rows, job["top"], speller)]
 
 
-def places(tokenizer: Tokenizer | None, job: dict[str, Any], tokens: bytes, text: bytes) -> list[bytes]:
+def places(tokenizer: Tokenizer | None, job: Job, tokens: bytes, text: bytes) -> Parts:
     """Return the position in the answer's text (i64) at which each token begins."""
     prompt = text.decode("utf-8", "surrogatepass") if job["given"] else None
     ids = np.frombuffer(tokens, np.int64).tolist()
-    return [b"{}", answers.places(tokenizer, ids, job["skip"], job["begin"], prompt).tobytes()]
+    positions = answers.places(tokenizer, ids, job["skip"], job["begin"], prompt)
+    return [b"{}", positions.tobytes()]
 
 
 JOBS = {"chat": chat, "encode": encode, "decode": decode}

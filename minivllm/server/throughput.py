@@ -49,13 +49,17 @@ def figures(stats: Mapping[str, Any], before: Mapping[str, Any], seconds: float)
     queries, hits = grown("prefix_queries"), grown("prefix_hits")
     blocks = max(stats["blocks_total"], 1)
     used = blocks - stats["blocks_free"] - stats["blocks_cached"]
+    prompt_rate = round(prompt / seconds, 1)
+    generation_rate = round(generated / seconds, 1)
+    usage = round(used / blocks, 4)
+    hit_rate = round(hits / queries, 4) if queries else None
     return {
-        "prompt_tokens_per_s": round(prompt / seconds, 1),
-        "generation_tokens_per_s": round(generated / seconds, 1),
+        "prompt_tokens_per_s": prompt_rate,
+        "generation_tokens_per_s": generation_rate,
         "running": stats["running"],
         "waiting": stats["waiting"],
-        "kv_usage": round(used / blocks, 4),
-        "prefix_hit_rate": round(hits / queries, 4) if queries else None,
+        "kv_usage": usage,
+        "prefix_hit_rate": hit_rate,
     }
 
 

@@ -34,7 +34,8 @@ SECONDS_A_BYTE = 1e-5  # of CPU time for tokenizing
 FORM = 4096  # bytes of structured output's fields from which a worker reads them: a schema may take milliseconds
 FORMS = ("structured_outputs", "response_format", "tool_choice", "tools", "parallel_tool_calls")
 
-Parts = tuple[dict[str, Any], list[bytes]]
+Parts = tuple[dict[str, Any], list[bytes]]  # the JSON object and the other parts of a job's answer
+Limits = tuple[float, int]  # CPU seconds, megabytes
 
 
 class WorkerPool:
@@ -78,13 +79,13 @@ class WorkerPool:
         ``inner`` is the field of a WebSocket message that has the body; "" means that ``raw`` is the body itself.
         Raise the ApiErrors of ``parse_object`` and ``bounds``.
         """
-        megabytes = READ_MB + (BYTES_A_BYTE * len(raw) >> 20)
-        about, parts = await self._ask(owner, {"op": "read", "inner": inner}, [raw], READ_SECONDS, megabytes)
-        value = json.loads(parts[0])
+        limits = READ_SECONDS, READ_MB + (BYTES_A_BYTE * len(raw) >> 20)
+        about, (rest, *arrays) = await self._ask(owner, {"op": "read", "inner": inner}, [raw], limits)
+        value = json.loads(rest)
         body = value[inner] if inner else value
-        for (name, lengths), column in zip(about["columns"], parts[1:], strict=True):
-            ids = np.frombuffer(column, np.int64)
-            body[name] = ids if lengths is None else np.split(ids, np.cumsum(lengths)[:-1])
+        for (name, lengths), array in zip(about["columns"], arrays, strict=True):
+            ids = np.frombuffer(array, np.int64)
+            body[name] = ids if lengths is None else _split(ids, lengths)
         return value
 
     async def chat(self, conversation: bytes, split: bool, most: int, owner: str) -> list[int]:
@@ -95,25 +96,27 @@ class WorkerPool:
         Raise ApiError (400) if the template refuses the conversation or exceeds its time or memory.
         """
         job = {"op": "chat", "split": split, "most": most, "render": self.seconds}
-        seconds = self.seconds + READ_SECONDS + SECONDS_A_BYTE * len(conversation)
-        megabytes = self.megabytes + (BYTES_A_BYTE * len(conversation) >> 20)
+        size = len(conversation)
+        seconds = self.seconds + READ_SECONDS + SECONDS_A_BYTE * size
+        megabytes = self.megabytes + (BYTES_A_BYTE * size >> 20)
         what = "the chat template takes more {} for this conversation than it may ({}); send less"
-        _, parts = await self._ask(owner, job, [conversation], seconds, megabytes, "messages", what)
-        return np.frombuffer(parts[0], np.int32).tolist()
+        _, (ids,) = await self._ask(owner, job, [conversation], (seconds, megabytes), "messages", what)
+        return np.frombuffer(ids, np.int32).tolist()
 
     async def encode(self, texts: Sequence[str], special: bool, owner: str) -> list[list[int]]:
         """Return the token ids of each text.  ``special`` adds the tokens that the tokenizer puts around a text."""
         raw = json.dumps(list(texts)).encode()
         job = {"op": "encode", "special": special}
-        about, parts = await self._ask(owner, job, [raw], *_limits(len(raw)), "prompt")
-        ids = np.frombuffer(parts[0], np.int32)
-        return [row.tolist() for row in np.split(ids, np.cumsum(about["lengths"])[:-1])]
+        about, (ids,) = await self._ask(owner, job, [raw], _limits(len(raw)), "prompt")
+        rows = _split(np.frombuffer(ids, np.int32), about["lengths"])
+        return [row.tolist() for row in rows]
 
     async def decode(self, ids: Any, skip: bool, owner: str) -> str:
         """Return the text of token ids.  ``skip`` leaves special tokens out."""
         column = np.asarray(ids, np.int64).tobytes()
-        _, parts = await self._ask(owner, {"op": "decode", "skip": skip}, [column], *_limits(len(column)), "tokens")
-        return parts[0].decode("utf-8", "surrogatepass")
+        job = {"op": "decode", "skip": skip}
+        _, (text,) = await self._ask(owner, job, [column], _limits(len(column)), "tokens")
+        return text.decode("utf-8", "surrogatepass")
 
     async def form(self, body: Any, owner: str) -> dict[str, Any] | None:
         """Return ``params.whole_form`` of a body, or None if the event loop can do that itself quickly.
@@ -129,15 +132,17 @@ class WorkerPool:
         if len(part) < FORM:
             return None
         _, megabytes = _limits(len(part))
-        _, parts = await self._ask(owner, {"op": "form"}, [part], READ_SECONDS, megabytes, "structured_outputs")
-        return json.loads(parts[0])
+        limits = READ_SECONDS, megabytes
+        _, (form,) = await self._ask(owner, {"op": "form"}, [part], limits, "structured_outputs")
+        return json.loads(form)
 
     async def shape(self, job: dict[str, Any], columns: Sequence[bytes], owner: str) -> list[bytes]:
         """Return the JSON (``answers.shaped``) of log-probabilities that ``Scored.pack`` has packed.
 
         ``job`` has the other arguments of ``pool_jobs.shape``.
         """
-        _, parts = await self._ask(owner, {"op": "shape", **job}, columns, READ_SECONDS, READ_MB, answers=True)
+        limits = READ_SECONDS, READ_MB
+        _, parts = await self._ask(owner, {"op": "shape", **job}, columns, limits, answers=True)
         return parts
 
     async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, owner: str) -> np.ndarray:
@@ -145,29 +150,30 @@ class WorkerPool:
         column = np.asarray(tokens, np.int64).tobytes()
         text = (prompt or "").encode("utf-8", "surrogatepass")
         job = {"op": "places", "skip": skip, "begin": begin, "given": prompt is not None}
-        _, parts = await self._ask(owner, job, [column, text], *_limits(len(column)), answers=True)
-        return np.frombuffer(parts[0], np.int64)
+        limits = _limits(len(column))
+        _, (positions,) = await self._ask(owner, job, [column, text], limits, answers=True)
+        return np.frombuffer(positions, np.int64)
 
     async def _ask(
         self,
         owner: str,
         job: dict[str, Any],
         parts: Sequence[bytes],
-        seconds: float,
-        megabytes: int,
+        limits: Limits,
         param: str | None = None,
         what: str = "reading this takes more {} than it may ({}); send less",
         answers: bool = False,
     ) -> Parts:
-        """Run a job when it is the owner's turn, and return the JSON object and the other parts of its answer.
+        """Run a job when it is the owner's turn, and return its answer.
 
         Raise the job's error as ApiError, or ApiError (400) with the message ``what`` and the field ``param`` if the
-        job takes more than ``seconds`` of CPU time or ``megabytes`` of memory.
+        job exceeds its ``limits``.
         ``answers`` marks the writing of an answer.  Such a job is bulk, and is never refused, since its request has
         been accepted.
         """
         turns = self._turns[answers or sum(map(len, parts)) > LARGE]
         worker = await turns.take(owner, refuses=not answers)
+        seconds, megabytes = limits
 
         async def run_job() -> Parts:
             try:
@@ -190,9 +196,14 @@ class WorkerPool:
         return about, found
 
 
-def _limits(size: int) -> tuple[float, int]:
-    """Return the CPU seconds and the megabytes that a job may take to tokenize ``size`` bytes."""
+def _limits(size: int) -> Limits:
+    """Return the limits of a job that tokenizes ``size`` bytes."""
     return READ_SECONDS + SECONDS_A_BYTE * size, READ_MB + (4 * BYTES_A_BYTE * size >> 20)
+
+
+def _split(ids: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """Split an array into arrays of the given lengths."""
+    return np.split(ids, np.cumsum(lengths)[:-1])
 
 
 def to_json(value: Any) -> bytes:
