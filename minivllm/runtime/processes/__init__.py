@@ -1,1 +1,1 @@
-"""Processes beside this one: fresh, confined by limits on time and memory, and what each holds."""
+"""Further processes: their start, their limits of time and memory, and the channels to them."""

@@ -1,21 +1,22 @@
-"""Messages to and from a process that this one has started: bytes and notes in shared memory, and a bell.
+"""Messages between this process and a process that it has started: data in shared memory, and a socket that wakes.
 
     writer                                            reader
-    bytes ──► room in the memory, where it is free
-    note  ──► memory: where, how many, what kind  ──►  note
+    bytes ──► free part of the shared memory
+    note  ──► memory: position, size, kind        ──►  note
                                                        bytes ◄── memory
-    room  ◄── a word of the memory                ◄──  how many pieces it has read
+    room  ◄── a word of the memory                ◄──  number of pieces read
     bell  ──► socket, if the reader sleeps        ──►  wakes
 
-There is a memory for each direction.  A message that does not fit goes in pieces, as the reader makes room.  The socket
-wakes who sleeps, ends when the other process does (``child`` looks besides: another process may hold that end), and
-hands files over (``SCM_RIGHTS``).
+Each direction has its own memory.  A message that does not fit is sent in pieces while the reader makes room.  The
+socket wakes a sleeping reader, closes when the other process ends, and transfers file descriptors (``SCM_RIGHTS``).
+``child`` also checks whether the process lives, because a third process may hold the other end of the socket.
 
-To ring and to wake take some 60 us, so a reader that expects something soon (``Rhythm``) looks at the memory for
-a while instead.  It says when it sleeps: it writes the word *asleep*, looks once more, and sleeps.  The writer writes a
-note, then looks at that word.  Between the two each has a barrier, so one of them sees what the other wrote.  That, and
-that a note is seen after its bytes, takes a processor that keeps stores in their order, as x86 does.  On any other the
-bell is rung for each note, and a reader knows of no more notes than it has heard bells: the system calls order them.
+A bell, one byte on the socket, takes about 60 us to send and to wake the reader.  A reader that expects a message soon
+(``Rhythm``) therefore polls the memory for a while.  Before it sleeps, the reader writes the word *asleep* and looks
+for notes once more.  The writer writes a note and then looks at the word.  Both have a memory barrier between the two
+actions, so at least one of them sees the store of the other process.  This protocol, and reading a note only after its
+bytes, need a processor that keeps stores in order, such as x86.  On other processors the writer rings for each note,
+and the reader takes no more notes than it has received bells, because system calls keep the order.
 """
 
 from __future__ import annotations
@@ -39,48 +40,51 @@ from typing import NamedTuple
 from .rhythm import Rhythm, let_others
 
 OUT, BACK = 4 << 20, 16 << 20  # bytes of the memories to and from the started process
-NOTE = struct.Struct("<IIHH4x")  # where a piece begins, its bytes, kind of the message, whether more of it follows
-NOTES = 512  # that are not read yet, at most; bells that are heard at once
+NOTE = struct.Struct("<IIHH4x")  # position of a piece, its bytes, kind of the message, whether more pieces follow
+NOTES = 512  # most unread notes, and most bells that are received at once
 WORD = 8
-READ, ASLEEP, TOLD = 0, 8, 64  # where the words lie, two cache lines: the reader's, and how many notes there have been
-HEAD = 128 + NOTES * NOTE.size  # bytes before a memory: words and notes
+READ, ASLEEP, TOLD = 0, 8, 64  # offsets of the words: pieces read, reader asleep (one cache line), notes written
+HEAD = 128 + NOTES * NOTE.size  # bytes of words and notes before the data of a memory
 ORDERED = platform.machine().lower() in ("x86_64", "amd64", "i386", "i686")  # the processor keeps stores in order
-PAUSE = 2e-4  # seconds between looks at a memory that is full
-NAPS = (1e-3, 0.5)  # seconds of the first sleep and of the longest: a look between them costs next to nothing
-BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes of the descriptors that come with bells
-FEW = 1024  # descriptors that ``select`` can wait for; ``poll`` waits for any, but in whole milliseconds
+PAUSE = 2e-4  # seconds between looks at a full memory
+NAPS = (1e-3, 0.5)  # seconds of the first and the longest sleep between looks
+BESIDE = socket.CMSG_SPACE(16 * array.array("i").itemsize)  # bytes for the descriptors that arrive with bells
+FEW = 1024  # descriptors above this number need ``poll``, whose timeout has whole milliseconds only
 _fence = threading.Lock()
 
 
 def barrier() -> None:
-    """Stores before it are seen by other processors before anything behind it is loaded: to take a lock is an atomic
-    instruction, which is a full barrier on x86."""
+    """Make earlier stores visible to other processors before any later load.
+
+    Acquiring a lock is an atomic instruction, which is a full barrier on x86."""
     if _fence.acquire(False):
         _fence.release()
 
 
 class ChannelClosed(ConnectionError):
-    """The other process has closed its end, or has ended."""
+    """Error of a channel whose other process has closed its end, or has ended."""
 
 
 class ChannelStuck(ChannelClosed):
-    """The other process is there, and has made no room for a message in time."""
+    """Error of a channel whose other process runs, but has not made room for a message in time."""
 
 
 class Message(NamedTuple):
+    """A message: its kind, a number that the user of the channel chooses, and its bytes."""
+
     kind: int
     data: bytearray
 
 
 def shared_file(size: int) -> int:
-    """The descriptor of a file without a name, in memory where the system has that."""
+    """Return the descriptor of a new file without a name, in memory if the system supports that."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("minivllm", os.MFD_CLOEXEC)
     else:
         fd, path = tempfile.mkstemp()
         os.unlink(path)
     try:
-        os.ftruncate(fd, size)  # pages are taken when they are first written
+        os.ftruncate(fd, size)  # the system allocates pages at their first write
     except OSError:
         os.close(fd)
         raise
@@ -88,21 +92,26 @@ def shared_file(size: int) -> int:
 
 
 class Outgoing:
-    """The writer's end of ``size`` bytes behind a head at ``start`` of a memory: a ring that begins anew whenever all
-    of it has been read, so that small messages stay in the same pages.  A piece lies in one stretch."""
+    """The writer's end of one direction: a ring of ``size`` bytes after the head at ``start`` of the memory.
+
+    The ring restarts whenever the reader has read all of it, so small messages stay in the same pages.  Each piece is
+    contiguous."""
 
     def __init__(self, memory: mmap.mmap, start: int, size: int) -> None:
-        self._bytes, self._start, self.size = memoryview(memory), start + HEAD, size
-        self._words = self._bytes.cast("Q")  # one store each, and one load: a struct goes byte by byte
+        self._bytes = memoryview(memory)
+        self._start = start + HEAD
+        self.size = size
+        self._words = self._bytes.cast("Q")  # single loads and stores; ``struct`` works byte by byte
         self._read, self._asleep, self._told = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
         self._notes = start + HEAD - NOTES * NOTE.size
-        self._written = 0  # pieces, since the beginning
-        self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of those not read yet, in order
+        self._written = 0  # pieces so far
+        self._unread: deque[tuple[int, int]] = deque()  # (begin, end) of each unread piece, in order
 
     def put(self, piece: bytes | memoryview, kind: int = 0, more: bool = False) -> int:
-        """Write a piece and its note; where it begins, -1 if the reader has to make room first."""
-        n = len(piece) or 1  # no two begin at the same place
-        unread, left = self._unread, self._written - self._words[self._read]
+        """Write a piece and its note, and return its position, or -1 if the reader must make room first."""
+        n = len(piece) or 1  # an empty piece has a byte, so that no two pieces have the same position
+        unread = self._unread
+        left = self._written - self._words[self._read]
         while len(unread) > left:
             unread.popleft()
         at = 0
@@ -122,32 +131,34 @@ class Outgoing:
         return at
 
     def unheard(self) -> bool:
-        """Whether the reader may sleep, so that what was put last needs a bell."""
+        """Return whether the reader may be asleep, so that the last piece needs a bell."""
         barrier()
         return bool(self._words[self._asleep])
 
     def close(self) -> None:
+        """Release the memory."""
         self._words.release()
         self._bytes.release()
 
 
 class Incoming:
-    """The reader's end of the same."""
+    """The reader's end of one direction, whose head is at ``start`` of the memory."""
 
     def __init__(self, memory: mmap.mmap, start: int) -> None:
-        self._bytes, self._start = memoryview(memory), start + HEAD
+        self._bytes = memoryview(memory)
+        self._start = start + HEAD
         self._words = self._bytes.cast("Q")
         self._count, self._asleep, self._told = ((start + at) // WORD for at in (READ, ASLEEP, TOLD))
         self._notes = start + HEAD - NOTES * NOTE.size
         self._read = 0
-        self.heard: int | None = None if ORDERED else 0  # bells, where a note is known by its bell
+        self.heard: int | None = None if ORDERED else 0  # received bells, where bells order the notes
 
     def ready(self) -> bool:
-        """Whether there is a piece."""
+        """Return whether there is an unread piece."""
         return (self._words[self._told] if self.heard is None else self.heard) > self._read
 
     def take(self) -> tuple[int, bool, bytearray]:
-        """Read the next piece, and make room: kind of its message, whether more follows, its bytes."""
+        """Return the kind of the next piece's message, whether more pieces follow, and its bytes, and free its room."""
         at, n, kind, more = NOTE.unpack_from(self._bytes, self._notes + self._read % NOTES * NOTE.size)
         begin = self._start + at
         found = bytearray(self._bytes[begin : begin + n])
@@ -156,20 +167,24 @@ class Incoming:
         return kind, bool(more), found
 
     def asleep(self, sleeps: bool) -> None:
+        """Tell the writer whether the reader sleeps."""
         self._words[self._asleep] = sleeps
         if sleeps:
             barrier()
 
     def close(self) -> None:
+        """Release the memory."""
         self._words.release()
         self._bytes.release()
 
 
 class Channel:
-    """One end.  It belongs to one thread."""
+    """One end of a channel.  It belongs to one thread."""
 
     def __init__(self, sock: socket.socket, file: int, started: bool) -> None:
-        """``file``: that of ``shared_file(Channel.BYTES)``; ``started``: this is the started process."""
+        """Map ``file``, a descriptor of ``shared_file(Channel.BYTES)``.
+
+        ``started`` means that this is the end of the started process."""
         self._sock = sock
         self._memory = mmap.mmap(file, self.BYTES)
         to_it, from_it = 0, HEAD + OUT
@@ -178,11 +193,11 @@ class Channel:
         else:
             self._into, self._from = Outgoing(self._memory, to_it, OUT), Incoming(self._memory, from_it)
         self._files: deque[int] = deque()
-        self._pieces: list[bytearray] = []  # of a message of which more follows
+        self._pieces: list[bytearray] = []  # pieces of an incomplete message
         self._came: deque[Message] = deque()
-        self._ended = False  # nothing is written behind what is there
-        self.patience = math.inf  # seconds to wait for room
-        self._full = 0.0  # since when there is none
+        self._ended = False  # the other process will write nothing more
+        self.patience = math.inf  # most seconds to wait for room
+        self._full = 0.0  # time since which the memory is full
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
@@ -190,22 +205,26 @@ class Channel:
 
     @property
     def socket(self) -> socket.socket:
-        """Its end tells of the other process's."""
+        """Return the socket, which closes when the other process ends."""
         return self._sock
 
-    # ---- to the other --------------------------------------------------------------------------------------------
+    # ---- sending -------------------------------------------------------------------------------------------------
 
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:
-        """``file``: a descriptor that goes with it and stays open here.  ChannelClosed if nobody is there, as far as
-        is known: who reads will know.  ChannelStuck if there is no room for ``patience`` seconds."""
+        """Send a message, and a descriptor ``file`` with it, which stays open here.
+
+        ChannelClosed if the other process is known to have ended; a later read detects any end.  ChannelStuck if there
+        is no room for ``patience`` seconds."""
         if self._ended:
             raise ChannelClosed("the other process has ended")
         data: bytes | memoryview = b"".join(parts)
-        size, most, begin = len(data), self._into.size // 4, 0
+        size, most = len(data), self._into.size // 4
+        begin = 0
         if size > most:
             data = memoryview(data)
         while True:
-            piece, end = data if size <= most else data[begin : begin + most], begin + most
+            piece = data if size <= most else data[begin : begin + most]
+            end = begin + most
             while self._into.put(piece, kind, end < size) < 0:
                 self._make_room()
             self._full = 0.0
@@ -217,7 +236,7 @@ class Channel:
             begin = end
 
     def _make_room(self) -> None:
-        """The other one may wait for room itself."""
+        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well."""
         self._gather()
         if self._ended:
             raise ChannelClosed("the other process has ended")
@@ -229,28 +248,30 @@ class Channel:
         time.sleep(PAUSE)
 
     def _ring(self, file: int) -> None:
+        """Send a bell, with a descriptor if ``file`` is not negative."""
         files = [] if file < 0 else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file]))]
         try:
             while True:
                 try:
                     self._sock.sendmsg([b"\0"], files, socket.MSG_DONTWAIT)
                     return
-                except BlockingIOError:  # hundreds of bells have not been heard
+                except BlockingIOError:  # hundreds of bells are unread
                     if ORDERED and not files:
                         return
                     self._make_room()
         except (BrokenPipeError, ConnectionResetError) as e:
             raise ChannelClosed("the other process has ended") from e
 
-    # ---- from the other ------------------------------------------------------------------------------------------
+    # ---- receiving -----------------------------------------------------------------------------------------------
 
     def ready(self) -> bool:
-        """Whether there is something to read, as far as the memory tells: the cheapest look."""
+        """Return whether there is something to read, by a look at the memory without a system call."""
         return bool(self._came) or self._from.ready()
 
     def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
-        """The next message; None if there is none and it does not ``wait``, as ``rest`` does.  ChannelClosed once the
-        other end has closed and all that it sent has been read."""
+        """Return the next message, or None if there is none and ``wait`` is false.
+
+        ``rhythm`` is passed to ``rest``.  ChannelClosed once the other end is closed and all its messages are read."""
         while not self._came and not self._gather():
             if self._ended:
                 raise ChannelClosed("the other process has ended")
@@ -261,9 +282,11 @@ class Channel:
         return self._came.popleft()
 
     def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
-        """Until there may be something to read, or the other one has ended: True; or so many seconds have passed.
-        ``rhythm`` tells when it is worth while to look instead of sleeping."""
-        end, nap = time.perf_counter() + seconds, NAPS[0]
+        """Wait until there may be something to read or the other process has ended, at most ``seconds``.
+
+        Return False after the time limit.  ``rhythm`` predicts the time in which to poll in place of sleeping."""
+        end = time.perf_counter() + seconds
+        nap = NAPS[0]
         while (now := time.perf_counter()) < end:
             begin, until = (0.0, 0.0) if rhythm is None else rhythm.window()
             if begin <= now < until:
@@ -276,7 +299,7 @@ class Channel:
         return False
 
     def _watch(self, until: float) -> bool:
-        """Look without a rest."""
+        """Poll until there may be something to read, or return False at the time ``until``."""
         while not self.ready():
             if time.perf_counter() >= until:
                 return False
@@ -286,31 +309,35 @@ class Channel:
         return True
 
     def _sleep(self, seconds: float) -> bool:
-        """Until a bell rings or the other one ends: True; or there was something before, or time has passed."""
+        """Sleep until a bell arrives or the other process ends, at most ``seconds``.
+
+        Return False after the time limit, and True at once if there is something to read."""
         try:
             self._from.asleep(True)
             if self.ready():
                 return True
-            if (number := self._sock.fileno()) < FEW:
+            number = self._sock.fileno()
+            if number < FEW:
                 return bool(select.select((number,), (), (), seconds)[0])
             return bool(self._poll.poll(1e3 * seconds))
         finally:
             self._from.asleep(False)
 
     def _gather(self) -> bool:
-        """Read the pieces that there are; whether there is a message."""
+        """Read all pieces that have arrived, and return whether there is a complete message."""
         while self._from.ready():
             kind, more, piece = self._from.take()
             if more or self._pieces:
                 self._pieces.append(piece)
                 if more:
                     continue
-                piece, self._pieces = bytearray().join(self._pieces), []
+                piece = bytearray().join(self._pieces)
+                self._pieces = []
             self._came.append(Message(kind, piece))
         return bool(self._came)
 
     def _hear(self, wait: bool = False) -> bool:
-        """Take the bells that have rung, and the files beside them; whether there were any, or the end."""
+        """Receive bells and the descriptors with them.  Return whether there were any, or the end of the socket."""
         try:
             found, beside, _, _ = self._sock.recvmsg(NOTES, BESIDE, 0 if wait else socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -328,8 +355,9 @@ class Channel:
         return True
 
     def file(self) -> int:
-        """The descriptor that came with a message: files come in the order of the messages that they were sent with.
-        ChannelClosed if the other one has ended before it handed it over."""
+        """Return the descriptor that was sent with a message, in the order of the messages.
+
+        ChannelClosed if the other process has ended before it sent the descriptor."""
         while not self._files:
             if self._ended:
                 raise ChannelClosed("the other process has ended")
@@ -337,7 +365,7 @@ class Channel:
         return self._files.popleft()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close this end.  Further calls do nothing."""
         self._sock.close()
         while self._files:
             os.close(self._files.popleft())

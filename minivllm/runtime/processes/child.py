@@ -1,4 +1,4 @@
-"""A process that this one starts with a channel to it: how it is started, how its end is noticed, what it said last."""
+"""A process that this one starts, with a channel to it: its start, the detection of its end, and its last output."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from minivllm.registration import fresh
 from .channel import Channel, ChannelClosed, ChannelStuck, Message, shared_file
 from .rhythm import Rhythm
 
-LAST_WORDS = 16_000  # bytes of its standard error that its end is explained with
-MOST = 400  # characters of a line of it
-CRASH = "Fatal Python error"  # as faulthandler begins
-LOOK = 0.5  # seconds between looks whether it lives: others may hold its end of the channel
-PATIENCE = 5.0  # seconds for one whose channel has closed to end
-HUNG_UP = getattr(
-    select, "POLLRDHUP", 0
-)  # that the other end of a socket has closed, also where bytes are left to read
+LAST_WORDS = 16_000  # bytes of its standard error that are kept to explain its end
+MOST = 400  # most characters of a line in the explanation
+CRASH = "Fatal Python error"  # the first words of faulthandler
+LOOK = 0.5  # seconds between checks that the process lives, because others may hold its end of the channel
+PATIENCE = 5.0  # seconds that a process may take to end after its channel has closed
+HUNG_UP = getattr(select, "POLLRDHUP", 0)  # the other end of a socket has closed, even if there are bytes to read
 
 
 class ChildEnded(Exception):
-    """It has ended, or closed its channel: how, and with which last words."""
+    """Error about a process that has ended or closed its channel, with its exit code and its last output."""
 
 
 class Words(threading.Thread):
-    """Passes on what a process writes to its standard error, and keeps the end of it.  It knows of nothing but the
-    pipe, so that who started the process can be forgotten while it runs."""
+    """Thread that copies the standard error of a process to this one's, and keeps the end of it.
+
+    It refers to the pipe only, so ``Child`` can be garbage-collected while the thread runs."""
 
     def __init__(self, pipe: int) -> None:
-        """``pipe``: its own from now on."""
+        """Take over the reading end of a pipe."""
         super().__init__(name="minivllm: what a worker says", daemon=True)
-        self._pipe, self.last = pipe, b""
+        self._pipe = pipe
+        self.last = b""
 
     def run(self) -> None:
-        """Until nobody holds the other end any more."""
-        while said := os.read(self._pipe, 1 << 16):
-            self.last = (self.last + said)[-LAST_WORDS:]
-            with contextlib.suppress(Exception):  # there may be no standard error, or a closed one
-                sys.stderr.write(said.decode(errors="replace"))
+        """Copy until no process holds the writing end."""
+        while output := os.read(self._pipe, 1 << 16):
+            self.last = (self.last + output)[-LAST_WORDS:]
+            with contextlib.suppress(Exception):  # standard error may be absent or closed
+                sys.stderr.write(output.decode(errors="replace"))
                 sys.stderr.flush()
         os.close(self._pipe)
 
     def told(self) -> str:
-        """The last lines, for the sentence that tells of an end; of a crash the first ones of what Python writes."""
+        """Return the last three lines as the end of an error message.  After a crash, they are faulthandler's first."""
         lines = [line for line in self.last.decode(errors="replace").splitlines() if line.strip()]
         crash = next((i for i, line in enumerate(lines) if line.startswith(CRASH)), None)
         some = lines[-3:] if crash is None else lines[crash : crash + 3]
@@ -61,11 +61,13 @@ class Words(threading.Thread):
 
 
 class Child:
-    """It runs the function ``target`` ("module:name") with two words, the descriptors for ``attach``.  It ends when
-    this process does, or forgets it."""
+    """A started process, which runs the function ``target`` ("module:name").
+
+    The function gets two words, the descriptors for ``attach``.  The process ends when this process ends or drops the
+    object."""
 
     def __init__(self, target: str, patience: float = math.inf) -> None:
-        """``patience``: seconds that a message to it may wait for room.  OSError if it cannot be started."""
+        """Start the process.  ``patience`` is the time in seconds that a message may wait for room.  OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
         memory = says = says_to = -1
         try:
@@ -94,12 +96,15 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Return the id of the process."""
         return self._process.pid
 
     def alive(self) -> bool:
+        """Return whether the process runs and its channel is open."""
         return self._channel is not None and self._process.poll() is None
 
     def send(self, kind: int, parts: Sequence[bytes], file: int = -1) -> None:
+        """Send a message, and a descriptor ``file`` with it.  ChildEnded if the process does not receive it."""
         try:
             if self._channel is None:
                 raise ChannelClosed
@@ -110,12 +115,14 @@ class Child:
             raise self._ended() from e
 
     def ready(self) -> bool:
-        """Whether there is a message, by the cheapest look: its end is not seen."""
+        """Return whether there is a message, without a system call.  This does not detect the end of the process."""
         return self._channel is not None and self._channel.ready()
 
     def receive(self, wait: bool, rhythm: Rhythm | None = None) -> Message | None:
-        """The next message; None if there is none and it does not ``wait``: then ``rhythm`` tells when it may come.
-        ChildEnded once all that it sent has been read."""
+        """Return the next message, or None if there is none and ``wait`` is false.
+
+        ``rhythm`` predicts the arrival of a message.  ChildEnded once the process has ended and all its messages are
+        read."""
         try:
             while self._channel is not None:
                 rested = not wait or self._channel.ready() or self._channel.rest(LOOK, rhythm)
@@ -129,24 +136,26 @@ class Child:
             raise self._ended() from e
 
     def rest(self, seconds: float, rhythm: Rhythm | None = None) -> bool:
-        """Until there may be a message, or it has ended: True; or so many seconds have passed."""
+        """Wait until there may be a message or the process has ended, at most ``seconds``; return False after them."""
         return self._channel is None or self._channel.ready() or self._channel.rest(seconds, rhythm)
 
     def ended(self) -> ChildEnded | None:
-        """How, if it has, whatever it has said before."""
+        """Return the error about the end of the process, even if there are unread messages, or None if it runs."""
         return None if self.alive() else self._ended()
 
     def kill(self, seconds: float = 0.0) -> None:
-        """Without a word, and wait so long for its end; ``end`` comes behind."""
+        """Kill the process and wait ``seconds`` for its end.  Call ``end`` afterwards."""
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
     def _gone(self) -> Message | None:
+        """Raise the error about a process that has ended while another one holds its end of the channel."""
         raise ChannelClosed("the process has ended; another one holds its end of the channel")
 
     def _ended(self) -> ChildEnded:
-        self._close()  # whatever it still does, nobody hears of it
+        """Close the channel and return the error about the end of the process."""
+        self._close()
         pid = self._process.pid
         try:
             code = self._process.wait(PATIENCE)
@@ -157,17 +166,18 @@ class Child:
         return ChildEnded(f"the worker process {pid} has ended, {how}{self._words.told()}")
 
     def _close(self) -> None:
+        """Close the channel."""
         if self._channel is not None:
             self._forgotten.detach()
             self._channel.close()
             self._channel = None
 
     def leave(self) -> None:
-        """Close its channel, upon which it ends; ``end`` waits for that."""
+        """Close the channel, so that the process ends.  ``end`` waits for it."""
         self._close()
 
     def end(self, deadline: float) -> None:
-        """It ends by itself, as its channel is closed, or is killed after half of ``deadline`` seconds."""
+        """Close the channel and wait for the end of the process.  Kill it after half of ``deadline`` seconds."""
         end = time.monotonic() + deadline
         self.leave()
         try:
@@ -179,6 +189,7 @@ class Child:
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -186,7 +197,7 @@ def signal_name(number: int) -> str:
 
 
 def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Channel:
-    """In the started process: its end of the channel, upon whose end it ends (``follow``)."""
+    """Return the started process's end of the channel.  This process ends when the channel closes (``follow``)."""
     ours = socket.socket(fileno=int(sock))
     ours.set_inheritable(False)
     channel = Channel(ours, int(memory), started=True)
@@ -196,21 +207,24 @@ def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Ch
 
 
 def follow(*socks: socket.socket, last: Callable[[], None] | None = None, patience: float = PATIENCE) -> None:
-    """From now on signals that a terminal or a supervisor sends to the whole group are left to the process at the other
-    end of ``socks``, whose end ends this process too, be it in the middle of a step.  ``last`` is called before, where
-    this process has not ended by itself within ``patience`` seconds."""
+    """End this process when the process at the other end of ``socks`` ends, even in the middle of a step.
+
+    Signals that a terminal or a supervisor sends to the whole process group are ignored, because the other process
+    handles them.  If this process does not end by itself within ``patience`` seconds, ``last`` is called and the
+    process exits."""
     ignore_signals()
     files = [os.dup(sock.fileno()) for sock in socks]
     threading.Thread(target=_end_with, args=(files, os.getppid(), last, patience), daemon=True).start()
 
 
 def ignore_signals() -> None:
+    """Ignore SIGINT and SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
 
 
 def _end_with(socks: Sequence[int], parent: int, last: Callable[[], None] | None, patience: float) -> None:
-    """End this process when the other end of its channel has closed, if it has not done so by itself in time."""
+    """Wait until the other end of a socket closes or the parent changes, then end this process as ``follow`` says."""
     poll = select.poll()
     for sock in socks:
         poll.register(sock, HUNG_UP)

@@ -1,12 +1,14 @@
-"""Work that strangers choose, in processes with limits of time and memory: ``Confined`` asks, ``main`` answers.
+"""Jobs whose input comes from clients, in processes with limits of time and memory.
 
-    this process ──start──► parent: loads what the work needs, then waits ──fork──► worker 0, worker 1, ...
-         ◄──────────────────────── frames on a socket a worker ─────────────────────────►
+``Confined`` sends jobs from the server, and ``main`` runs in the started process.
 
-A worker does one job after another.  Before each it gets limits: CPU seconds (ITIMER_PROF, whose signal ends a process
-whatever it is busy with), a multiple of them by the clock, and memory beyond what it has (RLIMIT_AS).  A job that
-exceeds them costs the worker its life and nobody else anything: the parent says so and forks the next, which takes a
-millisecond, as everything is loaded.  A frame has the number of its job, so an answer never reaches another's.
+    this process ──start──► parent: loads the modules and data of the work ──fork──► worker 0, worker 1, ...
+         ◄──────────────────────── frames, one socket for each worker ──────────────────►
+
+A worker runs one job after another.  Before each job it sets limits: CPU seconds (ITIMER_PROF, whose signal ends the
+process in any state), a multiple of them in real time, and memory beyond its present use (RLIMIT_AS).  A job that
+exceeds a limit ends only its worker.  The parent reports it and forks the next worker within a millisecond, because
+everything is loaded.  A frame has the number of its job, so an answer cannot be taken for another job's.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from minivllm.errors import ResourceError, describe_error
 from minivllm.registration import fresh
 
 Work = Callable[[dict[str, Any], list[bytes]], list[bytes]]
-PATIENCE = 120.0  # seconds without an answer after which all workers are taken for stuck; a start may take a while
-BY_THE_CLOCK = 10  # times the CPU seconds that a job may take by the clock: a loaded machine is slow
-HEAD = struct.Struct("<QI")  # number of the job, how many parts follow
-PARTS = 16  # of a frame, at most
-LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: nobody asks any more, MemoryError, a frame that is none
+PATIENCE = 120.0  # seconds without an answer, also during the start, after which all workers are replaced
+BY_THE_CLOCK = 10  # real-time limit of a job as a multiple of its CPU seconds, for loaded machines
+HEAD = struct.Struct("<QI")  # number of the job, number of parts that follow
+PARTS = 16  # most parts of a frame
+LEFT, MEMORY, GARBLED = 3, 4, 5  # exit statuses of a worker: the socket has closed, MemoryError, a malformed frame
 NOBODY = 0  # the number of a frame about the worker itself
 
 
 class Exceeded(Exception):
-    """A job took more than it may: ``what`` is "time" or "memory"."""
+    """Error about a job that exceeded its limit of ``what``, "time" or "memory"."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -46,13 +48,16 @@ class Exceeded(Exception):
 
 
 def frame(number: int, parts: Sequence[bytes]) -> bytes:
+    """Return the bytes of a frame."""
     sizes = struct.pack(f"<{len(parts)}Q", *map(len, parts))
     return b"".join([HEAD.pack(number, len(parts)), sizes, *parts])
 
 
 class Confined:
-    """Seats that are asked from one event loop.  ``target`` ("module:function") gets ``hello()`` and returns the
-    ``Work``; ``nices``: a worker each, and how far it stands back from other processes.  Starts by need."""
+    """Workers for the jobs of one event loop, started when the first job arrives.
+
+    ``target`` ("module:function") is called with ``hello()`` in the parent process and returns the ``Work``.  ``nices``
+    has the niceness of each worker."""
 
     def __init__(self, target: str, hello: Callable[[], bytes], nices: Sequence[int]) -> None:
         self._target, self._hello, self._nices = target, hello, tuple(nices)
@@ -61,7 +66,7 @@ class Confined:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> asyncio.Task[list[_Seat]]:
-        """Begin to start, if nothing has; the workers can be asked at once."""
+        """Start the processes unless they are running or starting.  The task returns the workers' sockets."""
         if self._starting is None or (self._starting.done() and self._starting.exception() is not None):
             self._starting = asyncio.create_task(self._start())
         return self._starting
@@ -69,33 +74,37 @@ class Confined:
     async def ask(
         self, worker: int, job: dict[str, Any], parts: Sequence[bytes] = (), *, seconds: float, megabytes: int
     ) -> tuple[dict[str, Any], list[bytes]]:
-        """The answer of a worker that nobody else asks meanwhile: what the work returned, its first part as JSON.
-        Exceeded; ResourceError if there is no process that could do it; RuntimeError if the work fails."""
+        """Run a job and return the parts of its answer, the first of them parsed as JSON.
+
+        The caller must not use the worker for two jobs at once.  Exceeded if the job exceeds a limit, ResourceError if
+        no process can run it, RuntimeError if the work fails."""
         asked = json.dumps({**job, "seconds": seconds, "megabytes": megabytes}).encode()
-        why = ""
-        for _ in range(2):  # a worker that died of something else, the kernel's want of memory, say, is asked again
+        reason = ""
+        for _ in range(2):  # a second try if the worker ends for another reason, such as a lack of memory
             starting = self.start()
             self._numbers += 1
             try:
                 workers = await asyncio.shield(starting)
-                told_, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [asked, *parts]), PATIENCE)
+                answer, more = await asyncio.wait_for(workers[worker].ask(self._numbers, [asked, *parts]), PATIENCE)
             except (OSError, EOFError, ValueError, asyncio.TimeoutError) as e:
-                why = describe_error(e)
+                reason = describe_error(e)
                 self._drop(starting)
                 continue
-            if (broken := told_.get("broken")) is not None:
+            broken, ended = answer.get("broken"), answer.get("ended")
+            if broken is not None:
                 self._drop(starting)
                 raise ResourceError(f"the process for {self._target} does not start: {broken}")
-            if (ended := told_.get("ended")) in ("time", "memory"):
+            if ended in ("time", "memory"):
                 raise Exceeded(ended)
             if ended is None:
-                if "failed" in told_:
-                    raise RuntimeError(told_["failed"])
-                return told_, more
-            why = f"it ended with {ended}"
-        raise ResourceError(f"a process for {self._target} cannot be kept: {why}")
+                if "failed" in answer:
+                    raise RuntimeError(answer["failed"])
+                return answer, more
+            reason = f"it ended with {ended}"
+        raise ResourceError(f"a process for {self._target} ended twice: {reason}")
 
     async def _start(self) -> list[_Seat]:
+        """Start the parent process and return the workers' sockets."""
         pairs = [socket.socketpair() for _ in self._nices]
         try:
             fds = ",".join(str(theirs.fileno()) for _, theirs in pairs)
@@ -116,16 +125,17 @@ class Confined:
         return [_Seat(*await asyncio.open_unix_connection(sock=ours, limit=1 << 20)) for ours, _ in pairs]
 
     def _spawn(self, argv: list[str], passed: list[int]) -> subprocess.Popen[bytes]:
+        """Start the parent process with the descriptors ``passed``, and send it ``hello()``."""
         quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}  # threads cannot be forked
         null = subprocess.DEVNULL
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=null, stderr=null, pass_fds=passed, env=quiet)
         assert process.stdin is not None
-        with contextlib.suppress(OSError), process.stdin:  # if it has died, who asks will hear of it
+        with contextlib.suppress(OSError), process.stdin:  # if it has died, the first job reports it
             process.stdin.write(self._hello())
         return process
 
     def _drop(self, starting: asyncio.Task[list[_Seat]]) -> None:
-        """Nothing more is heard of these workers; the next job starts others."""
+        """End the workers of a start, so that the next job starts others."""
         if self._starting is not starting:
             return
         self._starting = None
@@ -137,42 +147,46 @@ class Confined:
 
     async def close(self) -> None:
         """End the processes.  Jobs that run fail."""
-        if (starting := self._starting) is not None:
+        starting = self._starting
+        if starting is not None:
             await asyncio.gather(starting, return_exceptions=True)
             self._drop(starting)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and wait for its end."""
     process.kill()
     process.wait()
 
 
 class _Seat:
-    """Our end of a worker's socket."""
+    """The server's end of a worker's socket."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
 
     async def ask(self, number: int, parts: Sequence[bytes]) -> tuple[dict[str, Any], list[bytes]]:
-        """EOFError, OSError or ValueError if nothing that comes can be trusted any more."""
+        """Send a job and return the parts of its answer, or of a frame about the worker.
+
+        EOFError, OSError or ValueError if the worker cannot be used any more."""
         self.writer.write(frame(number, parts))
         await self.writer.drain()
         while True:
-            got, count = HEAD.unpack(await self.reader.readexactly(HEAD.size))
+            answered, count = HEAD.unpack(await self.reader.readexactly(HEAD.size))
             if not 0 < count <= PARTS:
-                raise ValueError("a frame that is none")
+                raise ValueError("a malformed frame")
             sizes = struct.unpack(f"<{count}Q", await self.reader.readexactly(8 * count))
             found = [await self.reader.readexactly(size) for size in sizes]
-            if got in (number, NOBODY):
+            if answered in (number, NOBODY):
                 return json.loads(found[0]), found[1:]
 
 
-# ---- the other side --------------------------------------------------------------------------------------------------
+# ---- the started process ---------------------------------------------------------------------------------------------
 
 
 def main(target: str, fds: str, nices: str) -> None:
-    """Make the work, then keep a child in every worker until nobody asks any more."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # the asking process decides; the end of its sockets ends this one
+    """Make the work, and keep a worker process for each socket until the server closes the socket."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # this process ends when the server closes its sockets
         signal.signal(number, signal.SIG_IGN)
     links = [socket.socket(fileno=int(fd)) for fd in fds.split(",")]
     try:
@@ -182,42 +196,46 @@ def main(target: str, fds: str, nices: str) -> None:
             _tell(link, {"broken": describe_error(e)})
         sys.exit(1)
     gc.collect()
-    gc.freeze()  # a collection in a child would copy the pages that it looks at
-    back = list(map(int, nices.split(",")))
-    workers = {_fork(at, links, work, back[at]): at for at in range(len(links))}
+    gc.freeze()  # a collection in a worker would write to shared pages, and so copy them
+    niceness = list(map(int, nices.split(",")))
+    workers = {_fork(at, links, work, niceness[at]): at for at in range(len(links))}
     while workers:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
-        if (at := workers.pop(pid, None)) is None or code == LEFT:
+        at = workers.pop(pid, None)
+        if at is None or code == LEFT:
             continue
         if code == GARBLED:
-            _tell(links[at], {"broken": "a frame that is none"})
+            _tell(links[at], {"broken": "a malformed frame"})
             continue
         limits = {-signal.SIGPROF: "time", -signal.SIGALRM: "time", MEMORY: "memory"}
         _tell(links[at], {"ended": limits.get(code, str(code))})
-        workers[_fork(at, links, work, back[at])] = at
+        workers[_fork(at, links, work, niceness[at])] = at
 
 
-def _tell(link: socket.socket, what: dict[str, Any]) -> None:
+def _tell(link: socket.socket, answer: dict[str, Any]) -> None:
+    """Send a frame about a worker to the server."""
     with contextlib.suppress(OSError):
-        link.sendall(frame(NOBODY, [json.dumps(what).encode()]))
+        link.sendall(frame(NOBODY, [json.dumps(answer).encode()]))
 
 
 def _fork(at: int, links: list[socket.socket], work: Work, nice: int) -> int:
-    if child := os.fork():
+    """Start the worker of the socket ``at`` and return its process id."""
+    child = os.fork()
+    if child:
         return child
     try:
         for other, link in enumerate(links):
             if other != at:
                 link.close()
         os.nice(nice)
-        _sit(links[at], work)
+        _serve(links[at], work)
     finally:
         os._exit(GARBLED)
 
 
-def _sit(link: socket.socket, work: Work) -> NoReturn:
-    """Answer jobs until there are no more."""
+def _serve(link: socket.socket, work: Work) -> NoReturn:
+    """Run the jobs that arrive on a socket until the server closes it."""
     while True:
         number, parts = _receive(link)
         job = json.loads(parts[0])
@@ -235,15 +253,17 @@ def _sit(link: socket.socket, work: Work) -> NoReturn:
 
 
 def _receive(link: socket.socket) -> tuple[int, list[bytes]]:
+    """Return the number and the parts of the next frame.  End this process if there is none."""
+
     def exactly(size: int) -> bytes:
-        got = bytearray(size)
-        view = memoryview(got)
+        data = bytearray(size)
+        view = memoryview(data)
         while view:
-            come = link.recv_into(view)
-            if not come:
+            count = link.recv_into(view)
+            if not count:
                 os._exit(LEFT)
-            view = view[come:]
-        return bytes(got)
+            view = view[count:]
+        return bytes(data)
 
     limit_memory(None)
     number, count = HEAD.unpack(exactly(HEAD.size))
@@ -253,32 +273,36 @@ def _receive(link: socket.socket) -> tuple[int, list[bytes]]:
 
 
 def allow(seconds: float) -> None:
-    """So much more CPU time from now on, and ten times as much by the clock; 0: no limit.  For the work to call, too,
-    between parts that have limits of their own."""
+    """Limit this process to ``seconds`` of further CPU time and ten times as much real time.  0 means no limit.
+
+    The work may also call this function between parts of a job that have separate limits."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     signal.setitimer(signal.ITIMER_REAL, BY_THE_CLOCK * seconds)
 
 
-def prepare(what: Callable[[], None], seconds: float, megabytes: int) -> None:
-    """Do ``what`` within limits, for every worker, if a child that tries it out survives: it may be a stranger's
-    program. Else each worker does it itself by need."""
-    if child := os.fork():
+def prepare(action: Callable[[], None], seconds: float, megabytes: int) -> None:
+    """Run an action once in the parent, so that all workers have its results.
+
+    The action may run code of others, so a child tries it within the limits first.  If the child fails, the parent does
+    not run the action, and each worker does when it needs the results."""
+    child = os.fork()
+    if child:
         if os.waitpid(child, 0)[1] == 0:
             limit_memory(megabytes)
-            what()
+            action()
             limit_memory(None)
         return
     try:
         limit_memory(megabytes)
         allow(seconds)
-        what()
+        action()
         os._exit(0)
     finally:
         os._exit(1)
 
 
 def limit_memory(megabytes: int | None) -> None:
-    """What the process may take beyond what it has; None: anything."""
+    """Limit the memory of this process to ``megabytes`` more than it has now.  None removes the limit."""
     import resource
 
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]

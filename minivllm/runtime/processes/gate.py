@@ -1,12 +1,12 @@
-"""Where processes that this one did not start itself come in: they prove that they know a secret, and so does this one.
+"""Connections from processes that this one did not start: both sides prove that they know a shared secret.
 
-    comes in                                    is let in by (``Gate``)
+    client (``greet``)                          server (``Gate``, ``admit``)
                ◄── nonce, 32 bytes ────────────
-    ── nonce, proof of both, words about itself ──►
-               ◄── proof of both ──────────────
+    ── nonce, proof, JSON about the client ────►
+               ◄── proof ──────────────────────
 
-A proof is an HMAC-SHA256, so the secret itself goes over no network.  What goes over a connection afterwards is neither
-encrypted nor signed: the network between machines that share a model should be nobody else's.
+A proof is an HMAC-SHA256 of both nonces, so the secret itself is never sent.  Later data on the connection is neither
+encrypted nor signed, so the machines that share a model need a private network.
 """
 
 from __future__ import annotations
@@ -24,57 +24,62 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-NONCE = 32  # bytes, of a proof too
+NONCE = 32  # bytes of a nonce and of a proof
 SIZE = struct.Struct("<I")
-MOST = 1 << 16  # bytes of what one says about itself
-PATIENCE = 5.0  # seconds for a greeting
-AT_ONCE = 64  # greetings that are under way
+MOST = 1 << 16  # most bytes of the client's JSON
+PATIENCE = 5.0  # most seconds of a greeting
+AT_ONCE = 64  # most concurrent greetings
 COMES, LETS_IN = b"minivllm: comes in", b"minivllm: lets in"
 
 
 class Refused(ConnectionError):
-    """The other side does not know the secret, is another program, or is too slow."""
+    """Error about a peer that does not know the secret, is another program, or is too slow."""
 
 
 class Guest(NamedTuple):
-    """``said``: JSON that it told of itself."""
+    """A client that has proved its knowledge of the secret: the JSON that it sent, and its connection."""
 
     said: dict[str, Any]
     sock: socket.socket
 
 
-def _proof(secret: bytes, role: bytes, *what: bytes) -> bytes:
-    return hmac.digest(secret, role + b"".join(SIZE.pack(len(one)) + one for one in what), "sha256")
+def _proof(secret: bytes, role: bytes, *parts: bytes) -> bytes:
+    """Return the proof of a role for some data."""
+    data = b"".join(SIZE.pack(len(part)) + part for part in parts)
+    return hmac.digest(secret, role + data, "sha256")
 
 
 def _exactly(sock: socket.socket, size: int, end: float) -> bytes:
-    """Until ``end``, by ``time.monotonic``."""
+    """Receive ``size`` bytes until the time ``end`` (``time.monotonic``).  Refused if the connection ends."""
     found = b""
     while len(found) < size:
         sock.settimeout(max(1e-3, end - time.monotonic()))
-        if not (more := sock.recv(size - len(found))):
+        more = sock.recv(size - len(found))
+        if not more:
             raise Refused("the connection has ended")
         found += more
     return found
 
 
 def greet(sock: socket.socket, secret: bytes, said: dict[str, Any]) -> None:
-    """Come in.  Refused, if it is not the one that knows the secret."""
-    words, ours = json.dumps(said).encode(), secrets.token_bytes(NONCE)
+    """Prove the secret to a ``Gate`` and send it the JSON ``said``.  Refused if the server does not know the secret."""
+    words = json.dumps(said).encode()
+    ours = secrets.token_bytes(NONCE)
     end = time.monotonic() + PATIENCE
     try:
         theirs = _exactly(sock, NONCE, end)
         sock.sendall(ours + _proof(secret, COMES, theirs, ours, words) + SIZE.pack(len(words)) + words)
         if not hmac.compare_digest(_exactly(sock, NONCE, end), _proof(secret, LETS_IN, ours, theirs)):
-            raise Refused("who answers does not know the secret")
+            raise Refused("the server does not know the secret")
     except OSError as e:
         raise e if isinstance(e, Refused) else Refused(str(e)) from e
     sock.settimeout(None)
 
 
 def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
-    """Let one in, and hear what it says of itself.  Refused."""
-    ours, end = secrets.token_bytes(NONCE), time.monotonic() + PATIENCE
+    """Answer a client's greeting and return its JSON.  Refused if the client does not know the secret."""
+    ours = secrets.token_bytes(NONCE)
+    end = time.monotonic() + PATIENCE
     sock.settimeout(PATIENCE)
     try:
         sock.sendall(ours)
@@ -82,7 +87,7 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
         (size,) = SIZE.unpack(_exactly(sock, SIZE.size, end))
         words = _exactly(sock, size, end) if size <= MOST else b""
         if not hmac.compare_digest(proof, _proof(secret, COMES, ours, theirs, words)):
-            raise Refused("it does not know the secret")
+            raise Refused("the client does not know the secret")
         sock.sendall(_proof(secret, LETS_IN, theirs, ours))
     except OSError as e:
         raise e if isinstance(e, Refused) else Refused(str(e)) from e
@@ -91,12 +96,14 @@ def admit(sock: socket.socket, secret: bytes) -> dict[str, Any]:
 
 
 class Gate:
-    """Listens until it is closed; each greeting has a thread of its own, so that one who is silent keeps nobody out."""
+    """Server that accepts clients until it is closed.
+
+    Each greeting has its own thread, so a silent client does not delay the others."""
 
     def __init__(self, secret: bytes, host: str = "") -> None:
-        """``host``: the address at which other machines may come; "": this machine only.  OSError."""
+        """Listen on this machine, and at the address ``host`` for other machines unless it is "".  OSError."""
         self._secret = secret
-        self.name = f"minivllm-{secrets.token_hex(8)}"  # of no file: it is gone with this process
+        self.name = f"minivllm-{secrets.token_hex(8)}"  # an abstract socket, which ends with this process
         self.address: tuple[str, int] | None = None
         self.guests: queue.SimpleQueue[Guest] = queue.SimpleQueue()
         self.refused = 0
@@ -118,17 +125,19 @@ class Gate:
         self._thread.start()
 
     def _listen(self, sock: socket.socket, address: Any) -> socket.socket:
+        """Listen on a socket at an address, and return the socket."""
         self._selector.register(sock, selectors.EVENT_READ)
         sock.bind(address)
         sock.listen(AT_ONCE)
         return sock
 
     def _run(self) -> None:
+        """Accept connections until the gate is closed."""
         while True:
             for key, _ in self._selector.select():
                 if key.fd == self._closes:
                     return
-                with contextlib.suppress(OSError):  # who came has gone
+                with contextlib.suppress(OSError):  # the client has left already
                     sock, _ = key.fileobj.accept()  # type: ignore[union-attr]
                     if self._greetings.acquire(blocking=False):
                         threading.Thread(target=self._greet, args=(sock,), daemon=True).start()
@@ -136,6 +145,7 @@ class Gate:
                         sock.close()
 
     def _greet(self, sock: socket.socket) -> None:
+        """Add the client of a connection to the guests, or count it as refused."""
         try:
             self.guests.put(Guest(admit(sock, self._secret), sock))
         except (Refused, ValueError):
@@ -145,7 +155,7 @@ class Gate:
             self._greetings.release()
 
     def close(self) -> None:
-        """Idempotent; guests that nobody has taken are sent away."""
+        """Stop listening and close the connections of guests in the queue.  Further calls do nothing."""
         if self._closed < 0:
             return
         os.close(self._closed)
@@ -156,6 +166,7 @@ class Gate:
             self.guests.get().sock.close()
 
     def _end(self) -> None:
+        """Close all listening sockets."""
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()

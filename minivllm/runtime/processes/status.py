@@ -1,8 +1,8 @@
-"""How far each of several processes has come: a page of shared memory that each writes to and who started them reads.
+"""The progress of several processes, in a page of shared memory that they write and their parent reads.
 
     phase   begun   done   calls   operation   met   left     8 words of 8 bytes, a cache line for each process
 
-A process that hangs cannot say so, and one that has been killed says nothing: the page still has their last words.
+A process that hangs or was killed cannot report its state, so the parent reads it from the page.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from .channel import WORD
 
 PHASES = ("starts", "meets the others", "loads the model", "is ready")
-# steps by their numbers + 1; calls between the processes; meetings that their devices have begun, and have ended
+# begun and done: number of the last step + 1; calls: finished calls between processes, operation: the present call;
+# met and left: collective operations that the device of the process has begun and has ended
 PHASE, BEGUN, DONE, CALLS, OPERATION, MET, LEFT = range(7)
 LINE = 8  # words
 
@@ -23,63 +24,69 @@ class StatusPage:
     """The words of ``size`` processes, in the memory of ``channel.shared_file(StatusPage.room(size))``."""
 
     def __init__(self, file: int, size: int, operations: Sequence[str]) -> None:
-        """``operations``: the names of the calls by their numbers, "" for none."""
+        """Map the page.  ``operations`` has the names of the calls between processes by number; number 0 is no call."""
         self.size, self.operations = size, operations
         self._memory = mmap.mmap(file, self.room(size))
         self._bytes = memoryview(self._memory)
         self._words = self._bytes.cast("Q")
-        self._moved, self._last = time.monotonic(), self._all()
+        self.moves()
 
     @staticmethod
     def room(size: int) -> int:
-        """Bytes of the memory."""
+        """Return the bytes of the memory for ``size`` processes."""
         return size * LINE * WORD
 
     def set(self, rank: int, word: int, value: int) -> None:
+        """Set a word of a process."""
         self._words[rank * LINE + word] = value
 
     def get(self, rank: int, word: int) -> int:
+        """Return a word of a process."""
         return self._words[rank * LINE + word]
 
     def line(self, rank: int) -> bytes:
-        """All words of a process, as another page's ``set_line`` takes them."""
+        """Return all words of a process, for ``set_line`` of another page."""
         return bytes(self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD])
 
     def set_line(self, rank: int, line: bytes) -> None:
+        """Set all words of a process."""
         self._bytes[rank * LINE * WORD : (rank + 1) * LINE * WORD] = line
 
-    def _all(self) -> bytes:
-        return bytes(self._bytes)
-
     def standstill(self) -> float:
-        """Seconds since any process was seen to go on."""
-        now = self._all()
-        if now != self._last:
+        """Return the seconds since the page last changed or ``moves`` was called."""
+        if bytes(self._bytes) != self._last:
             self.moves()
         return time.monotonic() - self._moved
 
     def moves(self) -> None:
-        """Something is to be done from now on."""
-        self._moved, self._last = time.monotonic(), self._all()
+        """Restart the time of ``standstill``, because the processes have work from now on."""
+        self._moved = time.monotonic()
+        self._last = bytes(self._bytes)
 
     def told(self, rank: int) -> str:
-        """Where a process is, in words."""
-        if (phase := self.get(rank, PHASE)) < len(PHASES) - 1:
+        """Return a description of the state of a process."""
+        phase = self.get(rank, PHASE)
+        if phase < len(PHASES) - 1:
             return PHASES[phase]
         begun, done, calls = (self.get(rank, word) - 1 for word in (BEGUN, DONE, CALLS))
-        step = "no step yet" if begun < 0 else f"in step {begun}" if begun != done else f"last step {done}"
+        step = f"last step {done}" if begun == done else f"in step {begun}"
+        if begun < 0:
+            step = "no step yet"
         met, left = self.get(rank, MET), self.get(rank, LEFT)
-        device = (
-            f", its device waits in meeting {met}" if met != left else f", its device has met the others {met} times"
-        )
-        where = device if met else ""
-        if operation := self.get(rank, OPERATION):
-            return f"{step}, waits in {self.operations[operation]} number {calls + 1}{where}"
-        return f"{step}, {calls + 1} calls to others done{where}"
+        device = ""
+        if met:
+            met_all = f"has met the others {met} times"
+            device = f", its device {met_all if met == left else f'waits in meeting {met}'}"
+        operation = self.get(rank, OPERATION)
+        if operation:
+            return f"{step}, waits in {self.operations[operation]} number {calls + 1}{device}"
+        return f"{step}, {calls + 1} calls to others done{device}"
 
     def missing(self) -> list[int]:
-        """The processes that others wait for: those that wait in no call, or in an earlier one.  Where devices wait,
-        and not the processes, those whose device waits for nobody."""
+        """Return the processes that the others wait for.
+
+        They are in no call, or in an earlier call than the others.  If only devices wait, they are the processes whose
+        device does not wait."""
         free = [rank for rank in range(self.size) if self.get(rank, MET) == self.get(rank, LEFT)]
         if 0 < len(free) < self.size:
             return free
@@ -89,7 +96,7 @@ class StatusPage:
         return [rank for rank in range(self.size) if not waits[rank] or calls[rank] < most]
 
     def close(self) -> None:
-        """Idempotent."""
+        """Release the memory.  Further calls do nothing."""
         self._words.release()
         self._bytes.release()
         self._memory.close()

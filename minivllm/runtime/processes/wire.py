@@ -1,13 +1,13 @@
-"""Messages to and from a process on another machine, over TCP: a ``Channel`` without memory to share or files to hand.
+"""Messages to and from a process on another machine, over TCP: a ``Channel`` without shared memory and descriptors.
 
-    bytes of the message u32, its kind u16, its bytes        and the next
+    size of the message u32, its kind u16, its bytes        and the next message
 
-Bytes only, as there: what they mean is left to codecs and JSON, so nothing that comes from a network is run.
+A message is plain bytes, which codecs and JSON decode, so nothing that arrives from a network is executed.
 
-The kernel asks after a peer that is silent: a machine that is gone ends a connection after ``GONE`` seconds, however
-long no message is due.  It takes one for gone, too, that is there and has read nothing for so long
-(``TCP_USER_TIMEOUT``), as a process does in a long step.  So messages go without that, and a second connection, whose
-ends always read at once, tells whether the machine is there (``lives``).
+The kernel probes a silent peer, so a connection to an unreachable machine ends after ``GONE`` seconds, even if no
+message is due.  ``TCP_USER_TIMEOUT`` would also end a connection whose peer reads nothing for that time, as a process
+does in a long step.  The connection for messages therefore does not use it.  A second connection, whose ends always
+read at once, detects an unreachable machine (``lives``).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .channel import Channel, ChannelClosed, ChannelStuck, Message
 from .rhythm import let_others
 
 HEAD = struct.Struct("<IH2x")
-READ = 1 << 20  # bytes at once
-GONE = 6  # seconds
-# of the last: milliseconds that bytes may be on their way
+READ = 1 << 20  # most bytes of one read
+GONE = 6  # seconds after which a silent machine counts as unreachable
+# options of TCP in seconds, but TCP_USER_TIMEOUT (the longest time without an acknowledgement) in milliseconds
 WATCH = {
     "TCP_KEEPIDLE": 1,
     "TCP_KEEPINTVL": 1,
@@ -42,48 +42,54 @@ NO_WAY = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN
 
 
 def watch_peer(sock: socket.socket, reads: bool = True) -> None:
-    """A connection whose other machine does not answer ends by itself, as far as the system can do that.  ``reads``:
-    who is there reads at once; else that is found out only while nothing is on its way."""
+    """Make the system end a connection whose other machine does not answer.
+
+    ``reads`` means that the peer always reads at once.  Otherwise the system detects an unreachable machine only while
+    no data is in transit."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in WATCH.items():
         if not reads and name == "TCP_USER_TIMEOUT":
-            value = 0  # whatever it was
-        if (number := getattr(socket, name, None)) is not None:
+            value = 0  # no limit
+        number = getattr(socket, name, None)
+        if number is not None:
             sock.setsockopt(socket.IPPROTO_TCP, number, value)
 
 
 def cut_by(e: OSError) -> str:
-    """What the system says, where the other machine is out of reach; "" where its process has ended."""
+    """Return the system's message if the other machine is unreachable, or "" if only its process has ended."""
     return (e.strerror or str(e)) if e.errno in NO_WAY else ""
 
 
 class Wire(Channel):
-    """One end.  It belongs to one thread."""
+    """One end of a connection.  It belongs to one thread."""
 
     def __init__(self, sock: socket.socket, lives: Callable[[], bool] = lambda: True) -> None:
-        """``lives``: whether the other machine is there, as is asked where it reads nothing."""
+        """Use a connected socket.  ``lives`` returns whether the other machine is reachable while it reads nothing."""
         self._sock, self._lives = sock, lives
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
             watch_peer(sock, reads=False)
-        self._buffer = bytearray()  # of a message that has not come as a whole
+        self._buffer = bytearray()  # the received part of a message
         self._came: deque[Message] = deque()
         self._ended = False
-        self.cut = ""  # what the system says, where the other machine is out of reach
+        self.cut = ""  # the system's message about an unreachable machine
         self.patience = math.inf
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
 
     def send(self, kind: int, parts: Sequence[bytes | bytearray | memoryview], file: int = -1) -> None:
+        """Send a message.  ValueError for a descriptor, ChannelClosed or ChannelStuck as ``Channel.send``."""
         if file >= 0:
             raise ValueError("a file cannot go to another machine")
         if self._ended:
             raise ChannelClosed("the other process has ended")
         body = b"".join(parts)
-        left, since = memoryview(HEAD.pack(len(body), kind) + body), time.monotonic()
+        left = memoryview(HEAD.pack(len(body), kind) + body)
+        since = time.monotonic()
         while left:
             try:
-                left, since = left[self._sock.send(left) :], time.monotonic()
+                left = left[self._sock.send(left) :]
+                since = time.monotonic()
             except BlockingIOError:
                 self._wait_for_room(since)
             except OSError as e:
@@ -91,7 +97,7 @@ class Wire(Channel):
                 raise ChannelClosed("the other process has ended") from e
 
     def _wait_for_room(self, since: float) -> None:
-        """The other one may wait for room itself, so what it has sent is read."""
+        """Wait a moment for the reader.  Read its messages meanwhile, because it may wait for room as well."""
         if time.monotonic() - since > self.patience:
             raise ChannelStuck(f"has read nothing for {self.patience:.0f} s")
         if not self._lives():
@@ -101,7 +107,7 @@ class Wire(Channel):
         select.select((), (self._sock,), (), 0.01)
 
     def ready(self) -> bool:
-        """One system call: there is no memory to look at."""
+        """Return whether there is a message, by one system call."""
         return bool(self._came) or (self._hear() and self._gather())
 
     def _watch(self, until: float) -> bool:
@@ -141,7 +147,7 @@ class Wire(Channel):
         raise ChannelClosed("a file cannot come from another machine")
 
     def close(self) -> None:
-        """Idempotent.  The other end is told at once, whoever else holds this one."""
+        """Close the connection at once, even if another process holds this end.  Further calls do nothing."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
