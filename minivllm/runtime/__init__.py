@@ -1,1 +1,1 @@
-"""Parts that run while requests are served: hooks, structured output, text, processes, the account of energy."""
+"""Parts that run while requests are served: hooks, structured output, text, processes, and the energy account."""

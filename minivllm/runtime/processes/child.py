@@ -67,7 +67,9 @@ class Child:
     object."""
 
     def __init__(self, target: str, patience: float = math.inf) -> None:
-        """Start the process.  ``patience`` is the time in seconds that a message may wait for room.  OSError if it cannot be started."""
+        """Start the process.  OSError if it cannot be started.
+
+        ``patience`` is the time in seconds that a message may wait for room."""
         ours, theirs = socket.socketpair()
         memory = says = says_to = -1
         try:

@@ -1,10 +1,9 @@
-"""The process in which grammars are tried out: ``Helper`` is the engine's side, ``main`` the other.
+"""A helper process that tries out grammars: ``Helper`` is the engine's end, and ``main`` runs in the process.
 
-They talk in lines of JSON.  A grammar is compiled, and a few tokens are drawn with it, before the engine's own process
-looks at it.  That happens in a child that the helper forks beforehand, as a library may take seconds to start: a
-grammar that takes too long (of the processor's time, or a multiple of it by the clock) or too much memory, or that
-brings the library down, costs the child its life and nobody else any time.  A plug-in that started threads cannot be
-forked; then the helper itself is killed and replaced.
+They exchange lines of JSON.  The helper compiles a grammar and draws a few tokens with it before the engine's process
+compiles it.  A child that the helper forks in advance does this, because a library may take seconds to start.  A
+grammar that exceeds its limit of CPU time, real time or memory, or crashes the library, ends only the child.  A plug-in
+that started threads cannot be forked; then the helper itself is killed and replaced.
 """
 
 from __future__ import annotations
@@ -30,23 +29,25 @@ from minivllm.errors import PluginError, ResourceError, describe_error
 if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
 
-START = 60.0  # seconds that a process may take to start: importing a library may take some on a busy machine
-STOP = signal.SIGUSR1  # ends who is busy with a grammar, and nobody else
-LEFT = 3  # the status of a child that was asked nothing any more
+START = 60.0  # most seconds for the start of a process, because imports are slow on a busy machine
+STOP = signal.SIGUSR1  # ends the process that compiles a grammar; the others ignore it
+LEFT = 3  # exit status of a child whose helper gets no more requests
 DRAWS = 4  # tokens that are drawn with a new grammar
-BY_THE_CLOCK = 5  # times the processor's seconds that a grammar may take by the clock: a loaded machine is slow
-GRACE = 5.0  # seconds beyond the limit after which a helper that should have ended its child is taken for stuck
+BY_THE_CLOCK = 5  # real-time limit of a grammar as a multiple of its CPU seconds, for loaded machines
+GRACE = 5.0  # seconds beyond the limit after which a helper that has not ended its child is killed
 
 
 class Stopped(ResourceError):
-    """Nobody wants to know any more."""
+    """Error about a grammar that no request needs any more."""
 
     def __init__(self) -> None:
-        super().__init__("nobody wants it any more")
+        super().__init__("the requests for it have ended")
 
 
 class Helper:
-    """One process, started by need and replaced when it was killed.  One thread at a time, but for ``stop``."""
+    """One helper process, started on demand and replaced after it was killed.
+
+    One thread at a time may use it, except for ``stop``."""
 
     def __init__(self, part: Part, ctx: GrammarContext, seconds: float, megabytes: int) -> None:
         self.name, self.seconds, self.megabytes = part.name, seconds, megabytes
@@ -64,14 +65,15 @@ class Helper:
         self._ready = self._forks = self._stopped = False
 
     def stop(self) -> None:
-        """End what is being tried out now, from another thread.  It is without effect where nothing is."""
-        process, self._stopped = self._process, True
+        """End the check that another thread runs, if there is one."""
+        process = self._process
+        self._stopped = True
         if self._ready and process is not None and process.returncode is None:
             with contextlib.suppress(OSError):
                 os.killpg(process.pid, STOP)
 
     def start(self) -> None:
-        """Start a process if there is none; returns at once."""
+        """Start a process if there is none, and return at once."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
@@ -81,49 +83,33 @@ class Helper:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             bufsize=0,
-            start_new_session=True,  # a signal to its group is for it and its child
+            start_new_session=True,  # so that signals reach it and its child only
         )
         self._ready = False
         self._rest = b""
 
     def make_ready(self) -> None:
-        """Start a process, and wait until it has its plug-in."""
+        """Start a process and wait until it has its plug-in."""
         self.start()
         self._say_hello()
 
     def check(self, source: GrammarSource) -> None:
-        """ValueError if the plug-in refuses it or it does not keep within the limits; PluginError if it fails on it;
-        ResourceError if no process could be started; Stopped."""
+        """Compile a grammar in the process and draw tokens with it.
+
+        ValueError if the plug-in refuses the grammar or it exceeds the limits, PluginError if the plug-in fails,
+        ResourceError if no process can be started, Stopped after ``stop``."""
         try:
             self._check(source)
         finally:
             self._stopped = False
 
     def _check(self, source: GrammarSource) -> None:
-        for again in (True, False):
-            self.start()
-            try:
-                self._say_hello()
-                if self._stopped:
-                    raise Stopped
-                line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
-                answer = self._ask(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
-                break
-            except TimeoutError:
-                self._kill()
-                answer = {"ended": "time"}
-                break
-            except OSError as e:
-                ready = self._ready
-                self._kill()
-                if ready:
-                    answer = {"ended": "stopped" if self._stopped else "memory"}
-                    break
-                if not again:
-                    raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
-        if answer.get("ended") == "stopped":
+        """Raise the errors of ``check``."""
+        answer = self._answer(source)
+        ended = answer.get("ended")
+        if ended == "stopped":
             raise Stopped
-        if (ended := answer.get("ended")) == "time":
+        if ended == "time":
             raise ValueError(
                 f"it takes more than {self.seconds:g} s to compile: simplify it, or raise grammar_compile_seconds"
             )
@@ -137,7 +123,30 @@ class Helper:
         if "error" in answer:
             raise ValueError(answer["error"])
 
+    def _answer(self, source: GrammarSource) -> dict[str, Any]:
+        """Return the process's answer about a grammar.  Try twice to start a process."""
+        line = json.dumps(dataclasses.asdict(source)).encode() + b"\n"
+        for again in (True, False):
+            self.start()
+            try:
+                self._say_hello()
+                if self._stopped:
+                    raise Stopped
+                return self._ask(line, (BY_THE_CLOCK * self.seconds + GRACE) if self._forks else self.seconds)
+            except TimeoutError:
+                self._kill()
+                return {"ended": "time"}
+            except OSError as e:
+                ready = self._ready
+                self._kill()
+                if ready:
+                    return {"ended": "stopped" if self._stopped else "memory"}
+                if not again:
+                    raise ResourceError(f"the process that tries grammars out does not start: {e}") from e
+        raise AssertionError  # the loop returns or raises
+
     def _say_hello(self) -> None:
+        """Send the plug-in and the vocabulary to a new process and wait until it is ready.  OSError, ResourceError."""
         if self._ready:
             return
         try:
@@ -150,8 +159,9 @@ class Helper:
         self._ready, self._forks = True, answer["forks"]
 
     def _ask(self, line: bytes, seconds: float) -> Any:
-        """Send a line and read one.  TimeoutError; OSError if the process has died."""
-        process, end = self._process, time.monotonic() + seconds
+        """Send a line and return the answer.  TimeoutError after ``seconds``, OSError if the process has died."""
+        process = self._process
+        end = time.monotonic() + seconds
         assert process is not None and process.stdin is not None and process.stdout is not None
         left = memoryview(line)
         while left:
@@ -160,15 +170,15 @@ class Helper:
             wait = end - time.monotonic()
             if wait <= 0 or not select.select([process.stdout], [], [], wait)[0]:
                 raise TimeoutError
-            got = process.stdout.read(1 << 16)
-            if not got:
+            data = process.stdout.read(1 << 16)
+            if not data:
                 raise BrokenPipeError(f"it ended with {process.wait()}")
-            self._rest += got
+            self._rest += data
         answer, _, self._rest = self._rest.partition(b"\n")
         return json.loads(answer)
 
     def _kill(self) -> None:
-        """End the process and start another, which is warm by the time somebody asks again."""
+        """End the process and start another, which will be ready for the next grammar."""
         self.close()
         self.start()
 
@@ -188,8 +198,8 @@ class Helper:
 
 
 def main() -> NoReturn:
-    """Answer each line until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's; the end of its pipe ends this process
+    """Answer the engine's lines until it closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C; this process ends with its pipe
     signal.signal(STOP, signal.SIG_IGN)
     hello = json.loads(sys.stdin.buffer.readline())
     seconds, megabytes, forks = hello["seconds"], hello["megabytes"], False
@@ -203,28 +213,29 @@ def main() -> NoReturn:
         forks = threads() == before
         if not forks:
             limit_memory(megabytes)
-        gc.disable()  # a collection in a child would copy all pages that it looks at
+        gc.disable()  # a collection in a child would write to shared pages, and so copy them
         answer: dict[str, Any] = {"forks": forks}
     except Exception as e:
         answer = {"error": f"{type(e).__name__}: {e}"}
     say(answer)
     while True:
-        if forks and (child := os.fork()):
-            status = os.waitpid(child, 0)[1]
-            if status and os.waitstatus_to_exitcode(status) == LEFT:
+        child = os.fork() if forks else 0
+        if child:
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code == LEFT:
                 sys.exit(0)
-            if status:  # else it has answered
-                why = {int(signal.SIGPROF): "time", int(signal.SIGALRM): "time", int(STOP): "stopped"}
-                say({"ended": why.get(-os.waitstatus_to_exitcode(status), "memory")})
+            if code:  # the child has not answered
+                reasons = {int(signal.SIGPROF): "time", int(signal.SIGALRM): "time", int(STOP): "stopped"}
+                say({"ended": reasons.get(-code, "memory")})
             continue
         line = sys.stdin.buffer.readline()
         if not line:
             os._exit(LEFT if forks else 0)
         signal.signal(STOP, signal.SIG_DFL)
-        # A timer's signal ends a process whatever it is busy with; the helper itself if there is nobody left who would.
+        # the signal of a timer ends a process in any state: the child, or the helper itself if it cannot fork
         signal.setitimer(signal.ITIMER_REAL, BY_THE_CLOCK * seconds if forks else 4 * seconds)
         if forks:
-            signal.setitimer(signal.ITIMER_PROF, seconds)  # of the processor, so that load refuses nobody's grammar
+            signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, so that load does not cause refusals
             limit_memory(megabytes)
         answer = {}
         try:
@@ -233,7 +244,7 @@ def main() -> NoReturn:
             answer = {"error": str(e)}
         except MemoryError:
             raise
-        except BaseException as e:  # a fault of the plug-in, not of the grammar
+        except BaseException as e:  # the plug-in fails; a wrong grammar is a ValueError
             answer = {"failed": describe_error(e)}
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -244,17 +255,18 @@ def main() -> NoReturn:
 
 
 def say(answer: dict[str, Any]) -> None:
+    """Send an answer to the engine."""
     sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
     sys.stdout.buffer.flush()
 
 
 def threads() -> int:
-    """Of this process, those of libraries too."""
+    """Return the number of threads of this process, including those of libraries."""
     return len(os.listdir("/proc/self/task"))
 
 
 def limit_memory(megabytes: int) -> None:
-    """What the process may take beyond what it has."""
+    """Limit the memory of this process to ``megabytes`` more than it has now."""
     import resource
 
     with open("/proc/self/statm") as file:
@@ -263,7 +275,7 @@ def limit_memory(megabytes: int) -> None:
 
 
 def try_out(plugin: Grammar, source: GrammarSource) -> None:
-    """Compile it and draw a few tokens.  ValueError if it is refused, or no text fits it."""
+    """Compile a grammar and draw a few tokens with it.  ValueError if it is refused, or if no text fits it."""
     matcher = plugin.start(plugin.compile(source))
     width = plugin.ctx.vocab_size
     mask = np.empty((1, -(-width // 32)), np.int32)
@@ -279,8 +291,8 @@ def try_out(plugin: Grammar, source: GrammarSource) -> None:
         if token in plugin.ctx.eos_ids:
             return
         if plugin.accept([matcher], [[token]])[0] != 1:
-            why = plugin.fill([matcher], mask, [0]).get(0)  # a limit of the library, say
-            raise ValueError(why or f"token {token} is allowed and then refused: a fault of the library")
+            reason = plugin.fill([matcher], mask, [0]).get(0)  # such as a limit of the library
+            raise ValueError(reason or f"token {token} is allowed and then refused: a fault of the library")
 
 
 if __name__ == "__main__":

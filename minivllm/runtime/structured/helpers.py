@@ -1,4 +1,4 @@
-"""Several helper processes, so that one grammar that takes its time does not hold up the next."""
+"""Several helper processes, so that a slow grammar does not delay the next one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger("minivllm")
 
 
 class Helpers:
-    """At most ``most`` helpers, each made (by ``make``) when all others are in use.  Thread-safe.
+    """At most ``most`` helpers.  ``make`` makes a helper when all others are in use.  Thread-safe.
 
-    A process takes a second or more to start, so the next one is started before somebody needs it.
+    A process takes a second or more to start, so a spare one is started before a request needs it.
     """
 
     def __init__(self, make: Callable[[], Helper], most: int) -> None:
@@ -30,11 +30,11 @@ class Helpers:
 
     @contextmanager
     def one(self) -> Iterator[Helper]:
-        """A helper that nobody else has meanwhile; waits for one if need be."""
+        """Wait for a helper, and lend it to the caller alone."""
         with self._changed:
             while not self._idle and len(self.made) >= self._most:
                 self._changed.wait()
-            helper = self._idle.pop() if self._idle else self._add()  # the one that was used last
+            helper = self._idle.pop() if self._idle else self._add()  # the last used, whose memory is warm
             if not self._idle and len(self.made) < self._most:
                 threading.Thread(target=self._start, args=(self._add(),), name="minivllm-helper", daemon=True).start()
         try:
@@ -43,20 +43,21 @@ class Helpers:
             self._put_back(helper)
 
     def _add(self) -> Helper:
-        """The lock is held."""
+        """Make a helper.  The caller holds the lock."""
         helper = self._make()
         self.made.append(helper)
         return helper
 
     def _start(self, helper: Helper) -> None:
-        """A spare one, which nobody else has until it is ready."""
+        """Start the process of a spare helper, then make the helper available."""
         try:
             helper.make_ready()
-        except Exception as e:  # whoever needs it meets that again, and is told
+        except Exception as e:  # the request that uses the helper reports it
             log.debug("a spare helper did not start: %s", e)
         self._put_back(helper)
 
     def _put_back(self, helper: Helper) -> None:
+        """Make a helper available, or close it if the helpers are closed."""
         with self._changed:
             self._idle.append(helper)
             if self._closed:
@@ -64,7 +65,7 @@ class Helpers:
             self._changed.notify()
 
     def close(self) -> None:
-        """End their processes; idempotent."""
+        """End the processes of all helpers.  Further calls do nothing."""
         with self._changed:
             self._closed = True
             for helper in self.made:

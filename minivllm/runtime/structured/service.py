@@ -1,10 +1,10 @@
-"""Compiles what clients ask for: tried out in a helper process first, kept under a byte limit.
+"""Compilation of grammars: first in a helper process, then in this one, with a cache of limited size.
 
-    any thread ──compile──► kept? ──no──► a helper process: time, memory ──passed──► the plug-in, in this one ──► kept
-                              └──yes────────────────────────────────────────────────────────────────────────────►
+    any thread ──compile──► cached? ──no──► helper process: limits ──passed──► the plug-in in this process ──► cached
+                              └──yes────────────────────────────────────────────────────────────────────────►
 
-A grammar that is too much for the limits harms the helper or its child only, which is killed and replaced.  What was
-refused is refused again at once.  What one tenant has asked is neither kept nor refused at once for another.
+A grammar that exceeds the limits ends only the helper or its child, which is replaced.  Refusals are cached as well.
+Tenants share neither compiled grammars nor refusals.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.grammar import Grammar
     from minivllm.core.interfaces.structured import StructuredOutputsParams
 
-REFUSED = 1 << 20  # bytes of refusals that are remembered, with what was refused
-ENTRY = 512  # bytes of one beside its texts
+REFUSED = 1 << 20  # bytes of cached refusals, with the refused grammars
+ENTRY = 512  # bytes of a cached refusal without its texts
 
 
 def default_threads() -> int:
-    """Threads for a plug-in: the processor's cores but for two, that the loop and the client have too, at most 16."""
+    """Return the number of threads for a plug-in: at most 16, and two cores less than there are.
+
+    The two cores are for the engine's loop and the client."""
     return max(1, min(16, len(os.sched_getaffinity(0)) - 2))
 
 
 class Grammars:
-    """One plug-in and what it has compiled.  Thread-safe; at most ``workers`` compilations run at once, each with a
-    helper process, and never two of the same source.
+    """One grammar plug-in and its compiled grammars.  Thread-safe.
 
-    ``context`` is asked for when the first grammar is compiled: a vocabulary takes a while to spell out.
+    At most ``workers`` compilations run at once, each with a helper process, and never two of the same source.
+    ``context`` is called when the first grammar is compiled, because it takes time to spell out a vocabulary.
     """
 
     def __init__(
@@ -58,34 +60,39 @@ class Grammars:
         self._context = context
         self._kept: TenantCache[Compiled] = TenantCache(cache_bytes)
         self._refused: TenantCache[str] = TenantCache(REFUSED)
-        self._lock, self._building = threading.Lock(), threading.RLock()
+        self._lock = threading.Lock()
+        self._building = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._making: set[tuple[Salt, GrammarSource]] = set()
-        self._stopped: set[tuple[Salt, GrammarSource]] = set()  # of those, what nobody wants any more
-        self._trying: dict[tuple[Salt, GrammarSource], Helper] = {}  # and which helper looks at it
-        self.workers, self._closed = workers, False
+        self._stopped: set[tuple[Salt, GrammarSource]] = set()  # sources being compiled that no request needs
+        self._trying: dict[tuple[Salt, GrammarSource], Helper] = {}  # the helper that checks each source
+        self.workers = workers
+        self._closed = False
         self.helpers = Helpers(lambda: Helper(part, self.context, seconds, megabytes), workers)
 
     @property
     def bytes(self) -> int:
-        """Of what is kept."""
+        """Return the bytes of the cached grammars."""
         return self._kept.bytes
 
     @cached_property
     def context(self) -> GrammarContext:
+        """Return the vocabulary for the plug-in."""
         with self._building:
             return self._context()
 
     @cached_property
     def plugin(self) -> Grammar:
+        """Return the plug-in.  Use ``_build`` from several threads."""
         return build_part("grammar", self.part, self.context)
 
     def _build(self) -> Grammar:
-        with self._building:  # one plug-in, however many threads ask for it first
+        """Return the plug-in, which is made once even if several threads need it first."""
+        with self._building:
             return self.plugin
 
     def warm(self) -> None:
-        """Start a helper and make the plug-in, on a thread of its own: the first request need not wait for it."""
+        """Start a helper and make the plug-in in a new thread, so that the first request does not wait for them."""
 
         def run() -> None:
             with self.helpers.one() as helper:
@@ -96,15 +103,18 @@ class Grammars:
         threading.Thread(target=run, name="minivllm-grammars", daemon=True).start()
 
     def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
-        """RequestError, which names the field, if it is refused.  ``salt``: whose it is; others do not share it."""
+        """Return a compiled grammar.  RequestError with the field if it is refused.
+
+        Only requests with the same ``salt`` share it."""
         source = params.source
         with self._changed:
             while True:
-                if (found := self._find(source, salt)) is not None:
+                found = self._find(source, salt)
+                if found is not None:
                     return found
                 if (salt, source) not in self._making:
                     break
-                self._changed.wait()  # for another with the same source
+                self._changed.wait()  # another thread compiles the same source
             self._making.add((salt, source))
         try:
             return self._make(source, salt)
@@ -115,17 +125,19 @@ class Grammars:
                 self._changed.notify_all()
 
     def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
-        """What is there already.  RequestError if it has been refused."""
+        """Return a cached grammar or None.  RequestError if the cache has a refusal."""
         with self._lock:
             return self._find(params.source, salt)
 
     def _find(self, source: GrammarSource, salt: Salt) -> Compiled | None:
-        """The lock is held."""
-        if (why := self._refused.get(salt, source)) is not None:
-            raise RequestError(why, NAME)
+        """Return a cached grammar or None.  The caller holds the lock."""
+        refusal = self._refused.get(salt, source)
+        if refusal is not None:
+            raise RequestError(refusal, NAME)
         return self._kept.get(salt, source)
 
     def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
+        """Check and compile a grammar, and cache it or its refusal."""
         features = self.part.features
         if features and source.kind not in features:
             takes = ", ".join(features)
@@ -137,24 +149,24 @@ class Grammars:
                 self._try(helper, source, salt)
                 made = plugin.compile(source)
             if not isinstance(made, Compiled) or not isinstance(made.nbytes, int):
-                raise TypeError(f"compile() gave {shown(made)}; want a Compiled")
+                raise TypeError(f"compile() returned {shown(made)}; expected a Compiled")
         except ValueError as e:
-            why = f"{NAME}.{source.kind}: {e}"
+            refusal = f"{NAME}.{source.kind}: {e}"
             with self._lock:
-                self._refused.put(salt, source, why, 4 * (len(source.text) + len(why)) + ENTRY)
-            raise RequestError(why, NAME) from None
+                self._refused.put(salt, source, refusal, 4 * (len(source.text) + len(refusal)) + ENTRY)
+            raise RequestError(refusal, NAME) from None
         except MinivllmError as e:
             raise RequestError(f"{NAME}: {e}", NAME) from e
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # SystemExit too: it must not end the thread that compiles
             raise RequestError(f"{NAME}: {self.part.name} failed: {describe_error(e)}", NAME) from e
-        with self._lock:  # sequences that run keep theirs, whoever has to make room
+        with self._lock:  # running sequences keep their grammars, even if the cache drops them
             self._kept.put(salt, source, made, max(made.nbytes, len(source.text)))
         return made
 
     def _try(self, helper: Helper, source: GrammarSource, salt: Salt) -> None:
-        """``helper.check``, which ``stop`` can end."""
+        """Check a grammar with a helper, in a way that ``stop`` can end."""
         with self._lock:
             if (salt, source) in self._stopped:
                 raise Stopped
@@ -166,22 +178,25 @@ class Grammars:
                 del self._trying[salt, source]
 
     def stop(self, params: StructuredOutputsParams, salt: Salt) -> None:
-        """Nobody wants what is being compiled: ``compile`` raises RequestError soon, and nothing is kept of it."""
+        """End the compilation of a grammar that no request needs.
+
+        ``compile`` then raises RequestError and caches nothing."""
         key = salt, params.source
         with self._lock:
             if key in self._making:
                 self._stopped.add(key)
-                if (helper := self._trying.get(key)) is not None:
+                helper = self._trying.get(key)
+                if helper is not None:
                     helper.stop()
 
     def close(self) -> None:
-        """End the helpers; idempotent."""
+        """End the helpers.  Further calls do nothing."""
         self._closed = True
         self.helpers.close()
 
 
 class NoGrammars:
-    """There is no plug-in, or no vocabulary: each request is refused with the reason."""
+    """Replacement of ``Grammars`` without a plug-in or a vocabulary: it refuses each request with the reason."""
 
     workers = 1
 
@@ -189,16 +204,18 @@ class NoGrammars:
         self.why = why
 
     def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
+        """Raise RequestError."""
         raise RequestError(f"{NAME}: {self.why}", NAME)
 
     def find(self, params: StructuredOutputsParams, salt: Salt) -> Compiled | None:
+        """Raise RequestError."""
         return self.compile(params, salt)
 
     def stop(self, params: StructuredOutputsParams, salt: Salt) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def warm(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""

@@ -102,7 +102,7 @@ def test_one_that_nobody_wants_any_more_ends_at_once_and_is_not_held_against_who
     fake.stop(asked, ("", ""))  # nothing is being made: without effect
 
     def ask():
-        with pytest.raises(RequestError, match="nobody wants it any more") as e:
+        with pytest.raises(RequestError, match="the requests for it have ended") as e:
             fake.compile(asked, ("", ""))
         found.append(e.value.param)
 
