@@ -1,15 +1,15 @@
-"""Statistics of use, kept on this machine for its owner: off until ``minivllm stats on``, and sent nowhere.
+"""Usage statistics on this machine, for its owner: off until ``minivllm stats on``, and never sent anywhere.
 
-    $XDG_DATA_HOME/minivllm/usage.json     (default ~/.local/share; it is there only while they were switched on once)
+    $XDG_DATA_HOME/minivllm/usage.json     (default ~/.local/share; the file exists only after ``minivllm stats on``)
 
     totals, models[NAME], days[DATE]   runs, requests, prompt_tokens, output_tokens, seconds, joules
     parts[SEAM][NAME]                  runs, output_tokens
 
-Sums alone: no prompt, no text, no time of a request, no name of a user or a host.  Who writes takes a lock, reads, adds
-what it has counted since it wrote last, and puts a new file in the place of the old one, so several processes can.  The
-file is bounded: of models and parts the least used become "others", days are the last ``DAYS``.
+The file has only sums: no prompt, no text, no time of a request, no name of a user or a host.  Several processes may
+write it: each takes a lock, reads the file, adds its sums since its last write, and replaces the file.  The size of the
+file is bounded: the least used models and parts are summed as "others", and only the last ``DAYS`` days are kept.
 
-Nothing here can fail a run: what cannot be written is logged once.
+A failure never ends a run.  It is logged once.
 """
 
 from __future__ import annotations
@@ -34,48 +34,49 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "minivllm-usage", 1
 SUMS = ("runs", "requests", "prompt_tokens", "output_tokens", "seconds", "joules")
-MOST, DAYS, LONGEST = 100, 366, 200  # names of models, and of parts of a seam; days; characters of a name
+MOST, DAYS, LONGEST = 100, 366, 200  # most names of models and of a seam's parts; days; characters of a name
 OTHERS = "others"
-EVERY = 300.0  # seconds between writes of a process that lives long
-PATIENCE = 1.0  # seconds that the end of a run waits for others who write
+EVERY = 300.0  # seconds between writes of a running process
+PATIENCE = 1.0  # seconds that the end of a run waits for the lock
 log = logging.getLogger("minivllm")
 
 
 def path() -> Path:
-    """Where they are, whether or not they are switched on."""
+    """Return the path of the file, whether or not it exists."""
     base = os.environ.get("XDG_DATA_HOME", "")
-    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"  # a relative one counts not
+    folder = Path(base) if os.path.isabs(base) else Path.home() / ".local" / "share"  # a relative path is ignored
     return folder / "minivllm" / "usage.json"
 
 
 def empty() -> dict[str, Any]:
+    """Return statistics without any run, switched off."""
     today = datetime.date.today().isoformat()
     return {"format": FORMAT, "version": VERSION, "on": False, "since": today,
             "totals": {}, "models": {}, "days": {}, "parts": {}}  # fmt: skip
 
 
 def read() -> dict[str, Any] | None:
-    """What is kept; None if there is nothing.  ConfigError for a file that is not of this form."""
+    """Return the statistics, or None without a file.  ConfigError for a file in another format."""
     at = path()
     if not at.exists():
         return None
     found = files.read_json(at, files.LARGE)
     if not isinstance(found, dict) or found.get("format") != FORMAT or found.get("version") != VERSION:
-        raise ConfigError(f"{at}: no usage statistics of this version; want it away: `minivllm stats delete`")
+        raise ConfigError(f"{at}: no usage statistics of this version; remove it with `minivllm stats delete`")
     return {**empty(), **found}
 
 
 def is_on() -> bool:
-    """Whether a run is to be counted.  One look at the file system where they never were."""
+    """Return whether runs are counted.  Without a file this is a single look at the file system."""
     try:
         return bool((read() or {}).get("on"))
-    except (ConfigError, OSError, RuntimeError) as e:  # RuntimeError: nobody knows the home folder
+    except (ConfigError, OSError, RuntimeError) as e:  # RuntimeError: the home folder is unknown
         log.warning("usage is not counted: %s", e)
         return False
 
 
 def switch(on: bool) -> None:
-    """ConfigError if that cannot be written."""
+    """Switch the statistics on or off.  ConfigError if the file cannot be written."""
     with _locked(PATIENCE) as held:
         if not held:
             raise ConfigError(f"{path()}: another process writes it; try again")
@@ -83,44 +84,45 @@ def switch(on: bool) -> None:
 
 
 def delete() -> bool:
-    """Everything goes, the switch as well; whether there was anything."""
+    """Delete the file, which also switches the statistics off, and return whether it existed.  ConfigError."""
     at = path()
     if not at.parent.exists():
         return False
-    with _locked(PATIENCE):  # who has read it puts it back otherwise
-        there = at.exists()
+    with _locked(PATIENCE):  # otherwise a process that has read the file would write it again
+        existed = at.exists()
         try:
-            for one in (at, _lock_of(at)):
-                one.unlink(missing_ok=True)
+            at.unlink(missing_ok=True)
+            _lock_of(at).unlink(missing_ok=True)
         except OSError as e:
             raise ConfigError(f"{at}: cannot be deleted: {e.strerror}") from None
-    with contextlib.suppress(OSError):  # something else lies there
+    with contextlib.suppress(OSError):  # the folder has other files
         at.parent.rmdir()
-    return there
+    return existed
 
 
 def add(kept: dict[str, Any], counted: Mapping[str, float], model: str, parts: Mapping[str, Sequence[str]]) -> None:
-    """Add what a run has counted to what is kept."""
+    """Add the sums of a run to the statistics."""
     today = datetime.date.today().isoformat()
     _sum(kept["totals"], counted)
     _sum(kept["models"].setdefault(model[-LONGEST:], {}), counted)
     _sum(kept["days"].setdefault(today, {}), counted)
     for seam, names in parts.items():
         for name in names:
-            some = {key: counted[key] for key in ("runs", "output_tokens")}
-            _sum(kept["parts"].setdefault(seam, {}).setdefault(name[-LONGEST:], {}), some)
+            of_part = {key: counted[key] for key in ("runs", "output_tokens")}
+            _sum(kept["parts"].setdefault(seam, {}).setdefault(name[-LONGEST:], {}), of_part)
     kept["models"] = _bounded(kept["models"])
     kept["parts"] = {seam: _bounded(found) for seam, found in list(kept["parts"].items())[:MOST]}
     kept["days"] = dict(sorted(kept["days"].items())[-DAYS:])
 
 
 def _sum(to: dict[str, float], counted: Mapping[str, float]) -> None:
+    """Add sums to those of a model, a day or a part."""
     for key, value in counted.items():
         to[key] = round(to.get(key, 0) + value, 3)
 
 
 def _bounded(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """At most ``MOST`` names; the least used together under ``OTHERS``."""
+    """Return the sums of at most ``MOST`` names.  The least used names are summed as ``OTHERS``."""
     if len(found) <= MOST:
         return found
     rest = found.pop(OTHERS, {})
@@ -131,12 +133,13 @@ def _bounded(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
 
 
 def _lock_of(at: Path) -> Path:
+    """Return the path of the lock of a file."""
     return at.with_suffix(".lock")
 
 
 @contextlib.contextmanager
 def _locked(seconds: float) -> Iterator[bool]:
-    """Whether nobody else writes meanwhile; waits for that at most so long."""
+    """Hold the lock of the file, and yield whether it could be acquired within ``seconds``."""
     at = path()
     try:
         at.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -154,10 +157,11 @@ def _locked(seconds: float) -> Iterator[bool]:
                     yield False
                     return
                 time.sleep(0.01)
-        yield True  # the lock ends with the file
+        yield True  # closing the file releases the lock
 
 
 def _write(kept: Mapping[str, Any]) -> None:
+    """Replace the file.  ConfigError if it cannot be written."""
     at = path()
     part = at.with_name(f"{at.name}.{os.getpid()}.part")
     try:
@@ -172,7 +176,9 @@ def _write(kept: Mapping[str, Any]) -> None:
 
 
 class UsageCounter:
-    """Counts the requests of one engine, on the thread of its loop; writes at its end and each ``EVERY`` seconds."""
+    """Counter of an engine's requests, used on the thread of its loop.
+
+    It writes the sums at the engine's end and every ``EVERY`` seconds."""
 
     def __init__(self, engine: Engine, model: str, parts: Mapping[str, Sequence[str]]) -> None:
         self.engine, self.model, self.parts = engine, model, parts
@@ -184,23 +190,27 @@ class UsageCounter:
         engine.events.engine_stopped.subscribe(lambda error: self.write(PATIENCE))
 
     def _request_finished(self, request: Request) -> None:
-        c = self._counted
-        c["requests"] += 1
-        c["prompt_tokens"] += len(request.prompt)
-        c["output_tokens"] += sum(seq.emitted for seq in request.sequences)
+        """Count an ended request."""
+        counted = self._counted
+        counted["requests"] += 1
+        counted["prompt_tokens"] += len(request.prompt)
+        counted["output_tokens"] += sum(seq.emitted for seq in request.sequences)
         if time.monotonic() - self._written >= EVERY:
             self.write(0.0)
 
     def write(self, seconds: float) -> None:
-        """Add what was counted since it was written last, unless they were switched off meanwhile."""
-        now, energy = time.monotonic(), self.engine.energy
+        """Add the sums since the last write to the file, unless the statistics are switched off.
+
+        Wait at most ``seconds`` for the lock."""
+        now = time.monotonic()
+        energy = self.engine.energy
         self._counted["seconds"] += now - self._written
         self._written = now
         if energy is not None:
             self._counted["joules"] += energy.busy - self._joules
             self._joules = energy.busy
         try:
-            kept = read()  # deleted or switched off: nothing is made anew
+            kept = read()  # a deleted file is not created again
             if kept is None or not kept["on"]:
                 return
             with _locked(seconds) as held:
@@ -209,7 +219,7 @@ class UsageCounter:
                     add(kept, self._counted, self.model, self.parts)
                     _write(kept)
                     self._counted = dict.fromkeys(SUMS, 0)
-        except Exception as e:  # of a file that anybody may have changed
+        except Exception as e:  # the file may have any content
             if not self._failed:
                 self._failed = True
                 log.warning("usage is not counted: %s", e)

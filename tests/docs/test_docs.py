@@ -290,7 +290,7 @@ def test_the_table_of_facts_names_what_each_seam_is_asked():
 
 
 def hooks_table() -> list[str]:
-    rows = ["| hook | kind | is told | when |", "|---|---|---|---|"]
+    rows = ["| hook | kind | arguments | what it does |", "|---|---|---|---|"]
     for name in NAMES:
         contract = getattr(HookContracts, name)
         first = contract.minivllm_spec["firstresult"]

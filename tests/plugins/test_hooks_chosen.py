@@ -66,10 +66,10 @@ def chosen(package, environ=None, **text):
             {"args": ", stats"},
             r"minivllm_step_finished: argument\(s\) {'stats'} are declared .*; its parameters are: step$",
         ),
-        ({"mark": "wrapper=True", "body": "yield"}, "minivllm_step_finished cannot be wrapped: want @hookimpl without"),
-        ({"mark": "hookwrapper=True", "body": "yield"}, "is an old-style wrapper: want @hookimpl"),
-        ({"name": "minivllm_publish"}, r"minivllm_publish is a wrapper: want @hookimpl\(wrapper=True\) and a yield"),
-        ({"body": "yield"}, r"minivllm_step_finished is a generator .*, and nothing of it would run: want a plain"),
+        ({"mark": "wrapper=True", "body": "yield"}, "minivllm_step_finished cannot be wrapped: use @hookimpl without"),
+        ({"mark": "hookwrapper=True", "body": "yield"}, "is an old-style wrapper: use @hookimpl"),
+        ({"name": "minivllm_publish"}, r"minivllm_publish is a wrapper: use @hookimpl\(wrapper=True\) and a yield"),
+        ({"body": "yield"}, r"minivllm_step_finished is a generator .*, and a call would not run it: use a plain"),
         ({"mark": "specname='minivllm_nothing'", "name": "f"}, "there is no hook 'minivllm_nothing'"),
     ],
 )
@@ -95,7 +95,7 @@ def test_an_async_hook_that_nobody_would_await_is_refused():
         async def minivllm_step_finished(self, step):
             pass
 
-    with pytest.raises(PluginError, match="minivllm_step_finished is an async function, and nothing of it would run"):
+    with pytest.raises(PluginError, match="minivllm_step_finished is an async function, and a call would not run it"):
         HookManager([("acme/later", Later())])
 
 
@@ -123,7 +123,7 @@ def test_the_first_hook_that_knows_a_model_is_believed_and_explain_says_so(packa
 @pytest.mark.parametrize(
     ("body", "message"),
     [("raise ValueError('no net')", "failed in minivllm_resolve_model: ValueError: no net"),
-     ("return 7", "answered minivllm_resolve_model with a int; want a path or an id")],
+     ("return 7", "answered minivllm_resolve_model with a int; expected a path or an id")],
 )  # fmt: skip
 def test_a_first_result_hook_that_fails_is_an_error(package, body, message):
     with pytest.raises(PluginError, match=f"^hooks 'acme/mine'.*{message}"):

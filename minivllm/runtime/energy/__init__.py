@@ -1,7 +1,7 @@
-"""Joules: counters of a machine (``counters``), and whose they were of an engine's requests (``account``).
+"""Energy: counters of joules (``counters``), and the share of each request (``account``).
 
-    counters    NVML's total energy of a GPU, Linux's RAPL of a CPU: what there is, and why there is none
-    account     what a counter gave while an engine was busy, shared among its requests; what it gave else
+    counters    NVML's total energy of a GPU, Linux's RAPL of a CPU, or the reason why there is no counter
+    account     the joules of a busy engine, divided among its requests, and the joules of an idle engine
 
-Nothing here imports torch, and nothing is read unless it was asked for (``energy`` among the options).
+This package does not import torch.  Counters are read only with the option ``energy``.
 """

@@ -1,19 +1,20 @@
-"""Whose joules: what a counter gave while an engine was busy, shared among its requests.
+"""The energy account: the joules of a busy engine, divided among its requests.
 
     ├─ idle ─┤├──────────────── busy ────────────────┤├ settling ┤├─ idle ─
              ▲        ▲        ▲        ▲            ▲          ▲
-    readings of the counter, one each ``EVERY`` seconds at most; between two of them steps collect weights:
+    readings of the counter, at most one in ``EVERY`` seconds; between two readings steps add weights:
         weight of a request = sum over its rows of   seconds of the step · share of the row in the step
         share of row i      = (W · q_i / Σq + K_i) / (W + ΣK)
 
-W: bytes of the weights, which all tokens of a step read together; q_i: tokens that row i computes; K_i: bytes of the KV
-cache that it reads, and writes.  So a step's shares are those of the bytes that it moves.  A counter moves each 20 to
-100 ms (NVML) while a step takes one, so no step is measured: joules between two readings are shared by weights.
+W is the bytes of the weights, which all tokens of a step read together.  q_i is the number of tokens that row i
+computes.  K_i is the bytes of the KV cache that row i reads and writes.  So the shares follow the bytes that a step
+moves.  A counter changes every 20 to 100 ms (NVML), and a step takes about 1 ms, so no single step is measured: the
+joules between two readings are divided by weight.
 
-Invariant: ``RequestJoules.measured`` of all requests + ``idle`` = what the counter has given since the engine was
-built.  Behind the last step of a busy time the counter is waited for, ``SETTLE`` at most, because it tells late; until
-it has moved the joules of requests that have ended are open (``RequestJoules.open``).  What it gave while steps ran is
-the requests', whatever else the machine did.
+Invariant: the sum of ``RequestJoules.measured`` over all requests, plus ``idle``, is the increase of the counter since
+the engine was built.  A counter is late, so after the last step of a busy time the account waits for its next change,
+at most ``SETTLE`` seconds.  Until then the joules of ended requests are open (``RequestJoules.open``).  All joules of
+the time in which steps ran count for the requests, even if other programs used the machine.
 """
 
 from __future__ import annotations
@@ -35,56 +36,64 @@ if TYPE_CHECKING:
     from .counters import Meter
 
 EVERY = 0.05  # seconds between readings while steps run
-LOOK = 0.002  # seconds between readings while the counter is waited for
-SETTLE = 0.25  # seconds that it is waited for behind the last step
+LOOK = 0.002  # seconds between readings after the last step
+SETTLE = 0.25  # most seconds to wait for the counter after the last step
 log = logging.getLogger("minivllm")
 
 
 @dataclass(slots=True, eq=False)
 class RequestJoules:
-    """Of one request.  ``open``: weights of it wait for the counter to move.  ``lost``: the counter did not move in
-    time, or could not be read, so that some of its work is in nobody's joules."""
+    """The joules of one request.
+
+    ``lost`` means that some work of the request is in no request's joules, because the counter did not change in time
+    or could not be read."""
 
     measured: float = 0.0
-    weight: float = 0.0  # seconds of steps, since the counter moved last
+    weight: float = 0.0  # seconds of steps since the counter last changed
     lost: bool = False
 
     @property
     def open(self) -> bool:
+        """Return whether the request has work that waits for a change of the counter."""
         return self.weight > 0.0
 
     @property
     def joules(self) -> float | None:
-        """None while they are not known, and where no counter told them."""
+        """Return the joules, or None while they are open and if they are lost."""
         return None if self.open or self.lost else self.measured
 
 
 class EnergyAccount:
-    """Listens to an engine, on the thread of its loop.  ``now``: seconds of a real clock."""
+    """The account of one engine, used on the thread of its loop.  ``now`` returns the seconds of a real clock.
+
+    A *stay* is the time of one sequence in a slot; each stay has a serial number.  The columns ``_serial`` and
+    ``_weight`` have the current stay of each slot."""
 
     def __init__(self, meter: Meter, now: Callable[[], float] = time.perf_counter) -> None:
         self.meter, self.now = meter, now
-        self.idle = self.busy = 0.0
-        self.fault = ""  # why it counts no longer
-        self._last, self._read_at = meter.joules(), now()
-        self._working = False  # from a step's plan until nothing is in flight and nobody waits
+        self.idle = self.busy = 0.0  # joules
+        self.fault = ""  # the reason why the counter is not read any more
+        self._last = meter.joules()
+        self._read_at = now()
+        self._working = False  # steps are planned, in flight, or wait
         self._ended_at = 0.0
-        self._begun: dict[int, float] = {}  # steps in flight
-        self._published = 0.0
-        self._stays: dict[int, RequestJoules] = {}  # serial of a stay in a slot -> whose it is
-        self._open: dict[int, RequestJoules] = {}  # by id(): those with a weight that has left the columns
+        self._begun: dict[int, float] = {}  # start of each step in flight
+        self._published = 0.0  # time of the last result
+        self._stays: dict[int, RequestJoules] = {}  # serial of a stay -> joules of its request
+        self._open: dict[int, RequestJoules] = {}  # by id(): requests with a weight outside the columns
         self._waiting: list[tuple[RequestJoules, Callable[[], None]]] = []
 
     def attach(self, engine: Engine, windows: Sequence[int | None]) -> None:
-        """Begin to listen.  The executor has started, so its sizes are known.  ``windows``: tokens that the layers of
-        each KV group look back at, None: all."""
+        """Subscribe to the events of an engine whose executor has started.
+
+        ``windows`` has the attention window of each KV group in tokens; None means no window."""
         self.engine, self.slots = engine, engine.slots
         sizes, block = engine.capacity.block_bytes, engine.wiring.block
-        self._groups = [(size / block, w) for size, w in zip(sizes, windows, strict=True)]  # bytes of a token, window
+        self._groups = [(size / block, window) for size, window in zip(sizes, windows, strict=True)]  # bytes a token
         self._weights = float(max(engine.capacity.weight_bytes, 1))
-        size, self._changes = engine.slots.size, -1
-        self._serial = np.full(size, -1, np.int64)  # of the stay that ``_weight`` is of
-        self._weight = np.zeros(size)
+        self._changes = -1  # number of the last change of the slots that ``_admit`` has seen
+        self._serial = np.full(engine.slots.size, -1, np.int64)
+        self._weight = np.zeros(engine.slots.size)
         events = engine.events
         events.planning.subscribe(self._plan)
         events.publishing.subscribe(self._publish)
@@ -96,14 +105,16 @@ class EnergyAccount:
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _plan(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
+        """Launch a step, and note its start and the stays in its slots."""
         if not self._working:
             self._settle_late()
-            self._read()  # up to here it was idle
+            self._read()  # the joules until now are idle
         begun = self.now()
         plan = launch()
         if plan is not None:
             if not self._working:
-                self._working, self._published = True, begun
+                self._working = True
+                self._published = begun
             self._begun[plan.id] = begun
             if self.slots.changes != self._changes:
                 self._changes = self.slots.changes
@@ -111,7 +122,7 @@ class EnergyAccount:
         return plan
 
     def _admit(self) -> None:
-        """Who has come into a slot since the last step; now, because it may have left when the result comes."""
+        """Store the stays that began since the last step.  They may have ended when the result arrives."""
         slots, serial, running = self.slots, self.slots.serial, self.slots.running
         for slot in running[serial[running] != self._serial[running]].tolist():
             self._leave(slot)
@@ -123,13 +134,20 @@ class EnergyAccount:
             self._serial[slot] = serial[slot]
 
     def _leave(self, slot: int) -> None:
-        """What a stay has collected goes to its request."""
-        if (whose := self._stays.get(int(self._serial[slot]))) is not None and self._weight[slot]:
-            whose.weight += float(self._weight[slot])
-            self._open[id(whose)] = whose
+        """Move the weight of a slot to the request of its stay."""
+        if self._weight[slot]:
+            self._add_weight(int(self._serial[slot]), float(self._weight[slot]))
         self._weight[slot] = 0.0
 
+    def _add_weight(self, serial: int, weight: float) -> None:
+        """Add a weight to the request of a stay, if the stay is known."""
+        request = self._stays.get(serial)
+        if request is not None:
+            request.weight += weight
+            self._open[id(request)] = request
+
     def _publish(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
+        """Divide the seconds of a step among its rows, then publish its result."""
         now = self.now()
         begun = max(self._begun.pop(flight.plan.id, now), self._published)
         self._published = now
@@ -137,26 +155,26 @@ class EnergyAccount:
         publish(flight, result)
 
     def _weigh(self, flight: Flight, seconds: float) -> None:
-        """Share the seconds of a step among its rows."""
-        plan, at, length = flight.plan, flight.slots, flight.after
-        tokens, moved = int(plan.q_len.sum()), np.zeros(len(at))
+        """Divide the seconds of a step among its rows, by the bytes that each row moves."""
+        plan, slots, length = flight.plan, flight.slots, flight.after
+        tokens = int(plan.q_len.sum())
+        moved = np.zeros(len(slots))  # bytes of each row, then its weight
         for size, window in self._groups:
             moved += size * (length if window is None else np.minimum(length, window + plan.q_len))
-        moved += self._weights / tokens * (1 if tokens == len(at) else plan.q_len)
+        moved += self._weights / tokens * (1 if tokens == len(slots) else plan.q_len)
         moved *= seconds / moved.sum()
-        mine = self._serial[at] == flight.serial
-        if not mine.all():  # another stay has its slot by now
-            for serial, weight in zip(flight.serial[~mine].tolist(), moved[~mine].tolist(), strict=True):
-                if (whose := self._stays.get(serial)) is not None:
-                    whose.weight += weight
-                    self._open[id(whose)] = whose
-            at, moved = at[mine], moved[mine]
+        current = self._serial[slots] == flight.serial
+        if not current.all():  # some slots belong to another stay by now
+            for serial, weight in zip(flight.serial[~current].tolist(), moved[~current].tolist(), strict=True):
+                self._add_weight(serial, weight)
+            slots, moved = slots[current], moved[current]
         if len(plan.draft):  # a slot has several rows
-            np.add.at(self._weight, at, moved)
+            np.add.at(self._weight, slots, moved)
         else:
-            self._weight[at] += moved
+            self._weight[slots] += moved
 
     def _turn_ended(self) -> None:
+        """Read the counter if it is time, or if the engine has no more work."""
         if not self._working:
             return
         if not self.engine.busy:
@@ -166,27 +184,30 @@ class EnergyAccount:
             self._read()
 
     def _request_finished(self, request: Request) -> None:
-        if self._working and not self.engine.busy:  # no turn may come behind an abort
+        """End the busy time if the last request was aborted, because no turn of the loop may follow."""
+        if self._working and not self.engine.busy:
             self._rest()
 
     def _rest(self) -> None:
-        self._working, self._ended_at = False, self.now()
+        """End the busy time."""
+        self._working = False
+        self._ended_at = self.now()
         self._gather()
         self._read()
 
     # ---- the counter ---------------------------------------------------------------------------------------------
 
     def _gather(self) -> None:
-        """The weights of all slots to their requests; stays that are over are forgotten."""
+        """Move the weights of all slots to their requests, and forget ended stays."""
         for slot in np.flatnonzero(self._weight).tolist():
             self._leave(slot)
         if len(self._stays) > 2 * len(self._serial):
             held = set(self.slots.serial[self.slots.running].tolist())
             held |= {serial for flight in self.engine.in_flight for serial in flight.serial.tolist()}
-            self._stays = {serial: whose for serial, whose in self._stays.items() if serial in held}
+            self._stays = {serial: request for serial, request in self._stays.items() if serial in held}
 
     def _read(self) -> None:
-        """What the counter gave since it moved last goes to those who have weights, else it was idle."""
+        """Divide the joules since the last change of the counter by weight; without weights they are idle."""
         self._read_at = self.now()
         if self.fault:
             self._lose()
@@ -198,47 +219,51 @@ class EnergyAccount:
             log.warning("energy is counted no longer: %s cannot be read: %s", self.meter.name, self.fault)
             self._lose()
             return
-        given = joules - self._last
-        if given <= 0.0:
+        increase = joules - self._last
+        if increase <= 0.0:
             return
         self._last = joules
-        total = sum(whose.weight for whose in self._open.values())
+        total = sum(request.weight for request in self._open.values())
         if total <= 0.0:
-            self.idle += given
+            self.idle += increase
             return
-        self.busy += given
-        for whose in self._open.values():
-            whose.measured += given * whose.weight / total
-            whose.weight = 0.0
+        self.busy += increase
+        for request in self._open.values():
+            request.measured += increase * request.weight / total
+            request.weight = 0.0
         self._open.clear()
-        self._tell()
+        self._notify()
 
     def _lose(self) -> None:
-        """Weights that no reading will come for."""
-        for whose in self._open.values():
-            whose.weight, whose.lost = 0.0, True
+        """Mark the open joules as lost, because no reading will follow."""
+        for request in self._open.values():
+            request.weight = 0.0
+            request.lost = True
         self._open.clear()
-        self._tell()
+        self._notify()
 
     def _settle_late(self) -> None:
+        """Mark the open joules as lost if the counter has not changed in time."""
         if self._open and self.now() - self._ended_at > SETTLE:
             self._lose()
 
-    def _tell(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for whose, call in waiting:
-            if whose.open:
-                self._waiting.append((whose, call))
+    def _notify(self) -> None:
+        """Call the functions that wait for joules that are not open any more."""
+        waiting = self._waiting
+        self._waiting = []
+        for joules, call in waiting:
+            if joules.open:
+                self._waiting.append((joules, call))
                 continue
             try:
                 call()
-            except Exception:  # a listener's fault is not the engine's
-                log.exception("a request's end could not be told")
+            except Exception:  # an error of the caller must not end the engine
+                log.exception("the end of a request could not be reported")
 
-    # ---- who asks ------------------------------------------------------------------------------------------------
+    # ---- for the engine and its clients --------------------------------------------------------------------------
 
     def when_known(self, request: Request, call: Callable[[], None]) -> None:
-        """Call once the joules of a request that has ended are known, or will not be: now or in a later turn."""
+        """Call a function once the joules of an ended request are known or lost: now, or in a later turn."""
         self._gather()
         if self.engine.dead or self.fault:
             self._lose()
@@ -249,23 +274,26 @@ class EnergyAccount:
 
     @property
     def settling(self) -> bool:
-        """Whether ``look`` is to be called each ``LOOK`` seconds: nothing runs, and the counter has not told all of
-        what did."""
+        """Return whether the engine is idle with open joules, so that ``look`` is due every ``LOOK`` seconds."""
         return not self._working and bool(self._open)
 
     def look(self) -> None:
-        """Read the counter, which is waited for ``SETTLE`` in all."""
+        """Read the counter while joules are open, at most ``SETTLE`` seconds after the last step."""
         self._settle_late()
         if self._open:
             self._read()
 
     def close(self) -> None:
-        """The engine has stopped: a counter that a thread reads is read no longer."""
-        if (close := getattr(self.meter, "close", None)) is not None:
+        """Stop reading the counter, because the engine has stopped."""
+        close = getattr(self.meter, "close", None)
+        if close is not None:
             close()
 
     def figures(self) -> dict[str, Any]:
-        """``joules_per_output_token`` is of what it gave while busy, prompts and all; None before the first token."""
+        """Return the joules of the engine.
+
+        ``joules_per_output_token`` divides all busy joules, including those of prompts, by the generated tokens.  It is
+        None before the first token."""
         tokens = self.engine.publisher.tokens
         return {
             "counter": self.meter.name,
@@ -276,6 +304,7 @@ class EnergyAccount:
         }
 
     def _add_figures(self, stats: dict[str, Any]) -> None:
+        """Add the figures to the engine's statistics."""
         if not self._working:
             self._settle_late()
             self._read()

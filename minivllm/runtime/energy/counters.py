@@ -1,8 +1,9 @@
-"""Counters of joules.  A GPU is asked through NVML (the library of its driver, by ctypes: no package is needed), a
-CPU's energy is that of Linux's RAPL counters where they can be read.
+"""Counters of joules: NVML for a GPU, and Linux's RAPL counters for a CPU, if they can be read.
 
-What is counted is the whole GPU, or the CPU's packages (without the memory beside them where that has a domain of its
-own), whoever made them work.  RAPL's counters move each millisecond, NVML's each 20 to 100.
+NVML is the library of the GPU's driver, called through ctypes, so no package is needed.
+
+A counter covers the whole GPU, or the CPU's packages (without the memory, if it has its own domain), including the work
+of other programs.  RAPL's counters change every millisecond, NVML's every 20 to 100 ms.
 """
 
 from __future__ import annotations
@@ -18,17 +19,16 @@ POWERCAP = Path("/sys/class/powercap")
 
 
 class Meter(Protocol):
-    """A counter of joules and, for a GPU, a clock."""
+    """A counter of joules."""
 
     name: str
 
     def joules(self) -> float:
-        """Since a moment in the past; it never goes down.  OSError if it cannot be read (any more)."""
+        """Return the joules since some time in the past.  They never decrease.  OSError if they cannot be read."""
 
 
 class Rapl:
-    """Package domains of Linux's powercap; a counter that wraps is unwrapped by its range.  OSError where there are
-    none or they may not be read."""
+    """The counters of all CPU packages, from Linux's powercap.  OSError if there are none, or they cannot be read."""
 
     name = "RAPL"
 
@@ -39,12 +39,15 @@ class Rapl:
         if not self.files:
             raise OSError(f"no energy counter of this CPU (no RAPL under {folder})")
         self.ranges = [int((file.parent / "max_energy_range_uj").read_text()) for file in self.files]
-        self.last, self.total = self._read(), 0
+        self.last = self._read()
+        self.total = 0  # microjoules
 
     def _read(self) -> list[int]:
+        """Return the counters in microjoules."""
         return [int(file.read_text()) for file in self.files]
 
     def joules(self) -> float:
+        """Return the joules since the object was made.  A counter that reaches its range starts again at 0."""
         now = self._read()
         for before, after, wraps in zip(self.last, now, self.ranges, strict=True):
             self.total += (after - before) % (wraps + 1)
@@ -53,7 +56,7 @@ class Rapl:
 
 
 class Nvml:
-    """One GPU, by its UUID.  OSError where there is no NVML or it does not count joules."""
+    """The counter of the GPU with a UUID.  OSError if there is no NVML, or the GPU does not count joules."""
 
     name = "NVML"
 
@@ -62,20 +65,22 @@ class Nvml:
         self.handle = ctypes.c_void_p()
         self.library.nvmlInit_v2()
         if self.library.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(self.handle)):
-            raise OSError(f"NVML knows no GPU {uuid}")
+            raise OSError(f"NVML has no GPU {uuid}")
         self.joules()
 
-    def _ask(self, name: str, value: Any, *given: Any) -> int:
+    def _ask(self, name: str, value: Any, *arguments: Any) -> int:
+        """Call a function of NVML that stores its result in ``value``, and return the result.  OSError."""
         function = getattr(self.library, name, None)
-        if function is None or function(self.handle, *given, ctypes.byref(value)):
+        if function is None or function(self.handle, *arguments, ctypes.byref(value)):
             raise OSError(f"this GPU's driver does not answer {name}")
         return int(value.value)
 
     def joules(self) -> float:
+        """Return the joules since the driver was loaded."""
         return self._ask("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong()) / 1e3
 
     def look(self) -> tuple[float, float, int]:
-        """MHz of the multiprocessors, watts, reasons of throttling as bits."""
+        """Return the clock of the multiprocessors in MHz, the power in watts, and the reasons of throttling as bits."""
         return (
             float(self._ask("nvmlDeviceGetClockInfo", ctypes.c_uint(), ctypes.c_uint(1))),
             self._ask("nvmlDeviceGetPowerUsage", ctypes.c_uint()) / 1e3,
@@ -84,27 +89,33 @@ class Nvml:
 
 
 class Sum:
-    """Several counters as one: of the GPUs that share a model."""
+    """The sum of several counters, for the GPUs that share a model."""
 
     def __init__(self, meters: list[Meter]) -> None:
-        self.meters, self.name = meters, f"{meters[0].name} of {len(meters)} GPUs"
+        self.meters = meters
+        self.name = f"{meters[0].name} of {len(meters)} GPUs"
 
     def joules(self) -> float:
+        """Return the sum."""
         return sum(meter.joules() for meter in self.meters)
 
 
 class Polled:
-    """A counter that takes milliseconds to read, as NVML's does: a thread reads it, and ``joules`` is what it found
-    last, about ``EVERY`` seconds ago.  What it raises, ``joules`` raises.  ``close`` ends the thread."""
+    """A counter that a thread reads every ``EVERY`` seconds, because a reading takes milliseconds, as with NVML.
+
+    ``close`` ends the thread."""
 
     def __init__(self, meter: Meter) -> None:
-        self.meter, self.name = meter, meter.name
-        self._last, self._error = meter.joules(), ""
+        self.meter = meter
+        self.name = meter.name
+        self._last = meter.joules()
+        self._error = ""
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._poll, name="minivllm-joules", daemon=True)
         self._thread.start()
 
     def _poll(self) -> None:
+        """Read the counter until ``close`` is called or a reading fails."""
         while not self._done.wait(EVERY):
             try:
                 self._last = self.meter.joules()
@@ -113,18 +124,22 @@ class Polled:
                 return
 
     def joules(self) -> float:
+        """Return the joules of the last reading.  OSError if a reading has failed."""
         if self._error:
             raise OSError(self._error)
         return self._last
 
     def close(self) -> None:
+        """End the thread."""
         self._done.set()
         self._thread.join()
 
 
 def open_counter(asked: str, devices: Callable[[], list[str]]) -> Meter:
-    """The counter that the option ``energy`` names: "rapl", "rapl:FOLDER", or "on", that of the ``devices`` that
-    compute ("cpu", or a GPU's UUID).  OSError says why there is none."""
+    """Return the counter for a value of the option ``energy``: "rapl", "rapl:FOLDER" or "on".
+
+    "on" means the counters of the ``devices`` that compute ("cpu", or the UUID of a GPU).  OSError if there is no
+    counter."""
     try:
         if asked.startswith("rapl"):
             folder = asked.partition(":")[2]
@@ -138,7 +153,7 @@ def open_counter(asked: str, devices: Callable[[], list[str]]) -> Meter:
 
 
 def why(exc: Exception) -> str:
-    """In words, why there is no counter."""
+    """Return the reason why there is no counter."""
     if isinstance(exc, PermissionError):
         return f"the energy counter of this CPU may only be read by root ({exc.filename})"
     return str(exc)

@@ -1,4 +1,4 @@
-"""Hooks tell many: a package listens to the engine, or answers where it asks, without standing in its way.
+"""Hooks: plug-ins that observe the engine, or answer questions about models and configurations.
 
     from minivllm.runtime.hooks import Hooks, hookimpl
 
@@ -8,8 +8,8 @@
             self.tokens += step.generated
 
 A hook plug-in is chosen by name like any other (``hooks = ["acme/counter"]``, a ``Spec`` in the entry-point group
-``minivllm.hooks``), and installing a package enables nothing.  ``contract.py`` says what each hook is told, when, and
-on which thread; ``views.py`` holds what it is told.  Importing this package imports no torch.
+``minivllm.hooks``).  Installing a package enables no hook.  ``contract.py`` describes the arguments, the time and the
+thread of each hook, and ``views.py`` has the types of the arguments.  Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Between the engine and its hooks: what has happened, as views.  A view is made only if somebody listens for it."""
+"""Connection of an engine's events to its hooks.  A view of an event is made only if a plug-in has the hook."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ STEPS = ("minivllm_plan_and_submit", "minivllm_publish", "minivllm_step_finished
 
 
 class EngineHooks:
-    """Listens to the events of an engine for its hooks: to those alone of which some hook asks to be told.  ``parts``:
-    seam -> plug-in, for the engine's view."""
+    """Subscriber to the events of an engine that calls its hooks.  It subscribes only to events of implemented hooks.
+
+    ``parts`` maps each seam to its plug-in, for the view of the engine."""
 
     def __init__(self, manager: HookManager, parts: Mapping[str, str], engine: Engine) -> None:
-        self.manager, self.parts = manager, MappingProxyType(dict(parts))
+        self.manager = manager
+        self.parts = MappingProxyType(dict(parts))
         self.engine, self.clock, self.failures = engine, engine.clock, manager.failures
         manager.times = engine.clock.seams
-        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # steps in flight: their view, their row of the clock
-        self._published: list[tuple[PlannedStep, int, StepResult]] = []  # in this turn
+        self._planned: dict[int, tuple[PlannedStep, int]] = {}  # steps in flight: their view, and row of the clock
+        self._published: list[tuple[PlannedStep, int, StepResult]] = []  # steps of this turn of the loop
         self._running = False
         events, listens = engine.events, manager.listens
         events.stats_asked.subscribe(self._add_figures)
@@ -55,10 +57,12 @@ class EngineHooks:
         if listens("minivllm_removed"):
             events.blocks_dropped.subscribe(self._dropped)
 
-    # ---- the engine's life ---------------------------------------------------------------------------------------
+    # ---- start and stop ------------------------------------------------------------------------------------------
 
     def started(self) -> None:
-        w, blocks = self.engine.wiring, tuple(p.total - 1 for p in self.engine.cache.pools)
+        """Call the hooks for a started engine.  If a hook raises, call the hooks for a stopped engine and raise."""
+        w = self.engine.wiring
+        blocks = tuple(pool.total - 1 for pool in self.engine.cache.pools)
         self.view = EngineView(
             w.model_dir,
             w.device,
@@ -74,24 +78,28 @@ class EngineHooks:
         try:
             self.manager.start(engine=self.view)
         except BaseException as exc:
-            self.stopped(f"a hook failed at start: {exc}")  # those that had started give back what they took
+            self.stopped(f"a hook failed at start: {exc}")  # so that the started hooks release their resources
             raise
 
     def stopped(self, error: str | None) -> None:
+        """Call the hooks for a stopped engine, once.  ``error`` is the reason if the engine failed."""
         if self._running:
             self._running = False
             self.manager.tell("minivllm_engine_stopped", engine=self.view, error=error)
 
     def _add_figures(self, stats: dict[str, Any]) -> None:
+        """Add the figures and failures of hooks to the engine's statistics."""
         stats["figures"] = {**stats.get("figures", {}), **self.manager.figures()}
         stats["hook_failures"] = self.failures()
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
     def _request_added(self, request: Request) -> None:
+        """Call the hooks for an accepted request."""
         self.manager.tell("minivllm_request_added", request=view_of(request))
 
     def _request_finished(self, request: Request) -> None:
+        """Call the hooks for an ended request."""
         seqs = request.sequences
         assert request.finished is not None
         end = RequestEnd(
@@ -107,41 +115,46 @@ class EngineHooks:
         self.manager.tell("minivllm_request_finished", request=view_of(request), end=end)
 
     def _preempted(self, seq: Seq) -> None:
+        """Call the hooks for a preempted sequence."""
         view = PreemptionView(seq.request.id, seq.id, seq.known, seq.preempted)
         self.manager.tell("minivllm_preempted", preemption=view)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     def _launch(self, launch: Callable[[], StepPlan | None]) -> StepPlan | None:
-        """Plan and submit a step, with the wrappers round it."""
+        """Plan and submit a step inside the wrappers."""
         turn = self.clock.count
         return self.manager.wrap("minivllm_plan_and_submit", lambda: self._note(launch()), self._seen, turn=turn)
 
     def _note(self, plan: StepPlan | None) -> StepPlan | None:
+        """Store the view of a submitted step, and return its plan."""
         if plan is not None:
-            # now, because a slot may have another owner when the result comes
+            # now, because a slot may belong to another sequence when the result arrives
             sequence = self.engine.slots.id[plan.slots]
             view = PlannedStep(plan.id, *map(frozen, (sequence, plan.q_len, plan.computed, plan.samples)))
             self._planned[plan.id] = view, self.clock.count % self.clock.size
         return plan
 
     def _seen(self, plan: StepPlan | None) -> PlannedStep | None:
+        """Return the view of a submitted step, or None without a step."""
         return None if plan is None else self._planned[plan.id][0]
 
     def _publish(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
-        """Publish the result of a step, with the wrappers round it."""
+        """Publish the result of a step inside the wrappers."""
         view, row = self._planned.pop(result.id)
         self.manager.wrap("minivllm_publish", lambda: publish(flight, result), lambda none: None, step=view)
         if self.manager.listens("minivllm_step_finished"):
             self._published.append((view, row, result))
 
     def _turn_ended(self) -> None:
-        """Tell of the steps that this turn of the loop has published."""
+        """Call the hooks for the steps that this turn of the loop has published."""
         if not self._published:
             return
-        published, self._published = self._published, []
-        clock, part = self.clock, self.clock.part
-        here, figures = (clock.count - 1) % clock.size, self._figures()
+        published = self._published
+        self._published = []
+        part = self.clock.part
+        here = (self.clock.count - 1) % self.clock.size  # the row of this turn
+        figures = self._figures()
         for view, row, result in published:
             step = FinishedStep(
                 view.id,
@@ -164,7 +177,9 @@ class EngineHooks:
             self.manager.tell("minivllm_step_finished", step=step)
 
     def _figures(self) -> dict[str, int]:
-        e, lead = self.engine, self.engine.cache.pools[0]
+        """Return the figures of the engine for the view of a finished step."""
+        e = self.engine
+        lead = e.cache.pools[0]
         return {
             "running": e.slots.n_running,
             "waiting": e.planner.n_waiting,
@@ -182,15 +197,18 @@ class EngineHooks:
     # ---- the prefix cache ----------------------------------------------------------------------------------------
 
     def _stored(self, group: int, keys: np.ndarray, info: BlockInfo) -> None:
+        """Call the hooks for blocks that entered the prefix cache."""
         view = BlocksView(group, "device", "stored", frozen(keys), frozen(info.parent), frozen(info.depth))
         self.manager.tell("minivllm_stored", blocks=view)
 
     def _evicted(self, group: int, keys: np.ndarray) -> None:
+        """Call the hooks for evicted blocks."""
         view = _gone(group, "evicted", keys)
         self.manager.tell("minivllm_evicted", blocks=view)
         self.manager.tell("minivllm_removed", blocks=view)
 
     def _dropped(self, group: int, keys: np.ndarray) -> None:
+        """Call the hooks for blocks that left the prefix cache without an eviction."""
         if len(keys):
             self.manager.tell("minivllm_removed", blocks=_gone(group, "dropped", keys))
 
@@ -199,19 +217,20 @@ NO_DEPTH = np.empty(0, np.int32)
 
 
 def _gone(group: int, reason: str, keys: np.ndarray) -> BlocksView:
-    """A view of blocks that cannot be found any longer; the keys may be an array that the evictor keeps."""
+    """Return a view of blocks that left the prefix cache.  The keys are copied, because the evictor may reuse them."""
     gone = frozen(np.array(keys, np.uint64))
     return BlocksView(group, "device", reason, gone, gone[:0], frozen(NO_DEPTH))
 
 
 def frozen(a: np.ndarray) -> np.ndarray:
-    """A read-only view of an array that is never written again."""
+    """Return a read-only view of an array that is never written again."""
     view = a.view()
     view.flags.writeable = False
     return view
 
 
 def view_of(request: Request) -> RequestView:
+    """Return the view of a request."""
     return RequestView(
         request.id,
         tuple(s.id for s in request.sequences),
@@ -222,7 +241,9 @@ def view_of(request: Request) -> RequestView:
 
 
 def _sealed(value: Any) -> Any:
-    """A parameter that cannot be changed: the engine reads the same tables and lists."""
+    """Return a read-only form of a parameter, because the engine reads the same mappings and lists."""
     if isinstance(value, Mapping):
         return MappingProxyType({key: _sealed(inner) for key, inner in value.items()})
-    return tuple(map(_sealed, value)) if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_sealed, value))
+    return value

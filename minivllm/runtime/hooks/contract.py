@@ -1,24 +1,24 @@
-"""The hooks: who is told what, when, and on which thread.
+"""The contract of hooks: the arguments, the time and the thread of each call.
 
-Four kinds.  An *observer* is told and gives nothing back.  A *wrapper* is a generator that yields once, so it has a
-time before and a time after.  A *first-result* hook is asked: the first plug-in that does not return None has answered.
-For its *figures* every plug-in is asked.
+There are four kinds of hooks.  An *observer* returns nothing.  A *wrapper* is a generator that yields once, so it runs
+before and after an action.  A *first-result* hook answers a question: the first answer that is not None counts.  The
+*figures* of all plug-ins are collected.
 
-Rules for all of them:
+Rules for all hooks:
 
-* A plug-in takes only the arguments that it names, so a hook may be given more of them later.
-* Plug-ins are called in the order of the configuration; of wrappers the first is the outermost.
-* Calls come from one thread at a time: the one that runs the engine's loop.  That is the caller's thread for ``LLM``,
-  and the thread ``minivllm-engine`` for ``AsyncLLM``; only ``engine_started`` comes from the thread that builds the
-  engine, and ``engine_stopped`` from the one that closes it.  A hook that shares state with another thread locks it.
-* A hook runs within the step: what it takes, every request waits for (``stats()["seam_ms"]`` shows it).  It must not
-  call the engine, and cannot change it: what it gets are frozen views.
-* An observer or a wrapper that raises, and figures that raise or are no numbers by name, are logged with their package;
-  after three times the plug-in is disabled.  The step goes on.  An error of a first-result hook is the error of what
-  asked, and one of ``engine_started`` is that of the start: what the configuration names and cannot work is never
-  passed over.
+* A plug-in takes only the arguments that it names, so a hook may get further arguments later.
+* Plug-ins are called in the order of the configuration.  The first wrapper is the outermost.
+* Calls come from one thread at a time, the thread of the engine's loop.  It is the caller's thread for ``LLM``, and the
+  thread ``minivllm-engine`` for ``AsyncLLM``.  Only ``engine_started`` is called by the thread that builds the engine,
+  and ``engine_stopped`` by the thread that closes it.  A hook that shares state with another thread must lock it.
+* A hook runs within the step, so every request waits for it (``stats()["seam_ms"]`` shows its time).  It must not call
+  the engine, and it cannot change the engine, because its arguments are read-only views.
+* If an observer or a wrapper raises, or figures raise or are not numbers by name, the error is logged with the package
+  and the step continues.  After three errors the plug-in is disabled.  An error of a first-result hook is raised to the
+  caller, and an error of ``engine_started`` ends the start, because a plug-in of the configuration must work.
 
-``API`` is the version (major, minor): a new hook or argument is a new minor, another meaning a new major.
+``API`` is the version (major, minor).  A new hook or argument increases the minor number, a changed meaning the major
+number.
 """
 
 from __future__ import annotations
@@ -39,83 +39,94 @@ WRAPPERS = ("minivllm_plan_and_submit", "minivllm_publish")
 
 
 class Hooks:
-    """Base class of hook plug-ins: methods named as in ``HookContracts``, each marked ``@hookimpl``
-    (``@hookimpl(wrapper=True)`` for a wrapper).  It is made once for each engine, and once more wherever first-result
-    hooks are asked, so it takes files, threads and terminals in ``minivllm_engine_started``, not when it is made."""
+    """Base class of hook plug-ins.
+
+    A plug-in has methods named as in ``HookContracts``, each marked ``@hookimpl`` (``@hookimpl(wrapper=True)`` for a
+    wrapper).  An object is made for each engine, and another for each call of first-result hooks.  So a plug-in opens
+    files and starts threads in ``minivllm_engine_started``, not in its constructor."""
 
     def __init__(self, options: Any = None) -> None:
         self.options = options
 
 
 class HookContracts:
-    """Every hook there is."""
+    """All hooks."""
 
     # ---- observers -----------------------------------------------------------------------------------------------
 
     @hookspec
     def minivllm_engine_started(self, engine: EngineView) -> None:
-        """The model is loaded and the engine takes requests."""
+        """Handle the start of an engine: the model is loaded and the engine accepts requests."""
 
     @hookspec
     def minivllm_engine_stopped(self, engine: EngineView, error: str | None) -> None:
-        """The engine has given everything back, once; ``error`` is what ended it before it was stopped."""
+        """Handle the stop of an engine, which has released its resources.  It is called once.
+
+        ``error`` is the reason if the engine failed before it was stopped, else None."""
 
     @hookspec
     def minivllm_request_added(self, request: RequestView) -> None:
-        """A request was accepted and waits; one that is refused is not told."""
+        """Handle an accepted request, which waits in the queue.  Refused requests cause no call."""
 
     @hookspec
     def minivllm_request_finished(self, request: RequestView, end: RequestEnd) -> None:
-        """A request has ended, in whatever way; once for each that was added."""
+        """Handle the end of a request, for any reason.  It is called once for each added request."""
 
     @hookspec
     def minivllm_preempted(self, preemption: PreemptionView) -> None:
-        """A running sequence was sent back to the queue because blocks were short."""
+        """Handle the preemption of a running sequence, which returns to the queue because of a lack of blocks."""
 
     @hookspec
     def minivllm_step_finished(self, step: FinishedStep) -> None:
-        """The result of a step was published; at the end of that turn of the loop, in the order of the steps."""
+        """Handle the published result of a step.
+
+        It is called at the end of the same turn of the engine's loop, in the order of the steps."""
 
     @hookspec
     def minivllm_stored(self, blocks: BlocksView) -> None:
-        """Blocks can be found as a prefix from now on."""
+        """Handle blocks that enter the prefix cache."""
 
     @hookspec
     def minivllm_evicted(self, blocks: BlocksView) -> None:
-        """Cached blocks were given up because room was needed."""
+        """Handle cached blocks that are evicted to make room."""
 
     @hookspec
     def minivllm_removed(self, blocks: BlocksView) -> None:
-        """Blocks cannot be found any longer, for whatever reason: stored less removed is what is cached."""
+        """Handle blocks that leave the prefix cache, for any reason.
 
-    # ---- asked of all --------------------------------------------------------------------------------------------
+        Stored minus removed blocks are the cached blocks."""
+
+    # ---- all results ---------------------------------------------------------------------------------------------
 
     @hookspec
     def minivllm_figures(self) -> Mapping[str, float]:
-        """What it counts, for ``stats()["figures"]["hooks:NAME"]``, records and metrics: at most 64 names
-        ``[a-z][a-z0-9_]*`` with finite numbers.  Asking changes nothing."""
+        """Return the plug-in's figures for ``stats()["figures"]["hooks:NAME"]``, records and metrics.
+
+        At most 64 names ``[a-z][a-z0-9_]*`` with finite numbers.  The call must not change the figures."""
         raise NotImplementedError
 
     # ---- wrappers ------------------------------------------------------------------------------------------------
 
     @hookspec
     def minivllm_plan_and_submit(self, turn: int) -> Generator[None, PlannedStep | None, None]:
-        """Round planning a step and handing it to the executor, in each turn of the loop; the yield gives the step, or
-        None if there was nothing to do."""
+        """Wrap the planning of a step and its submission to the executor, in each turn of the engine's loop.
+
+        The yield returns the step, or None if there was no work."""
         raise NotImplementedError
 
     @hookspec
     def minivllm_publish(self, step: PlannedStep) -> Generator[None, None, None]:
-        """Round handing the result of a step to its sequences: text, streams, ends, the prefix cache."""
+        """Wrap the publication of a step's result: text, streams, ends of sequences, and the prefix cache."""
         raise NotImplementedError
 
     # ---- first result --------------------------------------------------------------------------------------------
 
     @hookspec(firstresult=True)
     def minivllm_resolve_model(self, model: str) -> str | None:
-        """The directory (or the Hugging Face id) that ``model`` of the configuration stands for; None: not mine."""
+        """Return the directory or the Hugging Face id for the option ``model``, or None for an unknown model."""
 
     @hookspec(firstresult=True)
     def minivllm_read_config(self, path: str) -> Mapping[str, Any] | None:
-        """The table of options in a configuration file that is neither TOML nor YAML; None: not mine.  The plug-in must
-        be enabled by what is read before: a file, the environment, ``--set`` or a keyword."""
+        """Return the options in a configuration file that is neither TOML nor YAML, or None for an unknown format.
+
+        The plug-in must be enabled by another file, the environment, ``--set`` or a keyword, which are read before."""

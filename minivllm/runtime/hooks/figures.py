@@ -19,15 +19,15 @@ Plugin = TypeVar("Plugin")
 
 
 class PluginFigures:
-    """Collects the figures of the plug-ins of one engine: those of this process, and those where steps run.
+    """Collector of the figures of all plug-ins of an engine, in this process and in the workers.
 
         stats["figures"]           {"scheduler": {"tenants": 3, ...}, "evictor": {...}, "evictor:1": {...}}
-        stats["figure_failures"]   {"scheduler": "ValueError: ..."}, of those whose figures could not be had
+        stats["figure_failures"]   {"scheduler": "ValueError: ..."}, for plug-ins whose figures failed
 
-    Names are those of seams; of seams with several plug-ins ``processor:NAME`` and ``strategy:NAME``.  Further plug-ins
-    of a seam (an evictor for each KV group) have a number.  A processor and the sampler exist twice: that of the worker
-    has the plain name, that which binds parameters on the host ends with " host".  Ranks of a shared model after the
-    first end with " rank N".
+    A name is the name of a seam, or ``processor:NAME`` or ``strategy:NAME`` for seams with several plug-ins.  Further
+    plug-ins of a seam (an evictor for each KV group) have a number.  A processor and the sampler exist twice: the plain
+    name means the object of the worker, and the name of the object that binds parameters on the host ends with " host".
+    The names of ranks after the first end with " rank N".
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class PluginFigures:
         self._made: dict[str, int] = {}
         self._failed: set[str] = set()
         self._worker: Callable[[str], Any] | None = None
-        self._last: list[dict[str, Any]] = []  # of the worker, which ends before its record may be written
+        self._last: list[dict[str, Any]] = []  # the worker's last figures, because it ends before a record is written
 
     def of(self, seam: str, plugin: Plugin) -> Plugin:
         """Add a plug-in if it has a method ``figures``, and return it."""
@@ -74,18 +74,18 @@ class PluginFigures:
         self._sources[seam] = ask
 
     def worker(self, call: Callable[[str], Any]) -> None:
-        """Add the plug-ins where steps run: ``call("figures")`` answers as ``plugins.executor.part_figures`` says.
+        """Add the plug-ins of the workers.  ``call("figures")`` returns what ``plugins.executor.part_figures`` says.
 
-        An executor without this verb, or whose plug-ins have no figures, is not asked again.
+        If the executor does not support the call, or its plug-ins have no figures, it is not called again.
         """
         try:
             self._last = call("figures") or []
-        except Exception:  # an executor of another package need not know the verb
+        except Exception:  # an executor of another package need not support the call
             self._last = []
         self._worker = call if self._last else None
 
     def add_to(self, stats: dict[str, Any]) -> None:
-        """Add the figures to the statistics of an engine.  Figures that cannot be had are left out, and logged once."""
+        """Add the figures to the statistics of an engine.  Figures that fail are omitted, and logged once."""
         figures: dict[str, Any] = {}
         failures: dict[str, str] = {}
         for name, ask in self._sources.items():
@@ -101,19 +101,23 @@ class PluginFigures:
         for name in failures.keys() - self._failed:
             self._failed.add(name)
             log.warning("%s failed in figures(), which are left out: %s", name, failures[name])
-        stats["figures"], stats["figure_failures"] = {n: found for n, found in figures.items() if found}, failures
+        stats["figures"] = {name: found for name, found in figures.items() if found}
+        stats["figure_failures"] = failures
 
     def _of_worker(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return the names and the figures or failures of the workers' plug-ins."""
         if self._worker is not None:
             try:
                 self._last = self._worker("figures")
-            except Exception as e:  # the engine has ended: the last figures stand
+            except Exception as e:  # the engine has ended, so the last figures are used
                 log.debug("the worker's figures cannot be had: %s", describe_error(e))
-        out, ranks = [], dict[str, int]()
+        named = []
+        ranks: dict[str, int] = {}
         for entry in self._last:
-            rank = ranks[entry["name"]] = ranks.get(entry["name"], -1) + 1
-            out.append((f"{entry['name']} rank {rank}" if rank else entry["name"], entry))
-        return out
+            name = entry["name"]
+            rank = ranks[name] = ranks.get(name, -1) + 1
+            named.append((f"{name} rank {rank}" if rank else name, entry))
+        return named
 
 
 FIGURE = "figure "  # before the name of a plug-in's figure in results: "figure evictor.ghosts"
@@ -121,15 +125,22 @@ FIGURE = "figure "  # before the name of a plug-in's figure in results: "figure 
 
 def flat(stats: Mapping[str, Any]) -> dict[str, float]:
     """Return the figures of ``stats`` as ``{"evictor.ghosts": 3}``."""
-    return {f"{name}.{key}": value for name, own in stats.get("figures", {}).items() for key, value in own.items()}
+    figures = {}
+    for name, of_plugin in stats.get("figures", {}).items():
+        figures.update({f"{name}.{key}": value for key, value in of_plugin.items()})
+    return figures
 
 
 def text(row: Mapping[str, Any]) -> str:
     """Return the plug-ins' figures of a row of a result in a line, with bands or intervals if it has them."""
+    all_bounds = row.get("band") or row.get("intervals") or {}
     found = []
     for key, value in row.items():
-        if key.startswith(FIGURE) and value is not None:
-            bounds = (row.get("band") or row.get("intervals") or {}).get(key)
-            more = f" [{bounds[0]:.6g}, {bounds[1]:.6g}]" if bounds and bounds[0] < bounds[1] else ""
-            found.append(f"{key.removeprefix(FIGURE)} {value:.6g}{more}")
+        if not key.startswith(FIGURE) or value is None:
+            continue
+        line = f"{key.removeprefix(FIGURE)} {value:.6g}"
+        bounds = all_bounds.get(key)
+        if bounds and bounds[0] < bounds[1]:
+            line += f" [{bounds[0]:.6g}, {bounds[1]:.6g}]"
+        found.append(line)
     return ", ".join(found)

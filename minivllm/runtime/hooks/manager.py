@@ -1,7 +1,7 @@
-"""The hook plug-ins of one engine: registered and checked by pluggy, called so that none can harm a step.
+"""The hook plug-ins of one engine.  pluggy registers and checks them, and ``HookManager`` calls them.
 
-pluggy keeps the markers, the check of arguments and the order.  The calls are made here, one plug-in at a time, because
-each has its own time, its own failures, and must not take the others with it.
+pluggy handles the markers, the check of arguments and the order.  The calls are made here, one plug-in at a time, to
+measure the time and count the errors of each plug-in, and because an error must neither stop the others nor the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .contract import FIGURES, PROJECT, WRAPPERS, HookContracts, Hooks
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Part
 
-FAILURES = 3  # of a plug-in, and it is disabled
+FAILURES = 3  # errors after which a plug-in is disabled
 PREFIX = "minivllm_"
 NAMES = tuple(name for name in vars(HookContracts) if name.startswith(PREFIX))
 log = logging.getLogger("minivllm.hooks")
@@ -35,7 +35,7 @@ log = logging.getLogger("minivllm.hooks")
 
 @dataclass(eq=False)
 class Member:
-    """A plug-in that is enabled."""
+    """An enabled plug-in, and the number of its errors."""
 
     name: str  # dist/name
     plugin: Hooks
@@ -47,6 +47,7 @@ class Member:
 
     @property
     def disabled(self) -> bool:
+        """Return whether the plug-in is disabled because of its errors."""
         return self.failures >= FAILURES
 
 
@@ -61,6 +62,7 @@ class HookCall:
 
 
 def version_of(dist: str) -> str:
+    """Return the version of a package, or "-" if it is unknown."""
     if dist == BUILTIN:
         from minivllm import __version__
 
@@ -72,14 +74,16 @@ def version_of(dist: str) -> str:
 
 
 class HookManager:
-    """(name, plug-in) in the order of the configuration.  PluginError names a plug-in and what is wrong with it."""
+    """The plug-ins, each with its name, in the order of the configuration.
+
+    The constructor raises PluginError for a plug-in that does not follow the contract."""
 
     def __init__(self, plugins: Iterable[tuple[str, Hooks]]) -> None:
         self.times = SeamTimes()
         self.members = [Member(name, plugin) for name, plugin in plugins]
         manager = pluggy.PluginManager(PROJECT)
         manager.add_hookspecs(HookContracts)
-        for member in reversed(self.members):  # pluggy calls the last first
+        for member in reversed(self.members):  # pluggy calls the last registered plug-in first
             _check(manager, member)
             try:
                 manager.register(member.plugin, member.name)
@@ -95,33 +99,35 @@ class HookManager:
 
     @classmethod
     def make(cls, parts: Sequence[Part], only: str = "") -> HookManager:
-        """Make the plug-ins.  ``only``: those alone that have this hook, which is how first-result hooks are asked
-        before there is an engine."""
+        """Make the plug-ins, or those with the hook ``only``.
+
+        First-result hooks are called in this way before there is an engine."""
         wanted = [p for p in parts if not only or hasattr(_class(p), only)]
         return cls((p.name, build_part("hooks", p)) for p in wanted)
 
     def listens(self, *names: str) -> bool:
-        """Whether any plug-in has one of these hooks."""
+        """Return whether any plug-in has one of these hooks."""
         return any(self._calls[name] for name in names)
 
     def failures(self) -> dict[str, int]:
-        """Times that each plug-in has raised; from ``FAILURES`` on it is disabled."""
+        """Return the number of errors of each plug-in.  A plug-in with ``FAILURES`` errors is disabled."""
         return {m.name: m.failures for m in self.members}
 
     def tell(self, name: str, **values: Any) -> None:
-        """Call the observers of a hook.  Nothing of theirs comes back, no exception either."""
+        """Call the observers of a hook.  Their errors are logged, not raised."""
         for call in self._calls[name]:
             if not call.member.disabled:
                 self._run(call, call.function, *[values[a] for a in call.takes])
 
     def start(self, **values: Any) -> None:
-        """Tell the observers that the engine has started.  PluginError if one fails: it was asked for, and it cannot
-        work."""
+        """Call the observers of the engine's start.
+
+        PluginError if an observer fails, because the configuration requires it."""
         for call in self._calls["minivllm_engine_started"]:
             self._strict(call, values)
 
     def _strict(self, call: HookCall, values: Mapping[str, Any]) -> Any:
-        """A call whose error is that of who asked: PluginError, unless minivllm itself would raise it."""
+        """Call a plug-in and raise its errors, as PluginError unless they are errors of minivllm."""
         try:
             return call.function(*[values[a] for a in call.takes])
         except (MinivllmError, KeyboardInterrupt):
@@ -130,7 +136,7 @@ class HookManager:
             raise PluginError(f"{call.member} failed in {call.hook}: {describe_error(exc)}") from exc
 
     def ask(self, name: str, **values: Any) -> tuple[str, Any] | None:
-        """(plug-in, answer) of the first one whose answer is not None; PluginError names a plug-in that raises."""
+        """Return the first answer that is not None, with the name of its plug-in.  PluginError if a plug-in raises."""
         for call in self._calls[name]:
             answer = self._strict(call, values)
             if answer is not None:
@@ -138,16 +144,20 @@ class HookManager:
         return None
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Of each plug-in that has some; a fault counts as any of its hooks'."""
+        """Return the figures of each plug-in that has some.  Errors count as errors of a hook."""
         found = {}
         for call in self._calls[FIGURES]:
-            if not call.member.disabled and (figures := self._run(call, lambda f: checks.figures(f()), call.function)):
+            if call.member.disabled:
+                continue
+            figures = self._run(call, lambda f: checks.figures(f()), call.function)
+            if figures:
                 found[f"hooks:{call.member.name}"] = figures
         return found
 
     def wrap(self, name: str, inner: Callable[[], Any], seen: Callable[[Any], Any], **values: Any) -> Any:
-        """``inner()`` between the halves of the wrappers, which are sent ``seen`` of its result or thrown its
-        exception.  Its outcome is the same whatever they do."""
+        """Run ``inner()`` inside the wrappers of a hook, and return its result or raise its exception.
+
+        The wrappers receive ``seen(result)`` or the exception at their yield.  They cannot change the outcome."""
         begun = []
         for call in self._calls[name]:
             if not call.member.disabled:
@@ -166,11 +176,11 @@ class HookManager:
         return result
 
     def _run(self, call: HookCall, function: Callable[..., Any], *args: Any) -> Any:
-        """A call whose fault is written down and goes no further (None then)."""
+        """Call a function of a plug-in and return its result, or log its error and return None."""
         member = call.member
         try:
             return self.times.run(f"hooks:{member.name}", function, *args)
-        except Exception as exc:  # a SystemExit or a panic in Rust is one too by now: nothing of it ends the engine
+        except Exception as exc:  # ``run`` converts SystemExit and panics in Rust, so none of them ends the engine
             member.failures += 1
             how = f"{member} failed in {call.hook} ({member.failures} of {FAILURES}): {describe_error(exc)}"
             log.warning(how, exc_info=exc if log.isEnabledFor(logging.DEBUG) else None)
@@ -180,14 +190,16 @@ class HookManager:
 
 
 def _begin(generator: Any) -> bool:
+    """Run a wrapper up to its yield and return True."""
     try:
         next(generator)
     except StopIteration:
-        raise RuntimeError("the wrapper ended without a yield; want exactly one") from None
+        raise RuntimeError("the wrapper ended without a yield; expected exactly one yield") from None
     return True
 
 
 def _send(generator: Any, value: Any) -> None:
+    """Run a wrapper from its yield to its end.  The yield returns a value."""
     try:
         generator.send(value)
     except StopIteration:
@@ -197,6 +209,7 @@ def _send(generator: Any, value: Any) -> None:
 
 
 def _throw(generator: Any, exc: BaseException) -> None:
+    """Run a wrapper from its yield to its end.  The yield raises an exception."""
     try:
         generator.throw(exc)
     except StopIteration:
@@ -213,7 +226,7 @@ def _throw(generator: Any, exc: BaseException) -> None:
 
 
 def _class(part: Part) -> Any:
-    """The class of a plug-in, or None if it cannot be imported: ``build_part`` then says so where it is used."""
+    """Return the class of a plug-in, or None if it cannot be imported.  ``build_part`` raises that error later."""
     try:
         return guarded_import(part.name, part.target, part.source)
     except PluginError:
@@ -221,13 +234,13 @@ def _class(part: Part) -> Any:
 
 
 def _check(manager: pluggy.PluginManager, member: Member) -> None:
-    """What pluggy would take in silence, or refuse in words of its own."""
+    """Raise PluginError for mistakes that pluggy accepts, or reports less clearly."""
     for attribute in dir(member.plugin):
         opts = manager.parse_hookimpl_opts(member.plugin, attribute)
         if opts is None:
             if attribute.startswith(PREFIX):
                 raise PluginError(
-                    f"{member}: {attribute} is not marked: want @hookimpl above it (minivllm.runtime.hooks)"
+                    f"{member}: {attribute} is not marked: put @hookimpl above it (minivllm.runtime.hooks)"
                 )
             continue
         name = opts.get("specname") or attribute
@@ -238,17 +251,18 @@ def _check(manager: pluggy.PluginManager, member: Member) -> None:
                 f"{member}: there is no hook {name!r}.{suggest(name, NAMES)} There are: {', '.join(NAMES)}"
             )
         if opts["hookwrapper"]:
-            raise PluginError(f"{member}: {name} is an old-style wrapper: want @hookimpl(wrapper=True)")
+            raise PluginError(f"{member}: {name} is an old-style wrapper: use @hookimpl(wrapper=True)")
         if opts["wrapper"] and name not in WRAPPERS:
-            raise PluginError(f"{member}: {name} cannot be wrapped: want @hookimpl without wrapper=True")
+            raise PluginError(f"{member}: {name} cannot be wrapped: use @hookimpl without wrapper=True")
         if not opts["wrapper"] and name in WRAPPERS:
-            raise PluginError(f"{member}: {name} is a wrapper: want @hookimpl(wrapper=True) and a yield")
-        if not opts["wrapper"] and (what := _deferred(getattr(member.plugin, attribute))):
-            raise PluginError(f"{member}: {name} is {what}, and nothing of it would run: want a plain function")
+            raise PluginError(f"{member}: {name} is a wrapper: use @hookimpl(wrapper=True) and a yield")
+        deferred = "" if opts["wrapper"] else _deferred(getattr(member.plugin, attribute))
+        if deferred:
+            raise PluginError(f"{member}: {name} is {deferred}, and a call would not run it: use a plain function")
 
 
 def _deferred(function: Callable[..., Any]) -> str:
-    """What a function is whose call does not run it."""
+    """Return the kind of a function whose call does not run it, or "" for a plain function."""
     if inspect.iscoroutinefunction(function):
         return "an async function"
     generates = inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
@@ -256,7 +270,7 @@ def _deferred(function: Callable[..., Any]) -> str:
 
 
 def _words(exc: pluggy.PluginValidationError) -> str:
-    """What is wrong with a method, without the name of the plug-in, which pluggy puts first."""
+    """Return pluggy's description of a wrong method, without the name of the plug-in."""
     hook = next((name for name in NAMES if f"'{name}'" in str(exc)), "")
     last = str(exc).splitlines()[-1].strip()
     if not hook:
@@ -266,17 +280,19 @@ def _words(exc: pluggy.PluginValidationError) -> str:
 
 
 def ask_model(parts: Sequence[Part], model: str) -> tuple[str, str] | None:
-    """(plug-in, directory or id) of the hook that knows what ``model`` stands for."""
+    """Return the first hook's directory or id for a model name, with the name of the plug-in, or None."""
     return _ask_first(parts, "minivllm_resolve_model", str, "a path or an id", model=model)
 
 
 def ask_config(parts: Sequence[Part], path: str) -> tuple[str, Mapping[str, Any]] | None:
-    """(plug-in, table) of the hook that reads a configuration file."""
+    """Return the first hook's options in a configuration file, with the name of the plug-in, or None."""
     return _ask_first(parts, "minivllm_read_config", Mapping, "a mapping of options", path=path)
 
 
-def _ask_first(parts: Sequence[Part], hook: str, kind: Any, want: str, **values: Any) -> tuple[str, Any] | None:
+def _ask_first(parts: Sequence[Part], hook: str, kind: Any, expected: str, **values: Any) -> tuple[str, Any] | None:
+    """Return the first answer to a first-result hook.  PluginError if it does not have the type ``kind``."""
     found = HookManager.make(parts, hook).ask(hook, **values) if parts else None
     if found is not None and not isinstance(found[1], kind):
-        raise PluginError(f"hooks {found[0]!r} answered {hook} with a {type(found[1]).__name__}; want {want}")
+        name, answer = found
+        raise PluginError(f"hooks {name!r} answered {hook} with a {type(answer).__name__}; expected {expected}")
     return found

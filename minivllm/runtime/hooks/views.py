@@ -1,8 +1,9 @@
-"""What hooks are told: frozen dataclasses and read-only numpy columns.  A view is a copy or never written again, so a
-hook may keep it; nothing in it leads back to the engine.
+"""The arguments of hooks: frozen dataclasses and read-only numpy columns.
 
-Times are seconds of ``time.monotonic``.  A *sequence* is one branch of a request, known by its engine-wide number.
-R rows of a step, N of them drew a token.
+The engine does not change the data of a view, so a hook may keep it.  A view has no reference to the engine.
+
+Times are seconds of ``time.monotonic``.  A *sequence* is one branch of a request, identified by a number that is unique
+in the engine.  R is the number of rows of a step, and N the number of its rows that draw a token.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class EngineView:
-    """An engine as it was built."""
+    """The configuration of an engine."""
 
     model: str  # directory of the model
     device: str
@@ -26,12 +27,12 @@ class EngineView:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
-    parts: Mapping[str, str]  # seam -> plug-in, for seams that take one
+    parts: Mapping[str, str]  # seam -> plug-in, for seams with a single plug-in
 
 
 @dataclass(frozen=True)
 class RequestView:
-    """A request as it was accepted."""
+    """An accepted request."""
 
     id: str
     sequences: tuple[int, ...]  # numbers of its branches
@@ -42,13 +43,13 @@ class RequestView:
 
 @dataclass(frozen=True)
 class RequestEnd:
-    """How a request ended."""
+    """The end of a request."""
 
     reasons: tuple[str, ...]  # per branch: stop, length, abort or error
-    tokens: tuple[int, ...]  # generated, per branch
-    cached_tokens: int  # of the prompt, found in the prefix cache
-    preempted: int  # times, all branches together
-    scheduled: float | None  # when it left the queue for the first time
+    tokens: tuple[int, ...]  # generated tokens per branch
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    preempted: int  # preemptions of all branches together
+    scheduled: float | None  # time at which it first left the queue
     first_token: float | None
     finished: float
     error: str | None
@@ -56,67 +57,71 @@ class RequestEnd:
 
 @dataclass(frozen=True)
 class PreemptionView:
-    """A running sequence that went back to the queue; it will compute its tokens again."""
+    """A running sequence that returns to the queue and will compute its tokens again."""
 
     request: str
     sequence: int
-    tokens: int  # known to the host
-    times: int  # that this sequence has been preempted, this time included
+    tokens: int  # tokens of the sequence that the host has
+    times: int  # preemptions of this sequence so far, including this one
 
 
 @dataclass(frozen=True)
 class BlocksView:
-    """Blocks of the prefix cache that came or went, of one KV group; columns of equal length, parents before children
-    where they come, after them where they go."""
+    """Blocks of one KV group that entered or left the prefix cache, as columns of equal length.
+
+    Parents come before their children if the blocks entered, and after them if the blocks left."""
 
     group: int
     tier: str  # device
-    reason: str  # stored, evicted (room was needed) or dropped (a reset, or newer content took its place)
-    keys: np.ndarray  # u64 hash of the content and of all that comes before it
-    parents: np.ndarray  # u64 key of the block before it, 0 = none; empty unless stored
-    depth: np.ndarray  # i32 blocks before it; empty unless stored
+    reason: str  # stored, evicted (to make room) or dropped (after a reset, or replaced by newer content)
+    keys: np.ndarray  # u64 hash of the content and of all earlier blocks
+    parents: np.ndarray  # u64 key of the previous block, 0 for none; empty unless stored
+    depth: np.ndarray  # i32 number of earlier blocks; empty unless stored
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step that was submitted."""
+    """A submitted step."""
 
     id: int
     sequence: np.ndarray  # i64 [R]
     q_len: np.ndarray  # i32 [R] tokens that the row computes
-    computed: np.ndarray  # i32 [R] tokens that were computed before
+    computed: np.ndarray  # i32 [R] tokens of the row that were computed before
     drawn: np.ndarray  # i32 [N] rows that draw a token
 
     @property
     def rows(self) -> int:
+        """Return the number of rows."""
         return len(self.q_len)
 
     @property
     def tokens(self) -> int:
-        """Tokens that the step computes."""
+        """Return the number of tokens that the step computes."""
         return int(self.q_len.sum())
 
 
 @dataclass(frozen=True)
 class FinishedStep(PlannedStep):
-    """A step whose result was published.  The figures of the engine are those after the turn of the loop in which it
-    was; blocks are those of the leading KV group.  Counters never go down."""
+    """A step whose result is published.
+
+    The figures of the engine are taken after the same turn of its loop.  Blocks are those of the first KV group.
+    Counters never decrease."""
 
     token: np.ndarray  # i32 [N]
     count: np.ndarray  # i32 [N] 1 if the token was accepted, else 0
     flags: np.ndarray  # u8 [N] EOS, STOP_ID, LENGTH, NAN, OVERSHOOT, FAILED (core.interfaces.plan)
-    error: str | None  # what failed in it
+    error: str | None  # a plug-in's error in the step
     time: float
-    plan_ms: float  # host, of the turn that planned it
+    plan_ms: float  # host time of planning, in the turn that planned the step
     submit_ms: float
-    wait_ms: float  # host, of the turn that collected it
+    wait_ms: float  # host time of waiting, in the turn that received the result
     publish_ms: float
     device_ms: float
     running: int
     waiting: int
     blocks_total: int
     blocks_free: int
-    blocks_cached: int  # idle, in the prefix cache
+    blocks_cached: int  # blocks in the prefix cache that no request uses
     finished: int  # counter: requests
     generated: int  # counter: tokens
     preemptions: int  # counter
