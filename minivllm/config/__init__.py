@@ -1,10 +1,10 @@
-"""What the user wants: defaults < files < environment < ``--set`` < keywords, each value with its origin.
+"""Read and check a configuration.  Sources in ascending precedence: defaults, files, environment, ``--set``, keywords.
 
-A file is TOML, YAML or JSON: the engine's options at the top, the sampling parameters in ``[sampling]``, the prompts of
-``minivllm run`` in ``[run]`` and the settings of ``minivllm serve`` in ``[server]``.  Every fault is a ConfigError of
-one line that names the place and what was wanted.
+A file is TOML, YAML or JSON.  The options of the engine are at the top level.  The table ``[sampling]`` holds sampling
+parameters, ``[run]`` the prompts of ``minivllm run``, and ``[server]`` the settings of ``minivllm serve``.  Each value
+keeps its source.  Every error is a ConfigError of one line that names the source and the accepted values.
 
-    files ─► layers ─► load: values ─► resolve: what each choice becomes ─► core.interfaces.executor.Wiring
+    files ─► layers ─► load: values ─► resolve: chosen plug-ins ─► core.interfaces.executor.Wiring
 """
 
 from __future__ import annotations

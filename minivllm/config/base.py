@@ -1,9 +1,9 @@
-"""What the models of a configuration have in common."""
+"""The base class of the configuration models."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -12,18 +12,24 @@ from minivllm.validation import FieldFault, faults
 
 
 def refusal(found: Sequence[FieldFault]) -> ConfigError:
-    """The error, which carries the faults, so that who knows where the values came from can say so."""
+    """Return a ConfigError that carries its faults, so that the caller can add the source of each value."""
     error = ConfigError("; ".join(fault.text for fault in found))
     error.faults = tuple(found)
     return error
 
 
+def refuse(path: str, text: str) -> NoReturn:
+    """Raise a ConfigError with one fault: the dotted path of the wrong value, and the message."""
+    raise refusal([FieldFault(path, text)])
+
+
 class Strict(BaseModel):
-    """Unknown keys are refused, nothing is converted silently, and a fault is a ConfigError."""
+    """A model that refuses unknown keys and converts nothing silently.  An error is a ConfigError."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def __init__(self, **values: Any) -> None:
+        """Validate the values."""
         try:
             super().__init__(**values)
         except ValidationError as exc:

@@ -1,4 +1,4 @@
-"""What a drafter's model must have in common with the model that it drafts for."""
+"""Checks that a second model, such as that of a drafter, is compatible with the served model."""
 
 from __future__ import annotations
 
@@ -13,29 +13,34 @@ from minivllm.errors import ConfigError
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """Of the model: its vocabulary, the longest sequence, and the length at which its rotary embedding changes
-    (``decoder.Rope.switch``).  Each check raises ConfigError; ``said`` names the draft model."""
+    """Limits from the served model: its vocabulary size, the longest sequence, and the length above which requests use
+    other rotary frequencies (``decoder.Rope.switch``).  Each check raises ConfigError.  ``label`` names the second
+    model in the message."""
 
     vocab: int
     max_len: int
     switch: int | None
 
-    def check_config(self, said: str, own: Any) -> None:
-        if own.vocab_size != self.vocab:
+    def check_config(self, label: str, cfg: Any) -> None:
+        """Check the vocabulary and the context length in the config object of the second model."""
+        if cfg.vocab_size != self.vocab:
             raise ConfigError(
-                f"{said} has vocab_size={own.vocab_size}; want {self.vocab}, as the model has: both must "
-                "have one tokenizer"
+                f"{label} has vocab_size={cfg.vocab_size}; want {self.vocab}, as the model has: both must "
+                "have the same tokenizer"
             )
-        most = longest_context(own)
+        most = longest_context(cfg)
         if most is not None and most < self.max_len:
-            raise ConfigError(f"{said} has {context_said(own)}; want max_model_len={self.max_len}: lower that")
+            raise ConfigError(f"{label} has {context_said(cfg)}; want max_model_len={self.max_len}: lower that")
 
-    def check_layers(self, said: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
-        if (None if switch is None or switch >= self.max_len else switch) != self.switch:
+    def check_layers(self, label: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
+        """Check the rotary embedding and the attention layers of the second model."""
+        if switch is not None and switch >= self.max_len:
+            switch = None
+        if switch != self.switch:
             raise ConfigError(
-                f"{said} has another rotary embedding for requests longer than {switch} tokens, the model for those "
-                f"longer than {self.switch} (None: for none); want both to change at one length, or max_model_len "
-                "below it"
+                f"{label} uses other rotary frequencies for requests longer than {switch} tokens, and the model for "
+                f"requests longer than {self.switch} (None means never); want the same length for both, or a smaller "
+                "max_model_len"
             )
-        if any(s.window is not None for s in specs):
-            raise ConfigError(f"{said} has layers with a sliding window; want full attention in all of them")
+        if any(spec.window is not None for spec in specs):
+            raise ConfigError(f"{label} has layers with a sliding window; want full attention in all of them")

@@ -1,4 +1,4 @@
-"""Why the parts are those they are: the selections of a configuration as text, as data and as JSON."""
+"""The reasons for the chosen plug-ins of a configuration, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from minivllm.registry import Catalog, Selection
 class Explanation:
     """One selection for each choice, in the order in which they were made.
 
-    ``notes`` are (what, sentence) for what is not a plug-in: device, dtype, block size ...  ``error`` is what ended the
-    choosing, the last selection being the one that failed, or an implementation that cannot be imported.
+    ``notes`` are pairs (name, sentence) for values that are not plug-ins, such as device, dtype and block size.
+    ``error`` is the error that stopped the choice: no suitable plug-in for the last selection, or an implementation
+    that cannot be imported.
     """
 
     selections: tuple[Selection, ...]
@@ -25,31 +26,35 @@ class Explanation:
     error: PluginError | None = None
 
     def of(self, seam: str | None = None) -> tuple[Selection, ...]:
-        """The selections of a seam (several for processors and strategies), by its name or its option's."""
+        """Return the selections of a seam, given its name or the name of its option.  Processors and strategies have
+        several."""
         kind = check_seam(seam)
         return tuple(s for s in self.selections if kind in (None, s.kind))
 
     def text(self, seam: str | None = None, all: bool = False) -> str:
-        """What ``minivllm explain`` prints; ``all`` asks the plug-ins too that were not looked at."""
-        width = max([len(what) for what, _ in self.notes] + [0])
-        lines = [f"{what:{width}}  {sentence}" for what, sentence in self._notes(seam)]
-        return "\n".join([*lines, *(s.explain() for s in self._asked(seam, all))])
+        """Return the output of ``minivllm explain``.  ``all`` adds the plug-ins that were not considered."""
+        width = max([len(name) for name, _ in self.notes], default=0)
+        lines = [f"{name:{width}}  {sentence}" for name, sentence in self._notes(seam)]
+        return "\n".join([*lines, *(s.explain() for s in self._selections(seam, all))])
 
     def as_dict(self, seam: str | None = None, all: bool = False) -> dict[str, Any]:
-        """The same as JSON."""
+        """Return the same information as JSON values."""
         return {
             "notes": dict(self.notes),
-            "selections": [s.as_dict() for s in self._asked(seam, all)],
+            "selections": [s.as_dict() for s in self._selections(seam, all)],
             "error": str(self.error) if self.error is not None else None,
         }
 
     def _notes(self, seam: str | None) -> Sequence[tuple[str, str]]:
-        """All, or what a seam has to say beside its choice."""
+        """Return all notes, or the notes of a seam that its selections do not show."""
         kind = check_seam(seam)
-        # names to prefer that were passed over are among the candidates
-        return [n for n in self.notes if not kind or (n[0].startswith(f"{kind}.") and not n[0].endswith(".prefer"))]
+        if not kind:
+            return self.notes
+        # the selections already show skipped names of ``prefer``
+        return [n for n in self.notes if n[0].startswith(f"{kind}.") and not n[0].endswith(".prefer")]
 
-    def _asked(self, seam: str | None, all: bool) -> Sequence[Selection]:
+    def _selections(self, seam: str | None, all: bool) -> Sequence[Selection]:
+        """Return the selections of a seam.  ``all`` adds the plug-ins that were not considered."""
         return [s.widen(self.catalog[s.kind]) if all else s for s in self.of(seam)]
 
     def __str__(self) -> str:

@@ -1,7 +1,9 @@
-"""Read configuration files: TOML, YAML or JSON, by suffix.  Errors name the file and the line of the value.
+"""Read configuration files in TOML, YAML or JSON, depending on the suffix.  Errors name the file and the line of the
+value.
 
-A file may say ``extends = "base.toml"``: what it leaves open is then taken from there.  YAML is read as YAML 1.2 means
-it: only ``true`` and ``false`` are truth values, so that ``graph: off`` is the word, and a number is decimal.
+A file may contain ``extends = "base.toml"``.  Options that it does not set are then taken from that file.  YAML is read
+as YAML 1.2: only ``true`` and ``false`` are booleans, so ``graph: off`` is a word, and numbers with a leading zero are
+decimal.
 """
 
 from __future__ import annotations
@@ -24,43 +26,47 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-LONGEST_CHAIN = 64  # of files that extend one another
+LONGEST_CHAIN = 64  # number of files that extend one another
 _LONG_KEY = re.compile(
     rf"""(?:^|[\[{{,])[ \t]*(?:(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.[ \t]*){{{DEEPEST}}}""", re.M
 )
-_MANY_VALUES = 1_000_000  # YAML aliases can make more of a short file
+_MANY_VALUES = 1_000_000  # limit, because YAML aliases can expand a short file enormously
 
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """A file as read.  ``lines`` has the line of each value by its path."""
+    """The contents of a file.  ``lines`` maps the path of each value to its line."""
 
     name: str
     values: dict[str, Any]
     lines: Mapping[Place, int] = field(default_factory=dict)
 
     def where(self, path: tuple[Any, ...]) -> str:
-        """``exp.toml:7``: the place of the value at a path, or of the nearest that holds it."""
+        """Return ``exp.toml:7``, the line of the value at a path, or of the nearest table around it."""
         for end in range(len(path), 0, -1):
-            if (line := self.lines.get(path[:end])) is not None:
+            line = self.lines.get(path[:end])
+            if line is not None:
                 return f"{self.name}:{line}"
         return self.name
 
 
-Other = Callable[[str], Mapping[str, Any] | None]  # the table in a file of another format, None: it cannot be read
+Other = Callable[[str], Mapping[str, Any] | None]  # reads a file of another format; None if it cannot
 
 
 def read_chain(path: str | os.PathLike[str], other: Other | None = None) -> list[ConfigFile]:
-    """The file and those that it extends, the farthest first.  Each is read once: where several extend the same one,
-    it stands before the last of them, so that of several bases the later wins with all that it extends.  ConfigError if
-    a file extends itself by way of others."""
+    """Return a file and the files that it extends, in ascending precedence.
+
+    Each file is read once.  If several files extend the same base, the base precedes all of them.  If a file extends
+    several bases, a later base takes precedence over an earlier one.  ConfigError if a file extends itself indirectly.
+    """
     found: dict[str, ConfigFile] = {}
     _extend(path, (), found, other)
     return list(reversed(found.values()))
 
 
 def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[str, ConfigFile], other: Any) -> None:
-    """Put a file into ``found``, then those that it extends, the last first; ``inside``: the files it is read for."""
+    """Add a file to ``found``, then the files that it extends, the last one first.  ``inside`` are the files that
+    extend it."""
     name = files.real(path)
     if name in inside:
         names = [os.path.basename(p) for p in (*inside[inside.index(name) :], name)]
@@ -73,23 +79,28 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
     file = found[name] = read_file(path, other)
     bases = file.values.pop("extends", [])
     at = f"{file.where(('extends',))}: extends"
-    for base in reversed([bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [None]):
+    if isinstance(bases, str):
+        bases = [bases]
+    elif not isinstance(bases, list):
+        bases = [None]
+    for base in reversed(bases):
         if not isinstance(base, str) or not base:
             raise ConfigError(f"{at}: want a file, or a list of files")
-        to = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
-        if not os.path.exists(to):
-            raise ConfigError(f"{at} {shown(base)}: no such file as {brief(to, 300)}")
-        _extend(to, (*inside, name), found, other)
+        target = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
+        if not os.path.exists(target):
+            raise ConfigError(f"{at} {shown(base)}: no such file as {brief(target, 300)}")
+        _extend(target, (*inside, name), found, other)
 
 
 def read_file(path: str | os.PathLike[str], other: Other | None = None) -> ConfigFile:
-    """Return the table in a file; ConfigError if it is missing, not UTF-8, not well-formed, or not a table.
+    """Return the table in a file.  ConfigError if it is missing, not UTF-8, malformed, or not a table.
 
-    ``other`` reads files that are neither TOML nor YAML.  It comes before JSON: a hook may define a form of JSON.
+    ``other`` reads files that are neither TOML nor YAML.  It is tried before JSON, because a hook may define a format
+    that ends in .json.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in (".toml", ".yaml", ".yml"):
-        files.check(path, files.LARGE)  # before a hook opens it
+        files.check(path, files.LARGE)  # a hook may open the file next
         found: Mapping[str, Any] | None = _record(path) if suffix == ".json" else None
         if found is None and other is not None:
             found = other(os.fspath(path))
@@ -109,12 +120,12 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
 
 
 def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
-    """Read a JSON object of options; ConfigError if the file holds anything else."""
+    """Read a JSON object of options.  ConfigError if the file holds anything else."""
     text = files.read_text(path)
     values = files.parse_json(text, os.fspath(path), unique=True)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: want a JSON object of options at the top, got a {type(values).__name__}")
-    try:  # JSON is YAML as well, whose reader knows the line of each value
+    try:  # JSON is also YAML, and the YAML reader returns the line of each value
         lines = _yaml(text.replace("\t", " "), path)[1]
     except ConfigError:
         lines = {}
@@ -122,22 +133,24 @@ def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
 
 
 def _record(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the configuration in the record of a run, or None if the file is no record."""
+    """Return the configuration in the record of a run, or None if the file is not a record."""
     from minivllm.frontend.record import bill, replay
 
     return replay.as_config(bill.read(path)) if bill.is_record(path) else None
 
 
 def _file(path: str | os.PathLike[str], values: dict[str, Any], lines: Mapping[Place, int]) -> ConfigFile:
-    if what := flaw(values):
-        raise ConfigError(f"{path}: {what}")
+    """Return a checked file.  ConfigError for malformed text, numbers, nesting or keys."""
+    problem = flaw(values)
+    if problem:
+        raise ConfigError(f"{path}: {problem}")
     file = ConfigFile(os.fspath(path), values, lines)
     _check_keys(file, values, ())
     return file
 
 
 def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ...]) -> None:
-    """YAML has keys that are no text; only sampling parameters may be keyed by a number (token ids)."""
+    """Check that all keys are texts, which YAML does not guarantee.  Sampling parameters may have token ids as keys."""
     for key, value in values.items():
         if not isinstance(key, str) and not (path[:1] == ("sampling",) and type(key) is int):
             raise ConfigError(
@@ -148,9 +161,10 @@ def _check_keys(file: ConfigFile, values: Mapping[Any, Any], path: tuple[Any, ..
 
 
 def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
+    """Return the values of a TOML text, and the line of each.  ConfigError if it is malformed."""
     try:
         values = _loads(text)
-        return values, {} if flaw(values) else toml_lines(text)  # what is nested too deep is refused by who asks
+        return values, {} if flaw(values) else toml_lines(text)  # the caller refuses values with a flaw
     except tomllib.TOMLDecodeError as exc:
         message, _, place = str(exc).rpartition(" (at ")
         numbers = "".join(c if c.isdigit() else " " for c in place).split()
@@ -159,27 +173,30 @@ def _toml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
         raise ConfigError(f"{path}:{numbers[0]}:{numbers[1]}: {message or exc}") from None
     except RecursionError:
         raise ConfigError(f"{path}: lists or tables are nested too deeply") from None
-    except ValueError as exc:  # a whole number of more digits than Python reads
+    except ValueError as exc:  # a whole number with too many digits for Python
         raise ConfigError(f"{path}: {_digits(exc)}") from None
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """``tomllib.loads``, which takes the square of the time for a key of many parts, with its errors."""
-    if found := _LONG_KEY.search(text):
+    """Parse a TOML text.  ValueError for a key of many parts, on which ``tomllib`` takes quadratic time."""
+    found = _LONG_KEY.search(text)
+    if found:
         raise ValueError(f"the key {brief(found[0].strip(), 40)} has more than {DEEPEST} parts")
     return tomllib.loads(text)
 
 
 def _digits(exc: ValueError) -> str:
+    """Return the first part of the message of a ValueError."""
     return brief(str(exc).partition(";")[0], 200)
 
 
 def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
+    """Return the value of a YAML text, and the line of each value in it.  ConfigError if it is malformed."""
     import yaml
 
     try:
         loader = _loader_class()(text)
-    except yaml.YAMLError as exc:  # a character that no YAML has
+    except yaml.YAMLError as exc:  # a character that YAML does not allow
         raise ConfigError(f"{path}: {str(exc).splitlines()[0]}") from None
     try:
         node = loader.get_single_node()
@@ -210,10 +227,11 @@ def _yaml(text: str, path: Any) -> tuple[Any, dict[Place, int]]:
 
 
 def _count(top: Any, path: Any) -> None:
-    """Refuse an alias within what it stands for, and aliases of aliases that would be millions of values."""
-    sizes: dict[int, int] = {}  # of a node with all that is in it; 0 while it is being counted
+    """Refuse an alias inside its own value, and aliases of aliases that would expand to millions of values."""
+    sizes: dict[int, int] = {}  # node -> number of values in it; 0 while they are being counted
 
     def size(node: Any) -> int:
+        """Return the number of values in a node."""
         if not isinstance(node.value, list):
             return 1
         if id(node) not in sizes:
@@ -221,7 +239,7 @@ def _count(top: Any, path: Any) -> None:
             inner = [part for pair in node.value for part in (pair if isinstance(pair, tuple) else (pair,))]
             sizes[id(node)] = 1 + sum(size(part) for part in inner)
         elif not sizes[id(node)]:
-            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias stands within what it stands for")
+            raise ConfigError(f"{path}:{node.start_mark.line + 1}: an alias is inside its own value")
         return sizes[id(node)]
 
     if size(top) > _MANY_VALUES:
@@ -229,33 +247,42 @@ def _count(top: Any, path: Any) -> None:
 
 
 def _yaml_lines(node: Any, path: Place, lines: dict[Place, int], loader: Any) -> None:
-    if isinstance(node.value, list):
-        for i, part in enumerate(node.value):
-            key, value = part if isinstance(part, tuple) else (None, part)
-            name = i if key is None else loader.construct_object(key)
-            inner = (*path, name)
-            lines[inner] = (value if key is None else key).start_mark.line + 1
-            _yaml_lines(value, inner, lines, loader)
+    """Store the line of each value below a YAML node in ``lines``."""
+    if not isinstance(node.value, list):
+        return
+    for i, part in enumerate(node.value):
+        if isinstance(part, tuple):
+            key, value = part
+            name = loader.construct_object(key)
+        else:
+            key = value = part
+            name = i
+        inner = (*path, name)
+        lines[inner] = key.start_mark.line + 1
+        _yaml_lines(value, inner, lines, loader)
 
 
 def _loader_class() -> Any:
-    """PyYAML's safe loader, which makes plain values only, with the words and numbers of YAML 1.2's core schema
-    (https://yaml.org/spec/1.2.2/#103-core-schema), and in which a key that is there twice is an error."""
+    """Return PyYAML's safe loader with the words and numbers of YAML 1.2's core schema.
+
+    See https://yaml.org/spec/1.2.2/#103-core-schema.  The loader creates plain values only, and refuses duplicate keys.
+    """
     import yaml
 
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: dict[str, Any] = {}
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            """Construct a mapping.  An error if a key is there twice."""
             seen: set[Any] = set()
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                    name = self.construct_object(key)  # 0x5 is 5
+                    name = self.construct_object(key)  # different spellings of a number are equal
                     if name in seen and id(node) not in self.merged:
                         problem = f"the key {shown(key.value)} is there twice"
                         raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                     seen.add(name)
-            self.merged.add(id(node))  # from now on it holds the keys of its merges too
+            self.merged.add(id(node))  # super() adds the keys of merges, which may repeat
             return super().construct_mapping(node, deep)
 
         def __init__(self, stream: Any) -> None:
@@ -263,8 +290,11 @@ def _loader_class() -> Any:
             self.merged: set[int] = set()
 
         def construct_int(self, node: Any) -> int:
+            """Construct a whole number, decimal, hexadecimal or octal."""
             text = self.construct_scalar(node)
-            return int(text, 16 if "x" in text else 8 if "o" in text else 10)
+            if "x" in text:
+                return int(text, 16)
+            return int(text, 8 if "o" in text else 10)
 
     for tag, pattern, first in (
         ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
@@ -283,7 +313,8 @@ def _loader_class() -> Any:
 
 
 def parse_value(text: str) -> Any:
-    """A value as TOML writes it (``8``, ``true``, ``[1, 2]``, ``"x"``); anything else is the text itself."""
+    """Return the value of a TOML literal (``8``, ``true``, ``[1, 2]``, ``"x"``).  Any other text is returned
+    unchanged."""
     text = text.strip()
     if "\n" in text:
         return text

@@ -1,4 +1,4 @@
-"""Which layers of a model share block tables, and which there are: a KV group has one table for all of its layers."""
+"""The attention layers of a model and their KV groups.  The layers of a group share one block table."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ if TYPE_CHECKING:
 
 
 def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
-    """The attention layers of a model.  PluginError for what is none."""
+    """Return the attention layers of a model.  PluginError if the architecture returns anything else."""
     from minivllm.core.interfaces.attention import AttnSpec
 
-    given: Any = arch.attention(cfg)
-    found = tuple(given) if isinstance(given, Iterable) else (given,)
+    value: Any = arch.attention(cfg)
+    found = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(layer, AttnSpec) for layer in found):
-        who = f"model {type(arch).__name__}{from_file(arch)}"
-        raise PluginError(f"{who}: attention() gave {shown(given)}; want an AttnSpec for each layer")
+        label = f"model {type(arch).__name__}{from_file(arch)}"
+        raise PluginError(f"{label}: attention() gave {shown(value)}; want an AttnSpec for each layer")
     return found
 
 
 def group_layers(specs: Sequence[AttnSpec]) -> tuple[tuple[int, ...], ...]:
-    """Layers of equal geometry, groups of full attention before those with a window, otherwise by first layer."""
-    found: dict[tuple, list[int]] = {}
+    """Return the layer numbers of each KV group: the layers of equal geometry.
+
+    Groups of full attention precede groups with a window; otherwise the order is that of the first layer.
+    """
+    groups: dict[tuple, list[int]] = {}
     for layer, spec in enumerate(specs):
-        found.setdefault(spec.geometry, []).append(layer)
-    groups = sorted(found.values(), key=lambda layers: (specs[layers[0]].window is not None, layers[0]))
-    return tuple(tuple(layers) for layers in groups)
+        groups.setdefault(spec.geometry, []).append(layer)
+    # The groups are in the order of their first layers already, and sorting is stable.
+    ordered = sorted(groups.values(), key=lambda layers: specs[layers[0]].window is not None)
+    return tuple(map(tuple, ordered))

@@ -1,7 +1,7 @@
-"""Lay sources of options over one another: the merged tree, and for each leaf the source that wrote it last.
+"""Merge the sources of options into one tree, and record the source that set each leaf last.
 
-A leaf is a value that is no table.  The lists of plug-ins are taken apart as well, so that ``processors.0.options.x``
-has a line of its own; any other list is one leaf.  Origins are texts: ``exp.toml:7``, ``MINIVLLM__SEED``, ``--set``.
+A leaf is a value that is not a table.  The elements of plug-in lists are leaves too, so ``processors.0.options.x`` has
+a source; any other list is one leaf.  A source is a text such as ``exp.toml:7``, ``MINIVLLM__SEED`` or ``--set``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Path = Sequence[str]
 
 @dataclass(frozen=True)
 class ConfigShape:
-    """The names that the layers know: all ``top`` keys, the ``tables`` with their keys (None: checked elsewhere), the
-    ``seams`` that one plug-in fills, the lists of ``several``, and ``aliases``."""
+    """The known names: all ``top`` keys, the ``tables`` with their keys (None means that others check the keys), the
+    ``seams`` that hold one plug-in, the lists of ``several`` plug-ins, and ``aliases``."""
 
     top: Sequence[str]
     tables: Mapping[str, Iterable[str] | None]
@@ -29,66 +29,84 @@ class ConfigShape:
     choice: Sequence[str]  # the keys of a seam's table
     aliases: Mapping[str, str]
     version: int
-    free: Sequence[str] = ()  # options that are tables with keys of their own
+    free: Sequence[str] = ()  # options that are tables with arbitrary keys
     not_in_files: Sequence[str] = ("allow_targets",)
 
 
 @dataclass
 class Layers:
+    """The merged options so far.  ``origins`` maps dotted paths of leaves to their sources."""
+
     shape: ConfigShape
     tree: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, values: Mapping[str, Any], where: Callable[[tuple[Any, ...]], str], trusted: bool = False) -> None:
-        """Lay ``values`` over what is there.  ``where`` tells the source of a path.  ``trusted``: the values come from
-        the command line or from Python, which may allow what a file may not."""
+        """Merge ``values`` over the existing options.  ``where`` returns the source of a path.
+
+        ``trusted`` values come from the command line or from Python; they may set options that a file may not set.
+        """
         unalias(values, self.shape.aliases, lambda key: where((key,)))
         for key, value in values.items():
             self.put([key], value, where, trusted)
 
     def assign(self, pairs: Sequence[tuple[Path, Any]], source: str, trusted: bool = False) -> None:
-        """Lay single values over what is there, names first: a new name drops the options of the old one, not those
-        that come with it."""
-        for path, value in sorted(pairs, key=lambda pair: not (pair[0][-1] == "name" or len(pair[0]) == 1)):
+        """Merge single values over the existing options.
+
+        Names of plug-ins come first: a new name drops the options of the old plug-in, but not the options in ``pairs``.
+        """
+        names = [pair for pair in pairs if pair[0][-1] == "name" or len(pair[0]) == 1]
+        others = [pair for pair in pairs if pair not in names]
+        for path, value in (*names, *others):
             self.put(path, value, lambda _: source, trusted)
 
     def put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool = False) -> None:
+        """Merge one value.  ConfigError if its path or the value is malformed or unknown."""
         source = begins(brief(where(tuple(path)), 300))
         if len(path) > DEEPEST:
             raise ConfigError(f"{source}the key {_dotted(path)} has {len(path)} parts; want at most {DEEPEST}")
-        if what := flaw(list(path)) or flaw(value):
-            raise ConfigError(f"{source}{_dotted(path)}: {what}")
+        problem = flaw(list(path)) or flaw(value)
+        if problem:
+            raise ConfigError(f"{source}{_dotted(path)}: {problem}")
         self._put(path, value, where, trusted)
 
     def _put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool) -> None:
-        given = tuple(path)
-        path = [self.shape.aliases.get(path[0], path[0]), *path[1:]]
-        source = where(given)
-        if len(path) == 1 and path[0] not in self.shape.top and (note := neutral_note(path[0], value)):
-            self.notes.append(f"{begins(source)}{note}")
-            return
-        if len(path) == 1 and path[0] in self.shape.tables and value is None:
-            value = {}  # in YAML a table that holds comments only is null
+        """Merge one value whose text, numbers and nesting were checked."""
+        written = tuple(path)
+        source = where(written)
+        top = self.shape.aliases.get(path[0], path[0])
+        path = [top, *path[1:]]
+        if len(path) == 1:
+            note = "" if top in self.shape.top else neutral_note(top, value)
+            if note:
+                self.notes.append(f"{begins(source)}{note}")
+                return
+            if top in self.shape.tables and value is None:
+                value = {}  # in YAML, a table that contains only comments is null
         self._check_key(path, value, source, trusted)
-        if len(path) == 1 and path[0] in self.shape.seams and (value is None or isinstance(value, str)):
-            path, value = [path[0], "name"], value if value is not None else "auto"
+        if len(path) == 1 and top in self.shape.seams and (value is None or isinstance(value, str)):
+            path = [top, "name"]
+            value = "auto" if value is None else value
         if path[:2] == ["requires", "plugins"] and isinstance(value, list):
             self._require(value, source)
         elif isinstance(value, Mapping) and self._merges(path, value):
             for key in sorted(value, key=lambda key: key != "name"):
-                self._put([*given, str(key)], value[key], where, trusted)
+                self._put([*written, str(key)], value[key], where, trusted)
         else:
-            self._write(path, value, source, lambda inner: where((*given, *inner)))
+            self._write(path, value, source, lambda inner: where((*written, *inner)))
 
     def _merges(self, path: Path, value: Mapping[str, Any]) -> bool:
-        """Whether a table is laid key by key over the one that is there.  A sampling parameter that is a table is one
-        value, and an empty table of options means none."""
+        """Return whether a table is merged key by key with the existing one.
+
+        A sampling parameter that is a table replaces the old value, and so does an empty table of options.
+        """
         if len(path) == 1:
             return bool(value) or path[0] in self.shape.seams or path[0] in self.shape.tables
         return bool(value) and path[0] != "sampling"
 
     def _write(self, path: Path, value: Any, source: str, where: Callable[[tuple[Any, ...]], str]) -> None:
+        """Set a value in the tree and record its source.  ``where`` returns the source of a path inside the value."""
         if len(path) == 2 and path[0] in self.shape.seams and path[1] == "name":
             self._drop_options(path[0], value, source)
         node = self.tree
@@ -107,34 +125,40 @@ class Layers:
             self._places(dotted, value, (), where)
 
     def _places(self, dotted: str, value: Any, inside: tuple[Any, ...], where: Callable[..., str]) -> None:
-        """The origins of what is in a list of plug-ins."""
+        """Record the sources of the values in a list of plug-ins."""
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in pairs:
-            path, place = f"{dotted}.{key}", (*inside, key)
+            path = f"{dotted}.{key}"
+            place = (*inside, key)
             if isinstance(inner, Mapping) and inner:
                 self._places(path, inner, place, where)
             else:
                 self.origins[path] = where(place)
 
     def _forget(self, dotted: str) -> None:
-        for leaf in [o for o in self.origins if o == dotted or o.startswith(dotted + ".")]:
-            del self.origins[leaf]
+        """Remove the sources of a path and of everything below it."""
+        for leaf in list(self.origins):
+            if leaf == dotted or leaf.startswith(dotted + "."):
+                del self.origins[leaf]
 
     def _drop_options(self, seam: str, name: Any, source: str) -> None:
-        """Another plug-in does not take over the options that were written for the one before."""
-        old = self.tree.get(seam)
-        if isinstance(old, dict) and (before := old.get("name", "auto")) != name:
-            gone = [key for key in ("options", "prefer") if old.get(key) and (key == "prefer" or "name" in old)]
-            for key in gone:
-                del old[key]
-                self._forget(f"{seam}.{key}")
-            if gone:
-                self.notes.append(
-                    f"{begins(source)}{seam} is now {shown(name)}; {' and '.join(gone)} of {shown(before)} dropped"
-                )
+        """Drop the options of a seam's old plug-in if ``name`` is another plug-in."""
+        table = self.tree.get(seam)
+        old_name = table.get("name", "auto") if isinstance(table, dict) else name
+        if old_name == name:
+            return
+        # options without a name belong to the name that follows
+        candidates = ("options", "prefer") if "name" in table else ("prefer",)
+        dropped = [key for key in candidates if table.get(key)]
+        for key in dropped:
+            del table[key]
+            self._forget(f"{seam}.{key}")
+        if dropped:
+            keys = " and ".join(dropped)
+            self.notes.append(f"{begins(source)}{seam} is now {shown(name)}; {keys} of {shown(old_name)} dropped")
 
     def _require(self, names: list[Any], source: str) -> None:
-        """What one source requires does not replace what another does: each knows what it is written for."""
+        """Add the required packages of one source to those of the other sources."""
         table = self.tree.setdefault("requires", {})
         for name in names:
             if name not in (listed := table.setdefault("plugins", [])):
@@ -142,15 +166,15 @@ class Layers:
                 listed.append(name)
 
     def _check_key(self, path: Path, value: Any, source: str, trusted: bool) -> None:
-        """Refuse an unknown name here, where the source is known."""
+        """Refuse an unknown or misplaced name.  The message names its source."""
         shape, top, at = self.shape, path[0], begins(source)
         if top == "extends":
-            raise ConfigError(f"{at}extends stands in a file and names another; here, give both files with --config")
+            raise ConfigError(f"{at}extends is for files only; here, pass both files with --config")
         if top not in shape.top and top not in shape.tables:
             hint = option_hint(top) or suggest(top, [*shape.top, *shape.tables, *shape.aliases])
             raise ConfigError(f"{at}unknown option {shown(top)}.{hint}")
         if top in shape.several and len(path) > 1:
-            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: give it as a whole")
+            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: set the whole list")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)
         if len(path) > 1 and inner is None and top not in shape.tables and top not in shape.free:
             raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a value, not a table: want {top} = VALUE")
@@ -161,21 +185,23 @@ class Layers:
             raise ConfigError(f"{at}{top}={shown(value)}: want a table")
         if top == "config_version" and (type(value) is not int or value != shape.version):
             newer = type(value) is int and value > shape.version
-            what = "it was written for a newer one: upgrade minivllm" if newer else f"want {shape.version}"
-            raise ConfigError(f"{at}config_version={shown(value)}: this minivllm reads version {shape.version}; {what}")
+            advice = "it was written for a newer one: upgrade minivllm" if newer else f"want {shape.version}"
+            problem = f"{at}config_version={shown(value)}: this minivllm reads version {shape.version}"
+            raise ConfigError(f"{problem}; {advice}")
         if top in shape.not_in_files and not trusted:
             raise ConfigError(
                 f"{at}{top} may come from the command line (--allow-target) or from Python only: "
-                "what names code must not be what allows it"
+                "a file that names code must not allow it"
             )
 
 
 def _dotted(path: Path) -> str:
+    """Return a path as text."""
     return brief(".".join(map(str, path)))
 
 
 def unalias(values: Mapping[str, Any], aliases: Mapping[str, str], where: Callable[[str], str]) -> dict[str, Any]:
-    """Other engines' names for the same thing; ConfigError if both are there."""
+    """Replace the names of other engines by the names of this one.  ConfigError if a value has both names."""
     found: dict[str, Any] = {}
     keys: dict[str, str] = {}
     for key, value in values.items():

@@ -1,7 +1,7 @@
-"""On which line of a TOML file each value stands, which ``tomllib`` does not tell.
+"""Find the line of each value in a TOML file, which ``tomllib`` does not report.
 
-A scanner for text that ``tomllib`` has accepted, so it checks nothing; it follows keys, tables and lists and skips
-everything else.  https://toml.io/en/v1.0.0
+The scanner reads text that ``tomllib`` has accepted, so it checks nothing.  It follows keys, tables and lists and skips
+everything else. https://toml.io/en/v1.0.0
 """
 
 from __future__ import annotations
@@ -29,18 +29,24 @@ _OTHER = re.compile(r"[^,\]}\n#]*")  # numbers, booleans, dates
 
 
 def toml_lines(text: str) -> dict[Place, int]:
-    """The line (from 1) of each key and list entry, by its path: ``("scheduler", "options", "window") -> 7``."""
+    """Return the line (from 1) of each key and list element, by its path: ``("scheduler", "options", "window") ->
+    7``."""
     return _Scanner(text).run()
 
 
 class _Scanner:
+    """A TOML text and the position ``at`` up to which it was scanned."""
+
     def __init__(self, text: str) -> None:
-        self.text, self.at = text.replace("\r\n", "\n"), 0
+        self.text = text.replace("\r\n", "\n")
+        self.at = 0
         self.lines: dict[Place, int] = {}
-        self.lists: dict[Place, int] = {}  # [[...]]: the index of the newest entry
-        self._counted, self._line = 0, 1
+        self.lists: dict[Place, int] = {}  # path of a list of tables ([[...]]) -> index of the newest element
+        self._counted = 0
+        self._line = 1
 
     def run(self) -> dict[Place, int]:
+        """Scan the text and return the lines."""
         prefix: Place = ()
         self._skip()
         while self.at < len(self.text):
@@ -62,7 +68,7 @@ class _Scanner:
         return self.lines
 
     def _header(self, key: Place, whole: bool = False) -> Place:
-        """The path of a table; through a list of tables it leads into the newest entry."""
+        """Return the path of a table.  A path through a list of tables leads to the newest element."""
         path: Place = ()
         for i, part in enumerate(key, 1):
             path = (*path, part)
@@ -71,6 +77,7 @@ class _Scanner:
         return path
 
     def _pair(self, prefix: Place) -> None:
+        """Scan a key and its value, in the table ``prefix``."""
         line = self._here()
         key = self._key()
         for i in range(1, len(key) + 1):
@@ -81,6 +88,7 @@ class _Scanner:
         self._value((*prefix, *key))
 
     def _value(self, path: Place) -> None:
+        """Scan the value at a path."""
         if self._take("{"):
             self._skip()
             while not self._take("}"):
@@ -102,6 +110,7 @@ class _Scanner:
             self._match(_STRING) or self._match(_OTHER)
 
     def _key(self) -> Place:
+        """Scan a dotted key and return its parts."""
         parts: list[str] = []
         while True:
             self._skip()
@@ -112,22 +121,27 @@ class _Scanner:
                 return tuple(parts)
 
     def _note(self, path: Place, line: int) -> None:
+        """Record the line of a path, unless it has one."""
         self.lines.setdefault(path, line)
 
     def _here(self) -> int:
+        """Return the line of the current position."""
         self._line += self.text.count("\n", self._counted, self.at)
         self._counted = self.at
         return self._line
 
     def _skip(self) -> None:
+        """Skip whitespace and comments."""
         self._match(_SPACE)
 
     def _take(self, mark: str) -> bool:
+        """Skip ``mark`` if it is next.  Return whether it was."""
         found = self.text.startswith(mark, self.at)
         self.at += len(mark) if found else 0
         return found
 
     def _match(self, pattern: re.Pattern[str]) -> str:
+        """Skip and return the text that matches a pattern, or ""."""
         found = pattern.match(self.text, self.at)
         self.at = found.end() if found else self.at
         return found[0] if found else ""

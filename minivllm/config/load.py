@@ -1,4 +1,4 @@
-"""The layers of a configuration laid over one another and checked: files, environment, ``--set``, keywords."""
+"""Merge and check the sources of a configuration: files, environment, ``--set``, flags, keywords."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from minivllm.runtime.text.template import is_name, is_template
 from minivllm.validation import FieldFault, begins, source_of, sourced
 
 ENV_PREFIX = "MINIVLLM__"
-MOST_NAME = 256  # characters of a variable's name
+MOST_NAME = 256  # largest length of a variable's name
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A whole configuration.  ``origins`` says for each leaf that is no default where it came from, ``files`` which
-    files were read, in the order in which they were laid, ``notes`` what a user should know."""
+    """A complete configuration.  ``origins`` maps each leaf that is not a default to its source.  ``files`` are the
+    files that were read, in ascending precedence.  ``notes`` are messages for the user."""
 
     engine: EngineConfig
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -48,29 +48,41 @@ def load_config(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> Loaded:
-    """Lay the sources over one another and check the whole.  ConfigError names the source of what is wrong.
+    """Merge the sources and check the result.  ConfigError names the source of a wrong value.
 
-    ``files`` are TOML, YAML or JSON, ``sets`` are texts ``key=value``, ``flags`` are options that have a flag of their
-    own on the command line, ``keywords`` are those of a Python call.  Each wins over the ones named before it, and the
-    environment (``environ``, default ``os.environ``) comes after the files.
+    ``files`` are TOML, YAML or JSON files.  ``sets`` are texts ``key=value``.  ``flags`` are options with a separate
+    flag on the command line.  ``keywords`` are arguments of a Python call.  Sources in ascending precedence: files,
+    environment (``environ``, by default ``os.environ``), sets, flags, keywords.
     """
-    layers, names = Layers(SHAPE), []
+    layers = Layers(SHAPE)
+    names: list[str] = []
     over = functools.partial(_lay_over, sets, dict(flags or {}), dict(keywords or {}), environ)
-    for given in files:
-        for file in read_chain(given, other=functools.partial(_ask_hooks, layers, over)):
+    for path in files:
+        for file in read_chain(path, other=functools.partial(_read_by_hook, layers, over)):
             layers.add(_relative(file.values, Path(file.name).resolve().parent), file.where)
             names.append(file.name)
     over(layers)
     return _finish(layers, tuple(names))
 
 
-def _ask_hooks(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
-    """The table in a file of another format, if a hook reads it that all that is there without the file enables."""
-    from .other_formats import read_by_hook
+def _read_by_hook(layers: Layers, over: Callable[[Layers], None], path: str) -> Mapping[str, Any] | None:
+    """Return the table in a file of another format, read by a hook, or None if no hook reads it.
 
-    there = copy.deepcopy(layers)
-    over(there)
-    return read_by_hook(path, there.tree.get("hooks"), there.tree.get("allow_targets"))
+    The hooks are those that the earlier files and all other sources enable.
+    """
+    others = copy.deepcopy(layers)
+    over(others)
+    enabled = others.tree.get("hooks")
+    if not enabled:
+        return None
+    from minivllm.registry import Catalog
+    from minivllm.runtime.hooks.manager import ask_config
+
+    from .resolve import choose_hooks
+
+    config = EngineConfig(hooks=enabled, allow_targets=others.tree.get("allow_targets") or [])
+    found = ask_config(choose_hooks(config, Catalog.discover()), path)
+    return None if found is None else found[1]
 
 
 def _lay_over(
@@ -80,18 +92,18 @@ def _lay_over(
     environ: Mapping[str, str] | None,
     layers: Layers,
 ) -> None:
-    """Lay the environment, ``--set``, flags and keywords over the files."""
+    """Merge the environment, ``--set``, flags and keywords over the files."""
     environ = os.environ if environ is None else environ
-    given: dict[tuple[str, ...], str] = {}
-    for name, text in sorted(environ.items()):
-        if name.startswith(ENV_PREFIX) and len(name) > MOST_NAME:
-            raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; want at most {MOST_NAME}")
-        if name.startswith(ENV_PREFIX):  # sorted: a NAME comes before its OPTIONS
+    variables: dict[tuple[str, ...], str] = {}
+    for name, text in sorted(environ.items()):  # sorted, so that NAME precedes OPTIONS
+        if name.startswith(ENV_PREFIX):
+            if len(name) > MOST_NAME:
+                raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; want at most {MOST_NAME}")
             top, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
             path = (ALIASES.get(top, top), *rest)
-            if path in given:
-                raise ConfigError(f"{'.'.join(path)} is given twice, as {given[path]} and as {name}")
-            given[path] = name
+            if path in variables:
+                raise ConfigError(f"{'.'.join(path)} is given twice, as {variables[path]} and as {name}")
+            variables[path] = name
             layers.put(path, parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
             layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
@@ -102,10 +114,12 @@ def _lay_over(
 
 
 def _always(source: str) -> Callable[[tuple[Any, ...]], str]:
+    """Return a function that returns ``source`` for every path."""
     return lambda _: source
 
 
 def _assignment(text: str) -> tuple[list[str], Any]:
+    """Return the path and the value of a ``--set`` text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {shown(text)}: want key=value, for example --set scheduler.name=fcfs")
@@ -126,21 +140,23 @@ def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
 
 
 def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], at: str = "") -> Any:
+    """Construct a model.  ConfigError names the source of each wrong value.  ``at`` is the table of the values."""
     try:
         return model(**values)
     except ConfigError as exc:
-        found = [
-            FieldFault(".".join(filter(None, (at, f.path))), f"{at}.{f.text}" if at else f.text) for f in exc.faults
-        ]
-        raise ConfigError("; ".join(sourced(found, origins))) from exc
+        faults = exc.faults
+        if at:
+            faults = [FieldFault(f"{at}.{f.path}" if f.path else at, f"{at}.{f.text}") for f in faults]
+        raise ConfigError("; ".join(sourced(faults, origins))) from exc
 
 
 def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
+    """Return the sampling parameters of the table ``[sampling]`` after checking them."""
     from minivllm.core.interfaces.params import SamplingParams
 
     values, bias = dict(values), values.get("logit_bias")
     try:
-        if bias is not None:  # the keys of a TOML table are strings
+        if bias is not None:  # keys of a TOML table are texts
             values["logit_bias"] = {int(token): by for token, by in bias.items()}
         SamplingParams.make(**values)
     except RequestError as exc:
@@ -152,33 +168,34 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
 
 
 def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make the paths in a file, which are relative to it, relative to the current folder.  A model is a path if it
-    looks like one or is there as a directory."""
-    for key in ("model", "tokenizer"):
-        text = values.get(key)
-        if (
-            isinstance(text, str)
-            and text not in ("", *IN_PACKAGE)
-            and (text.startswith(("./", "../")) or os.path.isdir(folder / text))
-        ):
-            values[key] = os.path.normpath(folder / text)
-    generation = values.get("generation_config")
-    if isinstance(generation, str) and generation not in ("", "auto", *NONE) and generation[:1] != "~":
-        values["generation_config"] = os.path.normpath(folder / generation)
-    place = values.get("download_dir")
-    if isinstance(place, str) and place and not place.startswith("~"):
-        values["download_dir"] = os.path.normpath(folder / place)
-    template = values.get("chat_template")
-    if isinstance(template, str) and template and not (is_template(template) or is_name(template, folder)):
-        values["chat_template"] = os.path.normpath(folder / template)
-    run = values.get("run")
-    if isinstance(run, dict):
-        for key in ("prompts_file", "output", "record"):
-            if isinstance(run.get(key), str):
-                run[key] = os.path.normpath(folder / run[key])
-    server = values.get("server")
-    if isinstance(server, dict):
-        for key in ("api_key_file", "steering_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
-            if isinstance(server.get(key), str) and server[key]:
-                server[key] = os.path.normpath(folder / server[key])
+    """Convert the paths in a file from relative to the file to relative to the current folder.
+
+    A model is a path if it looks like one or is an existing directory.
+    """
+
+    def convert(table: Any, key: str, is_path: Callable[[str], bool]) -> None:
+        """Convert the text at a key if it is a path."""
+        text = table.get(key) if isinstance(table, dict) else None
+        if isinstance(text, str) and is_path(text):
+            table[key] = os.path.normpath(folder / text)
+
+    def is_model_path(text: str) -> bool:
+        """Return whether the name of a model is a path."""
+        if text in ("", *IN_PACKAGE):
+            return False
+        return text.startswith(("./", "../")) or os.path.isdir(folder / text)
+
+    def is_template_path(text: str) -> bool:
+        """Return whether a chat template is a path, and not a template or the name of one."""
+        return bool(text) and not (is_template(text) or is_name(text, folder))
+
+    convert(values, "model", is_model_path)
+    convert(values, "tokenizer", is_model_path)
+    convert(values, "generation_config", lambda text: text not in ("", "auto", *NONE) and text[:1] != "~")
+    convert(values, "download_dir", lambda text: text[:1] not in ("", "~"))
+    convert(values, "chat_template", is_template_path)
+    for key in ("prompts_file", "output", "record"):
+        convert(values.get("run"), key, lambda text: True)
+    for key in ("api_key_file", "steering_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+        convert(values.get("server"), key, bool)
     return values

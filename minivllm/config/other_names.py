@@ -1,8 +1,8 @@
-"""Options of other engines that this one does not have by the same name, and what to use instead.
+"""Options of other engines that this engine does not have under the same name, and what to use instead.
 
-A refused option names its replacement.  An option whose value asks for what is the case anyway is accepted with a note.
-A variable of the environment that another engine reads and this one does not becomes a note, because it would otherwise
-be ignored silently.
+An error for such an option names its replacement.  If the value of an option asks for the behaviour that this engine
+has anyway, the option is accepted with a note.  An environment variable of another engine that is not read here also
+becomes a note, because it would otherwise be ignored silently.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ OPTIONS: dict[str, str] = {
     "use_v2_block_manager": "leave it out",
 }
 
-# what to use instead <- options of vLLM, SGLang, transformers and llama.cpp; * ends a name that stands for its prefix
+# hint <- options of vLLM, SGLang, transformers and llama.cpp; a name that ends in * is a prefix
 _MORE = """\
 use model <- model_path model_id model_name_or_path
 use max_num_seqs <- max_running_requests max_batch_size n_seq_max
@@ -113,7 +113,7 @@ weights are not moved to the CPU: leave it out, or use a quantizer <- offload_* 
 an LLM answers no HTTP requests: use it with minivllm serve <- api_server_count served_model_name \
     reasoning_parser tool_call_parser
 use Python's logging, of the logger minivllm <- disable_log_requests log_level verbose aggregate_engine_logging
-minivllm has nothing like it: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
+minivllm has no equivalent: leave it out <- enable_sleep_mode calculate_kv_scales preemption_mode stream_interval \
     kv_transfer_config kv_events_config kv_sharing_fast_prefill model_loader_extra_config ignore_patterns mamba_* \
     low_cpu_mem_usage use_safetensors safetensors_load_strategy disable_custom_all_reduce max_parallel_loading_workers \
     disable_hybrid_kv_cache_manager ray_workers_use_nsight kv_cache_dtype_skip_layers logits_processor_pattern \
@@ -122,18 +122,18 @@ minivllm has nothing like it: leave it out <- enable_sleep_mode calculate_kv_sca
 
 
 def _names(table: str) -> dict[str, str]:
-    """Return the hint of each name of a table of lines ``hint <- names``."""
+    """Return the hint of each name in a table of lines ``hint <- names``."""
     lines = (line.partition(" <- ") for line in table.replace("\\\n", " ").splitlines())
     return {name: hint for hint, _, names in lines for name in names.split()}
 
 
 OPTIONS |= _names(_MORE)
 
-# why the value is the case anyway <- options of vLLM with the accepted values
+# reason why the option needs nothing <- options of vLLM with the accepted values
 _NEUTRAL = """\
 the code of a model's directory is never run <- trust_remote_code=False
 prefills are always cut to the token budget <- enable_chunked_prefill=True
-a GPU's next step is always planned ahead <- async_scheduling=True
+the next step of a GPU is always planned ahead <- async_scheduling=True
 adapters are not served <- enable_lora=False
 only text is served <- language_model_only=True
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
@@ -150,7 +150,7 @@ the engine logs no statistics <- disable_log_stats=True
 
 
 def _neutral(table: str) -> dict[str, tuple[list[str], str]]:
-    """Return the accepted values, as text, and the reason of each option of lines ``reason <- option=value|value``."""
+    """Return (accepted values as text, reason) for each option in a table of lines ``reason <- option=value|value``."""
     found = {}
     for line in table.replace("\\\n", " ").splitlines():
         why, _, options = line.partition(" <- ")
@@ -178,7 +178,7 @@ ENVIRONMENT: dict[str, str] = {
 
 
 def option_hint(name: str) -> str:
-    """Return what to use instead of another engine's option, as the end of a sentence; "" for an unknown name."""
+    """Return a sentence that names the replacement of another engine's option, or "" for an unknown name."""
     hint = OPTIONS.get(name)
     if hint is None and "_" in name:
         hint = next((OPTIONS[key] for key in OPTIONS if key.endswith("*") and name.startswith(key[:-1])), None)
@@ -186,11 +186,12 @@ def option_hint(name: str) -> str:
 
 
 def neutral_note(name: str, value: Any) -> str:
-    """Return why another engine's option needs nothing at this value; "" if the option or the value is not neutral."""
+    """Return why another engine's option needs nothing at this value, or "" if the option or value is not in the
+    table."""
     values, why = NEUTRAL.get(name, ((), ""))
     return f"{name}={value} is another engine's option, and needs nothing here: {why}" if str(value) in values else ""
 
 
 def environment_notes(environ: Mapping[str, str]) -> list[str]:
-    """Return a note for each variable of vLLM that is set and not read here."""
+    """Return a note for each environment variable of vLLM that is set and not read here."""
     return [f"{name} is vLLM's and not read here: {hint}" for name, hint in ENVIRONMENT.items() if environ.get(name)]

@@ -1,4 +1,5 @@
-"""The models of a drafter and of processors, beside the model that is served: each is chosen as that one is."""
+"""The second models of a drafter and of processors.  Their plug-ins are chosen in the same way as those of the served
+model."""
 
 from __future__ import annotations
 
@@ -13,17 +14,19 @@ from minivllm.registry import build_part
 
 from .draft_limits import DraftLimits
 from .kv_groups import attention_layers
-from .places import ModelPlaces, told
+from .places import ModelPlaces, describe_folder
 
-# what a processor with a model of its own cannot claim: the model reads a row once in a step, outside of a capture
+# Features that exclude own_model: a second model runs once per row and step, outside of CUDA graphs.
 WITHOUT = ("graph_safe", "multi_position")
 
 
 @dataclass
 class OwnModels:
-    """Collects the models that parts name by their option ``model``, and ``revision`` where they have it: their
-    attention layers, and notes of what was chosen.  ``choose`` gives the parts (model, quantizer) of a checkpoint, by
-    seam."""
+    """Collects the second models, their attention layers, and notes about the choice.
+
+    Plug-ins name a model with their option ``model``, and optionally ``revision``.  ``choose`` returns the model and
+    quantizer plug-ins for a checkpoint, by seam.
+    """
 
     limits: DraftLimits
     choose: Callable[[Checkpoint], Mapping[str, Part]]
@@ -31,31 +34,36 @@ class OwnModels:
     layers: list[AttnSpec] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
 
-    def add(self, part: Part, claim: str, note: str, said: str) -> DraftWiring:
-        """The model of ``part``, which claims that it has one.  PluginError if it names none; ConfigError, which begins
-        with ``said``, if it does not fit the model that is served."""
+    def add(self, part: Part, claim: str, label: str) -> DraftWiring:
+        """Choose the plug-ins of the second model of ``part``, which declares the feature ``claim``.
+
+        PluginError if its options name no model.  ConfigError, whose message begins with ``label``, if the model is not
+        compatible with the served model.
+        """
         path, revision = part.options.get("model"), part.options.get("revision")
         if not isinstance(path, str) or not path:
             raise PluginError(f"{part.name}: it claims {claim}, and its option 'model' is {shown(path)}; want a path")
         checkpoint = self.places.checkpoint(path, revision, f"revision of {part.name}")
-        said, own = f"{said} {checkpoint.folder}", checkpoint.hf_config()
-        self.limits.check_config(said, own)
+        label = f"{label} {checkpoint.folder}"
+        cfg = checkpoint.hf_config()
+        self.limits.check_config(label, cfg)
         parts = self.choose(checkpoint)
         arch = build_part("model", parts["model"])
-        layers = attention_layers(arch, own)
-        self.limits.check_layers(said, layers, arch.switch(own))
+        layers = attention_layers(arch, cfg)
+        self.limits.check_layers(label, layers, arch.switch(cfg))
         self.layers += layers
-        self.notes.append((note, f"{told(checkpoint.folder)} ({checkpoint.architecture})"))
+        self.notes.append((claim, f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))
         return DraftWiring(str(checkpoint.folder), parts)
 
     def of_processors(self, processors: Sequence[Part], begins: str) -> dict[str, DraftWiring]:
-        """By the name of each processor that has one.  PluginError for a claim that contradicts it."""
-        found = {}
+        """Choose the plug-ins of the processors' second models, by processor name.  PluginError for contradictory
+        features."""
+        models = {}
         for part in processors:
             if "own_model" not in part.features:
                 continue
             for name in WITHOUT:
                 if name in part.features:
                     raise PluginError(f"{part.name}: it claims own_model and {name}; want a spec without {name}")
-            found[part.name] = self.add(part, "own_model", "own_model", f"{begins}the model of {part.name},")
-        return found
+            models[part.name] = self.add(part, "own_model", f"{begins}the model of {part.name},")
+        return models

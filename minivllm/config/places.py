@@ -1,4 +1,4 @@
-"""Where the files of a configuration are: of its model, of the models beside it, of its tokenizer."""
+"""Find the files of a configuration: its model, second models, and its tokenizer."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TOKENIZER = tokenizer_files(("tokenizer.json", *OTHER_FILES))
 
 @dataclass(frozen=True)
 class ModelPlaces:
-    """Finds what a configuration names, on the Hugging Face hub where it is an id.  ``weights``: they are wanted too,
-    as they are not by who only asks what would be chosen, or has dummies in their place."""
+    """Finds models and tokenizers.  Ids are downloaded from the Hugging Face hub.  ``weights`` False downloads no
+    weights, for callers that only need to know the chosen plug-ins."""
 
     config: EngineConfig
     weights: bool = True
 
     def model(self, hooks: Sequence[Part], notes: list[tuple[str, str]]) -> str:
-        """What a hook says that the name of the model stands for, which is noted, or the name."""
+        """Return the name or path of the model.  A hook may replace the configured name; this is added to ``notes``."""
         name = self.config.model
         if not hooks:
             return name
@@ -45,7 +45,8 @@ class ModelPlaces:
         return found[1]
 
     def served(self, name: str) -> Checkpoint:
-        """Return the model that is served, with ``hf_overrides`` laid over its config.json.  Errors: ``checkpoint``."""
+        """Return the checkpoint of the served model, with ``hf_overrides`` applied to its config.json.  Errors as
+        ``checkpoint``."""
         return self.checkpoint(name, self.config.revision, overrides=self.config.hf_overrides)
 
     def checkpoint(
@@ -55,45 +56,50 @@ class ModelPlaces:
         option: str = "revision",
         overrides: Mapping[str, Any] | None = None,
     ) -> Checkpoint:
-        """Return the model ``name`` at a revision, which the user calls ``option``.  ModelError, ConfigError."""
+        """Return the checkpoint ``name`` at a revision.  ``option`` names the user's option for the revision.
+        ModelError or ConfigError."""
         whole = PICKLED_MODEL if self.config.load_format == "pt" else MODEL
         wanted = whole if self.weights and self.config.load_format != "dummy" else DESCRIPTION
         return open_checkpoint(name, wanted, HubOptions(revision, self.config.download_dir, option), overrides)
 
     def tokenizer(self, model: str, folder: Path) -> Path | None:
-        """The directory of the tokenizer, None if none is wanted, where ``model`` is in ``folder``."""
+        """Return the directory of the tokenizer, or None if none is needed.  ``folder`` is the directory of
+        ``model``."""
         config = self.config
         if config.skip_tokenizer_init:
             return None
         if config.tokenizer is None and config.tokenizer_revision is None:
-            return self._own(model, folder)
-        own = config.tokenizer in (None, model)
-        revision = config.tokenizer_revision or (config.revision if own else None)
+            return self._of_model(model, folder)
+        same = config.tokenizer in (None, model)
+        revision = config.tokenizer_revision or (config.revision if same else None)
         option = "tokenizer_revision" if config.tokenizer_revision else "revision"
         try:
             return find_model(config.tokenizer or model, TOKENIZER, HubOptions(revision, config.download_dir, option))
         except ModelError as exc:
             raise ModelError(f"the tokenizer {exc}") from exc
 
-    def _own(self, model: str, folder: Path) -> Path:
-        """The model's: of a snapshot in which others have left weights alone, the rest is fetched."""
-        there = files.snapshot_of(folder)
-        if there is not None and there[0] == model and TOKENIZER.lacks(folder):
-            with contextlib.suppress(ModelError):  # a model may have none, which who reads it says
-                return find_model(model, TOKENIZER, HubOptions(there[1], self.config.download_dir))
+    def _of_model(self, model: str, folder: Path) -> Path:
+        """Return the model's directory.  If it is a hub snapshot without tokenizer files, download them first."""
+        snapshot = files.snapshot_of(folder)
+        if snapshot is not None and snapshot[0] == model and TOKENIZER.lacks(folder):
+            with contextlib.suppress(ModelError):  # the reader of the tokenizer reports that there is none
+                return find_model(model, TOKENIZER, HubOptions(snapshot[1], self.config.download_dir))
         return folder
 
 
 def end_ids(config: EngineConfig, model_dir: Path) -> list[int] | None:
-    """Return the end-of-sequence ids that ``hf_overrides`` or the model's files configure; None: those of the
-    tokenizer's directory.  ModelError."""
-    if (own := config.hf_overrides.get("eos_token_id")) is not None:
-        return token_ids(own, "hf_overrides")
+    """Return the end-of-sequence ids from ``hf_overrides`` or the model's files.
+
+    None means that the ids of the tokenizer apply.  ModelError.
+    """
+    override = config.hf_overrides.get("eos_token_id")
+    if override is not None:
+        return token_ids(override, "hf_overrides")
     path = generation_file(config.generation_config, model_dir)
     return configured_eos(model_dir, path) or None
 
 
-def told(folder: Path) -> str:
-    """A model's folder in a message; of a snapshot its id and commit first."""
-    there = files.snapshot_of(folder)
-    return str(folder) if there is None else f"{there[0]} at {there[1]}, in {folder}"
+def describe_folder(folder: Path) -> str:
+    """Return a model's folder for a message.  For a hub snapshot, its id and commit come first."""
+    snapshot = files.snapshot_of(folder)
+    return str(folder) if snapshot is None else f"{snapshot[0]} at {snapshot[1]}, in {folder}"

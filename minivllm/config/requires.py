@@ -1,6 +1,6 @@
-"""``[requires] plugins = ["acme-attn>=1.2"]``: say what is missing before anything is chosen.
+"""Check ``[requires] plugins = ["acme-attn>=1.2"]`` before any plug-in is chosen.
 
-A requirement is a PEP 508 string, as pip takes it: a distribution, versions (PEP 440), maybe a marker.
+A requirement is a PEP 508 string, as for pip: a distribution, versions (PEP 440), and optionally a marker.
 """
 
 from __future__ import annotations
@@ -14,46 +14,53 @@ from minivllm.validation import begins
 
 
 def check_requirements(plugins: Sequence[str], origins: Mapping[str, str]) -> None:
-    """ConfigError if one cannot be read; PluginError, with all that is missing and the command, if any is not met."""
+    """Check that all required packages are installed.
+
+    PluginError lists the missing packages and the command that installs them.  ConfigError for a malformed requirement.
+    """
     if not plugins:
         return
-    missing = [
-        (begins(origins.get(f"requires.plugins.{i}", "")) + why, text)
-        for i, text in enumerate(plugins)
-        if (why := _missing(text, begins(origins.get(f"requires.plugins.{i}", ""))))
-    ]
+    problems: list[str] = []
+    missing: list[str] = []
+    for i, text in enumerate(plugins):
+        source = begins(origins.get(f"requires.plugins.{i}", ""))
+        problem = _missing(text, source)
+        if problem:
+            problems.append(source + problem)
+            missing.append(shlex.quote(text))
     if missing:
-        command = " ".join(shlex.quote(text) for _, text in missing)
-        raise PluginError(f"{brief('; '.join(why for why, _ in missing), 1200)}. Do: pip install {brief(command, 600)}")
+        command = brief(" ".join(missing), 600)
+        raise PluginError(f"{brief('; '.join(problems), 1200)}. Do: pip install {command}")
 
 
 def _missing(text: str, at: str) -> str:
-    """Why a requirement is not met; '' if it is."""
+    """Return why a requirement is not met, or "" if it is."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
-        wanted = Requirement(text)
+        requirement = Requirement(text)
     except InvalidRequirement as exc:
-        why = str(exc).partition("\n")[0]
+        problem = brief(str(exc).partition("\n")[0], 200)
         raise ConfigError(
-            f"{at}requires.plugins: {shown(text)}: {brief(why, 200)}; want a package, as in 'acme-attn>=1.2'"
+            f"{at}requires.plugins: {shown(text)}: {problem}; want a package, as in 'acme-attn>=1.2'"
         ) from None
-    if wanted.url is not None:
-        raise ConfigError(f"{at}requires.plugins: {shown(text)}: want a package and its versions, not where it is")
-    if wanted.marker is not None and not wanted.marker.evaluate():
+    if requirement.url is not None:
+        raise ConfigError(f"{at}requires.plugins: {shown(text)}: want a package and its versions, without a URL")
+    if requirement.marker is not None and not requirement.marker.evaluate():
         return ""
-    have = _version(wanted.name)
-    if have is None:
+    installed = _version(requirement.name)
+    if installed is None:
         return f"requires {shown(text)}, which is not installed"
-    if not wanted.specifier.contains(have, prereleases=True):
-        return f"requires {shown(text)}, and {wanted.name} {have} is installed"
+    if not requirement.specifier.contains(installed, prereleases=True):
+        return f"requires {shown(text)}, and {requirement.name} {installed} is installed"
     return ""
 
 
 def _version(name: str) -> str | None:
+    """Return the installed version of a package, or None."""
     from minivllm import __version__
 
-    if name.lower() == "minivllm":  # a checkout on the path has no metadata
+    if name.lower() == "minivllm":  # a source checkout has no metadata
         return __version__
     try:
         return importlib.metadata.version(name)

@@ -1,9 +1,9 @@
-"""From a configuration to everything that is needed to build the engine: one choice after another, each adding facts.
+"""Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
     hooks → device → executor → model → drafter → quantizer → KV format → processors → attention → block size → evictor
            → scheduler → sampler → strategies → grammar
 
-The result is data: import targets and options as JSON, so that a worker process builds exactly what was chosen here.
+The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels
-from .places import ModelPlaces, told
+from .places import ModelPlaces, describe_folder
 from .steps import wire_steps
 from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
@@ -59,44 +59,47 @@ NO_GRAMMAR = "structured output needs a library (pip install llguidance)"
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was chosen and why.  ``parts`` has one entry per seam that takes one plug-in, those of ``wiring.parts`` and
-    executor, evictor and scheduler; ``facts`` is what the last choice knew."""
+    """The chosen plug-ins and the reasons.  ``parts`` has one entry for each seam with one plug-in: those of
+    ``wiring.parts``, executor, evictor and scheduler.  ``facts`` are the facts after the last choice."""
 
     config: EngineConfig
     wiring: Wiring
     hf_config: Any
     device: Device
     attention: tuple[AttnSpec, ...]  # per layer
-    groups: tuple[tuple[int, ...], ...]  # layers of each KV group; a group of full attention comes first
+    groups: tuple[tuple[int, ...], ...]  # layers of each KV group; groups of full attention come first
     parts: Mapping[str, Part]
     strategies: tuple[Part, ...]
     hooks: tuple[Part, ...]
     selections: tuple[Selection, ...]
     facts: Mapping[str, Any]
-    notes: tuple[tuple[str, str], ...]  # (what, sentence) for what is not a plug-in: device, dtype, block ...
+    notes: tuple[tuple[str, str], ...]  # (name, sentence) for values that are not plug-ins, such as device and dtype
     catalog: Catalog
     tokenizer_dir: str | None  # None with skip_tokenizer_init
     sampling: Mapping[str, Any] = field(default_factory=dict)  # defaults of the model's generation_config.json
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """The attention window of each KV group."""
+        """Return the attention window of each KV group, None for full attention."""
         return tuple(self.attention[layers[0]].window for layers in self.groups)
 
     @property
     def explanation(self) -> Explanation:
+        """Return the reasons of all choices."""
         return Explanation(self.selections, self.notes, self.catalog)
 
     def explain(self, seam: str | None = None, all: bool = False) -> str:
-        """Why each choice was made; with ``all`` also what the plug-ins say that were not looked at."""
+        """Return the reasons of all choices as text.  ``all`` adds the plug-ins that were not considered."""
         return self.explanation.text(seam, all)
 
 
 def resolve(
     config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None = None, weights: bool = True
 ) -> Resolved:
-    """Choose everything; of a model that is on the hub, fetch what is missing, ``weights`` too.  ConfigError,
-    ModelError, PluginError or ResourceError; a PluginError of a choice carries the ``selections`` and ``notes`` so far.
+    """Choose all plug-ins, and download missing files of a model on the hub.  ``weights`` False downloads no weights.
+
+    ConfigError, ModelError, PluginError or ResourceError.  A PluginError of a choice has the attributes ``selections``
+    and ``notes`` with the choices so far.
     """
     fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}), weights)
     try:
@@ -109,14 +112,14 @@ def resolve(
 
 
 def choose_hooks(config: EngineConfig, catalog: Catalog) -> tuple[Part, ...]:
-    """The hooks alone, for those that are asked before there is anything else to choose."""
+    """Return the hooks only, for callers that need them before the other choices."""
     return tuple(_Fold(config, catalog.allow(config.allow_targets), {})._several("hooks", config.hooks, ()))
 
 
 def choose_seams(
     config: EngineConfig, catalog: Catalog, seams: Sequence[str], origins: Mapping[str, str] | None = None
 ) -> dict[str, Part]:
-    """What fills these seams, for who needs no model and no device; of seams that ask for no facts."""
+    """Return the plug-ins of some seams, without a model or a device.  The seams must not depend on facts."""
     fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}))
     for seam in seams:
         fold._pick(seam, getattr(config, seam))
@@ -125,6 +128,8 @@ def choose_seams(
 
 @dataclass
 class _Fold:
+    """The choices so far.  ``origins`` maps options to their sources."""
+
     config: EngineConfig
     catalog: Catalog
     origins: Mapping[str, str]
@@ -135,12 +140,8 @@ class _Fold:
     parts: dict[str, Part] = field(default_factory=dict)
 
     def run(self) -> Resolved:
+        """Make all choices in order."""
         config = self.config
-        if config.max_num_batched_tokens < config.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens={config.max_num_batched_tokens} is less than "
-                f"max_num_seqs={config.max_num_seqs}: a decode step would not fit; raise the one or lower the other"
-            )
         hooks = tuple(self._several("hooks", config.hooks, ()))
         places = ModelPlaces(config, self.weights)
         name = places.model(hooks, self.notes)
@@ -151,35 +152,35 @@ class _Fold:
         invariant = self._invariant(device)
         size = {"tensor_parallel_size": config.tensor_parallel_size}
         refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
-        dtype, why = choose_dtype(config.dtype, checkpoint.dtype, device)
-        self._learn("dtype", dtype, f"{dtype} ({why})")
+        dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
+        self._learn("dtype", dtype, f"{dtype} ({reason})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
         tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)
         max_len = self._max_len(hf_config)
-        switch = None if switch is None or switch >= max_len else switch
+        if switch is not None and switch >= max_len:
+            switch = None
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)
-        own = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
-        speculation = self._drafter(own)
-        known = ("device", "sm", "dtype")
+        second_models = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
+        speculation = self._drafter(second_models)
         method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
-        self._pick("quantizer", self._quantizer_for(method), known, {"checkpoint": method}, invariant)
+        choice = self._quantizer_for(method)
+        self._pick("quantizer", choice, ("device", "sm", "dtype"), {"checkpoint": method}, invariant)
         self._kv_format(dtype)
         processors = tuple(self._several("processor", config.processors, ("device",)))
-        models = own.of_processors(processors, begins(source_of(self.origins, "processors")))
-        block = self._attention((*specs, *own.layers), invariant)
+        models = second_models.of_processors(processors, begins(source_of(self.origins, "processors")))
+        block = self._attention((*specs, *second_models.layers), invariant)
         self._pick("evictor", config.evictor)
         self._pick("scheduler", config.scheduler)
-        several = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
-        self._pick("sampler", config.sampler, ("device",), {}, several)
+        features = frozenset({"multi_position"} if speculation.num_speculative_tokens else ())
+        self._pick("sampler", config.sampler, ("device",), {}, features)
         strategies = tuple(self._several("strategy", config.strategies, ()))
         self._grammar()
         groups = group_layers(specs)
         cache = CacheWiring(block, config.num_kvcache_blocks, config.gpu_memory_utilization, groups)
+        wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
         return Resolved(
             config=config,
-            wiring=replace(
-                self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation), own_models=models
-            ),
+            wiring=replace(wiring, own_models=models),
             hf_config=hf_config,
             device=device,
             attention=specs,
@@ -205,6 +206,7 @@ class _Fold:
         cache: CacheWiring,
         speculation: SpeculationWiring,
     ) -> Wiring:
+        """Return the wiring of the chosen plug-ins."""
         config = self.config
         return Wiring(
             model_dir=str(checkpoint.folder),
@@ -230,14 +232,15 @@ class _Fold:
         )
 
     def _learn(self, name: str, value: Any, sentence: str) -> None:
+        """Store a fact for the next choices, and a note about it."""
         self.facts[name] = value
         self.notes.append((name, sentence))
 
     def _device(self) -> Device:
+        """Choose the device, and store its facts."""
         device = find_device(self.config.device)
-        self._learn(
-            "device", device.kind, f"{device.kind}: {device.name}, {device.memory / 2**30:.1f} GiB ({device.why})"
-        )
+        memory = f"{device.memory / 2**30:.1f} GiB"
+        self._learn("device", device.kind, f"{device.kind}: {device.name}, {memory} ({device.why})")
         if device.sm:
             self.facts["sm"] = device.sm
         if device.kind == "cpu":
@@ -245,43 +248,49 @@ class _Fold:
         return device
 
     def _invariant(self, device: Device) -> frozenset[str]:
-        """The feature that parts must have for ``batch_invariant``; ConfigError where the engine's own lack it."""
+        """Return the features that plug-ins must have for ``batch_invariant``.  ConfigError if the engine's own kernels
+        cannot provide it."""
         config = self.config
         if not config.batch_invariant:
             return frozenset()
-        said = f"{begins(source_of(self.origins, 'batch_invariant'))}batch_invariant=true"
-        tensor_parallel.refuse_invariant(config.tensor_parallel_size, said)
+        setting = f"{begins(source_of(self.origins, 'batch_invariant'))}batch_invariant=true"
+        tensor_parallel.refuse_invariant(config.tensor_parallel_size, setting)
         if device.kind != "cpu":
             if not config.fuse:
-                raise ConfigError(f"{said} with fuse=false: torch's products go by the number of rows; want fuse=true")
+                problem = "torch's products depend on the number of rows"
+                raise ConfigError(f"{setting} with fuse=false: {problem}; want fuse=true")
             if not 90 <= (device.sm or 0) < 120:
-                have = f"{device.name} has {device.sm / 10:.1f}" if device.sm else f"{device.name} has none"
+                capability = f"{device.sm / 10:.1f}" if device.sm else "none"
                 raise ConfigError(
-                    f"{said} on {device.kind}: its product is made for compute capability 9.0 to 11, and {have}; "
-                    "want such a GPU, or device=cpu"
+                    f"{setting} on {device.kind}: its product is made for compute capability 9.0 to 11, and "
+                    f"{device.name} has {capability}; want such a GPU, or device=cpu"
                 )
-            if (missing := Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()) is not None:
-                raise ConfigError(f"{said} on {device.kind}: {missing}")
+            missing = Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()
+            if missing is not None:
+                raise ConfigError(f"{setting} on {device.kind}: {missing}")
         return frozenset({"batch_invariant"})
 
     def _model(self, checkpoint: Checkpoint, features: frozenset[str]) -> tuple[tuple[AttnSpec, ...], Any, int | None]:
-        """Return the attention layers of the model, its configuration, and the length at which its rotary embedding
-        is another one."""
-        asked = self.config.model_arch
-        self.notes.append(("model", f"{told(checkpoint.folder)} ({checkpoint.architecture})"))
-        selection = self._select_model(asked, checkpoint, features)
-        if selection.chosen is None and asked.name == "auto":
+        """Choose the plug-in of the model.
+
+        Return (attention layers, config object, length in tokens above which requests use other rotary frequencies or
+        None).
+        """
+        choice = self.config.model_arch
+        file = f"{checkpoint.folder}/config.json"
+        self.notes.append(("model", f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))
+        selection = self._select_model(choice, checkpoint, features)
+        if selection.chosen is None and choice.name == "auto":
             served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
             if not checkpoint.model_type:
                 raise ModelError(_without_type(checkpoint))
             if selection.request.facts["architecture"] not in served:
                 raise ModelError(
-                    f"{checkpoint.folder}/config.json: no plug-in serves the architecture "
-                    f"{shown(checkpoint.architecture)}. "
+                    f"{file}: no plug-in serves the architecture {shown(checkpoint.architecture)}. "
                     f"Available: {', '.join(sorted(served))}"
                 )
         chosen = selection.require()
-        part = self._keep(selection, asked)
+        part = self._keep(selection, choice)
         if not checkpoint.model_type and "any_architecture" in part.features:
             raise ModelError(_without_type(checkpoint))
         hf_config = checkpoint.hf_config()
@@ -290,35 +299,34 @@ class _Fold:
         try:
             specs, switch = attention_layers(arch, hf_config), arch.switch(hf_config)
         except ModelError as exc:
-            raise ModelError(f"{checkpoint.folder}/config.json: {exc}") from exc
-        except AttributeError as exc:  # a field that the architecture needs
-            raise ModelError(
-                f"{checkpoint.folder}/config.json: {chosen.entry.label} misses a field: {exc}{raised_at(exc)}"
-            ) from exc
+            raise ModelError(f"{file}: {exc}") from exc
+        except AttributeError as exc:  # the architecture reads a field that the config lacks
+            raise ModelError(f"{file}: {chosen.entry.label} misses a field: {exc}{raised_at(exc)}") from exc
         if not specs:
-            raise ModelError(f"{checkpoint.folder}/config.json: the model has no attention layer")
+            raise ModelError(f"{file}: the model has no attention layer")
         if "any_architecture" in part.features:
-            why = "asked for" if self.config.model_impl == "transformers" else "no other plug-in serves the model"
-            self.notes.append(("model.impl", f"{part.name}: {why}"))
-        self.notes += [(f"model.{what}", text) for what, text in arch.notes(hf_config).items()]
+            forced = self.config.model_impl == "transformers"
+            reason = "asked for" if forced else "no other plug-in serves the model"
+            self.notes.append(("model.impl", f"{part.name}: {reason}"))
+        self.notes += [(f"model.{subject}", text) for subject, text in arch.notes(hf_config).items()]
         names = names_in(checkpoint.folder, self.config.load_format)
         if names is not None:
             self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
         return specs, hf_config, switch
 
     def _generation(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
-        """Return the sampling defaults of generation_config.json, and note them.  ConfigError, ModelError."""
+        """Return the sampling defaults of generation_config.json, and note them.  ConfigError or ModelError."""
         try:
             found = read_generation(self.config.generation_config, checkpoint.folder)
         except ConfigError as exc:
             raise ConfigError(f"{begins(source_of(self.origins, 'generation_config'))}{exc}") from None
-        if text := found.in_words():
+        text = found.in_words()
+        if text:
             self.notes.append(("sampling", text))
         return found.values
 
     def _tell_config(self, checkpoint: Checkpoint, hf_config: Any, chosen: Candidate) -> None:
-        """Note what is read of config.json in a way that a user may not expect; ConfigError for overrides without
-        effect."""
+        """Note unexpected readings of config.json.  ConfigError for overrides without effect."""
         overrides = self.config.hf_overrides
         if overrides:
             ignores = chosen.require_spec().traits.get("ignores", ())
@@ -327,24 +335,36 @@ class _Fold:
             except ConfigError as exc:
                 raise ConfigError(f"{begins(source_of(self.origins, 'hf_overrides'))}{exc}") from None
             self.notes.append(("model.hf_overrides", in_words(overrides)))
-        if note := two_ropes(checkpoint.raw):
+        note = two_ropes(checkpoint.raw)
+        if note:
             self.notes.append(("model.rope", note))
             log.warning("%s/config.json: %s", checkpoint.folder, note)
 
-    def _select_model(self, asked: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
-        """Choose a plug-in that names the architecture, of this package or another; where there is none, one for the
-        text model of a checkpoint that holds other models, too; where there is none, one for any architecture."""
-        known, impl, last = ("device", "dtype"), self.config.model_impl, features | {"any_architecture"}
+    def _select_model(self, choice: PluginChoice, checkpoint: Checkpoint, features: frozenset[str]) -> Selection:
+        """Choose the plug-in of a model.
+
+        In this order: a plug-in that names the architecture; for a multimodal checkpoint, a plug-in that names the
+        architecture of its text model; a plug-in for any architecture.  ``model_impl`` restricts the choice.
+        """
+        impl = self.config.model_impl
+        any_architecture = features | {"any_architecture"}
+        select = partial(self._select, "model", choice, ("device", "dtype"))
         named = {"architecture": checkpoint.architecture, "model_type": checkpoint.model_type}
         if holds_text_model(checkpoint.raw):
-            whole = self._select("model", asked, known, named, features)
+            whole = select(named, features)
             if whole.chosen is not None and impl != "transformers":
                 return whole
-            if (text := checkpoint.text) is not None:
+            text = checkpoint.text
+            if text is not None:
                 named = {"architecture": text.architecture, "model_type": text.model_type}
-        first = self._select("model", asked, known, named, last if impl == "transformers" else features)
-        second = first if first.chosen or impl != "auto" else self._select("model", asked, known, named, last)
-        return second if second.chosen is not None else first
+        if impl == "transformers":
+            return select(named, any_architecture)
+        first = select(named, features)
+        if first.chosen is None and impl == "auto":
+            last = select(named, any_architecture)
+            if last.chosen is not None:
+                return last
+        return first
 
     def _quantizer_for(self, method: str) -> PluginChoice:
         """Return the quantizer to choose for a checkpoint that is quantized with ``method``."""
@@ -354,27 +374,35 @@ class _Fold:
         return choice
 
     def _max_len(self, hf_config: Any) -> int:
-        asked, most = self.config.max_model_len, longest_context(hf_config)
-        if asked is not None and most is not None and asked > most:
-            raise ConfigError(f"max_model_len={asked}: the model has {context_said(hf_config)}; want at most that")
-        value = asked if asked is not None else min(DEFAULT_MAX_LEN, most or DEFAULT_MAX_LEN)
-        why = "asked for" if asked is not None else ("the model's" if value == most else f"the model's is {most}")
-        self._learn("max_model_len", value, f"{value} ({why})")
+        """Return the longest sequence in tokens.  ConfigError if the option exceeds the model's context length."""
+        option = self.config.max_model_len
+        most = longest_context(hf_config)
+        if option is not None:
+            if most is not None and option > most:
+                raise ConfigError(f"max_model_len={option}: the model has {context_said(hf_config)}; want at most that")
+            value = option
+            reason = "asked for"
+        else:
+            value = min(DEFAULT_MAX_LEN, most or DEFAULT_MAX_LEN)
+            reason = "the model's" if value == most else f"the model's is {most}"
+        self._learn("max_model_len", value, f"{value} ({reason})")
         return value
 
-    def _drafter(self, own: OwnModels) -> SpeculationWiring:
-        """How many drafts a step may have, and the drafter's model, if it has one."""
+    def _drafter(self, second_models: OwnModels) -> SpeculationWiring:
+        """Choose the drafter, its second model if it uses one, and the number of drafts in a step."""
         self._pick("drafter", self.config.drafter, ("device",))
-        part, asked = self.parts["drafter"], self.config.num_speculative_tokens
-        drafts = min(asked, int(part.traits.get("drafts", asked)))
-        if "draft_model" not in part.features:
-            return SpeculationWiring(drafts, self.config.speculate)
-        said = f"{begins(source_of(self.origins, 'drafter'))}the draft model"
-        model = own.add(part, "draft_model", "draft_model", said)
+        part = self.parts["drafter"]
+        option = self.config.num_speculative_tokens
+        drafts = min(option, int(part.traits.get("drafts", option)))
+        model = None
+        if "draft_model" in part.features:
+            label = f"{begins(source_of(self.origins, 'drafter'))}the draft model"
+            model = second_models.add(part, "draft_model", label)
         return SpeculationWiring(drafts, self.config.speculate, model)
 
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
-        """Return the parts of a model beside the one that is served, chosen as those of the served one are."""
+        """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served
+        model."""
         known, registry = ("device", "dtype"), self.catalog
         model = self._select_model(PluginChoice(), checkpoint, invariant)
         method = {"checkpoint": method_read(checkpoint, registry["quantizer"], PluginChoice())}
@@ -384,13 +412,18 @@ class _Fold:
         }
 
     def _kv_format(self, dtype: str) -> None:
+        """Choose the KV format.  Unless the user names one, it must store the model's dtype without loss."""
         choice = self.config.kv_format
-        open_ = choice.name == "auto" and not choice.prefer
-        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), {"holds": dtype} if open_ else {}).entry
+        unset = choice.name == "auto" and not choice.prefer
+        facts = {"holds": dtype} if unset else {}
+        entry = self._pick("kvformat", choice, ("device", "sm", "dtype"), facts).entry
         self.facts["kv_format"] = entry.name if entry.builtin else entry.label
 
     def _grammar(self) -> None:
-        """The one that is named, or one whose library is installed; none is no fault until a request asks for one."""
+        """Choose the grammar plug-in: the named one, or one whose library is installed.
+
+        Without a suitable plug-in, only requests with structured outputs are refused.
+        """
         choice = self.config.grammar
         selection = self._select("grammar", choice)
         if selection.chosen is None and choice.name == "auto" and not choice.prefer:
@@ -399,35 +432,38 @@ class _Fold:
             self._pick("grammar", choice)
 
     def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
-        """Choose the back end and with it the block size."""
+        """Choose the attention back end and the block size.  Return the block size."""
         more: dict[str, Any] = {
             "dim_qk": frozenset(s.dim_qk for s in specs),
             "dim_v": frozenset(s.dim_v for s in specs),
             "queries_per_kv": tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs),
         }
-        asked = self.config.kvcache_block_size
-        if asked is not None:
-            more["block"] = asked
-        wanted = {
+        option = self.config.kvcache_block_size
+        if option is not None:
+            more["block"] = option
+        needed = {
             "window": any(s.window is not None for s in specs),
             "sinks": any(s.sinks for s in specs),
             "softcap": any(s.softcap is not None for s in specs),
             "alibi": any(s.alibi is not None for s in specs),
             "v_in_k": any(s.v_in_k for s in specs),
         }
-        features = frozenset(name for name, want in wanted.items() if want) | invariant
+        features = frozenset(name for name, is_needed in needed.items() if is_needed) | invariant
         known = ("device", "sm", "dtype", "kv_format")
         chosen = self._pick("attention", self.config.attention, known, more, features)
-        assert chosen.spec is not None
         supplied = self.selections[-1].supplied.get("block")
-        block = asked if asked is not None else supplied if supplied is not None else DEFAULT_BLOCK
-        if reasons := chosen.spec.refuse(PluginQuery({"block": block}), self.catalog["attention"].kind):
+        block, reason, label = DEFAULT_BLOCK, "the engine's default", "the default"
+        if option is not None:
+            block, reason = option, "asked for"
+        elif supplied is not None:
+            block, reason, label = supplied, f"supplied by {chosen.entry.label}", "its own"
+        reasons = chosen.require_spec().refuse(PluginQuery({"block": block}), self.catalog["attention"].kind)
+        if reasons:
             raise PluginError(
                 f"{chosen.entry}: the block size was left open, and its spec does not support "
-                f"{'its own' if supplied is not None else 'the default'}: {'; '.join(map(str, reasons))}"
+                f"{label}: {'; '.join(map(str, reasons))}"
             )
-        own = f"supplied by {chosen.entry.label}" if supplied is not None else "the engine's default"
-        self._learn("block", block, f"{block} ({'asked for' if asked is not None else own})")
+        self._learn("block", block, f"{block} ({reason})")
         return block
 
     def _select(
@@ -439,6 +475,11 @@ class _Fold:
         features: frozenset[str] = frozenset(),
         at: str = "",
     ) -> Selection:
+        """Select a plug-in of a kind.  PluginError names the source of the choice.
+
+        The request consists of the ``known`` facts, the facts ``more``, and ``features``.  ``at`` is the path of the
+        choice in the configuration, by default its option.
+        """
         facts = {k: self.facts[k] for k in known if k in self.facts}
         registry, path = self.catalog[kind], at or OPTION_OF.get(kind, kind)
         try:
@@ -448,7 +489,7 @@ class _Fold:
             raise PluginError(f"{begins(source_of(self.origins, named))}{exc}") from exc
         for name in choice.prefer:
             if not registry.installed(name):
-                note = f"{shown(name)} is not installed, and is passed over"
+                note = f"{shown(name)} is not installed, and is skipped"
                 self.notes.append((f"{path}.prefer", note))
                 log.warning("%s%s.prefer: %s", begins(source_of(self.origins, f"{path}.prefer")), path, note)
         return selection
@@ -461,12 +502,14 @@ class _Fold:
         more: Mapping[str, Any] | None = None,
         features: frozenset[str] = frozenset(),
     ) -> Candidate:
+        """Choose a plug-in of a kind.  PluginError if none is suitable."""
         selection = self._select(kind, choice, known, more, features)
         chosen = selection.require()
         self._keep(selection, choice)
         return chosen
 
     def _keep(self, selection: Selection, choice: PluginChoice, at: str = "") -> Part:
+        """Store a selection and return its chosen plug-in with checked options."""
         chosen, registry = selection.require(), self.catalog[selection.kind]
         if chosen.spec is not None and chosen.spec.params:
             from minivllm.core.interfaces.params import is_own
@@ -479,20 +522,23 @@ class _Fold:
         return part
 
     def _several(self, kind: str, choices: Sequence[PluginChoice], known: Sequence[str]) -> list[Part]:
+        """Choose the plug-ins of a kind that allows several.  ConfigError if one is there twice."""
         parts: list[Part] = []
+        option = OPTION_OF.get(kind, kind)
         for i, choice in enumerate(choices):
-            at = f"{OPTION_OF.get(kind, kind)}.{i}"
+            at = f"{option}.{i}"
             selection = self._select(kind, choice, known, at=at)
             label = selection.require().entry.label
-            if any(part.name == label for part in parts):  # once by its name, once as package/name
+            if any(part.name == label for part in parts):  # named once as NAME and once as PACKAGE/NAME
                 place = begins(source_of(self.origins, at))
-                raise ConfigError(f"{place}{OPTION_OF.get(kind, kind)}: {shown(label)} is there twice")
+                raise ConfigError(f"{place}{option}: {shown(label)} is there twice")
             parts.append(self._keep(selection, choice, at))
         return parts
 
 
 def _without_type(checkpoint: Checkpoint) -> str:
-    """Return the message for a config.json without ``model_type``, which says of which class its fields are."""
+    """Return the message for a config.json without ``model_type``, which transformers needs to choose the config
+    class."""
     return (
         f"{checkpoint.folder}/config.json: model_type is missing: want the type that transformers has for "
         f'{shown(checkpoint.architecture)}, as in "model_type": "llama" for LlamaForCausalLM'
@@ -500,7 +546,7 @@ def _without_type(checkpoint: Checkpoint) -> str:
 
 
 def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:
-    """Check the options and write down the choice as data."""
+    """Check the options of a chosen plug-in and return it as data."""
     spec, path = chosen.require_spec(), f"{at}.options"
     options = registry.options(chosen, choice.options, path, origins)
     values = {} if options is None else options.model_dump(mode="json")

@@ -1,9 +1,9 @@
-"""A JSON Schema of configuration files over the plug-ins that are installed, for editors: they complete names and
-options, and mark what is wrong.  Draft 7, which the editors' TOML and YAML servers read.
+"""A JSON Schema of configuration files for the installed plug-ins.  Editors use it to complete names and options and to
+mark errors.  It is Draft 7, which the TOML and YAML servers of editors support.
 
-A seam is one of: a name, a ``module:Class``, or a table; and a table is one of: one for each plug-in with the options
-of that one, one for ``auto``, and one without a name for a file that lies over another.  The specs and the models of
-the options are imported, implementations are not.
+The value of a seam is a name, a ``module:Class``, or a table.  There is a schema of the table for each plug-in with its
+options, one for ``auto``, and one without a name for a file that extends another file.  The specs and the option models
+are imported; implementations are not.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ABSENT: Schema = {
 
 
 def config_schema(catalog: Catalog) -> Schema:
-    """The schema as JSON values.  A plug-in that is broken or blocked becomes a ``$comment`` of its seam."""
+    """Return the schema as JSON values.  A broken or blocked plug-in becomes a ``$comment`` of its seam."""
     definitions: Schema = {}
     properties = _fields(EngineConfig, definitions)
     for name in SHAPE.not_in_files:
@@ -55,14 +55,14 @@ def config_schema(catalog: Catalog) -> Schema:
     properties["dtype"]["enum"] += [word for word in DTYPE_NAMES if word not in properties["dtype"]["enum"]]
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
     for option in (*SEAMS, *SEVERAL):
-        if option not in kinds:  # named like plug-ins, chosen by somebody else
+        if option not in kinds:  # an option with plug-in names that is not a seam of the registry
             items = properties[option]["items"]
             properties[option]["items"] = {"anyOf": [{"type": "string"}, items]}
         else:
             properties[option] = _seam(catalog[kinds[option]], definitions, many=option in SEVERAL)
     properties.update({alias: properties[name] for alias, name in ALIASES.items()})
     properties["extends"] = {
-        "description": "a file, or files, that this one lies over; relative to this file",
+        "description": "a file, or files, whose options apply where this file sets none; relative to this file",
         "oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}],
     }
     properties["sampling"] = _sampling(catalog)
@@ -76,7 +76,11 @@ def config_schema(catalog: Catalog) -> Schema:
 
 
 def _seam(registry: Registry, definitions: Schema, many: bool) -> Schema:
-    kind, names, tables, broken = registry.kind.name, [], [], []
+    """Return the schema of a seam's option, or of a list of its plug-ins if ``many``."""
+    kind = registry.kind.name
+    names: list[str] = []
+    tables: list[Schema] = []
+    broken: list[str] = []
     for entry in registry.entries:
         if entry.blocked:
             broken.append(f"{entry} is blocked by MINIVLLM_PLUGINS")
@@ -87,30 +91,31 @@ def _seam(registry: Registry, definitions: Schema, many: bool) -> Schema:
         except PluginError as exc:
             broken.append(str(exc).partition("\n")[0])
             continue
-        own = _names(registry, entry)
-        names += own if not options or not options.get("required") else []
-        tables.append(_plugin_table(own, spec.summary, options))
-    known = [] if many else ["auto"]
-    ways: list[Schema] = [
-        {"type": "string", "enum": [*known, *names]},
-        TARGET,
-        *([] if many else _auto_tables(names)),
-        *tables,
-        _target_table(),
-    ]
-    found: Schema = {"oneOf": ways, **({"$comment": "; ".join(broken)} if broken else {})}
+        entry_names = _names(registry, entry)
+        if not options or not options.get("required"):
+            names += entry_names
+        tables.append(_plugin_table(entry_names, spec.summary, options))
+    tables.append(_target_table())
     if not many:
-        return {"description": f"which plug-in fills the seam {kind!r}", **found}
-    return {"description": f"plug-ins of the seam {kind!r}, in order", "type": "array", "items": found}
+        tables = [*_auto_tables(names), *tables]
+    words = names if many else ["auto", *names]
+    schema: Schema = {"oneOf": [{"type": "string", "enum": words}, TARGET, *tables]}
+    if broken:
+        schema["$comment"] = "; ".join(broken)
+    if not many:
+        return {"description": f"the plug-in of the seam {kind!r}", **schema}
+    return {"description": f"plug-ins of the seam {kind!r}, in order", "type": "array", "items": schema}
 
 
 def _names(registry: Registry, entry: Entry) -> list[str]:
-    """What the plug-in may be called: a bare name that several packages offer says which of them only if built in."""
+    """Return the names of a plug-in.  The short name of an external plug-in counts only if no other package offers
+    it."""
     same = [e for e in registry.entries if e.name == entry.name and not e.blocked]
     return [entry.name, entry.label] if entry.builtin or len(same) == 1 else [entry.label]
 
 
 def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Schema:
+    """Return the schema of the table of a plug-in."""
     required = ["name", "options"] if options and options.get("required") else ["name"]
     inner = options if options is not None else {"type": "object", "maxProperties": 0, "description": "it has none"}
     name: Schema = {"const": names[0]} if len(names) == 1 else {"enum": names}
@@ -122,10 +127,11 @@ def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Sch
 
 
 def _auto_tables(names: list[str]) -> list[Schema]:
-    """``name = "auto"`` with an order, and what a file gives that lies over another with the name in it."""
+    """Return the schemas of a table with ``name = "auto"``, and of a table without a name in a file that extends
+    another one."""
     prefer = {
         "type": "array",
-        "description": "take the first of these that can serve",
+        "description": "choose the first suitable plug-in of these",
         "items": {"anyOf": [{"type": "string", "enum": names}, ABSENT, TARGET]},
     }
     return [
@@ -134,7 +140,7 @@ def _auto_tables(names: list[str]) -> list[Schema]:
             "type": "object",
             "required": ["name"],
             "additionalProperties": False,
-            "properties": {"name": {"const": "auto", "description": "the best that can serve"}, "prefer": prefer},
+            "properties": {"name": {"const": "auto", "description": "the best suitable plug-in"}, "prefer": prefer},
         },
         {
             "title": "over another file",
@@ -147,6 +153,7 @@ def _auto_tables(names: list[str]) -> list[Schema]:
 
 
 def _target_table() -> Schema:
+    """Return the schema of a table whose name is a ``module:Class``."""
     return {
         "title": "module:Class",
         "type": "object",
@@ -157,7 +164,7 @@ def _target_table() -> Schema:
 
 
 def _options(registry: Registry, entry: Entry, spec: Any, definitions: Schema) -> Schema | None:
-    """The schema of a plug-in's options; None if it takes none.  PluginError if they cannot be imported."""
+    """Return the schema of a plug-in's options, or None if it takes none.  PluginError if they cannot be imported."""
     if not spec.options:
         return None
     model = registry.options_model(entry, spec)
@@ -168,41 +175,49 @@ def _options(registry: Registry, entry: Entry, spec: Any, definitions: Schema) -
 
 
 def _fields(model: Any, definitions: Schema) -> Schema:
+    """Return the schemas of a model's fields."""
     return _hoist(model.model_json_schema(), model.__name__, definitions)["properties"]
 
 
 def _table(model: Any, definitions: Schema) -> Schema:
+    """Return the schema of a table with the fields of a model."""
     return {"type": "object", "additionalProperties": False, "properties": _fields(model, definitions)}
 
 
 def _hoist(schema: Any, prefix: str, definitions: Schema) -> Schema:
-    """Without titles that only repeat names, and with the inner definitions at the top of the whole, where references
-    are looked up."""
+    """Return a schema without titles, and move its inner definitions to ``definitions`` under the prefix.
+
+    References are resolved from the top of the whole schema.
+    """
     for name, inner in schema.pop("$defs", {}).items():
         definitions[f"{prefix}.{name}"] = _renamed(inner, prefix)
     return _renamed(schema, prefix)
 
 
 def _renamed(node: Any, prefix: str) -> Any:
+    """Return a schema node with renamed references and without titles."""
     if isinstance(node, list):
         return [_renamed(inner, prefix) for inner in node]
     if not isinstance(node, Mapping):
         return node
     if "$ref" in node:
-        return {"$ref": f"#/definitions/{prefix}.{node['$ref'].rpartition('/')[2]}"}  # draft 7 knows nothing beside it
-    return {
-        key: {name: _renamed(inner, prefix) for name, inner in value.items()}
-        if key == "properties"
-        else value
-        if key in ("default", "enum", "const", "examples")
-        else _renamed(value, prefix)
-        for key, value in node.items()
-        if key != "title" or not isinstance(value, str)
-    }
+        # Draft 7 ignores other keys next to a reference.
+        return {"$ref": f"#/definitions/{prefix}.{node['$ref'].rpartition('/')[2]}"}
+    renamed: Schema = {}
+    for key, value in node.items():
+        if key == "title" and isinstance(value, str):
+            continue
+        if key == "properties":
+            value = {name: _renamed(inner, prefix) for name, inner in value.items()}
+        elif key not in ("default", "enum", "const", "examples"):
+            value = _renamed(value, prefix)
+        renamed[key] = value
+    return renamed
 
 
 def _sampling(catalog: Catalog) -> Schema:
-    """The sampling parameters that a file can hold: all but functions, and those that plug-ins declare."""
+    """Return the schema of the sampling parameters that a file can hold: all except functions, and those of
+    plug-ins."""
     from pydantic import TypeAdapter
 
     from minivllm.core.interfaces.params import SamplingParams
@@ -213,7 +228,7 @@ def _sampling(catalog: Catalog) -> Schema:
             properties[field.name] = TypeAdapter(hints[field.name]).json_schema()
             if isinstance(field.default, (bool, int, float, str)):
                 properties[field.name]["default"] = field.default
-    properties |= {name: _declared(one) for name, one in declared_params.offered(catalog).items()}
+    properties |= {name: _declared(declaration) for name, declaration in declared_params.offered(catalog).items()}
     return {
         "description": "how tokens are drawn, and when to stop",
         "type": "object",
@@ -222,11 +237,19 @@ def _sampling(catalog: Catalog) -> Schema:
     }
 
 
-def _declared(one: declared_params.Declaration) -> Schema:
-    param = one.param
-    kind: Schema = {"type": JSON_TYPES[param.kind], **{BOUNDS[name]: getattr(param, name) for name in BOUNDS}}
-    kind = {key: value for key, value in kind.items() if value is not None}
+def _declared(declaration: declared_params.Declaration) -> Schema:
+    """Return the schema of a request parameter that plug-ins declare."""
+    param = declaration.param
+    schema: Schema = {"type": JSON_TYPES[param.kind]}
+    for name, keyword in BOUNDS.items():
+        bound = getattr(param, name)
+        if bound is not None:
+            schema[keyword] = bound
     if param.choices:
-        kind["enum"] = list(param.choices)
-    found = {"anyOf": [kind, {"type": "null"}]} if param.default is None else {**kind, "default": param.default}
-    return {**found, "description": f"{param.summary} ({', '.join(one.by)})".lstrip()}
+        schema["enum"] = list(param.choices)
+    if param.default is None:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    else:
+        schema["default"] = param.default
+    schema["description"] = f"{param.summary} ({', '.join(declaration.by)})".lstrip()
+    return schema

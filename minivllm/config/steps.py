@@ -1,4 +1,4 @@
-"""How steps run: captured, fused, ahead of one another."""
+"""The options of how steps run: captured in CUDA graphs, with fused kernels, ahead of each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) -> StepWiring:
-    """ConfigError where single kernels are left out of none, or of a result that may not depend on the batch."""
-    graph, unfused = "off" if config.enforce_eager else config.graph, tuple(dict.fromkeys(config.unfused))
+    """Return the step options.  ConfigError if ``unfused`` contradicts other options or the device."""
+    graph = "off" if config.enforce_eager else config.graph
+    unfused = tuple(dict.fromkeys(config.unfused))
     if unfused:
-        said = f"{begins(source_of(origins, 'unfused'))}unfused={shown(list(unfused))}"
+        setting = f"{begins(source_of(origins, 'unfused'))}unfused={shown(list(unfused))}"
         if not config.fuse:
-            raise ConfigError(f"{said} with fuse=false, which leaves out all: want one of them")
+            raise ConfigError(f"{setting} with fuse=false, which leaves out all: want one of them")
         if device == "cpu":
-            raise ConfigError(f"{said}: fused kernels are those of a GPU, and the device is a CPU; leave it out")
+            raise ConfigError(f"{setting}: fused kernels run on GPUs only, and the device is a CPU; leave it out")
         if config.batch_invariant:
-            raise ConfigError(f"{said} with batch_invariant=true: torch's operations go by the batch; want none")
+            raise ConfigError(f"{setting} with batch_invariant=true: torch's operations depend on the batch; want none")
     return StepWiring(graph, config.fuse, unfused, config.run_ahead)

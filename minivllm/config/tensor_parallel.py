@@ -1,4 +1,4 @@
-"""Whether processes can share a model: by its heads, and by the devices that there are."""
+"""Checks that several processes can share a model, given its heads and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -15,41 +15,46 @@ if TYPE_CHECKING:
 
 
 def fits(size: int, spec: AttnSpec) -> bool:
-    """Query heads are cut; KV heads are cut, or copied where there are fewer of them than processes."""
+    """Return whether ``size`` processes can share an attention layer.
+
+    Query heads are divided among the processes.  KV heads are divided, or copied if there are fewer heads than
+    processes.
+    """
     return spec.heads % size == 0 and (spec.kv_heads % size == 0 or size % spec.kv_heads == 0)
 
 
 def elsewhere(executor: Part) -> bool:
-    """Whether an executor has devices that this machine does not see: its trait ``cluster`` names the option."""
+    """Return whether an executor uses devices of other machines: its trait ``cluster`` names an option, and that is
+    set."""
     return bool(executor.options.get(str(executor.traits.get("cluster", ""))))
 
 
 def check(size: int, specs: Sequence[AttnSpec], device: Device, executor: Part, origins: Mapping[str, str]) -> None:
-    """ConfigError, with the sizes that would do."""
-    said = begins(source_of(origins, "tensor_parallel_size"))
+    """Raise ConfigError if ``size`` processes cannot share the model.  The message lists the possible sizes."""
+    setting = f"{begins(source_of(origins, 'tensor_parallel_size'))}tensor_parallel_size={size}"
     if device.devices < size and device.kind != "cpu" and not elsewhere(executor):
         raise ConfigError(
-            f"{said}tensor_parallel_size={size}: each process has a device, and torch sees {device.devices} on "
+            f"{setting}: each process has a device, and torch sees {device.devices} on "
             f"{device.kind}; want at most {device.devices}"
         )
     for layer, spec in enumerate(specs):
         if not fits(size, spec):
-            able = [n for n in range(1, spec.heads + 1) if all(fits(n, one) for one in specs)]
+            sizes = [n for n in range(1, spec.heads + 1) if all(fits(n, other) for other in specs)]
             raise ConfigError(
-                f"{said}tensor_parallel_size={size}: layer {layer} of the model has {spec.heads} heads and "
-                f"{spec.kv_heads} KV heads, which so many processes cannot share; want {' or '.join(map(str, able))}"
+                f"{setting}: layer {layer} of the model has {spec.heads} heads and "
+                f"{spec.kv_heads} KV heads, which so many processes cannot share; want {' or '.join(map(str, sizes))}"
             )
 
 
-def refuse_invariant(size: int, said: str) -> None:
-    """ConfigError for bits that shall not depend on the batch: ``said`` is where that was asked for."""
+def refuse_invariant(size: int, setting: str) -> None:
+    """Raise ConfigError for several processes with batch-invariant results.  ``setting`` begins the message."""
     if size > 1:
         raise ConfigError(
-            f"{said} with tensor_parallel_size={size}: the products of a process's share go by other sizes, and on "
-            "GPUs the order of the sum is the library's; want tensor_parallel_size=1"
+            f"{setting} with tensor_parallel_size={size}: matrix sizes and the order of sums depend on the number of "
+            "processes; want tensor_parallel_size=1"
         )
 
 
 def queries_per_kv(size: int, specs: Sequence[AttnSpec]) -> frozenset[int]:
-    """Query heads that share a KV head in each process."""
+    """Return the numbers of query heads per KV head in a process, for all layers."""
     return frozenset(spec.heads // size // max(1, spec.kv_heads // size) for spec in specs)

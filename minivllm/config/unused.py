@@ -1,5 +1,5 @@
-"""What nobody would use is refused: options that mean nothing to the executor that was chosen, as nobody measures a
-part that does not run; and checkpoints that no quantizer reads."""
+"""Refuse settings without effect: options for seams that the chosen executor does not run, and checkpoints that no
+quantizer reads."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from minivllm.registration.spec import ANY, OPTION_OF, allows
 from minivllm.validation import begins, source_of
 
 _GPTQ = "want the same model as GPTQ with checkpoint_format=gptq (GPTQModel writes it with format=gptq)"
-# methods that are another method's weights in the order of one kernel, and what to do
+# Quantization methods that only reorder the weights of another method for one kernel, and what to do.
 INSTEAD = {
-    "marlin": f"its words lie in the order of the kernel Marlin, which is not read; {_GPTQ}",
-    "gptq_marlin_24": f"its weights are sparse, in the order of the kernel Marlin, which is not read; {_GPTQ}",
-    "gptq_marlin": "is vLLM's name for a kernel; want quant_method=gptq, which reads the files that it reads",
-    "awq_marlin": "is vLLM's name for a kernel; want quant_method=awq, which reads the files that it reads",
+    "marlin": f"its words are in the order of the kernel Marlin, which is not supported; {_GPTQ}",
+    "gptq_marlin_24": f"its weights are sparse, in the order of the kernel Marlin, which is not supported; {_GPTQ}",
+    "gptq_marlin": "is vLLM's name for a kernel; want quant_method=gptq, which reads the same files",
+    "awq_marlin": "is vLLM's name for a kernel; want quant_method=awq, which reads the same files",
 }
 
 if TYPE_CHECKING:
@@ -27,45 +27,50 @@ if TYPE_CHECKING:
 
 
 def refuse_unused(config: EngineConfig, executor: Candidate, origins: Mapping[str, str]) -> None:
-    """ConfigError for a plug-in that is chosen by name for a seam which the executor does not run (trait ``unused``:
-    the seams, with spaces between them)."""
+    """Raise ConfigError for a plug-in that was chosen by name for a seam that the executor does not run.
+
+    The executor's trait ``unused`` lists these seams, separated by spaces.
+    """
     spec = executor.require_spec()
     for seam in str(spec.traits.get("unused", "")).split():
         option = OPTION_OF.get(seam, seam)
-        if (choice := getattr(config, option)).name != "auto":
-            said = f"{begins(source_of(origins, option))}{option}={choice.name} with executor={config.executor.name}"
-            raise ConfigError(f"{said}, which runs no {seam}: leave {option} out, or take executor=local")
+        name = getattr(config, option).name
+        if name != "auto":
+            setting = f"{begins(source_of(origins, option))}{option}={name} with executor={config.executor.name}"
+            raise ConfigError(f"{setting}, which runs no {seam}: leave {option} out, or use executor=local")
 
 
 def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice) -> str:
-    """The method that a checkpoint is quantized with, "none" if it is not.  ModelError if no quantizer that is
-    installed reads it, whatever the machine; one that is chosen by name says so itself."""
-    method, read = checkpoint.quantization, set[str]()
+    """Return the quantization method of a checkpoint, or "none".
+
+    ModelError if no installed quantizer reads it on any machine.  If the user chose a quantizer by name, that plug-in
+    reports the error.
+    """
+    method = checkpoint.quantization
+    supported = set[str]()
     if choice.name != "auto":
         return method
     for entry in registry.entries:
         try:
             limits = registry.spec(entry).limits
-        except PluginError:  # the choice says what is wrong with it
+        except PluginError:  # the selection reports the broken spec
             continue
         if limits == ANY or allows(limits.get("checkpoint", ()), method):
             return method
         if isinstance(limits.get("checkpoint"), (set, frozenset)):
-            read |= limits["checkpoint"]
-    if said := INSTEAD.get(method):
-        raise ModelError(f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: {said}")
-    known = ", ".join(sorted(read - {"none"}))
-    raise ModelError(
-        f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: no quantizer reads it; "
-        f"want {known}, a package with a plug-in for it, or the model in floating numbers"
+            supported |= limits["checkpoint"]
+    known = ", ".join(sorted(supported - {"none"}))
+    advice = INSTEAD.get(method) or (
+        f"no quantizer reads it; want {known}, a package with a plug-in for it, or the model in floating numbers"
     )
+    raise ModelError(f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: {advice}")
 
 
 def online_counterpart(registry: Registry, choice: PluginChoice, method: str) -> tuple[PluginChoice, str]:
-    """Return the quantizer to choose and a note, empty if the choice stays.
+    """Return the quantizer to use instead of ``choice`` and a note, or ``choice`` and "".
 
-    A plug-in that reads checkpoints of a library may name the plug-in that quantizes in the same way while loading (the
-    trait ``online``).  That one is chosen for a checkpoint without a quantization.
+    A plug-in that reads quantized checkpoints may name the plug-in that quantizes in the same way during loading (its
+    trait ``online``).  That plug-in is used if the checkpoint is not quantized.
     """
     if method != "none" or choice.name == "auto":
         return choice, ""

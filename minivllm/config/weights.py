@@ -1,4 +1,4 @@
-"""What the weights that a configuration chose would take, for ``minivllm explain quantizer``: imports torch."""
+"""The memory of the weights, for ``minivllm explain quantizer``.  This module imports torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from minivllm.registry import build_part
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
 
-AS_THEY_COME = "as the checkpoint has them; what they take once they are loaded minivllm bench memory says"
+AS_THEY_COME = "as in the checkpoint; minivllm bench memory reports their size once they are loaded"
 
 
 def weights_explained(wiring: Wiring, sm: int) -> list[tuple[str, str]]:
-    """(what, sentence); ``sm`` as in ``hardware.Device``.  Of a checkpoint that comes quantized its files say it."""
+    """Return (name, sentence) pairs that describe the weights of the chosen plug-ins.  ``sm`` is as in
+    ``hardware.Device``.
+
+    For a quantized checkpoint, the files determine the weights.
+    """
     cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     if getattr(cfg, "quantization_config", None):
         return [("weights", AS_THEY_COME)]
-    arch, quantizer = (build_part(kind, wiring.parts[kind], *more) for kind, *more in (("model",), ("quantizer", None)))
+    arch = build_part("model", wiring.parts["model"])
+    quantizer = build_part("quantizer", wiring.parts["quantizer"], None)
     return outline(arch, cfg, quantizer, wiring.dtype, wiring.max_model_len, wiring.device, sm)

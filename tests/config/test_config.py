@@ -151,7 +151,7 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("max_nums_seqs = 1", "x.toml", "{path}:1: unknown option 'max_nums_seqs'. Did you mean 'max_num_seqs'?"),
         ("model = ''", "x.toml", "{path}:1: model='': want text that is not empty"),
         ("attention = {prefer = ['sdpa', 'auto']}", "x.toml",
-         "{path}:1: attention: prefer: want names of plug-ins, and 'auto' is none"),
+         "{path}:1: attention: prefer: want names of plug-ins, not 'auto'"),
         ("max_num_seqs = 'many'", "x.toml", "{path}:1: max_num_seqs='many': want a whole number from 1"),
         ("max_num_seqs = true", "x.toml", "{path}:1: max_num_seqs=True: want a whole number from 1"),
         ("[scheduler]\nnam = 'x'", "x.toml", "{path}:2: unknown option 'scheduler.nam'. Did you mean 'name'?"),
@@ -164,19 +164,19 @@ def test_a_value_on_the_command_line_means_itself(value):
         ("[sampling]\nlogit_bias = [1]", "x.toml",
          "{path}:2: sampling: logit_bias=[1]: want a table with token ids as keys"),
         ("processors = 'penalties'", "x.toml",
-         "{path}:1: processors: 'penalties' is no list: want names, or tables with name and options"),
+         "{path}:1: processors: 'penalties' is not a list: want names, or tables with name and options"),
         ("processors = ['x', 3]", "x.toml",
-         "{path}:1: processors: 3 is no plug-in: want a name, or a table with name and options"),
+         "{path}:1: processors: 3 is not a plug-in: want a name, or a table with name and options"),
         ("attention: [sdpa]", "x.yaml",
-         "{path}:1: attention: ['sdpa'] is no plug-in: want a name, or a table with name and options"),
+         "{path}:1: attention: ['sdpa'] is not a plug-in: want a name, or a table with name and options"),
         ("seed: {}", "x.yaml", "{path}:1: seed is a table: want a whole number"),
-        ("processors: {a: 1}", "x.yaml", "{path}:1: processors.a: 'processors' is a list: give it as a whole"),
+        ("processors: {a: 1}", "x.yaml", "{path}:1: processors.a: 'processors' is a list: set the whole list"),
         ("config_version: true", "x.yaml", "{path}:1: config_version=True: this minivllm reads version 1; want 1"),
         ("run = 3", "x.toml", "{path}:1: run=3: want a table"),
         ("config_version = 2", "x.toml", "{path}:1: config_version=2: this minivllm reads version 1; it was "
          "written for a newer one: upgrade minivllm"),
         ("allow_targets = ['x']", "x.toml", "{path}:1: allow_targets may come from the command line (--allow-target) "
-         "or from Python only: what names code must not be what allows it"),
+         "or from Python only: a file that names code must not allow it"),
         ("quantization = 'a'\nquantizer = 'b'", "x.toml",
          "{path}:2: quantizer is given twice, as 'quantization' and as 'quantizer'"),
         ("[scheduler]\noptions = {a = 1}", "x.toml",
@@ -217,7 +217,7 @@ def test_a_missing_file_is_told(tmp_path):
         ({"environ": {"MINIVLLM__SEED": "1", "MINIVLLM__seed": "2"}},
          "seed is given twice, as MINIVLLM__SEED and as MINIVLLM__seed"),
         ({"environ": {"MINIVLLM__ALLOW_TARGETS": "['x']"}}, "MINIVLLM__ALLOW_TARGETS: allow_targets may come from the "
-         "command line (--allow-target) or from Python only: what names code must not be what allows it"),
+         "command line (--allow-target) or from Python only: a file that names code must not allow it"),
         ({"keywords": {"max_seqs": 1}}, "unknown option 'max_seqs'. Did you mean 'max_num_seqs'?"),
         ({"keywords": {"dtype": "float8"}},
          "dtype='float8': want 'auto', 'float32', 'bfloat16' or 'float16'. Did you mean 'float32'?"),
@@ -228,8 +228,8 @@ def test_a_missing_file_is_told(tmp_path):
         ({"keywords": {"num_kvcache_blocks": 0}},
          "num_kvcache_blocks=0: want -1 (as many as fit) or a positive number"),
         ({"keywords": {"max_num_batched_tokens": 100}},
-         "max_num_batched_tokens=100 is less than max_num_seqs=512: a decode step would not fit; raise the one or "
-         "lower the other"),
+         "max_num_batched_tokens=100 is less than max_num_seqs=512: a decode step would not fit; raise the former or "
+         "lower the latter"),
     ],
 )  # fmt: skip
 def test_a_fault_elsewhere_is_told_with_its_source(sources, message):

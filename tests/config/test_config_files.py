@@ -172,7 +172,7 @@ def test_yaml_has_the_words_and_numbers_of_yaml_1_2(write):
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("a: &x\n  b: *x\n", "a.yaml:1: an alias stands within what it stands for"),
+        ("a: &x\n  b: *x\n", "a.yaml:1: an alias is inside its own value"),
         ("a0: &a0 [1,1,1,1,1,1,1,1,1,1]\n" + "".join(
             f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 8)),
          "a.yaml: the aliases stand for more than 1000000 values"),
@@ -263,8 +263,8 @@ def test_an_empty_table_takes_nothing_away_but_empty_options_do(write):
         ({"a.toml": "extends = 'b.toml'", "b.toml": "[schedular]\nname = 'x'"},
          "b.toml:1: unknown option 'schedular'. Did you mean 'scheduler'?"),
         ({"a.toml": "extends = 'b.toml'", "b.toml": "allow_targets = ['x']"},
-         "b.toml:1: allow_targets may come from the command line (--allow-target) or from Python only: what names code "
-         "must not be what allows it"),
+         "b.toml:1: allow_targets may come from the command line (--allow-target) or from Python only: a file that "
+         "names code must not allow it"),
     ],
 )  # fmt: skip
 def test_a_fault_in_a_family_is_told_with_its_place(write, files, message):
@@ -274,7 +274,7 @@ def test_a_fault_in_a_family_is_told_with_its_place(write, files, message):
 
 
 def test_extends_belongs_into_a_file(write):
-    said = "extends stands in a file and names another; here, give both files with --config"
+    said = "extends is for files only; here, pass both files with --config"
     assert refusal(sets=["extends=a.toml"]) == f"--set: {said}"
     assert refusal(keywords={"extends": "a.toml"}) == said
     assert len(read_chain(write("a.toml", "extends = []\n"))) == 1
@@ -310,7 +310,7 @@ def test_what_is_missing_is_told_at_once_with_the_command(write):
         ("plugins = ['acme >> 1']", "a.toml:2: requires.plugins: 'acme >> 1': Expected semicolon (after name with no "
          "version specifier) or end; want a package, as in 'acme-attn>=1.2'"),
         ("plugins = ['x @ file:///x']", "a.toml:2: requires.plugins: 'x @ file:///x': want a package and its versions, "
-         "not where it is"),
+         "without a URL"),
         ("plugins = 'acme'", "a.toml:2: requires.plugins='acme': want a list (each: text)"),
         ("plugins = [3]", "a.toml:2: requires.plugins.0=3: want text"),
         ("plugin = []", "a.toml:2: unknown option 'requires.plugin'. Did you mean 'plugins'?"),

@@ -340,6 +340,6 @@ def test_a_target_runs_only_where_the_command_line_or_python_allows_it(here, pac
     assert "my_policy" not in sys.modules
     _, out, _ = said(capsys, "config", "show", "a.toml", "--origin", "--allow-target", "my_policy")
     assert "# a.toml:1, local -" in out
-    with pytest.raises(ConfigError, match="what names code must not be what allows it"):
+    with pytest.raises(ConfigError, match="a file that names code must not allow it"):
         (here / "b.toml").write_text("extends = 'a.toml'\nallow_targets = ['my_policy']\n")
         load_config(["b.toml"], environ={})

@@ -89,9 +89,9 @@ def test_overrides_are_explained_and_recorded(model, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (5, "5 is no table"),
-        ("x", "'x' is no table"),
-        ([1], "is no table"),
+        (5, "5 is not a table"),
+        ("x", "'x' is not a table"),
+        ([1], "is not a table"),
         ({"rope_theta": float("inf")}, "rope_theta=inf: want a finite number"),
         ({"rope_scaling": {"factor": 1j}}, "rope_scaling.factor is a complex"),
         ({"rope_scalling": YARN}, "Did you mean 'rope_scaling'"),

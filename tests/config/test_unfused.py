@@ -27,7 +27,7 @@ KINDS = ("pairs", "norms", "gate", "draw")
 @pytest.mark.parametrize(
     ("more", "device", "message"),
     [
-        ({}, "cpu", "fused kernels are those of a GPU, and the device is a CPU"),
+        ({}, "cpu", "fused kernels run on GPUs only, and the device is a CPU"),
         ({"fuse": False}, "cuda", "with fuse=false, which leaves out all"),
         ({"batch_invariant": True}, "cuda", "with batch_invariant=true"),
     ],

@@ -220,7 +220,7 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
     (replace(GPU, sm=89), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 8.9"),
     (replace(GPU, sm=120), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 12.0"),
     (replace(GPU, sm=0), {}, "and a GPU has none; want such a GPU, or device=cpu"),
-    (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products go by the number of rows"),
+    (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products depend on the number of rows"),
     (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* want tensor_parallel"),
 ])  # fmt: skip
 def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
@@ -278,8 +278,8 @@ def test_what_is_preferred_and_not_installed_is_a_note(model, caplog):
     sets = ["attention.prefer=['acme/flash','sdpa']"]
     loaded = load_config(sets=sets, keywords={"model": model, "device": "cpu"}, environ={})
     found = resolve(loaded.engine, CATALOG, loaded.origins)
-    assert ("attention.prefer", "'acme/flash' is not installed, and is passed over") in found.notes
-    assert caplog.messages == ["--set: attention.prefer: 'acme/flash' is not installed, and is passed over"]
+    assert ("attention.prefer", "'acme/flash' is not installed, and is skipped") in found.notes
+    assert caplog.messages == ["--set: attention.prefer: 'acme/flash' is not installed, and is skipped"]
 
 
 def write(path, text):

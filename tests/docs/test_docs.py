@@ -210,7 +210,7 @@ def options_table() -> list[str]:
     for name, field in EngineConfig.model_fields.items():
         default, meaning = field.default, field.description or ""
         if name in SEAMS:
-            default, meaning = default.name, "which plug-in fills the seam"
+            default, meaning = default.name, "plug-in of the seam"
         elif name in LISTS:
             default, meaning = [choice.name for choice in default], "plug-ins, in order"
         rows.append(f"| `{name}` | {values_of(name, field)} | `{default}` | {meaning} |")
