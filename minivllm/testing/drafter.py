@@ -1,4 +1,7 @@
-"""Drafters: what they propose, and that the engine gives the same tokens with them."""
+"""The conformance suite of drafters, which propose tokens (drafts) that the engine verifies.
+
+The tests check the drafts themselves, and that the engine gives the same tokens with and without the drafter.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +25,36 @@ from .kept import Lasting
 from .spec import SpecConformance
 from .waiting import no_wait, waits
 
-VOCAB, MAX_LEN, SLOTS = 61, 96, 9
+VOCAB = 61
+MAX_LEN = 96  # tokens of a sequence at most
+SLOTS = 9
 MANY = 40  # rows of a large step
-STALE = 53  # what stands behind the known tokens
+STALE = 53  # the token in all positions after the known tokens of a slot
+REPEATING = [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]]  # rows whose tokens repeat
 
 
 class FakeModel(DraftModel):
-    """Its next token is a function of the last two; it holds a drafter to the order of its calls."""
+    """A draft model whose next token is a function of the last two tokens.
+
+    It fails if a drafter calls its methods in a wrong order.
+    """
 
     def __init__(self) -> None:
-        self.done = 0
+        self.drawn = 0  # drafts drawn so far in this step
 
     def logits(self, ask: Ask, j: int) -> Tensor:
-        assert j == 0 or j == self.done, f"logits for draft {j} were asked for after {self.done} were drawn"
-        self.done = self.done if j else 0
-        at = ask.rows.position - 1 + j
+        assert j in (0, self.drawn), f"logits for draft {j} were requested after {self.drawn} drafts were drawn"
+        if j == 0:
+            self.drawn = 0
+        last = ask.rows.position - 1 + j
         history = ask.rows.tokens[ask.rows.slots].long()
-        last, before = (history.gather(1, (at - back).clamp(min=0)[:, None])[:, 0] for back in (0, 1))
-        likely = (last * 7 + before * 3 + 1) % VOCAB
+        newest, previous = (history.gather(1, (last - back).clamp(min=0)[:, None])[:, 0] for back in (0, 1))
+        likely = (newest * 7 + previous * 3 + 1) % VOCAB
         return (likely[:, None] == torch.arange(VOCAB, device=likely.device)).float()
 
     def draw(self, ask: Ask, logits: Tensor, j: int) -> Tensor:
-        assert j == self.done, f"draft {j} was drawn after {self.done} were"
-        self.done = j + 1
+        assert j == self.drawn, f"draft {j} was drawn after {self.drawn} drafts"
+        self.drawn = j + 1
         tokens = logits.argmax(dim=1)
         ask.rows.tokens[ask.rows.slots, ask.rows.position + j] = tokens.int()
         return tokens
@@ -52,143 +62,182 @@ class FakeModel(DraftModel):
 
 @st.composite
 def histories(draw: Any) -> list[list[int]]:
-    """Known tokens of 1 to 5 rows; few kinds of tokens, so that what was there before comes again."""
+    """Draw the known tokens of 1 to 5 rows, often from few different tokens, so that they repeat."""
     token = st.integers(0, draw(st.sampled_from([1, 3, VOCAB - 1])))
     return draw(st.lists(st.lists(token, min_size=1, max_size=40), min_size=1, max_size=5))
 
 
 class DrafterConformance(Lasting, SpecConformance):
-    """A drafter that claims ``draft_model`` gets a simple one here, and a small real one in the engine."""
+    """The suite of drafters.
+
+    A drafter that claims ``draft_model`` gets a fake draft model, and a small real one in the test of the engine.
+    """
 
     kind = "drafter"
 
     def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build a drafter."""
         model = FakeModel() if self.claims("draft_model") else None
         return (DrafterContext(VOCAB, MAX_LEN, self.place(), model),)
 
     def exercise(self, instance: Drafter) -> Any:
-        return self.drafts(instance, [[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]], 3)
+        """Return the drafts for rows whose tokens repeat."""
+        return self.drafts(instance, REPEATING, 3)
 
     def once_more(self, instance: Drafter, number: int) -> None:
-        """Ask about rows that have not been there before."""
+        """Propose drafts for new random rows."""
         rng = np.random.default_rng(number)
         self.drafts(instance, [rng.integers(0, VOCAB, n).tolist() for n in (3, 9 + number % 40, 17)], 3)
 
     def ask(
         self, rows: Sequence[Sequence[int]], k: int, slots: Sequence[int] = (), stale: int = STALE, spare: int = 0
     ) -> Ask:
-        """The question as the engine puts it: histories in slots of a larger table, ``stale`` tokens behind them."""
-        at = list(slots) or [(2 * i + 1) % max(SLOTS, 2 * len(rows)) for i in range(len(rows))]
-        tokens = torch.full((max(SLOTS, 2 * len(rows)), MAX_LEN + 1), stale, dtype=torch.int32)
-        for slot, row in zip(at, rows, strict=True):
+        """Return the argument of ``propose`` for up to k drafts after each row of known tokens.
+
+        The rows are in slots of a larger token table; ``slots`` chooses them.  The token ``stale`` fills the rest of
+        the table.  ``spare`` is added to the length of the longest row.
+        """
+        table = max(SLOTS, 2 * len(rows))
+        chosen = list(slots) or [(2 * i + 1) % table for i in range(len(rows))]
+        tokens = torch.full((table, MAX_LEN + 1), stale, dtype=torch.int32)
+        for slot, row in zip(chosen, rows, strict=True):
             tokens[slot, : len(row)] = torch.tensor(row, dtype=torch.int32)
         known = np.array([len(row) for row in rows], np.int32)
-        put = lambda x: torch.as_tensor(x, dtype=torch.int64, device=self.place())  # noqa: E731
-        column = put([0] * len(rows))
-        device = Rows(
-            put(at), put(known), column + 1, column, column, 0, tokens.to(self.place()), int(known.max()) + spare
-        )
-        return Ask(device, k, np.array(at, np.int32), known)
+        device = self.place()
 
-    def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **more: Any) -> list[list[int]]:
-        """What it drafts for each of some histories; the form of the answer is checked."""
-        ask = self.ask(rows, k, **more)
+        def int64(values: Any) -> Tensor:
+            return torch.as_tensor(values, dtype=torch.int64, device=device)
+
+        zeros = int64([0] * len(rows))
+        longest = int(known.max()) + spare
+        on_device = Rows(int64(chosen), int64(known), zeros + 1, zeros, zeros, 0, tokens.to(device), longest)
+        return Ask(on_device, k, np.array(chosen, np.int32), known)
+
+    def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **options: Any) -> list[list[int]]:
+        """Return the drafts for each row of known tokens, after a check of their form.
+
+        ``options`` has keyword arguments of ``ask``.
+        """
+        ask = self.ask(rows, k, **options)
         tokens, count = instance.propose(ask)
         device = ask.rows.slots.device
-        for name, got, shape in (("tokens", tokens, (len(rows), k)), ("count", count, (len(rows),))):
-            assert isinstance(got, Tensor) and tuple(got.shape) == shape, f"{name}: want a tensor of shape {shape}"
-            assert got.dtype == torch.int64, f"{name} is {got.dtype}: want int64"
-            assert got.device == device, f"{name} is on {got.device}: want {device}, where the rows are"
-        n = count.tolist()
-        assert all(0 <= c <= k for c in n), f"count={n} of k={k}: want 0 to k"
-        out = [row[:c] for row, c in zip(tokens.tolist(), n, strict=True)]
-        wrong = [t for row in out for t in row if not 0 <= t < VOCAB]
-        assert not wrong, f"drafts {wrong[:8]} are no tokens: want 0 to {VOCAB - 1}"
-        return out
+        for name, x, shape in (("tokens", tokens, (len(rows), k)), ("count", count, (len(rows),))):
+            assert isinstance(x, Tensor) and tuple(x.shape) == shape, f"{name}: expected a tensor of shape {shape}"
+            assert x.dtype == torch.int64, f"{name} is {x.dtype}: expected int64"
+            assert x.device == device, f"{name} is on {x.device}: expected {device}, the device of the rows"
+        counts = count.tolist()
+        assert all(0 <= n <= k for n in counts), f"count={counts} of k={k}: expected 0 to k"
+        drafts = [row[:n] for row, n in zip(tokens.tolist(), counts, strict=True)]
+        wrong = [token for row in drafts for token in row if not 0 <= token < VOCAB]
+        assert not wrong, f"drafts {wrong[:8]} are no tokens: expected 0 to {VOCAB - 1}"
+        return drafts
 
     @since(1, 0)
     def test_drafts_are_tokens_at_most_k_for_each_row(self) -> None:
-        """Of the form that the engine wants, for histories of every length; and there are drafts, unless the spec says
-        ``drafts: 0``."""
-        seen, none = Seen(), self.spec.traits.get("drafts") == 0
+        """Check the form of the drafts for rows of many lengths.
+
+        There are at most k valid tokens for each row.  A drafter proposes some drafts unless its spec has the trait
+        ``drafts: 0``.
+        """
+        seen = Seen()
 
         @self.for_all(60, histories(), st.sampled_from([1, 2, 4, 9]))
         def form(rows: list[list[int]], k: int) -> None:
-            found = self.drafts(self.build(*self.context()), rows, k)
-            seen["drafts"] += sum(map(len, found))
+            drafts = self.drafts(self.build(*self.context()), rows, k)
+            seen["drafts"] += sum(map(len, drafts))
 
-        if none:
-            assert not seen["drafts"], "the spec says drafts: 0, and it drafts"
+        if self.spec.traits.get("drafts") == 0:
+            assert not seen["drafts"], "the spec has the trait drafts: 0, but there are drafts"
         else:
             seen.require(drafts=1)
 
     @since(1, 0)
     def test_a_rows_drafts_are_its_own(self) -> None:
-        """The rows beside it, its slot, how long the longest row is and what was asked before change nothing."""
+        """Check that the drafts of a row depend on its tokens only.
+
+        They do not depend on the other rows, the slot, the length of the longest row or earlier calls.
+        """
 
         @self.for_all(60, histories(), st.sampled_from([1, 4]), st.integers(0, 8))
         def alone(rows: list[list[int]], k: int, shift: int) -> None:
             instance = self.build(*self.context())
             together = self.drafts(instance, rows, k)
-            for row, want in zip(rows, together, strict=True):
-                got = self.drafts(instance, [row], k, slots=[shift], spare=shift)
-                assert got == [want], f"{row} gets the drafts {want} beside others, and {got[0]} alone"
-            assert self.drafts(instance, rows, k) == together, "the same rows get other drafts when asked again"
+            for row, expected in zip(rows, together, strict=True):
+                (drafts,) = self.drafts(instance, [row], k, slots=[shift], spare=shift)
+                assert drafts == expected, f"{row} gets the drafts {expected} beside other rows, and {drafts} alone"
+            assert self.drafts(instance, rows, k) == together, "the same rows get other drafts in a second call"
 
     @since(1, 0)
     def test_large_steps_and_long_rows_are_as_small_ones(self) -> None:
-        """40 rows of up to as many tokens as the model takes but one, and 1 to 24 drafts: each row's are its own, as
-        alone, and of its own tokens."""
+        """Check 40 rows, some of them one token shorter than the model allows, with 1 to 24 drafts.
+
+        The drafts of a row are the same as without other rows, and depend on its tokens only.
+        """
         rng = np.random.default_rng(6)
         lengths = [MAX_LEN - 1, MAX_LEN - 2, 64, 65, *rng.integers(1, MAX_LEN, MANY - 4).tolist()]
         rows = [rng.integers(0, 3, n).tolist() for n in lengths]
         instance = self.build(*self.context())
         for k in (1, 10, 24):
-            fits = [row for row in rows if len(row) + k <= MAX_LEN] if self.claims("draft_model") else rows
-            together = self.drafts(instance, fits, k)
-            other = self.drafts(instance, fits, k, stale=1)
-            for i, row in enumerate(fits):
-                assert together[i] == other[i], f"{len(row)} tokens, k={k}: it reads what stands behind them"
+            fitting = [row for row in rows if len(row) + k <= MAX_LEN] if self.claims("draft_model") else rows
+            together = self.drafts(instance, fitting, k)
+            other = self.drafts(instance, fitting, k, stale=1)
+            for i, row in enumerate(fitting):
+                assert together[i] == other[i], f"{len(row)} tokens, k={k}: it reads positions after the known tokens"
                 if i < 4 or i % 9 == 8:
-                    got = self.drafts(instance, [row], k)[0]
-                    want = f"row {i} of {len(fits)} with {len(row)} tokens gets the drafts {together[i]}"
-                    assert got == together[i], f"{want} and {got} alone"
+                    (alone,) = self.drafts(instance, [row], k)
+                    assert alone == together[i], (
+                        f"row {i} of {len(fitting)} with {len(row)} tokens gets the drafts {together[i]} and {alone} "
+                        "alone"
+                    )
 
     @since(1, 0)
     def test_what_stands_behind_the_known_tokens_is_not_read(self) -> None:
-        """There are rejected drafts, and tokens of the slot's former owner."""
+        """Check that tokens after the known tokens of a slot do not change the drafts.
+
+        Rejected drafts and tokens of an earlier sequence stay there.
+        """
 
         @self.for_all(60, histories(), st.sampled_from([1, 4]))
         def stale(rows: list[list[int]], k: int) -> None:
-            one, other = (self.drafts(self.build(*self.context()), rows, k, stale=s) for s in (STALE, rows[0][-1]))
-            assert one == other, f"{rows} get {one} or {other}: it depends on what stands behind the known tokens"
+            found = [self.drafts(self.build(*self.context()), rows, k, stale=token) for token in (STALE, rows[0][-1])]
+            assert found[0] == found[1], (
+                f"{rows} get the drafts {found[0]} or {found[1]}, depending on the tokens after the known ones"
+            )
 
     @since(1, 0)
     def test_what_it_is_given_stays_as_it_is(self) -> None:
-        """The history is the engine's; a draft model's ``draw`` writes behind the known tokens, nobody else does."""
+        """Check that ``propose`` does not change its argument.
+
+        Only ``draw`` of a draft model may write tokens after the known ones.
+        """
 
         @self.for_all(30, histories(), st.sampled_from([1, 4]))
         def unwritten(rows: list[list[int]], k: int) -> None:
             ask = self.ask(rows, k)
             before = {name: getattr(ask.rows, name).clone() for name in ("slots", "position", "tokens", "prompt")}
-            host = ask.slots.copy(), ask.known.copy()
+            slots = ask.slots.copy()
+            known = ask.known.copy()
             self.build(*self.context()).propose(ask)
-            assert all((a == b).all() for a, b in zip(host, (ask.slots, ask.known), strict=True)), "slots or known"
-            for name, was in before.items():
-                now = getattr(ask.rows, name)
+            assert (ask.slots == slots).all(), "slots was written to"
+            assert (ask.known == known).all(), "known was written to"
+            for name, old in before.items():
+                new = getattr(ask.rows, name)
                 if name == "tokens" and self.claims("draft_model"):
-                    for slot, n in zip(ask.slots.tolist(), ask.known.tolist(), strict=True):
-                        now[slot, n : n + k] = was[slot, n : n + k]
-                assert torch.equal(now, was), f"rows.{name} was written to"
+                    for slot, n in zip(slots.tolist(), known.tolist(), strict=True):
+                        new[slot, n : n + k] = old[slot, n : n + k]
+                assert torch.equal(new, old), f"rows.{name} was written to"
 
     @since(1, 0)
     def test_it_does_not_wait_for_the_device(self) -> None:
-        """``propose`` reads no tensor's value on the host (``int``, ``bool``, ``tolist``, ``cpu``) and makes no tensor
-        whose shape depends on values.  What the host knows is in ``ask.known`` and ``ask.slots``."""
+        """Check that ``propose`` does not wait for the device.
+
+        It reads no value of a tensor on the host (``int``, ``bool``, ``tolist``, ``cpu``) and creates no tensor whose
+        shape depends on values.  ``ask.known`` and ``ask.slots`` have the values that the host has.
+        """
         if "cuda" not in self.values("device", "cpu", "cuda"):
-            pytest.skip("it claims the CPU alone, for which nobody waits")
+            pytest.skip("it claims only the CPU, for which nothing waits")
         instance = self.build(*self.context())
-        for rows, k in (([[1, 2, 3, 1, 2, 3, 1], [4] * 9, [5, 6]], 3), ([[7]], 1)):
+        for rows, k in ((REPEATING, 3), ([[7]], 1)):
             ask = self.ask(rows, k)
             with waits(self.place()) as found:
                 instance.propose(ask)
@@ -196,14 +245,18 @@ class DrafterConformance(Lasting, SpecConformance):
 
     @since(1, 0, spec_only=True)
     def test_a_draft_model_is_named_by_an_option(self) -> None:
-        """The engine loads what the option ``model`` names."""
+        """Check that a drafter with a draft model has the option ``model``, which names the model to load."""
         self.need("draft_model")
-        assert self.spec.options, "draft_model is claimed, and there are no options: want one called model"
-        assert "model" in import_target(self.spec.options).model_fields, "draft_model is claimed: want an option model"
+        assert self.spec.options, "draft_model is claimed, but there are no options: expected one called model"
+        fields = import_target(self.spec.options).model_fields
+        assert "model" in fields, "draft_model is claimed: expected an option called model"
 
     @since(1, 0)
     def test_the_engine_gives_the_same_tokens(self) -> None:
-        """Greedy or drawn, with penalties, a smallest length and log-probabilities: a drafter changes no token."""
+        """Check that the engine gives the same tokens with and without the drafter.
+
+        The requests are greedy or sampled, with penalties, a least length and log-probabilities.
+        """
         prompts = [[3, 4, 5, 6] * 5, [7, 8, 9], [10] * 12, list(range(11, 40))]
         params = [
             {"temperature": 0.0, "max_tokens": 20},
@@ -211,12 +264,13 @@ class DrafterConformance(Lasting, SpecConformance):
             {"temperature": 1.0, "top_p": 0.9, "seed": 6, "max_tokens": 20, "repetition_penalty": 1.2},
             {"temperature": 0.0, "max_tokens": 16, "min_tokens": 12, "frequency_penalty": 0.4, "n": 2},
         ]
-        plain, drafted = self.serve(prompts, params, False), self.serve(prompts, params, True)
-        for prompt, a, b in zip(prompts, plain, drafted, strict=True):
-            assert a == b, f"prompt {prompt}: without drafts {a}, with drafts {b}"
+        without = self.serve(prompts, params, False)
+        drafted = self.serve(prompts, params, True)
+        for prompt, expected, tokens in zip(prompts, without, drafted, strict=True):
+            assert tokens == expected, f"prompt {prompt}: without drafts {expected}, with drafts {tokens}"
 
     def serve(self, prompts: Sequence[list[int]], params: Sequence[Mapping[str, Any]], drafts: bool) -> list[Any]:
-        """Token ids of an engine with a small model, with the drafter or without."""
+        """Return the token ids that an engine with a small model generates, with the drafter if ``drafts``."""
         from minivllm import LLM, SamplingParams
 
         from .tiny import tiny_dir
@@ -229,7 +283,7 @@ class DrafterConformance(Lasting, SpecConformance):
             options = dict(self.options)
             if self.claims("draft_model"):
                 options["model"] = str(tiny_dir(Path(folder) / "draft", num_hidden_layers=1)[0])
-            named = {"name": self.plugin, "options": options} if drafts else "none"
+            drafter = {"name": self.plugin, "options": options} if drafts else "none"
             llm = LLM(
                 str(path),
                 device="cpu",
@@ -239,11 +293,12 @@ class DrafterConformance(Lasting, SpecConformance):
                 num_kvcache_blocks=40,
                 max_num_seqs=4,
                 max_num_batched_tokens=48,
-                drafter=named,
+                drafter=drafter,
                 speculate="always",
                 allow_targets=[self.plugin.partition(":")[0]] if ":" in self.plugin else [],
             )
             with llm:
-                outs = llm.generate(list(prompts), [SamplingParams(**p) for p in params], use_tqdm=False)
-            assert not any(o.error for o in outs), [o.error for o in outs]
-            return [[c.token_ids for c in o.outputs] for o in outs]
+                results = llm.generate(list(prompts), [SamplingParams(**p) for p in params], use_tqdm=False)
+            errors = [result.error for result in results]
+            assert not any(errors), errors
+            return [[output.token_ids for output in result.outputs] for result in results]

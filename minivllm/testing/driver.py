@@ -1,4 +1,4 @@
-"""Steps made by hand for an executor, transformers' answers for them, and what an executor may leave behind."""
+"""Tools for the suite of executors: hand-made steps, the tokens of transformers, and the resources of a process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from minivllm.device.worker.build import make_processors
 from .tiny import tiny_dir
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
-SLOTS, BLOCK, MAX_LEN = 8, 4, 96
+SLOTS = 8
+BLOCK = 4  # tokens of a block
+MAX_LEN = 96  # tokens of a sequence at most
 NOTHING: Mapping[str, Sequence[float]] = {}
-NEAR = 1e-3  # two log-probabilities: sums in another order, nothing else
+NEAR = 1e-3  # allowed difference of log-probabilities: the order of a sum may differ, but nothing else
 LAYERS = dict(num_hidden_layers=4, use_sliding_window=True, sliding_window=20, max_window_layers=2)  # two KV groups
 
 
 @dataclass(frozen=True)
 class Tiny:
-    """A model on disk, and transformers' model of the same weights."""
+    """A small model on disk, and a transformers model with the same weights."""
 
     keep: tempfile.TemporaryDirectory
     path: Path
@@ -42,6 +44,7 @@ class Tiny:
 
 @lru_cache(maxsize=4)
 def tiny(seed: int = 0) -> Tiny:
+    """Return a small model with random weights that depend on the seed."""
     keep = tempfile.TemporaryDirectory(prefix="minivllm-executor-")
     path, _, model = tiny_dir(Path(keep.name), "qwen2", seed=seed, **LAYERS)
     return Tiny(keep, path, model)
@@ -49,53 +52,69 @@ def tiny(seed: int = 0) -> Tiny:
 
 @lru_cache(maxsize=4096)
 def logits_after(tokens: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """transformers' logits f32 [V] of the next token."""
+    """Return the logits of the next token that transformers computes, float32 [V]."""
     with torch.inference_mode():
         return tiny(seed).model(torch.tensor([tokens])).logits[0, -1]
 
 
 def greedy(prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
-    out = list(prompt)
+    """Return the n most likely tokens after a prompt, computed by transformers."""
+    tokens = list(prompt)
     for _ in range(n):
-        out.append(int(logits_after(tuple(out), seed).argmax()))
-    return out[len(prompt) :]
+        tokens.append(int(logits_after(tuple(tokens), seed).argmax()))
+    return tokens[len(prompt) :]
 
 
 def prompts(*lengths: int) -> list[list[int]]:
+    """Return a different prompt for each of the lengths."""
     return [[(7 * i + 11 * n) % 58 + 3 for i in range(n)] for n in lengths]
+
+
+def int32(values: Iterable[Any], *shape: int) -> np.ndarray:
+    """Return values as an int32 array, of one dimension without a shape."""
+    return np.array(list(values), np.int32).reshape(*shape or (-1,))
 
 
 @dataclass(frozen=True)
 class Joining:
-    """A sequence that takes a slot with the next plan.  ``drawn``: what it had drawn when it was preempted."""
+    """A sequence that enters a slot with the next plan."""
 
     slot: int
     prompt: list[int]
-    out: int
+    out: int  # tokens to generate at most
     stop: tuple[int, ...]
     params: SamplingParams
-    drawn: list[int]
-    saved: int
-    add: Mapping[str, Sequence[float]]  # point -> vector that is added there
+    drawn: list[int]  # tokens that the sequence had generated when it was preempted
+    saved: int  # sequence number of its saved columns, or -1
+    add: Mapping[str, Sequence[float]]  # point of the model -> vector that is added there
 
     @property
     def tokens(self) -> list[int]:
+        """Return the prompt and the generated tokens."""
         return self.prompt + self.drawn
 
 
 class Driver:
-    """Makes plans as the engine does, row by row, for sequences whose blocks are chosen from the last one downwards:
-    the blocks of a slot lie in a *pile* of its number, unless another one is named; pile ``SLOTS`` is a small one."""
+    """Builds step plans for an executor as the engine does, and keeps the state of the sequences in the slots.
+
+    The blocks of the cache are divided into *piles*, from the last block downwards.  A pile has room for a sequence of
+    ``MAX_LEN`` tokens.  A slot uses the pile of its number, unless another one is named.  Pile ``SLOTS`` is smaller.
+    """
 
     def __init__(self, executor: Executor, capacity: Capacity, wiring: Wiring) -> None:
-        self.executor, self.capacity, self.wiring = executor, capacity, wiring
-        self.processors = [made for _, made in make_processors(wiring, capacity.vocab_size)]
-        self.known, self.computed, self.end = (np.zeros(SLOTS, np.int32) for _ in range(3))
+        self.executor = executor
+        self.capacity = capacity
+        self.wiring = wiring
+        self.processors = [processor for _, processor in make_processors(wiring, capacity.vocab_size)]
+        self.known = np.zeros(SLOTS, np.int32)  # tokens of the sequence in each slot
+        self.computed = np.zeros(SLOTS, np.int32)  # tokens whose keys are in the cache
+        self.end = np.zeros(SLOTS, np.int32)  # tokens at the end of the sequence
         self.steps = 0
-        self.steered: dict[int, list[int]] = {}  # slot -> numbers of the points at which something is added
-        self._forget()
+        self.steered: dict[int, list[int]] = {}  # slot -> numbers of the points at which a vector is added
+        self._start_delta()
 
-    def _forget(self) -> None:
+    def _start_delta(self) -> None:
+        """Forget the changes that the last plan contained."""
         self._joins: list[Joining] = []
         self._leave: list[int] = []
         self._forks: list[tuple[int, int, int]] = []
@@ -119,35 +138,50 @@ class Driver:
         blocks: int | None = None,
         add: Mapping[str, Sequence[float]] = NOTHING,
     ) -> None:
-        """``tally``: each token that it draws tells how many came before (``faulty.CountingProcessor``); ``blocks``:
-        how many it gets with its join, which without it are all that it will ever need."""
-        extra = {"fault": fault} if fault else {}
-        params = SamplingParams(temperature=0, extra={**extra, "tally": True} if tally else extra)
+        """Put a new sequence into a slot with the next plan.
+
+        ``fault`` makes the processor ``faulty.Faulty`` raise.  With ``tally``, the tokens of the sequence count its
+        earlier tokens (``faulty.CountingProcessor``).  ``blocks`` is the number of blocks that the sequence gets with
+        this plan; None means all that it will need.
+        """
+        extra: dict[str, Any] = {}
+        if fault:
+            extra["fault"] = fault
+        if tally:
+            extra["tally"] = True
+        params = SamplingParams(temperature=0, extra=extra)
         self._joins.append(Joining(slot, list(prompt), out, stop, params, list(drawn), saved, add))
         self.steered[slot] = [self.point(name) for name in add]
-        self.known[slot], self.computed[slot] = len(prompt) + len(drawn), 0
+        self.known[slot] = len(prompt) + len(drawn)
+        self.computed[slot] = 0
         self.end[slot] = len(prompt) + out
-        self.give(slot, range(-(-(len(prompt) + out) // BLOCK) if blocks is None else blocks), pile)
+        needed = -(-(len(prompt) + out) // BLOCK)
+        self.give(slot, range(needed if blocks is None else blocks), pile)
 
     def point(self, name: str) -> int:
-        """Its number in ``Capacity.taps``."""
+        """Return the number of a point of the model in ``Capacity.taps``."""
         return list(self.capacity.taps or ()).index(name)
 
     def block(self, group: int, pile: int, i: int) -> int:
+        """Return the i-th block of a pile in a KV group."""
         return self.capacity.blocks[group] - 1 - pile * -(-MAX_LEN // BLOCK) - i
 
     def give(self, slot: int, indices: Sequence[int], pile: int | None = None) -> None:
-        """Blocks of a pile at these places of a slot's table, in all groups."""
-        at = slot if pile is None else pile
-        self._table += [(g, slot, i, self.block(g, at, i)) for g in range(len(self.capacity.blocks)) for i in indices]
+        """Set entries of a slot's block table to the blocks of a pile, in all KV groups.
+
+        ``indices`` are the positions in the table and in the pile.  None means the pile of the slot's number.
+        """
+        source = slot if pile is None else pile
+        for group in range(len(self.capacity.blocks)):
+            self._table += [(group, slot, i, self.block(group, source, i)) for i in indices]
 
     def copy(self, source: int, to: int, blocks: int) -> None:
-        """The first blocks of a pile into those of another one."""
-        pairs = [(g, i) for g in range(len(self.capacity.blocks)) for i in range(blocks)]
-        self._copy += [(g, self.block(g, source, i), self.block(g, to, i)) for g, i in pairs]
+        """Copy the first blocks of pile ``source`` into pile ``to``."""
+        for group in range(len(self.capacity.blocks)):
+            self._copy += [(group, self.block(group, source, i), self.block(group, to, i)) for i in range(blocks)]
 
     def fork(self, source: int, slot: int, sample: int) -> None:
-        """A branch with blocks of its own, into which those of its source are copied."""
+        """Put a branch of the sequence in slot ``source`` into another slot, with copies of its blocks."""
         self._forks.append((source, slot, sample))
         for column in (self.known, self.computed, self.end):
             column[slot] = column[source]
@@ -156,14 +190,15 @@ class Driver:
         self.copy(source, slot, -(-int(self.computed[source]) // BLOCK))
 
     def keep(self, slot: int, seq: int) -> None:
-        """Put what the columns of a row alone know aside, for the join that has ``saved=seq``."""
+        """Save the kept columns of a row, for a later join with ``saved=seq``."""
         self._keep.append((slot, seq))
 
     def leave(self, *slots: int) -> None:
+        """Remove the sequences from some slots with the next plan."""
         self._leave += slots
 
     def token(self, slot: int, token: int) -> None:
-        """A token chosen on the host."""
+        """Append a token that the host has chosen."""
         self._tokens.append((slot, token))
         self.known[slot] += 1
 
@@ -180,137 +215,158 @@ class Driver:
         guided: Sequence[tuple[int, int, float]] = (),
         taps: Sequence[tuple[str, int, int]] = (),
     ) -> StepPlan:
-        """``rows``: slot -> tokens; ``late``, ``host`` and ``held``: slots; ``prompt``: slot -> tokens that are scored;
-        ``drafts``: slot -> drafts behind its newest token; ``guided``: (slot, slot of its guide, scale); ``taps``:
-        (point, slot, first token that is read).  A row that reaches what is known draws."""
+        """Return the plan of the next step.
+
+        ``rows`` has slot -> number of tokens.  A row that reaches the end of its known tokens draws the next one.
+        ``late``, ``host`` and ``held`` are slots.  ``prompt`` has slot -> number of prompt tokens to score.  ``drafts``
+        has slot -> number of drafts after the newest token.  ``guided`` has (slot, slot of the guide, scale).  ``taps``
+        has (point, slot, first token to read).
+        """
         drafts = drafts or {}
-        slots = np.array(sorted(rows, key=lambda s: 2 * (rows[s] != 1) + (s in drafts)), np.int32)
+        slots = int32(sorted(rows, key=lambda slot: 2 * (rows[slot] != 1) + (slot in drafts)))
+        computed = self.computed[slots]
         draft = np.empty(0, np.int32)
         if drafts:
-            slots, _, draft = with_drafts(slots, np.array([drafts.get(s, 0) for s in slots.tolist()]))
-        q_len = np.array([rows[s] for s in slots.tolist()], np.int32)
-        computed = self.computed[slots] + (draft if drafts else 0)
-        self.computed[list(rows)] += np.array(list(rows.values()), np.int32)
-        samples = np.flatnonzero(self.computed[slots] == self.known[slots]).astype(np.int32)
-        drawn = slots[samples].tolist()
-        at = lambda chosen: np.array([i for i, s in enumerate(drawn) if s in chosen], np.int32)  # noqa: E731
-        self.known[[s for s in set(drawn) if s not in (*host, *held)]] += 1
+            slots, _, draft = with_drafts(slots, np.array([drafts.get(slot, 0) for slot in slots.tolist()]))
+            computed = self.computed[slots] + draft
+        in_step = slots.tolist()
+        self.computed[list(rows)] += int32(rows.values())
+        samples = int32(np.flatnonzero(self.computed[slots] == self.known[slots]))
+        drawing = slots[samples].tolist()
+
+        def drawing_rows(chosen: Sequence[int]) -> np.ndarray:
+            return int32(i for i, slot in enumerate(drawing) if slot in chosen)
+
+        self.known[[slot for slot in set(drawing) if slot not in (*host, *held)]] += 1
         self.steps += 1
-        pairs = [(drawn.index(row), drawn.index(guide)) for row, guide, _ in guided]
-        read = sorted((self.point(p), slots.tolist().index(slot), first) for p, slot, first in taps)
-        scored = [(i, prompt[s]) for i, s in enumerate(slots.tolist()) if prompt and s in prompt]
+        guides = [(drawing.index(slot), drawing.index(guide)) for slot, guide, _ in guided]
+        read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
+        scored = [(i, prompt[slot]) for i, slot in enumerate(in_step) if slot in prompt] if prompt else []
+        steered = {point for slot in in_step for point in self.steered.get(slot, ())}
         return StepPlan(
             self.steps,
             slots,
-            q_len,
+            int32(rows[slot] for slot in in_step),
             computed.astype(np.int32),
             samples,
             topk,
-            at(late),
-            at(host),
-            at(held),
-            np.array(scored, np.int32).reshape(-1, 2),
+            drawing_rows(late),
+            drawing_rows(host),
+            drawing_rows(held),
+            int32(scored, -1, 2),
             prompt_topk,
             draft,
             delta=self._delta(),
-            guided=np.array(pairs, np.int32).reshape(-1, 2),
+            guided=int32(guides, -1, 2),
             scale=np.array([scale for *_, scale in guided], np.float32),
-            taps=np.array(read, np.int32).reshape(-1, 3),
-            steered=np.array(sorted({n for s in slots.tolist() for n in self.steered.get(s, ())}), np.int32),
+            taps=int32(read, -1, 3),
+            steered=int32(sorted(steered)),
         )
 
     def drafted(self, slot: int, result: StepResult) -> int:
-        """How many tokens a row with drafts got, which from now on are known."""
+        """Add the accepted tokens of a row with drafts to its known tokens, and return their number."""
         n = int(result.count[result.slots == slot].sum())
         self.known[slot] += n - 1
         self.computed[slot] += n - 1
         return n
 
-    def submit(self, rows: Mapping[int, int], **more: Any) -> StepPlan:
-        plan = self.plan(rows, **more)
+    def submit(self, rows: Mapping[int, int], **options: Any) -> StepPlan:
+        """Submit the next step to the executor and return its plan; ``options`` are keyword arguments of ``plan``."""
+        plan = self.plan(rows, **options)
         self.executor.submit(plan)
         return plan
 
     def _delta(self) -> Delta:
-        i32 = lambda values, *shape: np.array(values, np.int32).reshape(*shape or (-1,))  # noqa: E731
+        """Return the changes since the last plan."""
         delta = Delta(
             join=self._join() if self._joins else None,
-            leave=i32(self._leave),
-            fork=i32(self._forks, -1, 3),
-            table=i32(self._table, -1, 4),
-            copy=i32(self._copy, -1, 3),
-            token=i32(self._tokens, -1, 2),
+            leave=int32(self._leave),
+            fork=int32(self._forks, -1, 3),
+            table=int32(self._table, -1, 4),
+            copy=int32(self._copy, -1, 3),
+            token=int32(self._tokens, -1, 2),
             keep=np.array(self._keep, np.int64).reshape(-1, 2),
         )
-        self._forget()
+        self._start_delta()
         return delta
 
     def _join(self) -> Join:
-        i32 = lambda values: np.array(list(values), np.int32)  # noqa: E731
-        joins, n = self._joins, len(self._joins)
-        prompt = i32(len(j.prompt) for j in joins)
+        """Return the sequences that enter slots with the next plan."""
+        joins = self._joins
+        n = len(joins)
+        prompt = int32(len(j.prompt) for j in joins)
         stop_ids = np.full((n, STOP_IDS), -1, np.int32)
         for row, j in zip(stop_ids, joins, strict=True):
             row[: len(j.stop)] = j.stop
-        prompts = [i32(j.prompt) for j in joins]
-        bound = [{i: p.bind_prompt(j.params, prompts[i]) for i, j in enumerate(joins)} for p in self.processors]
+        bound = []
+        for processor in self.processors:
+            rows = {i: processor.bind_prompt(j.params, int32(j.prompt)) for i, j in enumerate(joins)}
+            bound.append({i: row for i, row in rows.items() if row is not None})
+        steer = [(i, self.point(name)) for i, j in enumerate(joins) for name in j.add]
+        vectors = [vector for j in joins for vector in j.add.values()]
         return Join(
-            slot=i32(j.slot for j in joins),
-            known=i32(len(j.tokens) for j in joins),
+            slot=int32(j.slot for j in joins),
+            known=int32(len(j.tokens) for j in joins),
             computed=np.zeros(n, np.int32),
             prompt=prompt,
-            end=prompt + i32(j.out for j in joins),
+            end=prompt + int32(j.out for j in joins),
             seed=np.zeros(n, np.int64),
             sample=np.zeros(n, np.int32),
             min_end=prompt,
             stop_ids=stop_ids,
             n_eos=np.zeros(n, np.int32),
-            tokens=i32(t for j in joins for t in j.tokens),
-            bound=tuple({i: row for i, row in rows.items() if row is not None} for rows in bound),
+            tokens=int32(token for j in joins for token in j.tokens),
+            bound=tuple(bound),
             saved=np.array([j.saved for j in joins], np.int64),
-            steer=i32((i, self.point(name)) for i, j in enumerate(joins) for name in j.add).reshape(-1, 2),
-            vectors=np.array([x for j in joins for vector in j.add.values() for x in vector], np.float32),
+            steer=int32(steer, -1, 2),
+            vectors=np.array(vectors, np.float32).ravel(),
         )
 
     def generate(self, items: Sequence[Sequence[int]], n: int, ahead: int = 0, chunk: int = 7) -> list[list[int]]:
-        """n greedy tokens for each prompt, in slots 0, 1 ..., with ``ahead`` steps in flight beside the newest."""
+        """Return n greedy tokens after each prompt, which are in slots 0, 1 ...
+
+        ``ahead`` steps are in flight besides the newest one.  A step computes at most ``chunk`` tokens of a prompt.
+        """
         for slot, prompt in enumerate(items):
             self.join(slot, prompt, n)
-        slots, flights = range(len(items)), Counter()
-        out: list[list[int]] = [[] for _ in items]
+        slots = range(len(items))
+        tokens: list[list[int]] = [[] for _ in items]
         while True:
-            lack = {s: int(self.known[s] - self.computed[s]) for s in slots if self.known[s] < self.end[s]}
-            if not lack:
+            lengths = {s: int(self.known[s] - self.computed[s]) for s in slots if self.known[s] < self.end[s]}
+            if not lengths:
                 break
-            plan = self.submit({s: min(q, chunk) for s, q in lack.items()})
-            flights[plan.id] += 1
-            self._take(self.executor.collect(ahead), out)
-        self._take(self.executor.collect(0), out)
+            self.submit({slot: min(length, chunk) for slot, length in lengths.items()})
+            self._add_tokens(self.executor.collect(ahead), tokens)
+        self._add_tokens(self.executor.collect(0), tokens)
         self.leave(*slots)
-        return out
+        return tokens
 
-    def _take(self, results: Sequence[StepResult], out: list[list[int]]) -> None:
+    def _add_tokens(self, results: Sequence[StepResult], tokens: list[list[int]]) -> None:
+        """Append the tokens of some steps, which must not have failed, to the lists of their slots."""
         for result in results:
             assert not result.errors, f"step {result.id} failed: {result.errors}"
             for slot, token, count in zip(result.slots, result.tokens, result.count, strict=True):
-                out[slot] += [int(token)] * int(count)
+                tokens[slot] += [int(token)] * int(count)
 
 
 def check_result(plan: StepPlan, result: StepResult, vocab: int) -> None:
-    """Shapes and ranges that hold for every result."""
+    """Fail unless a result has the shapes and ranges that hold for every result."""
     n = len(plan.samples)
-    assert result.id == plan.id, f"step {result.id} where {plan.id} was due"
+    step = f"step {plan.id}"
+    assert result.id == plan.id, f"the result of step {result.id} came, expected step {plan.id}"
     for name in ("slots", "tokens", "count", "flags"):
         shape = np.shape(getattr(result, name))
-        assert shape == (n,), f"step {plan.id}: {name} has shape {shape}, and {n} rows draw"
-    assert (result.slots == plan.slots[plan.samples]).all(), f"step {plan.id}: slots {result.slots} are not the plan's"
-    assert ((result.tokens >= 0) & (result.tokens < vocab)).all(), f"step {plan.id}: tokens {result.tokens}"
-    asked, lp = plan.topk >= 0, result.logprobs
-    assert (lp is not None) == asked, f"step {plan.id}: topk={plan.topk}, and logprobs is {lp}"
-    if lp is not None:
-        enough = len(lp.top) == len(lp.top_ids) == n and min(lp.top.shape[1], lp.top_ids.shape[1]) >= plan.topk
-        assert len(lp.chosen) == len(lp.rank) == n and enough, f"step {plan.id}: {n} rows draw, logprobs are {lp}"
-    assert np.isin(result.count, (0, 1)).all(), f"step {plan.id}: count {result.count}, want 0 or 1"
+        assert shape == (n,), f"{step}: {name} has shape {shape}, but {n} rows draw"
+    assert (result.slots == plan.slots[plan.samples]).all(), f"{step}: slots {result.slots} are not the plan's"
+    assert ((result.tokens >= 0) & (result.tokens < vocab)).all(), f"{step}: tokens {result.tokens}"
+    logprobs = result.logprobs
+    assert (logprobs is not None) == (plan.topk >= 0), f"{step}: topk={plan.topk}, but logprobs is {logprobs}"
+    if logprobs is not None:
+        columns = (logprobs.chosen, logprobs.rank, logprobs.top, logprobs.top_ids)
+        complete = all(len(column) == n for column in columns)
+        wide = all(table.shape[1] >= plan.topk for table in (logprobs.top, logprobs.top_ids))
+        assert complete and wide, f"{step}: {n} rows draw, logprobs are {logprobs}"
+    assert np.isin(result.count, (0, 1)).all(), f"{step}: count {result.count}, expected 0 or 1"
 
 
 def check_logprobs(
@@ -320,60 +376,80 @@ def check_logprobs(
     vocab: int,
     after: Callable[[Sequence[int]], torch.Tensor],
 ) -> None:
-    """Log-probabilities of greedy rows are those of the logits ``after`` their tokens; ``known``: slot -> its tokens
-    before the steps."""
+    """Fail unless the log-probabilities of greedy rows are those of the model.
+
+    ``known`` has the tokens of each slot before the steps.  ``after`` returns the logits after some tokens.
+    """
     for plan, result in zip(plans, results, strict=True):
         check_result(plan, result, vocab)
-        for j, slot in enumerate(result.slots.tolist()):
-            want, token = after(known[slot]).log_softmax(-1), int(result.tokens[j])
+        for row, slot in enumerate(result.slots.tolist()):
+            expected = after(known[slot]).log_softmax(-1)
+            token = int(result.tokens[row])
             known[slot].append(token)
-            if (lp := result.logprobs) is None:
-                continue
-            best, where = want.topk(plan.topk), f"step {plan.id}, row {j}, slot {slot}: {lp}; want"
-            assert abs(lp.chosen[j] - want[token]) < NEAR and lp.rank[j] == 1, f"{where} {want[token]}, the best"
-            assert np.allclose(lp.top[j, : plan.topk], best.values, atol=NEAR), f"{where} {best.values}"
-            assert lp.top_ids[j, : plan.topk].tolist() == best.indices.tolist(), f"{where} tokens {best.indices}"
+            if result.logprobs is not None:
+                place = f"step {plan.id}, row {row}, slot {slot}"
+                assert result.logprobs.rank[row] == 1, f"{place}: {result.logprobs}; the token must have rank 1"
+                check_scores(result.logprobs, row, expected, token, plan.topk, place)
+
+
+def check_scores(scores: Any, row: int, expected: torch.Tensor, token: int, k: int, place: str) -> None:
+    """Fail unless one row of log-probabilities has those of a token and of the k best tokens.
+
+    ``expected`` has the log-probabilities of all tokens, float32 [V].
+    """
+    best = expected.topk(k)
+    chosen = expected[token]
+    assert abs(scores.chosen[row] - chosen) < NEAR, f"{place}: {scores}; expected {chosen} for token {token}"
+    ids = scores.top_ids[row, :k].tolist()
+    assert ids == best.indices.tolist(), f"{place}: the best tokens are {ids}; expected {best.indices.tolist()}"
+    top = scores.top[row, :k]
+    assert np.allclose(top, best.values, atol=NEAR), f"{place}: log-probabilities {top}; expected {best.values}"
 
 
 def check_error(result: StepResult, scope: str, plugin: str, words: str) -> None:
-    """One error of this scope, which names what failed and keeps its words."""
-    assert len(result.errors) == 1, f"step {result.id} has the errors {result.errors}: want one"
-    e = result.errors[0]
-    assert e.scope == scope, f"scope {e.scope!r}: want {scope!r}"
-    assert plugin in e.plugin, f"plugin {e.plugin!r}: want the name of what failed, {plugin}"
-    assert words in e.message, f"message {e.message!r}: want its words, {words!r}"
+    """Fail unless a result has one error, with this scope, the name of the plug-in and the words of its exception."""
+    assert len(result.errors) == 1, f"step {result.id} has the errors {result.errors}: expected one"
+    error = result.errors[0]
+    assert error.scope == scope, f"scope {error.scope!r}: expected {scope!r}"
+    assert plugin in error.plugin, f"plugin {error.plugin!r}: expected the name of the plug-in that raised, {plugin}"
+    assert words in error.message, f"message {error.message!r}: expected the words of the exception, {words!r}"
 
 
-def by_slot(result: StepResult, what: str = "tokens") -> dict[int, int]:
-    return dict(zip(result.slots.tolist(), getattr(result, what).tolist(), strict=True))
+def by_slot(result: StepResult, field: str = "tokens") -> dict[int, int]:
+    """Return slot -> value of a field of a result."""
+    return dict(zip(result.slots.tolist(), getattr(result, field).tolist(), strict=True))
 
 
 def belongings() -> dict[str, Counter]:
-    """What this process has: threads, child processes, open files, shared memory, memory of the GPU."""
-    found = {"threads": Counter(t.name for t in threading.enumerate()), "processes": Counter(), "files": Counter()}
-    proc = Path("/proc/self/fd")
-    for fd in proc.iterdir() if proc.is_dir() else ():
-        try:
+    """Return the resources of this process: threads, child processes, open files, shared memory and GPU memory."""
+    found = {"threads": Counter(thread.name for thread in threading.enumerate())}
+    found["files"] = Counter()
+    fds = Path("/proc/self/fd")
+    for fd in fds.iterdir() if fds.is_dir() else ():
+        with contextlib.suppress(OSError):  # the descriptor that lists the folder is closed by now
             found["files"][os.readlink(fd)] += 1
-        except OSError:  # the one that lists them
-            continue
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            rest = stat.read_text().partition(" (")[2]
-        except OSError:  # it has ended meanwhile
-            continue
-        if rest.rpartition(") ")[2].split()[1] == str(os.getpid()):
-            found["processes"][rest.rpartition(") ")[0]] += 1
+    children = [name for name, parent in _processes().values() if parent == os.getpid()]
+    found["processes"] = Counter(children)
     shm = Path("/dev/shm")
-    found["shared memory"] = Counter(p.name for p in shm.iterdir()) if shm.is_dir() else Counter()
+    found["shared memory"] = Counter(path.name for path in shm.iterdir()) if shm.is_dir() else Counter()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         found["bytes of GPU memory"] = Counter({"": torch.cuda.memory_allocated()})
     return found
 
 
+def _processes() -> dict[int, tuple[str, int]]:
+    """Return process -> (name, parent process) for all processes of this machine."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            name, _, fields = stat.read_text().partition(" (")[2].rpartition(") ")
+            found[int(stat.parent.name)] = name, int(fields.split()[1])
+    return found
+
+
 def profile_ended() -> bool:
-    """Ends torch's profiler of this process if it runs, which would trace all that follows; True if it did."""
+    """End torch's profiler of this process, which would trace all later code, and return whether it was running."""
     running = torch.autograd._profiler_enabled()
     if running:
         torch.autograd._disable_profiler()
@@ -381,33 +457,35 @@ def profile_ended() -> bool:
 
 
 def left_behind(before: dict[str, Counter], patience: float = 3.0) -> dict[str, Any]:
-    """What is there now and was not before; waits a little, because a thread needs a moment to end."""
+    """Return the resources of this process that were not in ``before``, a result of ``belongings``.
+
+    Wait up to ``patience`` seconds for them to disappear, because a thread needs a moment to end.
+    """
     end = time.monotonic() + patience
     while True:
         now = belongings()
-        more = {what: dict(now[what] - before[what]) for what in now if now[what] - before[what]}
-        if "shared memory" in more:
-            theirs = of_others(more["shared memory"], os.getpid())
-            more["shared memory"] = {name: 1 for name in more["shared memory"] if name not in theirs}
-            more = {what: names for what, names in more.items() if names}
+        more = {kind: dict(now[kind] - before[kind]) for kind in now}
+        foreign = of_others(more["shared memory"], os.getpid()) if more["shared memory"] else set()
+        more["shared memory"] = {name: 1 for name in more["shared memory"] if name not in foreign}
+        more = {kind: names for kind, names in more.items() if names}
         if not more or time.monotonic() > end:
             return more
         time.sleep(0.02)
 
 
 def of_others(names: Iterable[str], process: int) -> set[str]:
-    """Those files of /dev/shm that are mapped by a process which runs beside ``process``, such as another test: neither
-    this one, nor a process that it began, nor one whose parent has ended, which it may have begun."""
-    parents: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(") ")[2].split()[1])
+    """Return the files of /dev/shm that an unrelated process has mapped, such as another test.
+
+    ``names`` are the names of the files.  A process is related if it is ``process``, was started by it, or has lost its
+    parent, because ``process`` may have started it.
+    """
+    parents = {pid: parent for pid, (_, parent) in _processes().items()}
     found: set[str] = set()
     for pid, parent in parents.items():
-        above = [pid]
-        while above[-1] in parents:
-            above.append(parents[above[-1]])
-        if process in above or parent <= 1:
+        ancestors = [pid]
+        while ancestors[-1] in parents:
+            ancestors.append(parents[ancestors[-1]])
+        if process in ancestors or parent <= 1:
             continue
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{pid}/maps").read_text()

@@ -1,4 +1,7 @@
-"""Executors with a tiny model: driven by plans made by hand, and by the real engine; compared with transformers."""
+"""The conformance suite of executors, which run the steps of an engine on a device.
+
+An executor with a tiny model gets hand-made plans, and serves an engine.  Its tokens must be those of transformers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from minivllm.config import EngineConfig
 from minivllm.config.resolve import Resolved, resolve
-from minivllm.core.interfaces.executor import Executor
+from minivllm.core.interfaces.executor import Executor, Wiring
 from minivllm.core.interfaces.plan import FAILED, LENGTH, OVERSHOOT, STOP_ID, LateInputs
 from minivllm.core.wiring import wiring_from_json, wiring_to_json
 from minivllm.device.worker.build import attention_context
@@ -40,62 +43,74 @@ from .driver import (
     prompts,
     tiny,
 )
-from .executor_device import ExecutorDevice, masks
+from .executor_device import ExecutorDevice, drawn, masks
 from .executor_engine import check_greedy, check_made_up, check_random, reference
 from .executor_taps import ExecutorTaps
 from .faulty import FATAL_CHUNK, TARGETS
 
-BUDGET, BLOCKS = 64, 200
+BUDGET = 64  # tokens of a step
+BLOCKS = 200  # blocks of the cache
 
 
 class ExecutorConformance(ExecutorDevice, ExecutorTaps):
-    """Override ``sizes`` if this machine cannot hold a claimed ``tensor_parallel_size``."""
+    """The suite of executors.
+
+    Override ``sizes`` if this machine cannot run a claimed ``tensor_parallel_size``.
+    """
 
     kind = "executor"
 
     def sizes(self) -> list[int]:
-        """The claimed values of tensor_parallel_size that there are devices for."""
+        """Return the claimed values of tensor_parallel_size for which this machine has enough devices."""
         if self.spec.limits == ANY:
             return [1]
         most = torch.cuda.device_count() if self.place() == "cuda" else 2
-        here = [n for n in self.values("tensor_parallel_size", 1, 2, 4) if n <= most]
-        if not here:
-            pytest.skip("no claimed tensor_parallel_size has so few devices as there are here")
-        return here
+        sizes = [n for n in self.values("tensor_parallel_size", 1, 2, 4) if n <= most]
+        if not sizes:
+            pytest.skip("every claimed tensor_parallel_size needs more devices than this machine has")
+        return sizes
 
     def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build an executor, which has none besides its options."""
         return ()
 
     def engine_options(self, seed: int = 0, **values: Any) -> dict[str, Any]:
-        """The options of an engine with the tiny model and this executor."""
+        """Return the options of an engine with the tiny model and this executor; ``values`` replace some of them."""
         own = [self.plugin.partition(":")[0]] if ":" in self.plugin else []
-        return (
-            dict(
-                model=str(tiny(seed).path),
-                dtype="float32",
-                device=self.place(),
-                skip_tokenizer_init=True,
-                max_num_seqs=SLOTS,
-                max_num_batched_tokens=BUDGET,
-                max_model_len=MAX_LEN,
-                kvcache_block_size=BLOCK,
-                num_kvcache_blocks=BLOCKS,
-                tensor_parallel_size=self.sizes()[0],
-                processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
-                attention=self.attention,
-                allow_targets=[TARGETS, *own],
-                executor={"name": self.plugin, "options": dict(self.options)},
-            )
-            | values
+        options = dict(
+            model=str(tiny(seed).path),
+            dtype="float32",
+            device=self.place(),
+            skip_tokenizer_init=True,
+            max_num_seqs=SLOTS,
+            max_num_batched_tokens=BUDGET,
+            max_model_len=MAX_LEN,
+            kvcache_block_size=BLOCK,
+            num_kvcache_blocks=BLOCKS,
+            tensor_parallel_size=self.sizes()[0],
+            processors=[f"{TARGETS}:Faulty", f"{TARGETS}:CountingProcessor"],
+            attention=self.attention,
+            allow_targets=[TARGETS, *own],
+            executor={"name": self.plugin, "options": dict(self.options)},
         )
+        return options | values
 
     def resolve(self, **values: Any) -> Resolved:
-        return resolve(EngineConfig(**self.engine_options(**{"run_ahead": 2, **values})), Catalog.discover())
+        """Resolve the options of an engine, with two steps ahead unless ``values`` has another number."""
+        options = self.engine_options(**{"run_ahead": 2, **values})
+        return resolve(EngineConfig(**options), Catalog.discover())
+
+    def wiring(self, **values: Any) -> Wiring:
+        """Return the wiring of an engine after it was sent as JSON."""
+        return wiring_from_json(wiring_to_json(self.resolve(**values).wiring))
 
     @contextmanager
     def started(self, instance: Executor | None = None, **values: Any) -> Iterator[Driver]:
-        """A started executor, whose wiring went through JSON, and what drives it; it is stopped at the end."""
-        wiring = wiring_from_json(wiring_to_json(self.resolve(**values).wiring))
+        """Start an executor for a ``with`` statement, and stop it at the end.
+
+        ``values`` are options of the engine.
+        """
+        wiring = self.wiring(**values)
         executor = self.build() if instance is None else instance
         try:
             yield Driver(executor, executor.start(wiring), wiring)
@@ -103,49 +118,63 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
             executor.stop()
 
     def exercise(self, instance: Executor) -> Any:
+        """Return tokens that an executor generates, and its capacity."""
         with self.started(instance) as driver:
             return driver.generate(prompts(5, 9), 4), driver.capacity
 
     def check_tokens(self, driver: Driver, ahead: int, seed: int = 0, lengths: Sequence[int] = (1, 12, 31)) -> None:
+        """Fail unless an executor generates the right tokens for prompts of some lengths, ``ahead`` steps ahead."""
         items = prompts(*lengths)
-        for prompt, got in zip(items, driver.generate(items, 8, ahead), strict=True):
-            want = self.greedy(prompt, 8, seed)
-            assert got == want, f"prompt of {len(prompt)} tokens, {ahead} steps ahead: got {got}, transformers {want}"
+        for prompt, tokens in zip(items, driver.generate(items, 8, ahead), strict=True):
+            expected = self.greedy(prompt, 8, seed)
+            assert tokens == expected, (
+                f"prompt of {len(prompt)} tokens, {ahead} steps ahead: tokens {tokens}, expected {expected}"
+            )
 
-    # ---- what it says of itself ----------------------------------------------------------------------------------
+    # ---- start and capacity --------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_the_capacity_is_true(self) -> None:
-        """As many blocks as were asked for and the null block, bytes of a block over all layers of its group, the
-        width of the logits, the bytes of the weights, and never more steps ahead than ``run_ahead``."""
+        """Check the capacity that ``start`` returns.
+
+        It has the configured number of blocks plus the null block, the bytes of a block over all layers of its group,
+        the width of the logits and the bytes of the weights.  Its depth is at most ``run_ahead``.
+        """
         for ahead in (0, 1, 3):
             with self.started(run_ahead=ahead) as driver:
                 c = driver.capacity
                 assert 0 <= c.depth <= ahead, f"run_ahead={ahead}: depth is {c.depth}"
         assert tuple(c.blocks) == (BLOCKS + 1,) * 2, f"num_kvcache_blocks={BLOCKS}: blocks are {c.blocks}"
-        model, found = tiny().model, self.resolve()
-        assert c.vocab_size == model.config.vocab_size, f"vocab_size {c.vocab_size}, want {model.config.vocab_size}"
+        model = tiny().model
+        vocab = model.config.vocab_size
+        assert c.vocab_size == vocab, f"vocab_size {c.vocab_size}, expected {vocab}"
+        resolved = self.resolve()
         if self.made_up is not None:
             assert c.weight_bytes == 0, f"weight_bytes {c.weight_bytes} of an executor without a model"
-        elif found.config.tensor_parallel_size == 1:
-            w = found.wiring
-            fmt = build_part("kvformat", w.parts["kvformat"])
-            attention = build_part("attention", w.parts["attention"], attention_context(w, fmt))
-            size = [attention.layout(spec, fmt, w.block).bytes for spec in found.attention]
-            want = tuple(sum(size[i] for i in group) for group in found.groups)
-            assert tuple(c.block_bytes) == want, f"block_bytes {c.block_bytes}, want {want}"
+        elif resolved.config.tensor_parallel_size == 1:
+            block_bytes = self._block_bytes(resolved)
+            assert tuple(c.block_bytes) == block_bytes, f"block_bytes {c.block_bytes}, expected {block_bytes}"
             weights = sum(4 * p.numel() for p in model.parameters())
             assert 0.9 * weights <= c.weight_bytes <= 1.2 * weights, f"weight_bytes {c.weight_bytes} of {weights}"
 
+    def _block_bytes(self, resolved: Resolved) -> tuple[int, ...]:
+        """Return the bytes of a block of each KV group, over all layers of the group."""
+        wiring = resolved.wiring
+        fmt = build_part("kvformat", wiring.parts["kvformat"])
+        attention = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
+        of_layer = [attention.layout(spec, fmt, wiring.block).bytes for spec in resolved.attention]
+        return tuple(sum(of_layer[i] for i in group) for group in resolved.groups)
+
     @since(1, 0)
     def test_with_num_blocks_left_open_it_takes_some_and_they_are_there(self) -> None:
-        """``num_blocks=-1``: as many as fit; the last blocks of each group can be written and read."""
+        """Check that ``num_blocks=-1`` allocates as many blocks as fit, and that the last blocks can be used."""
         with self.started(num_kvcache_blocks=-1, gpu_memory_utilization=0.5) as driver:
             assert min(driver.capacity.blocks) > 2 * -(-MAX_LEN // BLOCK), f"blocks {driver.capacity.blocks}"
             self.check_tokens(driver, 2, lengths=(9, 20))
 
     @since(1, 0)
     def test_alive_is_true_between_start_and_stop(self) -> None:
+        """Check that ``alive`` returns True exactly between ``start`` and ``stop``."""
         executor = self.build()
         assert not executor.alive(), "alive() before start()"
         with self.started(executor):
@@ -154,15 +183,17 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
 
     @since(1, 0)
     def test_a_start_that_fails_says_why_and_takes_nothing(self) -> None:
-        """ModelError for a model that is not there, ResourceError for a cache that has no room; then it is not alive,
-        can be stopped, and leaves nothing behind."""
-        wiring = wiring_from_json(wiring_to_json(self.resolve().wiring))
+        """Check that ``start`` raises ModelError for a missing model, and ResourceError for a cache that is too large.
+
+        Then the executor is not alive, can be stopped, and keeps no resources.
+        """
+        wiring = self.wiring()
         cases = [
             (replace(wiring, model_dir=str(tiny().path / "nowhere")), ModelError, "nowhere"),
             (replace(wiring, cache=replace(wiring.cache, num_kvcache_blocks=1 << 50)), ResourceError, None),
         ]
         more: dict[str, Any] = {}
-        for patience in (0.0, 3.0):  # the first round may open what the process keeps
+        for patience in (0.0, 3.0):  # the first round may open files that the process keeps
             before = belongings()
             for broken, error, words in cases:
                 executor = self.build()
@@ -172,22 +203,24 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
                 executor.stop()
                 del executor
             more = left_behind(before, patience)
-        assert not more, f"a start that failed leaves behind: {more}"
+        assert not more, f"a failed start keeps these resources: {more}"
 
     @since(1, 0)
     def test_a_verb_that_it_does_not_know_is_named(self) -> None:
-        """NotImplementedError, and it works on."""
+        """Check that ``call`` raises NotImplementedError with the name of an unknown verb, and that steps still run."""
         with self.started() as driver:
             with pytest.raises(NotImplementedError, match="surely_no_verb"):
-                pytest.fail(f"gave {driver.executor.call('surely_no_verb')!r}: want NotImplementedError")
+                pytest.fail(f"returned {driver.executor.call('surely_no_verb')!r}: expected NotImplementedError")
             self.check_tokens(driver, 1)
 
     # ---- tokens --------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_tokens_are_those_of_transformers(self) -> None:
-        """Greedy, in chunks, several rows at once, two KV groups of which one has a window; for each claimed
-        tensor_parallel_size that there is room for."""
+        """Check greedy tokens, for each claimed tensor_parallel_size that this machine can run.
+
+        Prompts come in chunks, several rows share a step, and one of two KV groups has a window.
+        """
         for size in self.sizes():
             with self.started(tensor_parallel_size=size) as driver:
                 for ahead in (0, 1, 3):
@@ -196,87 +229,106 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
 
     @since(1, 0)
     def test_the_engine_serves_with_it(self) -> None:
-        """At every depth: a cache so small that rows are preempted, prefix hits, branches, rows whose token the host
-        chooses, rows whose mask comes late; a row that fails ends alone, a step that fails ends its own requests.
-        Random draws, their ends and log-probabilities are those of executor "local".  Of made-up tokens those of each
-        request are the same at every depth."""
-        want = [] if self.made_up else reference(self.engine_options())
+        """Check an engine with the executor, with different numbers of steps ahead.
+
+        The cache is so small that rows are preempted.  There are prefix hits, branches, rows whose token the host
+        chooses, and rows whose mask comes late.  A row that fails ends alone, and a step that fails ends only its own
+        requests.  Random tokens, their ends and their log-probabilities are those of the executor "local".  Made-up
+        tokens do not depend on the number of steps ahead.
+        """
+        expected = [] if self.made_up else reference(self.engine_options())
         for ahead, blocks in ((None, BLOCKS), (0, 36), (2, 36)):
+            case = f"run_ahead={ahead}"
             with LLM(**self.engine_options(run_ahead=ahead, num_kvcache_blocks=blocks)) as llm:
                 if self.made_up:
-                    check_made_up(llm, f"run_ahead={ahead}", self.greedy)
+                    check_made_up(llm, case, self.greedy)
                 else:
-                    check_greedy(llm, f"run_ahead={ahead}")
-                    check_random(llm, want, f"run_ahead={ahead}")
-                assert blocks == BLOCKS or llm.stats()["preemptions"], "the test itself is too weak"
+                    check_greedy(llm, case)
+                    check_random(llm, expected, case)
+                assert blocks == BLOCKS or llm.stats()["preemptions"], (
+                    "the test itself is too weak: no row is preempted"
+                )
                 llm.engine.cache.check()
 
     @since(1, 0)
     def test_logprobs_come_if_they_are_asked_for(self) -> None:
-        """Of the raw logits, in the order of the rows that draw; None with ``topk=-1``."""
+        """Check log-probabilities of the raw logits, in the order of the rows that draw; None with ``topk=-1``."""
         items = prompts(5, 9, 12)
         with self.started() as driver:
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
-            plans = [driver.submit({0: 5, 1: 9, 2: 12}, topk=2), driver.submit(dict.fromkeys(range(3), 1), topk=0)]
-            plans.append(driver.submit(dict.fromkeys(range(3), 1)))
+            decode = {0: 1, 1: 1, 2: 1}
+            plans = [driver.submit({0: 5, 1: 9, 2: 12}, topk=2), driver.submit(decode, topk=0), driver.submit(decode)]
             results = driver.executor.collect(0)
-            check_logprobs(plans, results, [list(p) for p in items], driver.capacity.vocab_size, self.logits_after)
+            known = [list(prompt) for prompt in items]
+            check_logprobs(plans, results, known, driver.capacity.vocab_size, self.logits_after)
 
     # ---- order ---------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_results_come_in_order_of_submission_each_once(self) -> None:
-        """Whatever the order of submit and collect: after collect(n) at most n steps are in flight."""
-        seen, prompt = Seen(), prompts(6)[0]
+        """Check that any order of ``submit`` and ``collect`` returns each result once, in order of submission.
+
+        After ``collect(n)`` at most n steps are in flight.
+        """
+        seen = Seen()
+        (prompt,) = prompts(6)
         with self.started() as driver:
 
             @self.for_all(40, st.lists(st.one_of(st.just("submit"), st.integers(0, 4)), min_size=1, max_size=30))
             def order(actions: list[Any]) -> None:
                 driver.join(0, prompt, 40)
-                plans, got = [], []
-                for action in [*actions, "submit", 0]:  # one at least, so that it joins before it leaves
+                plans = []
+                results = []
+                for action in [*actions, "submit", 0]:  # at least one step, so that the row joins before it leaves
                     if action == "submit":
                         plans.append(driver.submit({0: int(driver.known[0] - driver.computed[0])}))
                         continue
-                    results = list(driver.executor.collect(action))
-                    got += results
-                    left = len(plans) - len(got)
-                    assert left <= action, f"collect({action}) leaves {left} steps in flight"
-                    seen["several"] += len(plans) > 1 and bool(results)
-                due, ids = [p.id for p in plans], [r.id for r in got]
-                assert ids == due, f"submitted the steps {due}, got {ids} after {actions}"
-                for plan, result, token in zip(plans, got, self.greedy(prompt, 40), strict=False):
+                    new = list(driver.executor.collect(action))
+                    results += new
+                    in_flight = len(plans) - len(results)
+                    assert in_flight <= action, f"collect({action}) leaves {in_flight} steps in flight"
+                    seen["several"] += len(plans) > 1 and bool(new)
+                submitted = [plan.id for plan in plans]
+                collected = [result.id for result in results]
+                assert collected == submitted, f"steps {submitted} submitted, {collected} collected after {actions}"
+                for plan, result, token in zip(plans, results, self.greedy(prompt, 40), strict=False):
                     check_result(plan, result, driver.capacity.vocab_size)
-                    assert not result.errors and result.tokens[0] == token, f"step {plan.id}: {result}, want {token}"
+                    right = not result.errors and result.tokens[0] == token
+                    assert right, f"step {plan.id}: {result}, expected token {token}"
                 driver.leave(0)
 
             seen.require(several=10)
 
     @since(1, 0)
     def test_a_row_that_ended_on_the_device_does_nothing_more(self) -> None:
-        """The host is steps ahead: a row that met a stop id or its length has OVERSHOOT and count 0 in the steps behind
-        it, and the rows beside it go on."""
+        """Check that a row that drew a stop id, or reached its length, has OVERSHOOT and count 0 in later steps.
+
+        The host has submitted these steps before it received the result.  Other rows continue.
+        """
         a, b = prompts(5, 8)
         tokens = self.greedy(a, 6)
-        stop = next(i for i, t in enumerate(tokens) if i and t not in tokens[:i])
-        for ends, flag in (({"out": 20, "stop": (tokens[stop],)}, STOP_ID), ({"out": stop + 1}, LENGTH)):
+        stop = next(i for i, token in enumerate(tokens) if i and token not in tokens[:i])
+        for options, flag in (({"out": 20, "stop": (tokens[stop],)}, STOP_ID), ({"out": stop + 1}, LENGTH)):
             with self.started() as driver:
-                driver.join(0, a, **ends)
+                driver.join(0, a, **options)
                 driver.join(1, b, 20)
                 driver.submit({0: 5, 1: 8})
                 for _ in range(stop + 2):
                     driver.submit({0: 1, 1: 1})
                 results = list(driver.executor.collect(0))
-                got = [(by_slot(r, "count")[0], by_slot(r, "flags")[0]) for r in results]
-                assert got == [(1, 0)] * stop + [(1, flag)] + [(0, OVERSHOOT)] * 2, f"(count, flags) of the row: {got}"
-                beside = [by_slot(r)[1] for r in results]
-                assert beside == self.greedy(b, len(beside)), f"the row beside it has {beside}"
+                ends = [(by_slot(r, "count")[0], by_slot(r, "flags")[0]) for r in results]
+                expected = [(1, 0)] * stop + [(1, flag)] + [(0, OVERSHOOT)] * 2
+                assert ends == expected, f"(count, flags) of the row: {ends}; expected {expected}"
+                other = [by_slot(r)[1] for r in results]
+                assert other == self.greedy(b, len(other)), f"the other row has {other}"
 
     @since(1, 0)
     def test_a_slot_may_change_hands_while_steps_are_in_flight(self) -> None:
-        """An abort: the row leaves with a step that is planned before the results of older ones are in; the next owner
-        of its slot sees nothing of it."""
+        """Check that a sequence may leave its slot while its steps are in flight, as after an abort.
+
+        The next sequence in the slot is not changed by these steps.
+        """
         a, b, c = prompts(9, 6, 20)
         with self.started() as driver:
             driver.join(0, a, 30)
@@ -288,53 +340,59 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
             driver.join(0, c, 30)
             driver.submit({0: 20, 1: 1})
             driver.submit({0: 1, 1: 1})
-            got: dict[int, list[int]] = {0: [], 1: []}
-            for r in driver.executor.collect(0):
-                for slot, token in by_slot(r).items():
-                    got[slot] += [token] * by_slot(r, "count")[slot]
-            assert got == {0: self.greedy(a, 2) + self.greedy(c, 2), 1: self.greedy(b, 5)}, "tokens by slot"
+            tokens = drawn(driver.executor.collect(0))
+            expected = {0: self.greedy(a, 2) + self.greedy(c, 2), 1: self.greedy(b, 5)}
+            assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
 
-    # ---- what the host adds --------------------------------------------------------------------------------------
+    # ---- masks from the host -------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_a_late_step_waits_for_its_masks_and_keeps_its_place(self) -> None:
-        """Its results, and those of steps behind it, come when ``supply`` has come; late rows draw what their masks
-        allow, rows beside them what they like."""
+        """Check that a step with late masks returns its result, and those of later steps, only after ``supply``.
+
+        Its late rows draw tokens that their masks allow.  Other rows draw without a mask.
+        """
         items = prompts(5, 9, 12, 7)
+        likeliest = [self.greedy(prompt, 1)[0] for prompt in items]
         with self.started() as driver:
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
             first = driver.submit({0: 5, 1: 9, 2: 12}, late=(0, 2))
             second = driver.submit({3: 7})
-            assert not driver.executor.collect(2), f"collect(2) gave steps, and step {first.id} has no masks yet"
+            assert not driver.executor.collect(2), f"collect(2) returned steps, although step {first.id} has no masks"
             late = first.slots[first.samples][first.late].tolist()
-            allowed = {slot: [t for t in (3, 40 + slot, 60) if t != self.greedy(items[slot], 1)[0]] for slot in late}
+            allowed = {slot: [t for t in (3, 40 + slot, 60) if t != likeliest[slot]] for slot in late}
             mask = driver.executor.mask_memory(2, 2)
-            assert (mask.shape, mask.dtype) == ((2, 2), np.int32), f"mask_memory(2, 2) gave {mask.dtype} {mask.shape}"
+            valid = (mask.shape, mask.dtype) == ((2, 2), np.int32)
+            assert valid, f"mask_memory(2, 2) returned {mask.dtype} {mask.shape}"
             mask[:] = masks(*(allowed[slot] for slot in late))
             driver.executor.supply(first.id, LateInputs(mask))
             results = list(driver.executor.collect(0))
-            assert [r.id for r in results] == [first.id, second.id], f"order {[r.id for r in results]}"
-            got = by_slot(results[0])
-            for slot, tokens in allowed.items():
-                want = self.likeliest(items[slot], tokens)
-                assert got[slot] == want, f"slot {slot}: drew {got[slot]}, the likeliest of its mask {tokens} is {want}"
-            assert got[1] == self.greedy(items[1], 1)[0] and by_slot(results[1])[3] == self.greedy(items[3], 1)[0], (
-                "without mask"
-            )
+            ids = [result.id for result in results]
+            assert ids == [first.id, second.id], f"order of the results: {ids}"
+            tokens = by_slot(results[0])
+            for slot, choices in allowed.items():
+                expected = self.likeliest(items[slot], choices)
+                assert tokens[slot] == expected, (
+                    f"slot {slot}: drew {tokens[slot]}, the most likely token of its mask {choices} is {expected}"
+                )
+            unmasked = [tokens[1], by_slot(results[1])[3]]
+            assert unmasked == [likeliest[1], likeliest[3]], f"rows without a mask draw {unmasked}"
             driver.submit({0: 1})
             after = by_slot(driver.executor.collect(0)[0])[0]
-            assert after == self.greedy([*items[0], got[0]], 1)[0], (
-                "it does not go on from the token that its mask allowed"
-            )
+            (expected,) = self.greedy([*items[0], tokens[0]], 1)
+            assert after == expected, "it does not continue from the token that its mask allowed"
 
     # ---- faults --------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     @pytest.mark.parametrize("where", ["apply", "commit"])
     def test_a_processor_that_raises_fails_its_rows_as_a_value(self, where: str) -> None:
-        """Scope "rows": FAILED and count 0 (``apply``) in the rows that bound it, the plug-in and its words in the
-        error; the rows beside them and the next steps are right."""
+        """Check that a processor that raises gives an error of scope "rows" and changes only its own rows.
+
+        Their flags have FAILED, and their count is 0 if ``apply`` raises.  The error has the name of the plug-in and
+        the message of the exception.  Other rows and later steps are right.
+        """
         self.need_model()
         a, b = prompts(5, 9)
         with self.started() as driver:
@@ -345,20 +403,25 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
             first, second = driver.executor.collect(0)
             check_result(plan, first, driver.capacity.vocab_size)
             check_error(first, "rows", "Faulty", f"boom in {where}")
-            bad = [j for j, slot in enumerate(first.slots.tolist()) if slot == 0]
-            assert list(first.errors[0].rows) == bad, f"rows {first.errors[0].rows}: want {bad}, which bound it"
+            failed = [first.slots.tolist().index(0)]
+            rows = list(first.errors[0].rows)
+            assert rows == failed, f"rows {rows} of the error: expected {failed}, the rows with the processor"
             assert by_slot(first, "flags")[0] & FAILED, "FAILED is not among the flags of the row"
             assert where != "apply" or by_slot(first, "count")[0] == 0, "a row that failed counts its token"
-            assert (by_slot(second, "flags")[0], by_slot(second, "count")[0]) == (OVERSHOOT, 0), "the step behind it"
-            assert [by_slot(first)[1], by_slot(second)[1]] == self.greedy(b, 2), "the row beside it"
+            later = (by_slot(second, "flags")[0], by_slot(second, "count")[0])
+            assert later == (OVERSHOOT, 0), f"(flags, count) of the failed row in the next step: {later}"
+            assert [by_slot(first)[1], by_slot(second)[1]] == self.greedy(b, 2), "tokens of the other row"
             driver.leave(0, 1)
             self.check_tokens(driver, 2)
 
     @since(1, 0)
     @pytest.mark.parametrize("late", [False, True], ids=["", "with masks"])
     def test_a_step_that_fails_is_a_value_and_the_next_one_works(self, late: bool) -> None:
-        """Neither submit, supply nor collect raises; scope "step" names the plug-in and gives its words, no row of the
-        step counts; steps that were submitted behind it run."""
+        """Check that a step that fails gives an error of scope "step", and that later steps run.
+
+        ``submit``, ``supply`` and ``collect`` do not raise.  The error has the name of the plug-in and the message of
+        the exception.  All counts of the step are 0.
+        """
         self.need_model()
         a, b, c = prompts(FATAL_CHUNK, 6, 10)
         with self.started() as driver:
@@ -375,8 +438,8 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
             check_result(plan, failed, driver.capacity.vocab_size)
             check_error(failed, "step", "FaultyAttention", "boom in plan")
             assert not failed.count.any(), f"rows of a failed step count: {failed.count}"
-            assert by_slot(before)[1] == self.greedy(b, 1)[0] and not before.errors, "the step before it"
-            assert by_slot(after)[2] == self.greedy(c, 1)[0] and not after.errors, f"the step behind it: {after.errors}"
+            assert drawn([before]) == {1: self.greedy(b, 1)}, "tokens of the step before the failed one"
+            assert drawn([after]) == {2: self.greedy(c, 1)}, "tokens of the step after the failed one"
             driver.leave(2)
             self.check_tokens(driver, 2)
             assert driver.executor.alive(), "not alive() after a step that failed"
@@ -385,8 +448,11 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
 
     @since(1, 0)
     def test_stop_gives_everything_back_whenever_it_comes(self) -> None:
-        """Before start, at rest, with steps in flight, with a step that waits for masks, while a profile is running,
-        and again: threads, processes, files, shared memory and GPU memory are what they were, within the deadline."""
+        """Check that ``stop`` releases all threads, processes, files, shared memory and GPU memory in time.
+
+        It is called before ``start``, at rest, with steps in flight, with a step that waits for masks, while a profile
+        is running, and twice in a row.
+        """
         a, b = prompts(8, 5)
 
         def in_flight(driver: Driver) -> None:
@@ -411,40 +477,46 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
             self.check_tokens(driver, 0, lengths=(5,))
 
         self.build().stop()
-        for what in (at_rest, in_flight, waiting, profiling):
+        for situation in (at_rest, in_flight, waiting, profiling):
             more: dict[str, Any] = {}
-            for patience in (0.0, 3.0):  # the first round may open what the process keeps
+            name = situation.__name__
+            for patience in (0.0, 3.0):  # the first round may open files that the process keeps
                 before = belongings()
                 with self.started() as driver:
-                    what(driver)
+                    situation(driver)
                     start = time.monotonic()
                     driver.executor.stop(deadline=5.0)
-                    took = time.monotonic() - start
-                    assert took < 6.0, f"{what.__name__}: stop(deadline=5) took {took:.1f} s"
+                    seconds = time.monotonic() - start
+                    assert seconds < 6.0, f"{name}: stop(deadline=5) took {seconds:.1f} s"
                     driver.executor.stop()
-                    assert not driver.executor.alive(), f"{what.__name__}: alive() after stop()"
+                    assert not driver.executor.alive(), f"{name}: alive() after stop()"
                     assert not profile_ended(), "stop() leaves a profile running"
                 del driver
                 more = left_behind(before, patience)
-            assert not more, f"{what.__name__}: stop() leaves behind {more}"
+            assert not more, f"{name}: stop() does not release {more}"
 
     @since(1, 0)
     def test_two_of_them_live_side_by_side(self) -> None:
-        """Two models in one process, step by step in turns; the end of one does not touch the other."""
+        """Check two executors with different models in one process, whose steps alternate.
+
+        Stopping one executor does not change the other.
+        """
+        a, b = prompts(6, 9)
         with self.started() as first:
             with self.started(seed=1) as second:
                 self.check_tokens(first, 1)
                 self.check_tokens(second, 1, seed=1)
-                (a, b), want = prompts(6, 9), []
                 first.join(0, a, 20)
                 second.join(0, b, 20)
-                for q, r in ((6, 9), (1, 1), (1, 1)):
-                    first.submit({0: q})
-                    second.submit({0: r})
-                    want.append((first.executor.collect(0)[0].tokens[0], second.executor.collect(0)[0].tokens[0]))
-                assert [list(t) for t in zip(*want, strict=True)] == [self.greedy(a, 3), self.greedy(b, 3, seed=1)], (
-                    "in turns"
-                )
-            assert first.executor.alive(), "not alive() after another one was stopped"
+                first_results = []
+                second_results = []
+                for first_tokens, second_tokens in ((6, 9), (1, 1), (1, 1)):
+                    first.submit({0: first_tokens})
+                    second.submit({0: second_tokens})
+                    first_results += first.executor.collect(0)
+                    second_results += second.executor.collect(0)
+                assert drawn(first_results) == {0: self.greedy(a, 3)}, "tokens of the first executor"
+                assert drawn(second_results) == {0: self.greedy(b, 3, seed=1)}, "tokens of the second executor"
+            assert first.executor.alive(), "not alive() after another executor was stopped"
             first.leave(0)
             self.check_tokens(first, 1)

@@ -1,8 +1,8 @@
-"""Executors whose device runs behind the host and in captured steps of a few sizes: what a step reads is what was there
-when it was submitted, what it gives stays as it is, and rows that are not in it are left alone.
+"""Tests of executors whose device runs behind the host, in captured steps of a few sizes.
 
-Nothing here waits longer than an executor may: steps are submitted as far ahead as the host can know them, and their
-results are asked for at the end.
+A step must read the data that was there when it was submitted.  Its result must not change later, and rows that are
+not in the step must not change.  The tests submit steps as far ahead as the host can plan them, and collect the
+results at the end.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
-from minivllm.core.interfaces.plan import LateInputs, StepPlan, StepResult
+from minivllm.core.interfaces.plan import LateInputs, StepResult
 
 from .base import since
 from .driver import BLOCK, SLOTS, Driver, by_slot, check_logprobs, check_result, prompts
 from .executor_reference import ExecutorReference
 from .faulty import FIRST_TALLY
 
-VOCAB = 64  # bits of a mask's words: more than the tiny model has tokens
+VOCAB = 64  # bits of a mask, which are more than the tokens of the tiny model
 
 
 def tally(n: int, first: int = 0) -> list[int]:
-    """What a row draws that counts its tokens (``faulty.CountingProcessor``)."""
+    """Return n tokens of a row that counts its tokens (``faulty.CountingProcessor``), after ``first`` tokens."""
     return [FIRST_TALLY + i for i in range(first, first + n)]
 
 
 def masks(*allowed: Sequence[int]) -> np.ndarray:
-    """i32 [n, 2]: row j allows the tokens ``allowed[j]``."""
+    """Return masks, int32 [n, 2], of which row j allows the tokens ``allowed[j]``."""
     bits = np.zeros((len(allowed), VOCAB), bool)
     for row, tokens in zip(bits, allowed, strict=True):
         row[list(tokens)] = True
@@ -38,91 +38,118 @@ def masks(*allowed: Sequence[int]) -> np.ndarray:
 
 
 def drawn(results: Sequence[StepResult]) -> dict[int, list[int]]:
-    """slot -> the tokens that count, over steps without errors."""
-    got: dict[int, list[int]] = {}
+    """Return slot -> tokens with count 1, over steps that must not have failed."""
+    found: dict[int, list[int]] = {}
     for result in results:
         assert not result.errors, f"step {result.id} failed: {result.errors}"
+        counts = by_slot(result, "count")
         for slot, token in by_slot(result).items():
-            got.setdefault(slot, []).extend([token] * by_slot(result, "count")[slot])
-    return got
+            tokens = found.setdefault(slot, [])
+            tokens += [token] * counts[slot]
+    return found
 
 
 class ExecutorDevice(ExecutorReference):
+    """The tests of steps that run while the host plans later ones."""
+
     started: Callable[..., AbstractContextManager[Driver]]
 
     def drivers(self) -> Iterator[Driver]:
-        """A started executor for each way in which steps may run: on a GPU also with an attention back end whose steps
-        are captured."""
-        captured = self.place().startswith("cuda") and find_spec("triton") is not None
-        for attention in (None, *(["minivllm/triton"] if captured else [])):
-            with self.started(**({} if attention is None else {"attention": attention})) as driver:
+        """Yield a started executor for each way to run steps.
+
+        On a GPU, there is also an executor with an attention back end whose steps are captured.
+        """
+        with self.started() as driver:
+            yield driver
+        if self.place().startswith("cuda") and find_spec("triton") is not None:
+            with self.started(attention="minivllm/triton") as driver:
                 yield driver
 
     # ---- masks ---------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_each_late_step_draws_under_its_own_masks(self) -> None:
-        """From the first one on, in decode steps too; also if the masks of a second step come, in memory of their own,
-        before the first one's result is asked for, and if rows and their number change from step to step.  The memory
-        of ``mask_memory`` is written again once the result is there."""
+        """Check that each step with late masks draws under its own masks, in prompt and decode steps.
+
+        The masks of a second step, in other memory, are supplied before the result of the first step is collected.
+        Rows and their number change from step to step.  The memory of ``mask_memory`` is written again after the
+        result has come.
+        """
         items = prompts(5, 9, 12)
         for driver in self.drivers():
-            known = [list(p) for p in items]
+            known = [list(prompt) for prompt in items]
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
             first = driver.submit({0: 5}, late=(0,))
             second = driver.submit({1: 9}, late=(1,))
-            lent = driver.executor.mask_memory(1, 2)
-            lent[:], own = masks([7, 8]), masks([50, 51])
-            driver.executor.supply(first.id, LateInputs(lent))
-            driver.executor.supply(second.id, LateInputs(own))
-            for slot, (result, among) in enumerate(zip(driver.executor.collect(0), ([7, 8], [50, 51]), strict=True)):
-                self._under(result, {slot: among}, known)
+            memory = driver.executor.mask_memory(1, 2)
+            memory[:] = masks([7, 8])
+            other_memory = masks([50, 51])
+            driver.executor.supply(first.id, LateInputs(memory))
+            driver.executor.supply(second.id, LateInputs(other_memory))
+            results = driver.executor.collect(0)
+            for slot, (result, allowed) in enumerate(zip(results, ([7, 8], [50, 51]), strict=True)):
+                self._check_masked(result, {slot: allowed}, known)
             driver.submit({2: 12})
             known[2] += drawn(driver.executor.collect(0))[2]
-            lent = driver.executor.mask_memory(3, 2)
-            rounds = [(0, 1, 2), (2,), (1, 2), (0, 2), (0, 1, 2)]
-            for n, late in enumerate(rounds):
+            memory = driver.executor.mask_memory(3, 2)
+            for n, late in enumerate([(0, 1, 2), (2,), (1, 2), (0, 2), (0, 1, 2)]):
                 plan = driver.submit({0: 1, 1: 1, 2: 1}, late=late)
-                among = {slot: [3 + n, 20 + 5 * slot + n, 55 - n] for slot in late}
+                allowed_of = {slot: [3 + n, 20 + 5 * slot + n, 55 - n] for slot in late}
                 order = plan.slots[plan.samples][plan.late].tolist()
-                lent[: len(late)] = masks(*(among[slot] for slot in order))
-                driver.executor.supply(plan.id, LateInputs(lent[: len(late)]))
+                memory[: len(late)] = masks(*(allowed_of[slot] for slot in order))
+                driver.executor.supply(plan.id, LateInputs(memory[: len(late)]))
                 (result,) = driver.executor.collect(0)
-                lent[:] = 0
-                self._under(result, among, known)
+                memory[:] = 0
+                self._check_masked(result, allowed_of, known)
 
-    def _under(self, result: StepResult, among: dict[int, list[int]], known: list[list[int]]) -> None:
-        """Rows drew the likeliest token, of their masks where they have one; ``known`` grows by them."""
+    def _check_masked(self, result: StepResult, allowed: dict[int, list[int]], known: list[list[int]]) -> None:
+        """Fail unless each row drew its most likely token, among the allowed tokens of its slot if there are any.
+
+        The tokens are appended to ``known``, the tokens of each slot.
+        """
         assert not result.errors, f"step {result.id} failed: {result.errors}"
         for slot, token in by_slot(result).items():
-            want = self.likeliest(known[slot], among[slot]) if slot in among else self.greedy(known[slot], 1)[0]
-            what = f"under its mask {among[slot]}" if slot in among else "without a mask"
-            assert token == want, f"step {result.id}, slot {slot}: drew {token}; the likeliest {what} is {want}"
+            if slot in allowed:
+                expected = self.likeliest(known[slot], allowed[slot])
+                condition = f"under its mask {allowed[slot]}"
+            else:
+                (expected,) = self.greedy(known[slot], 1)
+                condition = "without a mask"
+            assert token == expected, (
+                f"step {result.id}, slot {slot}: drew {token}; the most likely token {condition} is {expected}"
+            )
             known[slot].append(token)
 
     @since(1, 0)
     def test_the_mask_memory_of_one_is_not_anothers(self) -> None:
-        """Two executors, whose masks are both written before one of them draws."""
-        (a, b), got = prompts(6, 9), []
+        """Check that two executors have different mask memory: both masks are written before one executor draws."""
+        a, b = prompts(6, 9)
+        tokens = []
         with self.started() as first, self.started() as second:
-            plans, lent = [], []
+            plans = []
+            memories = []
             for driver, prompt, allowed in ((first, a, [7, 9]), (second, b, [40, 41])):
                 driver.join(0, prompt, 20)
                 plans.append(driver.submit({0: len(prompt)}, late=(0,)))
-                lent.append(driver.executor.mask_memory(1, 2))
-                lent[-1][:] = masks(allowed)
-            for driver, plan, mask in zip((first, second), plans, lent, strict=True):
-                driver.executor.supply(plan.id, LateInputs(mask))
-                got.append(drawn(driver.executor.collect(0))[0])
-        assert got == [[self.likeliest(a, [7, 9])], [self.likeliest(b, [40, 41])]], "tokens of the two"
+                memory = driver.executor.mask_memory(1, 2)
+                memory[:] = masks(allowed)
+                memories.append(memory)
+            for driver, plan, memory in zip((first, second), plans, memories, strict=True):
+                driver.executor.supply(plan.id, LateInputs(memory))
+                tokens += drawn(driver.executor.collect(0))[0]
+        expected = [self.likeliest(a, [7, 9]), self.likeliest(b, [40, 41])]
+        assert tokens == expected, f"the executors draw {tokens}: expected {expected}"
 
-    # ---- which rows, and where their keys lie ----------------------------------------------------------------------
+    # ---- rows and blocks -------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_rows_that_are_not_in_a_step_are_left_alone(self) -> None:
-        """Steps of every number of rows, with all slots taken: a step that is filled up to a size of its own must not
-        draw, store or count for a row that waits, nor twice for one that is in it."""
+        """Check steps of every number of rows while all slots have a sequence.
+
+        An executor may pad a step to a captured size.  It must not draw, store or count for a row that is not in the
+        step, nor twice for a row of the step.
+        """
         items = prompts(*range(3, 3 + SLOTS))
         counting = () if self.made_up else (0, 4, SLOTS - 1)
         for driver in self.drivers():
@@ -132,19 +159,22 @@ class ExecutorDevice(ExecutorReference):
             steps = [[(start + i) % SLOTS for i in range(n)] for n in range(1, SLOTS + 1) for start in (0, 3, 6)]
             for slots in steps:
                 driver.submit(dict.fromkeys(slots, 1))
-            got = drawn(driver.executor.collect(0))
+            tokens = drawn(driver.executor.collect(0))
             for slot, prompt in enumerate(items):
                 n = 1 + sum(slot in slots for slots in steps)
-                want = tally(n) if slot in counting else self.greedy(prompt, n)
-                assert got[slot] == want, f"slot {slot}: drew {got[slot]}, want {want}"
+                expected = tally(n) if slot in counting else self.greedy(prompt, n)
+                assert tokens[slot] == expected, f"slot {slot}: drew {tokens[slot]}, expected {expected}"
 
     @since(1, 0)
     def test_a_step_reads_the_table_that_came_with_it(self) -> None:
-        """Blocks that come one by one, where the slot's last owner had others; and blocks that change hands between two
-        rows while steps are in flight: every source of a copy is read before a block is written."""
+        """Check that a step uses the block table of its own plan.
+
+        A row gets blocks one by one, in a slot whose last sequence had other blocks.  Two rows exchange their blocks
+        while steps are in flight: every source of a copy must be read before a block is written.
+        """
         old, a, b = prompts(30, 6, 14)
         for driver in self.drivers():
-            driver.join(0, old, 2, pile=1)  # what it leaves in the table of slot 0 are blocks of the next row
+            driver.join(0, old, 2, pile=1)  # the old entries in the table of slot 0 are blocks of the row in slot 1
             driver.submit({0: 30})
             driver.leave(0)
             driver.join(0, a, 26, blocks=2)
@@ -159,13 +189,17 @@ class ExecutorDevice(ExecutorReference):
                 driver.give(source, range(8), pile=to)
             for _ in range(5):
                 driver.submit({0: 1, 1: 1})
-            got = drawn(driver.executor.collect(0))
-            assert got == {0: self.greedy(old, 1) + self.greedy(a, 18), 1: self.greedy(b, 18)}, f"tokens by slot: {got}"
+            tokens = drawn(driver.executor.collect(0))
+            expected = {0: self.greedy(old, 1) + self.greedy(a, 18), 1: self.greedy(b, 18)}
+            assert tokens == expected, f"tokens by slot: {tokens}; expected {expected}"
 
     @since(1, 0)
     def test_a_row_that_ended_stores_nothing_in_blocks_of_others(self) -> None:
-        """Steps behind its end may name positions for which it has no block; its table has there what the slot's last
-        owner left, which belongs to somebody else by now."""
+        """Check that a row that has ended does not write to blocks of other rows.
+
+        Later steps may have positions for which the row has no block.  Its table has there the blocks of the slot's
+        last sequence, which now belong to another row.
+        """
         old, a, b = prompts(30, 5, 30)
         for driver in self.drivers():
             driver.join(0, old, 20, pile=1)
@@ -176,18 +210,19 @@ class ExecutorDevice(ExecutorReference):
             driver.submit({0: 5, 1: 30})
             for _ in range(19):
                 driver.submit({0: 1, 1: 1})
-            got = drawn(driver.executor.collect(0))
-            assert got[0] == self.greedy(old, 1) + self.greedy(a, 3), f"the row that ended has {got[0]}"
-            assert got[1] == self.greedy(b, 20), (
-                f"the row whose blocks were named has {got[1]}: want {self.greedy(b, 20)}"
-            )
+            tokens = drawn(driver.executor.collect(0))
+            assert tokens[0] == self.greedy(old, 1) + self.greedy(a, 3), f"the row that ended has {tokens[0]}"
+            expected = self.greedy(b, 20)
+            assert tokens[1] == expected, f"the row that now owns the blocks has {tokens[1]}: expected {expected}"
 
     # ---- columns -------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_a_branch_begins_as_its_source_was(self) -> None:
-        """``Delta.fork``: history, keys and the columns of processors are those at the fork, though the source leaves
-        with the same delta, its slot has a new owner, and the branch runs for the first time long after."""
+        """Check that a branch (``Delta.fork``) has the history, keys and processor columns of its source at the fork.
+
+        The source leaves with the same delta, and its slot gets a new sequence.  The branch runs only some steps later.
+        """
         a, b, c = prompts(6, 9, 11)
         columns = not self.made_up
         for driver in self.drivers():
@@ -195,7 +230,7 @@ class ExecutorDevice(ExecutorReference):
             driver.join(1, b, 20)
             driver.submit({0: 6, 1: 9})
             driver.submit({0: 1, 1: 1})
-            driver.fork(0, 4, int(columns))  # made-up tokens of another sample would be others
+            driver.fork(0, 4, int(columns))  # made-up tokens depend on the number of the sample
             driver.fork(1, 5, int(columns))
             driver.leave(0)
             driver.submit({1: 1})
@@ -203,15 +238,19 @@ class ExecutorDevice(ExecutorReference):
             driver.submit({0: 11, 1: 1})
             for _ in range(3):
                 driver.submit(dict.fromkeys((0, 1, 4, 5), 1))
-            got = drawn(driver.executor.collect(0))
-            first, branch = (tally(2), tally(3, 2)) if columns else (self.greedy(a, 2), self.greedy(a, 5)[2:])
-            want = {0: first + self.greedy(c, 4), 1: self.greedy(b, 7), 4: branch, 5: self.greedy(b, 5)[2:]}
-            assert got == want, f"tokens by slot {got}: want {want}"
+            tokens = drawn(driver.executor.collect(0))
+            source = tally(5) if columns else self.greedy(a, 5)  # of the row in slot 0 and its branch
+            other = self.greedy(b, 7)
+            expected = {0: source[:2] + self.greedy(c, 4), 1: other, 4: source[2:], 5: other[2:5]}
+            assert tokens == expected, f"tokens by slot {tokens}: expected {expected}"
 
     @since(1, 0)
     def test_kept_columns_of_a_preempted_row_come_back_as_they_were(self) -> None:
-        """``Delta.keep`` and ``Join.saved``: processors hear of its tokens again, and then have what was put aside; of
-        two rows each its own, in other slots than before, one of which has a new owner at once."""
+        """Check that the saved columns of a preempted row are restored (``Delta.keep`` and ``Join.saved``).
+
+        Processors receive the tokens of the row again, and then the saved values replace the columns.  Two rows return
+        in other slots.  One of the old slots gets a new sequence at once.
+        """
         self.need_model()
         a, b, c = prompts(6, 9, 4)
         for driver in self.drivers():
@@ -231,15 +270,15 @@ class ExecutorDevice(ExecutorReference):
             driver.join(3, b, 20, tally=True, drawn=before[1], saved=71)
             driver.submit({0: 1, 1: 9, 3: 11})
             driver.submit({0: 1, 1: 1, 3: 1})
-            got = drawn(driver.executor.collect(0))
-            want = {0: self.greedy(c, 3), 1: tally(2, 3), 3: tally(2, 2)}
-            assert got == want, f"after they came back {got}: want {want}"
+            tokens = drawn(driver.executor.collect(0))
+            expected = {0: self.greedy(c, 3), 1: tally(2, 3), 3: tally(2, 2)}
+            assert tokens == expected, f"tokens by slot after the rows returned {tokens}: expected {expected}"
 
     # ---- results -------------------------------------------------------------------------------------------------
 
     @since(1, 0)
     def test_logprobs_are_those_of_the_rows_that_draw(self) -> None:
-        """Whatever was asked for in the step before, and whichever rows of the step do not draw: the first ones too."""
+        """Check log-probabilities in steps with changing ``topk`` in which some rows, also the first, do not draw."""
         items = prompts(30, 9, 12, 5)
         for driver in self.drivers():
             for slot, prompt in enumerate(items):
@@ -250,64 +289,71 @@ class ExecutorDevice(ExecutorReference):
                 del rows[(1, 3)[n % 2]]
                 plans.append(driver.submit(rows, topk=k))
             results = list(driver.executor.collect(0))
-            check_logprobs(plans, results, [list(p) for p in items], driver.capacity.vocab_size, self.logits_after)
-            weak = not any(len(p.samples) and p.samples[0] > 0 and p.topk >= 0 for p in plans)
-            assert not weak, "the test itself is too weak: no row that draws stands behind one that does not"
+            known = [list(prompt) for prompt in items]
+            check_logprobs(plans, results, known, driver.capacity.vocab_size, self.logits_after)
+            strong = any(len(plan.samples) and plan.samples[0] > 0 and plan.topk >= 0 for plan in plans)
+            assert strong, "the test itself is too weak: no step has a row that draws after a row that does not"
 
     @since(1, 0)
     def test_a_result_stays_as_it_was_handed_over(self) -> None:
-        """Tokens, counts, flags, log-probabilities, logits and scores of a prompt, while later steps give theirs."""
+        """Check that later steps do not change a result.
+
+        It has tokens, counts, flags, log-probabilities, logits and the scores of a prompt.
+        """
         items = prompts(8, 11)
         for driver in self.drivers():
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
             plans = [driver.submit({0: 8, 1: 11}, topk=2, prompt={0: 7, 1: 10}, prompt_topk=1)]
-            held = [(r, _copies(r)) for r in driver.executor.collect(0)]
+            results = list(driver.executor.collect(0))
+            copies = [_copies(result) for result in results]
             for slot in (0, 1, 0, 1):
                 plans.append(driver.submit({0: 1, 1: 1}, topk=2, host=(slot,)))
-                results = list(driver.executor.collect(0))
-                held += [(r, _copies(r)) for r in results]
-                driver.token(slot, int(results[0].logits[0].argmax()))
-            assert [p.id for p in plans] == [r.id for r, _ in held], "each result once, in order"
-            for plan, (result, before) in zip(plans, held, strict=True):
+                new = list(driver.executor.collect(0))
+                results += new
+                copies += [_copies(result) for result in new]
+                driver.token(slot, int(new[0].logits[0].argmax()))
+            ids = [result.id for result in results]
+            assert ids == [plan.id for plan in plans], f"expected each result once, in order; the steps are {ids}"
+            for plan, result, before in zip(plans, results, copies, strict=True):
                 check_result(plan, result, driver.capacity.vocab_size)
-                now = _copies(result)
-                changed = [name for name in before if not np.array_equal(before[name], now[name])]
-                assert not changed, f"step {result.id}: {changed} changed after the result was handed over"
+                changed = _changed(before, result)
+                assert not changed, f"step {result.id}: {changed} changed after the result was collected"
 
     @since(1, 0)
     def test_a_plan_and_its_masks_stay_as_the_host_made_them(self) -> None:
-        """Nothing that an executor is given is its own to write to."""
+        """Check that an executor does not write to a plan or to supplied masks."""
         items = prompts(5, 9)
         for driver in self.drivers():
-            plans: list[tuple[StepPlan, dict[str, np.ndarray]]] = []
-
-            def submit(rows: dict[int, int], driver: Driver = driver, plans: list = plans, **more: Any) -> StepPlan:
-                plan = driver.plan(rows, **more)
-                plans.append((plan, _copies(plan)))
-                driver.executor.submit(plan)
-                return plan
-
             for slot, prompt in enumerate(items):
                 driver.join(slot, prompt, 20)
-            submit({0: 5, 1: 9})
-            submit({0: 1, 1: 1}, topk=1)
-            late = submit({0: 1, 1: 1}, late=(0, 1))
+            plans = []
+            copies = []
+            for rows, options in (({0: 5, 1: 9}, {}), ({0: 1, 1: 1}, {"topk": 1}), ({0: 1, 1: 1}, {"late": (0, 1)})):
+                plan = driver.plan(rows, **options)
+                plans.append(plan)
+                copies.append(_copies(plan))
+                driver.executor.submit(plan)
             mask = masks([3, 4], [5, 6])
-            driver.executor.supply(late.id, LateInputs(mask))
+            driver.executor.supply(plans[-1].id, LateInputs(mask))
             driver.executor.collect(0)
-            for plan, before in plans:
-                now = _copies(plan)
-                changed = [name for name in before if not np.array_equal(before[name], now[name])]
+            for plan, before in zip(plans, copies, strict=True):
+                changed = _changed(before, plan)
                 assert not changed, f"step {plan.id}: the executor changed {changed} of the plan"
             assert np.array_equal(mask, masks([3, 4], [5, 6])), "the executor changed the masks"
 
 
 def _copies(value: Any, name: str = "") -> dict[str, np.ndarray]:
-    """Every array of a plan or a result, by its path."""
+    """Return copies of all arrays of a plan or a result, by their path of field names."""
     if isinstance(value, np.ndarray):
         return {name: value.copy()}
     found: dict[str, np.ndarray] = {}
     for key in getattr(value, "__dataclass_fields__", ()):
         found.update(_copies(getattr(value, key), f"{name}.{key}" if name else key))
     return found
+
+
+def _changed(before: dict[str, np.ndarray], value: Any) -> list[str]:
+    """Return the paths of the arrays of a plan or a result that differ from their earlier copies."""
+    now = _copies(value)
+    return [name for name in before if not np.array_equal(before[name], now[name])]

@@ -1,4 +1,4 @@
-"""What an executor must do under the real engine: requests, and what comes of them."""
+"""Checks of an executor in an engine: requests, and the tokens, ends and errors that they must get."""
 
 from __future__ import annotations
 
@@ -15,49 +15,72 @@ from .driver import NEAR, greedy, prompts
 from .faulty import FATAL_CHUNK
 
 ITEMS = prompts(1, 4, 17, 23, 30, 41)
-SEED = 1 << 40  # one that 32 bits do not hold
-EOS = 2  # of the tiny model
+SEED = 1 << 40  # larger than 32 bits
+EOS = 2  # end-of-sequence token of the tiny model
+LATE = {"allowed_tokens_fn": lambda ids: range(61)}  # a row whose mask is supplied after its step was submitted
+HOST = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}  # a row whose token the host chooses
 
 
-def check_greedy(llm: LLM, what: str) -> None:
-    """transformers' tokens: branches, rows whose token the host chooses, rows whose mask comes late, and faults."""
-    want = [greedy(p, 20) for p in ITEMS]
-    params = lambda **more: SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, **more)  # noqa: E731
-    late = {"allowed_tokens_fn": lambda ids: range(61)}
-    host = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}
-    for kinds in ([{}] * 6, [{}, late, host, {"n": 3}, {}, {}]):
-        outs = llm.generate(ITEMS, [params(**more) for more in kinds], False)
-        for i, out in enumerate(outs):
-            got = [list(o.token_ids) for o in out.outputs]
-            assert got == [want[i]] * len(got), f"{what}, request {i} ({kinds[i]}): {got}"
-    outs = llm.generate(ITEMS[:3], [params(extra={"fault": "apply"}), params(), params()], False)
-    assert outs[0].finish_reason == "error" and "boom in apply" in outs[0].error, outs[0]
-    assert [o.tokens for o in outs[1:]] == want[1:3], "beside a row that fails"
-    out = llm.generate(prompts(FATAL_CHUNK)[0], params(), False)[0]
-    assert out.finish_reason == "error" and "boom in plan" in out.error, out
-    assert llm.generate(ITEMS[0], params(), False)[0].tokens == want[0], "after a step that failed"
+def check_greedy(llm: LLM, case: str) -> None:
+    """Fail unless an engine gives the greedy tokens of transformers.
+
+    The requests have branches, tokens that the host chooses, masks that come late, and rows and steps that fail.
+    ``case`` names the engine in messages.
+    """
+    expected = [greedy(prompt, 20) for prompt in ITEMS]
+
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, **fields)
+
+    for fields in ([{}] * 6, [{}, LATE, HOST, {"n": 3}, {}, {}]):
+        results = llm.generate(ITEMS, [params(**of_request) for of_request in fields], False)
+        for i, result in enumerate(results):
+            branches = [list(output.token_ids) for output in result.outputs]
+            assert branches == [expected[i]] * len(branches), f"{case}, request {i} ({fields[i]}): {branches}"
+    results = llm.generate(ITEMS[:3], [params(extra={"fault": "apply"}), params(), params()], False)
+    _check_failed_row(results, "boom in apply", expected)
+    failed = llm.generate(prompts(FATAL_CHUNK)[0], params(), False)[0]
+    assert failed.finish_reason == "error" and "boom in plan" in failed.error, failed
+    assert llm.generate(ITEMS[0], params(), False)[0].tokens == expected[0], "tokens after a step that failed"
 
 
-def check_made_up(llm: LLM, what: str, greedy: Callable[[list[int], int], list[int]]) -> None:
-    """The tokens of ``greedy``, which computes no model: also of rows whose token the host chooses or whose mask comes
-    late.  A row that binds a processor ends with an error that names it."""
-    want = [greedy(p, 20) for p in ITEMS]
-    params = lambda **more: SamplingParams(ignore_eos=True, max_tokens=20, **more)  # noqa: E731
-    late = {"allowed_tokens_fn": lambda ids: range(61)}
-    host = {"choose_fn": lambda logits, ids: int(np.argmax(logits))}
-    for kinds in ([{}] * 6, [{}, late, host, {}, {"temperature": 0}, {}]):
-        outs = llm.generate(ITEMS, [params(**more) for more in kinds], False)
-        for i, out in enumerate(outs):
-            assert out.tokens == want[i], f"{what}, request {i} ({kinds[i]}): {out.tokens}; want {want[i]}"
-    outs = llm.generate(ITEMS[:3], [params(extra={"tally": True}), params(), params()], False)
-    assert outs[0].finish_reason == "error" and "CountingProcessor" in outs[0].error, outs[0]
-    assert [o.tokens for o in outs[1:]] == want[1:3], "beside a row that fails"
+def check_made_up(llm: LLM, case: str, greedy: Callable[[list[int], int], list[int]]) -> None:
+    """Fail unless an engine without a model gives the tokens of the function ``greedy``.
+
+    The host chooses some tokens, and some masks come late.  A row with a processor ends with an error that names the
+    processor.
+    """
+    expected = [greedy(prompt, 20) for prompt in ITEMS]
+
+    def params(**fields: Any) -> SamplingParams:
+        return SamplingParams(ignore_eos=True, max_tokens=20, **fields)
+
+    for fields in ([{}] * 6, [{}, LATE, HOST, {}, {"temperature": 0}, {}]):
+        results = llm.generate(ITEMS, [params(**of_request) for of_request in fields], False)
+        for i, result in enumerate(results):
+            tokens = result.tokens
+            assert tokens == expected[i], f"{case}, request {i} ({fields[i]}): {tokens}; expected {expected[i]}"
+    results = llm.generate(ITEMS[:3], [params(extra={"tally": True}), params(), params()], False)
+    _check_failed_row(results, "CountingProcessor", expected)
+
+
+def _check_failed_row(results: Sequence[Any], words: str, expected: Sequence[list[int]]) -> None:
+    """Fail unless the first of three requests ended with an error, and the others have the expected tokens."""
+    failed = results[0]
+    assert failed.finish_reason == "error" and words in failed.error, failed
+    assert [result.tokens for result in results[1:]] == expected[1:3], "tokens beside a row that fails"
 
 
 def random_requests() -> list[SamplingParams]:
-    """Draws that depend on the seed and the branch, ends by a token that may come too early, log-probabilities."""
+    """Return requests whose tokens depend on the seed and the branch.
+
+    Some have stop tokens that may be drawn before ``min_tokens``, and one has log-probabilities.
+    """
     some = dict(temperature=2.0, max_tokens=24)
-    stop = lambda at: dict(min_tokens=9, stop_token_ids=list(range(at, 61, 7)))  # noqa: E731
+
+    def stop(first: int) -> dict[str, Any]:
+        return dict(min_tokens=9, stop_token_ids=list(range(first, 61, 7)))
+
     return [
         SamplingParams(seed=SEED + 1, n=3, temperature=1.9, min_tokens=4, max_tokens=46),
         SamplingParams(seed=SEED + 2, n=3, ignore_eos=True, **some),
@@ -69,41 +92,52 @@ def random_requests() -> list[SamplingParams]:
 
 
 def random_outputs(llm: LLM) -> list[list[Any]]:
-    """For each request its branches."""
-    return [list(out.outputs) for out in llm.generate(ITEMS, random_requests(), False)]
+    """Return the branches of each random request."""
+    return [list(result.outputs) for result in llm.generate(ITEMS, random_requests(), False)]
 
 
 def reference(options: Mapping[str, Any]) -> list[list[Any]]:
-    """The same by the executor of this package that runs in the engine's process."""
+    """Return the branches of the random requests with the executor "local", which runs in the engine's process."""
     with LLM(**{**options, "executor": "minivllm/local", "tensor_parallel_size": 1}) as llm:
-        outs = random_outputs(llm)
+        requests = random_outputs(llm)
     seen = Seen()
-    for params, branches in zip(random_requests(), outs, strict=True):
-        seen["other branches"] += len({tuple(o.token_ids) for o in branches}) > 1
-        seen["min_tokens"] += params.min_tokens > 0 and all(len(o.token_ids) >= params.min_tokens for o in branches)
-        for o in branches:
-            seen["end of sequence"] += o.finish_reason == "stop" and o.token_ids[-1] == EOS
-            seen["stop id"] += o.finish_reason == "stop" and o.token_ids[-1] != EOS
-            seen["length"] += o.finish_reason == "length"
+    for params, branches in zip(random_requests(), requests, strict=True):
+        seen["other branches"] += len({tuple(branch.token_ids) for branch in branches}) > 1
+        shortest = min(len(branch.token_ids) for branch in branches)
+        seen["min_tokens"] += 0 < params.min_tokens <= shortest
+        for branch in branches:
+            reason = branch.finish_reason
+            if reason == "stop":
+                reason = "end of sequence" if branch.token_ids[-1] == EOS else "stop id"
+            seen[reason] += 1
     seen.require(**{"other branches": 4, "min_tokens": 3, "end of sequence": 1, "stop id": 2, "length": 5})
-    return outs
+    return requests
 
 
-def check_random(llm: LLM, want: Sequence[Sequence[Any]], what: str) -> None:
-    """Tokens, log-probabilities and ends are those of the reference."""
-    for i, (params, ours, theirs) in enumerate(zip(random_requests(), random_outputs(llm), want, strict=True)):
-        for j, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-            where = f"{what}, branch {j} of request {i} ({params})"
-            got, due = list(a.token_ids), list(b.token_ids)
-            assert got == due, f"{where}: tokens {got}; executor 'local' gives {due}"
-            ends = [(o.finish_reason, o.stop_reason) for o in (a, b)]
-            assert ends[0] == ends[1], f"{where}: ends with {ends[0]}; want {ends[1]}"
-            _check_logprobs(a.logprobs, b.logprobs, where)
+def check_random(llm: LLM, expected: Sequence[Sequence[Any]], case: str) -> None:
+    """Fail unless the random requests have the tokens, ends and log-probabilities of ``expected``."""
+    requests = zip(random_requests(), random_outputs(llm), expected, strict=True)
+    for i, (params, branches, expected_branches) in enumerate(requests):
+        for j, (branch, other) in enumerate(zip(branches, expected_branches, strict=True)):
+            place = f"{case}, branch {j} of request {i} ({params})"
+            tokens = list(branch.token_ids)
+            wanted = list(other.token_ids)
+            assert tokens == wanted, f"{place}: tokens {tokens}; executor 'local' gives {wanted}"
+            end = (branch.finish_reason, branch.stop_reason)
+            wanted_end = (other.finish_reason, other.stop_reason)
+            assert end == wanted_end, f"{place}: ends with {end}; expected {wanted_end}"
+            _check_logprobs(branch.logprobs, other.logprobs, place)
 
 
-def _check_logprobs(got: Any, want: Any, where: str) -> None:
-    assert (got is None) == (want is None), f"{where}: logprobs {got}; want {want}"
-    for at, (a, b) in enumerate(zip(got or (), want or (), strict=True)):
-        same = {t: lp.rank for t, lp in a.items()} == {t: lp.rank for t, lp in b.items()}
-        same = same and all(abs(a[t].logprob - b[t].logprob) < NEAR for t in b)
-        assert same, f"{where}, token {at}: log-probabilities {a}; want {b}"
+def _check_logprobs(logprobs: Any, expected: Any, place: str) -> None:
+    """Fail unless the log-probabilities of a branch have the ranks and almost the values of ``expected``."""
+    assert (logprobs is None) == (expected is None), f"{place}: logprobs {logprobs}; expected {expected}"
+    for i, (found, wanted) in enumerate(zip(logprobs or (), expected or (), strict=True)):
+        message = f"{place}, token {i}: log-probabilities {found}; expected {wanted}"
+        assert _ranks(found) == _ranks(wanted), message
+        assert all(abs(found[token].logprob - lp.logprob) < NEAR for token, lp in wanted.items()), message
+
+
+def _ranks(logprobs: Mapping[int, Any]) -> dict[int, int]:
+    """Return token -> rank."""
+    return {token: logprob.rank for token, logprob in logprobs.items()}

@@ -1,4 +1,4 @@
-"""What an executor must draw: transformers' tokens, or those of the function that its spec names instead of a model."""
+"""The expected tokens of an executor: those of transformers, or of the function that its spec names instead."""
 
 from __future__ import annotations
 
@@ -17,38 +17,43 @@ from .spec import SpecConformance
 
 
 class ExecutorReference(SpecConformance):
-    """``seed`` says which of the tiny models; made-up tokens are the same for all of them."""
+    """The part of the suite of executors that computes expected tokens.
+
+    ``seed`` chooses the tiny model.  Made-up tokens are the same for all models.
+    """
 
     @property
     def made_up(self) -> Any:
-        """The function (token ids, vocabulary) -> logits of an executor that computes no model; None of others."""
+        """Return the function (token ids, vocabulary size) -> logits of an executor without a model, else None."""
         target = self.spec.traits.get("made_up")
         return None if target is None else import_target(target)
 
     @property
     def attention(self) -> str:
-        """A back end that can be told to fail; no choice for an executor that runs none."""
+        """Return the attention back end to use: one that can fail on purpose, or "auto" if the executor runs none."""
         unused = str(self.spec.traits.get("unused", "")).split()
         return "auto" if "attention" in unused else f"{TARGETS}:FaultyAttention"
 
     def need_model(self) -> None:
-        """Skip the test if there is none: no processor and no attention back end runs that could fail."""
+        """Skip the test if the executor has no model, so that it runs no processor and no attention back end."""
         if self.made_up is not None:
             pytest.skip("excused: its tokens are made up, so no part of a model runs")
 
     def logits_after(self, tokens: Sequence[int], seed: int = 0) -> torch.Tensor:
-        """f32 [V] of the next token."""
+        """Return the expected logits of the next token, float32 [V]."""
         if self.made_up is None:
             return logits_after(tuple(tokens), seed)
-        return torch.from_numpy(np.asarray(self.made_up(np.array(tokens), tiny().model.config.vocab_size)))
+        logits = self.made_up(np.array(tokens), tiny().model.config.vocab_size)
+        return torch.from_numpy(np.asarray(logits))
 
     def greedy(self, prompt: Sequence[int], n: int, seed: int = 0) -> list[int]:
-        """The n tokens that follow."""
-        out = list(prompt)
+        """Return the n most likely tokens after a prompt."""
+        tokens = list(prompt)
         for _ in range(n):
-            out.append(int(self.logits_after(out, seed).argmax()))
-        return out[len(prompt) :]
+            tokens.append(int(self.logits_after(tokens, seed).argmax()))
+        return tokens[len(prompt) :]
 
     def likeliest(self, tokens: Sequence[int], allowed: Sequence[int]) -> int:
-        """The next token among some."""
-        return max(allowed, key=self.logits_after(tokens).tolist().__getitem__)
+        """Return the most likely next token among the allowed ones."""
+        logits = self.logits_after(tokens).tolist()
+        return max(allowed, key=logits.__getitem__)

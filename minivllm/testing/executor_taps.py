@@ -1,4 +1,4 @@
-"""Executors: what rows read at points of the model, and what is added to them there."""
+"""Tests of executors: reading activations at points of the model (taps), and adding vectors to them (steering)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from .base import since
 from .driver import NEAR, Driver, by_slot, check_result, prompts, tiny
 from .executor_rows import ExecutorRows
 
-READ = ("layers.0.input", "layers.2.input", "layers.3.input")  # what transformers calls hidden states
+READ = ("layers.0.input", "layers.2.input", "layers.3.input")  # points that transformers calls hidden states
 
 
 class ExecutorTaps(ExecutorRows):
+    """The tests of taps and steering."""
+
     def need_points(self, driver: Driver) -> None:
-        """Skip the test if there are none."""
+        """Skip the test if the executor serves no points of the model."""
         if driver.capacity.taps is None:
-            pytest.skip("excused: its capacity says that it serves no taps, so the engine gives it none")
+            pytest.skip("excused: its capacity has taps=None, so the engine gives it none")
 
     @since(2, 3)
     def test_rows_read_what_transformers_has_at_points_of_the_model(self) -> None:
-        """``StepPlan.taps``: float32, point after point, from the row's token ``first`` on, in steps of chunks and of
-        single tokens and beside rows that read nothing; ``logits`` are those that the row draws from."""
+        """Check that ``StepPlan.taps`` reads the activations that transformers has at points of the model.
+
+        They are float32, point after point, from the row's token ``first`` on.  Steps have chunks and single tokens,
+        and rows that read nothing.  The point ``logits`` has the logits from which the row draws.
+        """
         a, b, c = prompts(9, 6, 1)
-        due = self.greedy(b, 2)
         with self.started() as driver:
             self.need_points(driver)
             for slot, prompt in enumerate((a, b, c)):
@@ -42,14 +46,15 @@ class ExecutorTaps(ExecutorRows):
             ]
             plans = [driver.submit(rows, taps=taps) for rows, taps in steps]
             results = list(driver.executor.collect(0))
-        known, got = {0: list(a), 1: list(b), 2: list(c)}, []
+        known = {0: list(a), 1: list(b), 2: list(c)}
         for plan, result, (_, taps) in zip(plans, results, steps, strict=True):
             check_result(plan, result, driver.capacity.vocab_size)
             self.check_taps(driver, plan, result, taps, known)
             for slot, token in by_slot(result).items():
                 known[slot].append(token)
-            got.append(by_slot(result).get(1))
-        assert got[:2] == due, f"a row that reads nothing draws {got[:2]}: want {due}"
+        tokens = known[1][len(b) :]
+        expected = self.greedy(b, 2)
+        assert tokens == expected, f"a row that reads nothing draws {tokens}: expected {expected}"
 
     def check_taps(
         self,
@@ -59,63 +64,84 @@ class ExecutorTaps(ExecutorRows):
         taps: Sequence[tuple[str, int, int]],
         known: Mapping[int, list[int]],
     ) -> None:
-        parts, slots = [np.empty(0, np.float32)], plan.slots.tolist()
+        """Fail unless a result has the activations that ``taps`` names: (point, slot, first token) of each.
+
+        ``known`` has the tokens of each slot before the step draws.
+        """
+        slots = plan.slots.tolist()
+        parts = [np.empty(0, np.float32)]
         for point, slot, first in sorted(taps, key=lambda tap: (driver.point(tap[0]), slots.index(tap[1]))):
             row = slots.index(slot)
-            at, end = int(plan.computed[row]), int(plan.computed[row] + plan.q_len[row])
-            parts.append(hidden(known[slot][:end], point)[at + first :].ravel())
-        want = np.concatenate(parts)
-        assert result.taps.dtype == np.float32 and result.taps.shape == want.shape, (
-            f"step {plan.id}: taps are {result.taps.dtype} {list(result.taps.shape)}: want float32 {list(want.shape)}"
+            start = int(plan.computed[row])
+            end = start + int(plan.q_len[row])
+            parts.append(hidden(known[slot][:end], point)[start + first :].ravel())
+        expected = np.concatenate(parts)
+        found = result.taps
+        assert found.dtype == np.float32 and found.shape == expected.shape, (
+            f"step {plan.id}: taps are {found.dtype} {list(found.shape)}: expected float32 {list(expected.shape)}"
         )
-        worst = float(np.abs(result.taps - want).max(initial=0))
-        assert worst < NEAR, f"step {plan.id}: what is read differs from transformers' by {worst:.2g}: allowed {NEAR}"
+        worst = float(np.abs(found - expected).max(initial=0))
+        assert worst < NEAR, f"step {plan.id}: taps differ from those of transformers by {worst:.2g}: allowed {NEAR}"
 
     @since(2, 3)
     def test_what_is_added_to_a_row_changes_it_alone_and_goes_on_with_its_forks(self) -> None:
-        """``Join.steer`` and ``vectors``, one or several points a row, from its first token on; who has the slot next
-        has nothing added, nor has the row beside it."""
+        """Check that the vectors of ``Join.steer`` change only their own row and its forks.
+
+        Vectors are added at one or several points of the model, from the first token on.  Another row of the step, and
+        the next sequence in the slot, are not changed.
+        """
         a, b, c = prompts(9, 11, 5)
         vector = np.linspace(-4, 4, tiny().model.config.hidden_size).astype(np.float32)
         add = {"layers.1.residual": vector, "layers.2.residual": vector[::-1].copy() ** 2}
-        want, other, plain = steered(a, add, 4), self.greedy(b, 4), self.greedy(c, 3)
-        assert want != self.greedy(a, 4) and plain != steered(c, add, 3), "the vectors change nothing"
+        expected = steered(a, add, 4)
+        assert expected != self.greedy(a, 4), "the vectors change nothing"
+        plain = self.greedy(c, 3)
+        assert plain != steered(c, add, 3), "the vectors change nothing"
         with self.started() as driver:
             self.need_points(driver)
             driver.join(0, a, 4, add={name: x.tolist() for name, x in add.items()})
             driver.join(1, b, 4)
-            out: dict[int, list[int]] = {0: [], 1: [], 2: []}
+            tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
             driver.submit({0: 8, 1: 11})
             driver.fork(0, 2, 1)
             for rows in ({0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1}):
                 driver.submit(rows)
             for result in driver.executor.collect(0):
                 for slot, token in by_slot(result).items():
-                    out[slot].append(token)
-            assert out[1] == other, f"the row beside it draws {out[1]}: want {other}"
-            assert out[0] == want, f"a row to which something is added draws {out[0]}: want {want}"
-            assert out[2] == want, f"its fork draws {out[2]}: want {want}"
+                    tokens[slot].append(token)
+            other = self.greedy(b, 4)
+            assert tokens[1] == other, f"the other row draws {tokens[1]}: expected {other}"
+            assert tokens[0] == expected, f"the row with vectors draws {tokens[0]}: expected {expected}"
+            assert tokens[2] == expected, f"the fork of the row draws {tokens[2]}: expected {expected}"
             driver.leave(0, 1, 2)
-            assert driver.generate([c], 3)[0] == plain, f"the next owner of the slot does not draw {plain}"
+            assert driver.generate([c], 3)[0] == plain, f"the next sequence in the slot does not draw {plain}"
 
 
 def hidden(tokens: Sequence[int], point: str) -> np.ndarray:
-    """f32 [tokens, width], what transformers has at a point in ``READ``, or its logits."""
+    """Return the activations of transformers at a point of ``READ``, or the logits, float32 [tokens, width]."""
     with torch.inference_mode():
-        out = tiny().model(torch.tensor([list(tokens)]), output_hidden_states=True)
-    return (out.logits if point == "logits" else out.hidden_states[int(point.split(".")[1])])[0].numpy()
+        output = tiny().model(torch.tensor([list(tokens)]), output_hidden_states=True)
+    if point == "logits":
+        return output.logits[0].numpy()
+    return output.hidden_states[_layer(point)][0].numpy()
+
+
+def _layer(point: str) -> int:
+    """Return the index of the layer in the name of a point, such as layers.2.input."""
+    return int(point.split(".")[1])
 
 
 def steered(prompt: Sequence[int], add: Mapping[str, np.ndarray], n: int) -> list[int]:
-    """transformers' n greedy tokens, vectors being added to the outputs of layers."""
-    model, handles = tiny().model, []
+    """Return n greedy tokens of transformers with vectors added to the outputs of layers; ``add`` is by point."""
+    model = tiny().model
+    handles = []
     for point, vector in add.items():
 
         def hook(_: Any, args: Any, out: Any, vector: np.ndarray = vector) -> Any:
             add = torch.from_numpy(vector)
             return (out[0] + add, *out[1:]) if isinstance(out, tuple) else out + add
 
-        handles.append(model.model.layers[int(point.split(".")[1])].register_forward_hook(hook))
+        handles.append(model.model.layers[_layer(point)].register_forward_hook(hook))
     tokens = list(prompt)
     try:
         with torch.inference_mode():

@@ -1,13 +1,17 @@
-"""Grammars: masks allow exactly what can go on, over languages that are small enough to be listed."""
+"""The conformance suite of grammars, which compute masks of the tokens that a structured output allows.
+
+The languages of the tests are so small that all their texts are listed, so the exact mask is known.
+"""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,45 +23,54 @@ from .base import since
 from .kept import Lasting
 from .spec import SpecConformance
 
-EOS = (3, 270)
-WIDTH = 300  # logits are wider than the vocabulary
+EOS = (3, 270)  # end-of-sequence tokens
+WIDTH = 300  # bits of a mask; logits are wider than the vocabulary
+WORDS_OF_MASK = -(-WIDTH // 32)
+FIRST_BYTE = 4  # token of the byte 0
 WORDS = (b"ab", b"abc", b"bc", b"true", b'"a', b'":', b'{"', b"12", b"\xc3\xa9", b"\xa9x", b" b", b"no", b"cab",
          b"a", b"ab")  # fmt: skip
 
 
-def vocabulary() -> list[bytes]:
-    """Four special ids (two end-of-sequence ids among them are silent), every byte, and some words, one byte and one
-    word under two ids each, as vocabularies with byte tokens have them."""
-    tokens = [b"", b"", b"", b"", *(bytes([i]) for i in range(256)), *WORDS]
+@lru_cache(maxsize=1)
+def vocabulary() -> tuple[bytes, ...]:
+    """Return the bytes of each token.
+
+    Special tokens, and the end-of-sequence tokens among them, have no bytes.  Then follow a token for every byte and
+    some words.  One byte and one word have two tokens each, as in vocabularies with byte tokens.
+    """
+    tokens = [b""] * FIRST_BYTE + [bytes([i]) for i in range(256)] + list(WORDS)
     tokens[EOS[1]] = b""
-    return tokens
+    return tuple(tokens)
 
 
 @dataclass(frozen=True)
 class GrammarCase:
-    """A grammar and all the texts that fit it."""
+    """A grammar and all texts of its language."""
 
     kind: str
     text: str
-    fits: tuple[str, ...]
+    fits: tuple[str, ...]  # the texts of the language
     any_whitespace: bool = True
 
     @property
     def source(self) -> GrammarSource:
+        """Return the grammar in the form that a plug-in compiles."""
         return GrammarSource(self.kind, self.text, self.any_whitespace)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.text!r}"
 
 
-def _json(schema: Any, *fits: Any) -> GrammarCase:
-    texts = tuple(json.dumps(v, separators=(",", ":")) for v in fits)
+def _json(schema: Any, *values: Any) -> GrammarCase:
+    """Return the grammar of a JSON schema that allows exactly some values, without whitespace."""
+    texts = tuple(json.dumps(value, separators=(",", ":")) for value in values)
     return GrammarCase("json", json.dumps(schema), texts, any_whitespace=False)
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    more = {"required": list(properties), "additionalProperties": False}
-    return {"type": "object", "properties": properties, **more}
+    """Return the JSON schema of an object with exactly some properties."""
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 CASES = (
@@ -80,7 +93,7 @@ MALFORMED = {
     "json": ('{"type": "nothing"}', '{"type": "string", "pattern": "["}', '{"$ref": "#/$defs/none"}', "false"),
     "grammar": ("start: (", "start: nobody", "%%%", "root ::= nobody"),
 }
-LONG = "abctruebcno" * 15  # a text, of 165 bytes
+LONG = "abctruebcno" * 15  # a text of 165 bytes
 LISTED = tuple(f"{a}{b}{c}" for a in "abc" for b in "0123456789" for c in "abcdefghij")  # 300 texts
 LARGE = (
     GrammarCase("choice", json.dumps([LONG, "ab"]), (LONG, "ab")), GrammarCase("choice", json.dumps(LISTED), LISTED),
@@ -97,24 +110,30 @@ ENDLESS = {
 
 
 class GrammarConformance(Lasting, SpecConformance):
-    """What the spec claims in ``features`` is tested: json, regex, choice, grammar."""
+    """The suite of grammars.
+
+    It tests the kinds of grammars that the spec names in ``features``: json, regex, choice, grammar.
+    """
 
     kind = "grammar"
     threads = 2
 
     def context(self) -> tuple[Any, ...]:
-        return (GrammarContext(tuple(vocabulary()), WIDTH, EOS, self.threads),)
+        """Return the arguments to build the plug-in."""
+        return (GrammarContext(vocabulary(), WIDTH, EOS, self.threads),)
 
     def made(self) -> Grammar:
+        """Create an instance of the plug-in."""
         return self.build(*self.context())
 
     def cases(self) -> list[GrammarCase]:
-        """Those of the forms that the plug-in claims."""
+        """Return the grammars of the kinds that the plug-in claims."""
         found = [case for case in CASES if self.claims(case.kind)]
-        assert found, "features names none of json, regex, choice and grammar: nobody could use it"
+        assert found, "features names none of json, regex, choice and grammar, so no request can use the plug-in"
         return found
 
     def exercise(self, instance: Grammar) -> Any:
+        """Return the masks of a sequence that follows the first grammar."""
         case = self.cases()[0]
         matcher = instance.start(instance.compile(case.source))
         masks = [allowed(instance, matcher)]
@@ -124,7 +143,7 @@ class GrammarConformance(Lasting, SpecConformance):
         return masks
 
     def once_more(self, instance: Grammar, number: int) -> None:
-        """Serve a sequence with a grammar that nobody has asked for before."""
+        """Compile a new grammar and match one token."""
         word = f"v{number}"
         texts = {
             "choice": json.dumps([word, "a"]),
@@ -137,250 +156,288 @@ class GrammarConformance(Lasting, SpecConformance):
         instance.accept([matcher], [[next(iter(allowed(instance, matcher)))]])
 
     def walks(self, n: int, *, seed: int = 0) -> Iterator[tuple[GrammarCase, list[int]]]:
-        """Cases, each with ``n`` ways to spell texts of it in tokens."""
+        """Yield each grammar ``n`` times with random tokens of one of its texts."""
         rng = random.Random(seed)
         for case in self.cases():
             for _ in range(n):
                 yield case, spelled(rng, rng.choice(case.fits))
 
+    def walk(self, plugin: Grammar, case: GrammarCase, tokens: Sequence[int], every: int = 1) -> None:
+        """Match the tokens of a text, and fail unless each ``every``-th mask and the last two masks are right."""
+        matcher = plugin.start(plugin.compile(case.source))
+        text = b""
+        for i, token in enumerate(tokens):
+            if i % every == 0 or i == len(tokens) - 1:
+                check_mask(allowed(plugin, matcher), case, text)
+            accepted = plugin.accept([matcher], [[token]])[0]
+            assert accepted == 1, f"{case} after {text!r}: token {token} is refused"
+            text += vocabulary()[token]
+        check_mask(allowed(plugin, matcher), case, text)
+
     @since(1, 0)
     def test_a_mask_allows_exactly_what_can_go_on(self) -> None:
-        """A token is allowed if and only if some text that fits goes on with its bytes, however a text is cut into
-        tokens; never a special token or an id that is none."""
+        """Check that a mask allows a token exactly if some text of the language continues with its bytes.
+
+        A text may be cut into tokens in any way.  Special tokens and ids beyond the vocabulary are never allowed.
+        """
         plugin = self.made()
         for case, tokens in self.walks(6):
-            matcher, text = plugin.start(plugin.compile(case.source)), b""
-            for token in [*tokens, None]:
-                got, want = allowed(plugin, matcher), viable(case, text)
-                assert got == want, f"{case} after {text!r}: {told(got, want)}"
-                if token is not None:
-                    assert plugin.accept([matcher], [[token]])[0] == 1, f"{case}: {token} is refused after {text!r}"
-                    text += vocabulary()[token]
+            self.walk(plugin, case, tokens)
 
     @since(1, 0)
     def test_the_end_is_allowed_exactly_where_the_text_fits(self) -> None:
-        """All end-of-sequence ids alike; each of them is accepted there, refused elsewhere, and the last."""
+        """Check that all end-of-sequence tokens are allowed and accepted exactly after a complete text.
+
+        No token is accepted after the end.
+        """
         plugin = self.made()
         for case, tokens in self.walks(3, seed=1):
             compiled = plugin.compile(case.source)
             for n in range(len(tokens) + 1):
-                text = b"".join(vocabulary()[t] for t in tokens[:n])
-                fits = text in {f.encode() for f in case.fits}
+                text = joined(tokens[:n])
+                complete = text in {whole.encode() for whole in case.fits}
                 for eos in EOS:
                     matcher = plugin.start(compiled)
-                    took = plugin.accept([matcher], [tokens[:n]])[0] if n else 0
-                    assert took == n, f"{case}: {took} of {tokens[:n]} are taken"
-                    assert (eos in allowed(plugin, matcher)) == fits, f"{case} after {text!r}: the end is {not fits}"
-                    assert plugin.accept([matcher], [[eos]])[0] == int(fits), f"{case} after {text!r}: eos {eos}"
-                    if fits:
+                    accepted = plugin.accept([matcher], [tokens[:n]])[0] if n else 0
+                    assert accepted == n, f"{case}: accepts {accepted} of {tokens[:n]}"
+                    place = f"{case} after {text!r}, token {eos}"
+                    assert (eos in allowed(plugin, matcher)) == complete, f"{place}: the end is allowed: {not complete}"
+                    assert plugin.accept([matcher], [[eos]])[0] == int(complete), f"{place}: accepted: {not complete}"
+                    if complete:
                         assert plugin.accept([matcher], [[tokens[0]]])[0] == 0, f"{case}: a token after the end"
 
     @since(1, 0)
     def test_what_a_mask_forbids_is_refused(self) -> None:
-        """Also after tokens that were taken in the same call: the number of those is the answer."""
-        plugin, rng = self.made(), random.Random(2)
+        """Check that ``accept`` refuses a forbidden token, and returns the number of accepted tokens before it."""
+        plugin = self.made()
+        rng = random.Random(2)
         for case, tokens in self.walks(3, seed=2):
             compiled = plugin.compile(case.source)
             cut = rng.randrange(len(tokens) + 1)
-            text = b"".join(vocabulary()[t] for t in tokens[:cut])
-            wrong = sorted(set(range(len(vocabulary()))) - set(viable(case, text)) - set(EOS))
+            allowed_ids = viable(case, joined(tokens[:cut]))
+            wrong = sorted(set(range(len(vocabulary()))) - set(allowed_ids) - set(EOS))
             for token in rng.sample(wrong, min(8, len(wrong))):
-                took = plugin.accept([plugin.start(compiled)], [[*tokens[:cut], token]])[0]
-                assert took == cut, f"{case}: took {took} of {cut} tokens that fit and one, {token}, that does not"
+                accepted = plugin.accept([plugin.start(compiled)], [[*tokens[:cut], token]])[0]
+                assert accepted == cut, f"{case}: accepts {accepted} of {cut} valid tokens and the wrong token {token}"
 
     @since(1, 0)
     def test_only_the_rows_that_are_named_are_written_and_those_wholly(self) -> None:
-        plugin, case = self.made(), self.cases()[0]
+        """Check that ``fill`` writes every bit of the named rows of a mask, and no other row."""
+        plugin = self.made()
+        case = self.cases()[0]
         compiled = plugin.compile(case.source)
-        want = viable(case, b"")
         for before in (0, -1, 0x5A5A5A5A):
-            mask = np.full((5, -(-WIDTH // 32)), before, np.int32)
+            mask = np.full((5, WORDS_OF_MASK), before, np.int32)
             assert not plugin.fill([plugin.start(compiled), plugin.start(compiled)], mask, [3, 1])
             for row in (1, 3):
-                assert bits(mask[row]) == want, f"row {row} of a mask that held {before}: {told(bits(mask[row]), want)}"
+                check_mask(bits(mask[row]), case, b"", f"row {row} of a mask that held {before}, ")
             assert (mask[[0, 2, 4]] == before).all(), "a row that was not named has changed"
 
     @since(1, 0)
     def test_a_batch_gives_what_each_matcher_gives_alone(self) -> None:
-        """Many matchers of several grammars, in any order, over several steps."""
-        plugin, rng = self.made(), random.Random(3)
-        work = list(self.walks(4, seed=3))
-        rng.shuffle(work)
-        matchers = [plugin.start(plugin.compile(case.source)) for case, _ in work]
-        texts = [b""] * len(work)
+        """Check the masks of many matchers of several grammars in one call, in any order, over several steps."""
+        plugin = self.made()
+        walks = list(self.walks(4, seed=3))
+        random.Random(3).shuffle(walks)
+        matchers = [plugin.start(plugin.compile(case.source)) for case, _ in walks]
         for step in range(12):
-            live = [i for i, (_, tokens) in enumerate(work) if len(tokens) >= step]
-            mask = np.zeros((len(work), -(-WIDTH // 32)), np.int32)
+            live = [i for i, (_, tokens) in enumerate(walks) if len(tokens) >= step]
+            mask = np.zeros((len(walks), WORDS_OF_MASK), np.int32)
             failed = plugin.fill([matchers[i] for i in live], mask, live)
             assert not failed, f"step {step}: {failed}"
             for i in live:
-                want = viable(work[i][0], texts[i])
-                assert bits(mask[i]) == want, f"{work[i][0]} after {texts[i]!r}: {told(bits(mask[i]), want)}"
-            live = [i for i, (_, tokens) in enumerate(work) if len(tokens) > step]
+                case, tokens = walks[i]
+                check_mask(bits(mask[i]), case, joined(tokens[:step]))
+            live = [i for i, (_, tokens) in enumerate(walks) if len(tokens) > step]
             if not live:
                 break
-            new = [[work[i][1][step]] for i in live]
-            assert list(plugin.accept([matchers[i] for i in live], new)) == [1] * len(live)
-            for i, tokens in zip(live, new, strict=True):
-                texts[i] += vocabulary()[tokens[0]]
+            new = [[walks[i][1][step]] for i in live]
+            accepted = list(plugin.accept([matchers[i] for i in live], new))
+            assert accepted == [1] * len(live), f"step {step}: accepts {accepted} tokens: expected 1 for each matcher"
 
     @since(1, 0)
     def test_long_texts_and_long_lists_are_held_whole(self) -> None:
-        """A text of 165 bytes and 300 texts: masks up to the end, and the end itself."""
-        plugin, rng = self.made(), random.Random(9)
-        for case in (case for case in LARGE if self.claims(case.kind)):
-            matcher, text = plugin.start(plugin.compile(case.source)), b""
-            tokens = spelled(rng, case.fits[0] if len(case.fits) == 2 else case.fits[-1])
-            for i, token in enumerate([*tokens, None]):
-                if i % 16 == 0 or len(tokens) - i < 2:
-                    got, want = allowed(plugin, matcher), viable(case, text)
-                    assert got == want, f"{case.kind} of {len(case.text)} bytes after {text!r}: {told(got, want)}"
-                if token is not None:
-                    took = plugin.accept([matcher], [[token]])[0]
-                    assert took == 1, f"{case.kind} of {len(case.text)} bytes: {token} is refused after {text!r}"
-                    text += vocabulary()[token]
+        """Check a text of 165 bytes and a language of 300 texts: some masks on the way, and the last ones."""
+        plugin = self.made()
+        rng = random.Random(9)
+        for case in LARGE:
+            if self.claims(case.kind):
+                longest = case.fits[0] if len(case.fits) == 2 else case.fits[-1]
+                self.walk(plugin, case, spelled(rng, longest), every=16)
 
     @since(1, 0)
     def test_matchers_of_one_grammar_share_no_state(self) -> None:
+        """Check that a matcher of a grammar is not changed by another matcher of the same compiled grammar."""
         plugin = self.made()
         for case, tokens in self.walks(1, seed=6):
             compiled = plugin.compile(case.source)
-            used, fresh = plugin.start(compiled), plugin.start(compiled)
+            used = plugin.start(compiled)
+            before = plugin.start(compiled)
             plugin.accept([used], [tokens])
-            for matcher in (fresh, plugin.start(compiled)):
-                got, want = allowed(plugin, matcher), viable(case, b"")
-                assert got == want, f"{case}: a matcher beside one that has gone on: {told(got, want)}"
+            for matcher in (before, plugin.start(compiled)):
+                check_mask(allowed(plugin, matcher), case, b"", "a new matcher beside a used one, ")
 
     @since(1, 0)
     def test_what_is_malformed_is_refused_with_a_message(self) -> None:
-        """A ValueError, and what is compiled afterwards is as right as ever."""
+        """Check that a malformed grammar raises a ValueError, and that the next grammar is compiled correctly."""
         plugin = self.made()
         for kind, texts in MALFORMED.items():
             for text in texts if self.claims(kind) else ():
-                with pytest.raises(ValueError) as e:
+                with pytest.raises(ValueError) as error:
                     plugin.compile(GrammarSource(kind, text))
-                    pytest.fail(f"{kind} {text!r} is malformed, or nothing fits it, and it is compiled")
-                assert str(e.value).strip(), f"{kind} {text!r}: a refusal without words"
+                    pytest.fail(f"{kind} {text!r} is malformed, or its language is empty, but it is compiled")
+                assert str(error.value).strip(), f"{kind} {text!r}: the error has no message"
         case = self.cases()[0]
-        assert allowed(plugin, plugin.start(plugin.compile(case.source))) == viable(case, b"")
+        check_mask(allowed(plugin, plugin.start(plugin.compile(case.source))), case, b"")
 
     @since(1, 0)
     def test_a_text_without_end_can_go_on_and_end(self) -> None:
-        """Random tokens under the masks: no mask is empty, and what ends is what was asked for."""
-        plugin, rng = self.made(), np.random.default_rng(7)
+        """Check random tokens of infinite languages: no mask is empty, and complete texts are in the language."""
+        plugin = self.made()
+        rng = np.random.default_rng(7)
         for kind, text in ENDLESS.items():
-            if not self.claims(kind):
-                continue
-            compiled, ended = plugin.compile(GrammarSource(kind, text)), 0
-            for _ in range(12):
-                matcher, got = plugin.start(compiled), b""
-                for _ in range(60):
-                    now = allowed(plugin, matcher)
-                    assert now, f"{kind} {text!r} after {got!r}: no token is allowed"
-                    ends = [t for t in now if t in EOS]
-                    token = ends[0] if ends and rng.random() < 0.4 else int(rng.choice(now))
-                    assert plugin.accept([matcher], [[token]])[0] == 1, f"{kind} after {got!r}: {token} is refused"
-                    if token in EOS:
-                        ended += 1
-                        assert fits(kind, got.decode()), f"{kind} {text!r}: {got!r} does not fit"
-                        break
-                    got += vocabulary()[token]
-            assert ended >= 3, f"the test itself is too weak: {ended} of 12 texts of {kind} ended"
+            if self.claims(kind):
+                compiled = plugin.compile(GrammarSource(kind, text))
+                ended = sum(self._ends_a_text(plugin, compiled, kind, rng) for _ in range(12))
+                assert ended >= 3, f"the test itself is too weak: {ended} of 12 texts of {kind} ended"
+
+    def _ends_a_text(self, plugin: Grammar, compiled: Any, kind: str, rng: np.random.Generator) -> bool:
+        """Match up to 60 random tokens of a language of ENDLESS, and return whether the text came to its end."""
+        matcher = plugin.start(compiled)
+        text = b""
+        for _ in range(60):
+            choices = allowed(plugin, matcher)
+            assert choices, f"{kind} {ENDLESS[kind]!r} after {text!r}: no token is allowed"
+            ends = [token for token in choices if token in EOS]
+            token = ends[0] if ends and rng.random() < 0.4 else int(rng.choice(choices))
+            assert plugin.accept([matcher], [[token]])[0] == 1, f"{kind} after {text!r}: token {token} is refused"
+            if token in EOS:
+                assert fits(kind, text.decode()), f"{kind} {ENDLESS[kind]!r}: {text!r} is not in the language"
+                return True
+            text += vocabulary()[token]
+        return False
 
     @since(1, 0)
     def test_whitespace_in_json_is_as_asked(self) -> None:
+        """Check that a JSON grammar accepts free whitespace exactly if ``any_whitespace`` is True."""
         self.need("json")
         plugin = self.made()
-        text = json.dumps(_object(a={"type": "boolean"}))
-        tight, loose = (plugin.compile(GrammarSource("json", text, any_whitespace=free)) for free in (False, True))
-        for written, both in (('{"a":true}', True), ('{ "a" : true }', False), ('{\n  "a": true\n}', False)):
-            tokens = [4 + b for b in written.encode()]
-            for compiled, want in ((tight, both), (loose, True)):
-                took = plugin.accept([plugin.start(compiled)], [tokens])[0] == len(tokens)
-                assert took == want, f"{written!r} with any_whitespace={compiled is loose}: taken is {took}"
+        schema = json.dumps(_object(a={"type": "boolean"}))
+        for any_whitespace in (False, True):
+            compiled = plugin.compile(GrammarSource("json", schema, any_whitespace=any_whitespace))
+            for text, compact in (('{"a":true}', True), ('{ "a" : true }', False), ('{\n  "a": true\n}', False)):
+                tokens = [FIRST_BYTE + byte for byte in text.encode()]
+                accepted = plugin.accept([plugin.start(compiled)], [tokens])[0] == len(tokens)
+                expected = compact or any_whitespace
+                assert accepted == expected, f"{text!r} with any_whitespace={any_whitespace}: accepted is {accepted}"
 
     @since(1, 0)
     def test_any_character_is_one_that_unicode_and_json_have(self) -> None:
-        """No half of a surrogate pair, and no bare control character in a string of JSON."""
-        plugin, rng = self.made(), np.random.default_rng(8)
+        """Check that texts have no half of a surrogate pair, and JSON strings no control character."""
+        plugin = self.made()
+        rng = np.random.default_rng(8)
         schema = {"type": "array", "items": {"type": "string", "minLength": 3, "maxLength": 6}, "maxItems": 4}
         for kind, text in (("regex", "[^a]{1,9}"), ("json", json.dumps(schema))):
-            if not self.claims(kind):
-                continue
-            compiled, ended = plugin.compile(GrammarSource(kind, text)), 0
-            for _ in range(60):
-                matcher, got = plugin.start(compiled), b""
-                for _ in range(80):
-                    now = allowed(plugin, matcher)
-                    hard = [t for t in now if t in (4 + 0xED, 4 + 0xA0, 4 + 0xBF, 4 + 9, 4 + 1)] or now
-                    token = int(rng.choice(hard if rng.random() < 0.5 else now))
-                    if EOS[0] in now and rng.random() < 0.5:
-                        read = got.decode()  # raises if it is no UTF-8
-                        assert kind != "json" or isinstance(json.loads(read), list)
-                        ended += 1
-                        break
-                    plugin.accept([matcher], [[token]])
-                    got += vocabulary()[token]
-                    if token in EOS:
-                        break
-            assert ended >= 5, f"the test itself is too weak: {ended} of 60 texts of {kind} ended"
+            if self.claims(kind):
+                compiled = plugin.compile(GrammarSource(kind, text))
+                ended = sum(self._ends_in_unicode(plugin, compiled, kind, rng) for _ in range(60))
+                assert ended >= 5, f"the test itself is too weak: {ended} of 60 texts of {kind} ended"
+
+    def _ends_in_unicode(self, plugin: Grammar, compiled: Any, kind: str, rng: np.random.Generator) -> bool:
+        """Match random tokens, often difficult bytes; return whether a text ended, and fail if it cannot be decoded."""
+        matcher = plugin.start(compiled)
+        text = b""
+        for _ in range(80):
+            choices = allowed(plugin, matcher)
+            difficult = [token for token in choices if token - FIRST_BYTE in (0xED, 0xA0, 0xBF, 9, 1)] or choices
+            token = int(rng.choice(difficult if rng.random() < 0.5 else choices))
+            if EOS[0] in choices and rng.random() < 0.5:
+                decoded = text.decode()  # raises unless the text is UTF-8
+                assert kind != "json" or isinstance(json.loads(decoded), list)
+                return True
+            plugin.accept([matcher], [[token]])
+            text += vocabulary()[token]
+            if token in EOS:
+                break
+        return False
 
     @since(1, 0)
     def test_several_threads_may_compile_at_once(self) -> None:
-        """Beside the loop, which fills masks meanwhile."""
-        plugin, cases = self.made(), self.cases() * 4
+        """Check that threads can compile grammars while the event loop fills masks."""
+        plugin = self.made()
+        cases = self.cases() * 4
         matcher = plugin.start(plugin.compile(cases[0].source))
         with ThreadPoolExecutor(4) as pool:
-            made = [pool.submit(plugin.compile, case.source) for case in cases]
+            futures = [pool.submit(plugin.compile, case.source) for case in cases]
             for _ in range(20):
-                assert allowed(plugin, matcher) == viable(cases[0], b"")
-            for case, compiled in zip(cases, made, strict=True):
-                got, want = allowed(plugin, plugin.start(compiled.result())), viable(case, b"")
-                assert got == want, f"{case}, compiled beside others: {told(got, want)}"
+                check_mask(allowed(plugin, matcher), cases[0], b"")
+            for case, future in zip(cases, futures, strict=True):
+                check_mask(allowed(plugin, plugin.start(future.result())), case, b"", "compiled in a thread, ")
 
 
-# ---- what is right, by listing --------------------------------------------------------------------------------------
+# ---- expected masks -------------------------------------------------------------------------------------------------
 
 
 def viable(case: GrammarCase, text: bytes) -> list[int]:
-    """Ids that may follow a text, in order."""
-    rest = [f.encode()[len(text) :] for f in case.fits if f.encode().startswith(text)]
-    found = [i for i, token in enumerate(vocabulary()) if token and any(r.startswith(token) for r in rest)]
-    return sorted(found + (list(EOS) if b"" in rest else []))
+    """Return the tokens that may follow a text, in ascending order."""
+    texts = [whole.encode() for whole in case.fits]
+    rests = [whole[len(text) :] for whole in texts if whole.startswith(text)]
+    found = [i for i, token in enumerate(vocabulary()) if token and any(rest.startswith(token) for rest in rests)]
+    if b"" in rests:
+        found += EOS
+    return sorted(found)
 
 
 def spelled(rng: random.Random, text: str) -> list[int]:
-    """One of the ways to cut a text into tokens."""
-    data, tokens, out = text.encode(), vocabulary(), []
-    while data:
-        token = rng.choice([i for i, t in enumerate(tokens) if t and data.startswith(t)])
-        out.append(token)
-        data = data[len(tokens[token]) :]
-    return out
+    """Cut a text into random tokens."""
+    rest = text.encode()
+    tokens = []
+    while rest:
+        token = rng.choice([i for i, data in enumerate(vocabulary()) if data and rest.startswith(data)])
+        tokens.append(token)
+        rest = rest[len(vocabulary()[token]) :]
+    return tokens
+
+
+def joined(tokens: Sequence[int]) -> bytes:
+    """Return the bytes of some tokens."""
+    return b"".join(vocabulary()[token] for token in tokens)
 
 
 def bits(row: np.ndarray) -> list[int]:
-    """Ids below WIDTH whose bit is set."""
+    """Return the tokens below ``WIDTH`` whose bit is set in a row of a mask, int32 [words]."""
     return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:WIDTH]).tolist()
 
 
 def allowed(plugin: Grammar, matcher: Any) -> list[int]:
-    mask = np.zeros((1, -(-WIDTH // 32)), np.int32)
+    """Return the tokens that the mask of a matcher allows."""
+    mask = np.zeros((1, WORDS_OF_MASK), np.int32)
     failed: Mapping[int, str] = plugin.fill([matcher], mask, [0])
-    assert not failed, f"the matcher cannot go on: {failed[0]}"
+    assert not failed, f"the matcher cannot continue: {failed[0]}"
     return bits(mask[0])
 
 
-def told(got: Sequence[int], want: Sequence[int]) -> str:
-    """How two masks differ, in tokens."""
-    name = {i: repr(t) if t else f"<{i}>" for i, t in enumerate(vocabulary())}
-    more, less = ([name.get(i, f"<{i}>") for i in ids] for ids in (set(got) - set(want), set(want) - set(got)))
-    much, little = (", ".join(sorted(names)[:8]) or "nothing" for names in (more, less))
-    return f"it allows {much} that cannot go on, and forbids {little} that can"
+def check_mask(found: list[int], case: GrammarCase, text: bytes, situation: str = "") -> None:
+    """Fail unless a mask allows exactly the tokens that may follow a text.
+
+    ``found`` has the allowed tokens.  ``situation`` begins the message.
+    """
+    expected = viable(case, text)
+    assert found == expected, (
+        f"{situation}{str(case)[:200]} after {text!r}: it allows {_names(set(found) - set(expected))} that cannot "
+        f"follow, and forbids {_names(set(expected) - set(found))} that can"
+    )
+
+
+def _names(tokens: Collection[int]) -> str:
+    """Return up to eight tokens as text, with the bytes of each."""
+    data = dict(enumerate(vocabulary()))
+    names = sorted(repr(data[token]) if data.get(token) else f"<{token}>" for token in tokens)
+    return ", ".join(names[:8]) or "nothing"
 
 
 def fits(kind: str, text: str) -> bool:
-    """Whether a text fits the language of ENDLESS."""
+    """Return whether a text is in the language of ENDLESS of a kind."""
     if kind == "regex":
         return re.fullmatch("a+b?", text) is not None
     if kind == "choice":
@@ -389,5 +446,9 @@ def fits(kind: str, text: str) -> bool:
         n = len(text) // 2
         return text == "a" * n + "c" + "b" * n
     value = json.loads(text)
-    whole = [isinstance(v, (int, float)) and not isinstance(v, bool) and v == int(v) for v in value["a"]]
-    return list(value) == ["a"] and all(whole)
+    return list(value) == ["a"] and all(map(_is_integer, value["a"]))
+
+
+def _is_integer(value: Any) -> bool:
+    """Return whether a JSON value is an integer, which may be written as 1.0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value)
