@@ -19,6 +19,7 @@ TYPES = {
     431: "RequestHeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 505: "HTTPVersionError",
 }  # fmt: skip
+CLOSE = {"Connection": "close"}  # header of an answer that ends the connection
 INTERNAL = "the server failed on this request; its log says why"
 
 

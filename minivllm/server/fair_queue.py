@@ -22,7 +22,7 @@ class FairQueue(Generic[T]):
     """A queue of items, each with an owner and a unique number.
 
     The owner that was served longest ago comes next.  An owner's own items leave in the order in which they came.
-    Every operation takes constant time, but ``pop`` with ``but`` takes time linear in the number of owners.
+    Every operation takes constant time, except that ``pop`` checks one owner after another against ``skip``.
 
     Invariant: each owner in ``_queues`` has at least one item, and ``_owner`` has the number of every item.
     """
@@ -39,12 +39,12 @@ class FairQueue(Generic[T]):
         self._queues.setdefault(owner, OrderedDict())[number] = item
         self._owner[number] = owner
 
-    def pop(self, but: Container[str] = ()) -> tuple[str, int, T] | None:
+    def pop(self, skip: Container[str] = ()) -> tuple[str, int, T] | None:
         """Remove the next item and return (owner, number, item), or None if there is none.
 
-        Owners in ``but`` are skipped.
+        Owners in ``skip`` are left out.
         """
-        owner = next((name for name in self._queues if name not in but), None)
+        owner = next((name for name in self._queues if name not in skip), None)
         if owner is None:
             return None
         queue = self._queues[owner]

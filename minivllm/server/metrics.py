@@ -118,7 +118,7 @@ class Metrics:
         self.figures = gauge("minivllm:plugin_figure", "a figure that a plug-in reports", "seam", "figure")
         self.joules = counter("minivllm:energy_joules", "energy used while the engine was busy or idle", "state")
         text = "energy of an output token, idle time excluded"
-        # without a child until the energy is known, so that no 0 is shown
+        # has no value until the energy is known, so that 0 is not shown
         names = tuple(self._labels)
         self.each_token = Gauge("minivllm:joules_per_output_token", text, names, registry=self.registry)
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from minivllm import EngineDeadError, RequestError, SamplingParams
 from minivllm.core.engine.request import RUNNING, WAITING
-from minivllm.server.link.client import FrameClient
+from minivllm.server.link.client import EngineClient
 from minivllm.server.link.engine_loop import EngineLoop
 from minivllm.server.link.frames import decode, encode
 from minivllm.testing.sim import answer, at_rest, sim_engine
@@ -34,7 +34,7 @@ TOLD = dict(
 )
 
 
-class Wired(FrameClient):
+class Wired(EngineClient):
     """A client and a loop in one thread: all that passes between them is encoded, and a turn is taken on demand."""
 
     def __init__(self, engine):

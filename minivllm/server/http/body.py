@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import CLOSE, ApiError
 from minivllm.validation import flaw, is_text, lone_escape
 
 from . import bounds
@@ -58,7 +58,7 @@ class Bodies:
             except asyncio.TimeoutError:
                 await self._late.turn()
                 what = f"the body was not complete after {seconds:g} s"
-                raise ApiError(408, what, headers={"Connection": "close"}) from None
+                raise ApiError(408, what, headers=CLOSE) from None
             return await self.parse(b"".join(parts), owner)
 
     async def parse(self, raw: bytes, owner: str, inner: str = "") -> dict[str, Any]:
@@ -96,7 +96,7 @@ class Bodies:
 
     @contextmanager
     def _counted(self, owner: str) -> Iterator[list[int]]:
-        """Yield a list with one number, the bytes that the caller has added to ``held``.  Subtract them at the end."""
+        """Yield a list [0], in which the caller counts the bytes that it adds to ``held``.  Subtract them last."""
         count = [0]
         try:
             yield count
@@ -107,7 +107,7 @@ class Bodies:
 
 
 def too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most} bytes", headers={"Connection": "close"})
+    return ApiError(413, f"the body is larger than {most} bytes", headers=CLOSE)
 
 
 class Refusal(JSONResponse):

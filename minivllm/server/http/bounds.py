@@ -68,7 +68,7 @@ def check_shape(raw: bytes) -> None:
     ``check_values`` checks the number of values once the text has been parsed.
     """
     if raw.count(b"[") + raw.count(b"{") <= MOST_DEPTH:
-        return  # so few brackets, even those in strings counted, make the text neither deep nor large
+        return  # with so few brackets, counting even those in strings, the text is neither deep nor large
     shape = shape_of(raw)
     if shape.depth > MOST_DEPTH:
         raise ApiError(400, f"the JSON of the body is nested too deeply: expected at most {MOST_DEPTH} levels")

@@ -15,7 +15,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from minivllm.server import errors, logs
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import CLOSE, ApiError
 from minivllm.server.fair_queue import owner_of
 
 from . import cross_site
@@ -75,7 +75,7 @@ class Guard:
             await self.app(asked, receive, answer)
         except asyncio.CancelledError:  # the server ends; uvicorn would answer 500
             if not status:
-                await send_error(answer, ApiError(503, "the server is shutting down", headers={"Connection": "close"}))
+                await send_error(answer, ApiError(503, "the server is shutting down", headers=CLOSE))
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500:
@@ -130,11 +130,11 @@ class Guard:
         if count > self.max_headers or size > self.max_header_bytes:
             most = f"at most {self.max_headers} of {self.max_header_bytes} bytes together"
             what = f"{count} headers of {size} bytes; expected {most}"
-            raise ApiError(431, what, headers={"Connection": "close"})
+            raise ApiError(431, what, headers=CLOSE)
         url = len(scope.get("raw_path") or b"") + len(scope.get("query_string") or b"")
         if url > self.max_header_bytes:
             what = f"the URL has {url} bytes; expected at most {self.max_header_bytes}"
-            raise ApiError(414, what, headers={"Connection": "close"})
+            raise ApiError(414, what, headers=CLOSE)
 
     def _check_site(self, scope: Any, changes: bool) -> None:
         """Raise ApiError for an unknown ``Host`` and, if the request may change anything, for a foreign ``Origin``."""
@@ -151,14 +151,14 @@ class Guard:
             raise ApiError(503, CROWDED, headers={"Retry-After": "1", "Connection": "close"})
         self._check_site(scope, changes)
         if odd := unknown_coding(cross_site.values(scope["headers"], b"transfer-encoding")):
-            raise ApiError(501, odd, headers={"Connection": "close"})
+            raise ApiError(501, odd, headers=CLOSE)
         expected = headers.get(b"expect", b"100-continue").decode("latin-1")
         if expected.lower() != "100-continue":
             what = f"Expect: {errors.printable(expected, 40)} is not supported; expected 100-continue"
-            raise ApiError(417, what, headers={"Connection": "close"})
+            raise ApiError(417, what, headers=CLOSE)
         if b"content-length" in headers and b"transfer-encoding" in headers:
             what = "the request has both Content-Length and Transfer-Encoding: expected one of them"
-            raise ApiError(400, what, headers={"Connection": "close"})
+            raise ApiError(400, what, headers=CLOSE)
         if scope["method"] == "OPTIONS":
             cross_site.check_preflight(scope["headers"], self.origins)
         if asked_path(scope) not in OPEN:

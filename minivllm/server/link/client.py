@@ -1,4 +1,4 @@
-"""The interface of an engine for the server's protocols (HTTP, WebSocket), and the clients that implement it.
+"""The client of an engine for the server's protocols (HTTP, WebSocket), and a client whose engine is in this process.
 
     protocol ──stream()──► EngineClient ──commands──► EngineLoop   (a thread, or a process of its own)
              ◄── Piece ── Stream ◄──── frames, one a step ────┘
@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -70,79 +70,20 @@ class EngineInfo:
     sampling: dict[str, Any]
 
 
-class EngineClient(Protocol):
+class EngineClient:
     """The client of an engine, used by the event loop's thread alone.
 
-    ``info`` and ``tokenizer`` are set by ``open``.
-    """
-
-    info: EngineInfo
-    tokenizer: Tokenizer | None
-    restarting: bool  # the engine has ended and is being restarted
-    restarted: int  # number of restarts
-    on_gap: Callable[[float, int], None] | None  # on_gap(seconds, n) is called for n tokens that came so far apart
-
-    async def open(self) -> None:
-        """Start the engine.  Raise the errors of ``LLM(...)``."""
-
-    async def stream(
-        self,
-        prompt_ids: Any,
-        params: SamplingParams,
-        request_id: str,
-        *,
-        pieces: bool = True,
-        owner: str = "",
-        taps: PooledTaps = NOTHING,
-        energy: bool = False,
-    ) -> Stream:
-        """Send a request and return its stream once the engine has accepted it.
-
-        With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
-        (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
-        when its joules are known.
-        Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
-        shutting down.
-        """
-
-    async def abort(self, request_id: str) -> None:
-        """Abort a request.  Its stream ends with the tokens so far.  Unknown ids are ignored."""
-
-    async def stats(self) -> dict[str, Any]:
-        """Return the engine's statistics."""
-
-    async def state(self, trim: bool) -> dict[str, Any]:
-        """Return the engine's tables and memory (``state.engine``), to find leaks."""
-
-    def tables(self) -> dict[str, int]:
-        """Return the numbers of entries in the client's tables, all 0 without requests."""
-
-    async def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache, and return True."""
-
-    async def profile(self, start: bool) -> str:
-        """Start a trace of the torch profiler, or end it, and return the path of the file that the end writes."""
-
-    def healthy(self) -> tuple[bool, str]:
-        """Return whether the engine ran a step or was idle within the last 5 s, and the reason if not."""
-
-    async def close(self, drain: float = 0.0) -> bool:
-        """Refuse new requests, wait ``drain`` seconds for the running ones, and end the engine.
-
-        Return whether all requests ended in time.  Other streams get EngineDeadError.  A second call does nothing.
-        """
-
-
-class FrameClient:
-    """The common part of clients: the tables of streams and questions, and the handling of frames.
-
-    A subclass sends commands (``_send``), passes on received frames (``_on_frame``) and reports the end of the engine
+    It has the tables of streams and questions, and handles frames.  A subclass starts and ends the engine (``open``,
+    ``close``), sends commands (``_send``), passes on received frames (``_on_frame``) and reports the end of the engine
     (``_lost``).
     Invariant: only the reader of a stream holds it.  A stream without any reference is aborted.
     """
 
+    info: EngineInfo  # set by ``open``, as ``tokenizer``
+
     def __init__(self) -> None:
         self.tokenizer: Tokenizer | None = None
+        # on_gap(seconds, n) is called after n gaps of ``seconds`` between the tokens of a branch
         self.on_gap: Callable[[float, int], None] | None = None
         self._streams: WeakValueDictionary[int, Stream] = WeakValueDictionary()
         self._ids: dict[str, int] = {}  # request id -> number of the stream
@@ -157,9 +98,20 @@ class FrameClient:
         self._draining = False
         # number -> owner and frame of each request without a token yet, if the engine can be restarted
         self._untouched: dict[int, tuple[str, bytes]] = {}
-        self.restarting = False
-        self.restarted = 0
+        self.restarting = False  # the engine has ended and is being restarted
+        self.restarted = 0  # number of restarts
         self._empty: asyncio.Event | None = None  # set when no request is left
+
+    async def open(self) -> None:
+        """Start the engine.  Raise the errors of ``LLM(...)``."""
+        raise NotImplementedError
+
+    async def close(self, drain: float = 0.0) -> bool:
+        """Refuse new requests, wait ``drain`` seconds for the running ones, and end the engine.
+
+        Return whether all requests ended in time.  Other streams get EngineDeadError.  A second call does nothing.
+        """
+        raise NotImplementedError
 
     def _send(self, kind: str, header: dict[str, Any], columns: dict[str, np.ndarray] | None = None) -> None:
         """Send a command to the engine."""
@@ -185,6 +137,14 @@ class FrameClient:
         taps: PooledTaps = NOTHING,
         energy: bool = False,
     ) -> Stream:
+        """Send a request and return its stream once the engine has accepted it.
+
+        With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
+        (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
+        when its joules are known.
+        Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
+        shutting down.
+        """
         self._check_open()
         ids = _prompt(prompt_ids)
         if request_id in self._ids:
@@ -233,7 +193,9 @@ class FrameClient:
         return self._last_written[1]
 
     async def abort(self, request_id: str) -> None:
-        if (number := self._ids.get(request_id)) is not None and not self._gone:
+        """Abort a request.  Its stream ends with the tokens so far.  Unknown ids are ignored."""
+        number = self._ids.get(request_id)
+        if number is not None and not self._gone:
             self._send("abort", {"number": number})
 
     def _drop(self, stream: Stream) -> None:
@@ -286,12 +248,15 @@ class FrameClient:
     # ---- questions -----------------------------------------------------------------------------------------------
 
     async def stats(self) -> dict[str, Any]:
+        """Return the engine's statistics."""
         return await self._ask("stats")
 
     async def state(self, trim: bool) -> dict[str, Any]:
+        """Return the engine's tables and memory (``state.engine``), to find leaks."""
         return await self._ask("state", trim=trim)
 
     def tables(self) -> dict[str, int]:
+        """Return the numbers of entries in the client's tables, all 0 without requests."""
         return {
             "streams": len(self._streams),
             "ids": len(self._ids),
@@ -301,15 +266,17 @@ class FrameClient:
         }
 
     async def reset_prefix_cache(self) -> bool:
+        """Empty the prefix cache, and return True."""
         return await self._ask("reset_prefix_cache")
 
     async def profile(self, start: bool) -> str:
+        """Start a trace of the torch profiler, or end it, and return the path of the file that the end writes."""
         if start:
             self._profile = f"minivllm-profile-{time.strftime('%Y%m%d-%H%M%S')}.json"
         return await self._ask("profile", start=start, path=getattr(self, "_profile", "minivllm-profile.json"))
 
     async def _ask(self, what: str, **args: Any) -> Any:
-        """Ask the engine's loop a question (a method ``_ask_...`` of ``EngineLoop``) and return the answer."""
+        """Call the method ``_ask_`` + ``what`` of ``EngineLoop`` in the engine's loop, and return its result."""
         if self._gone:
             raise EngineDeadError(self._why)
         number = next(self._numbers)
@@ -321,6 +288,7 @@ class FrameClient:
             self._asked.pop(number, None)
 
     def healthy(self) -> tuple[bool, str]:
+        """Return whether the engine ran a step or was idle within the last 5 s, and the reason if not."""
         silent = time.monotonic() - self._last_frame
         if self._gone:
             return False, self._why
@@ -451,7 +419,7 @@ class FrameClient:
         return not self._ids
 
 
-class LocalClient(FrameClient):
+class LocalClient(EngineClient):
     """A client whose engine runs in a thread of this process, for tests and for use in a single process."""
 
     def __init__(self, loaded: Loaded) -> None:

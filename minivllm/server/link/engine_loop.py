@@ -328,7 +328,7 @@ class EngineLoop(TurnLoop):
                 self.engine.finish(seq, "stop", stop_reason=stop or None)
 
     def _do_ask(self, ask: int, what: str, args: dict[str, Any]) -> None:
-        """Answer question number ``ask`` by the method ``_ask_`` + ``what``, or report its error."""
+        """Call the method ``_ask_`` + ``what``, and send its result or error as the answer to question ``ask``."""
         try:
             answer = [ask, getattr(self, f"_ask_{what}")(**args), None]
         except BaseException as e:
@@ -378,7 +378,7 @@ class EngineLoop(TurnLoop):
         self.weight = 0
 
     def _add_tokens(self, stream: np.ndarray, sample: np.ndarray, token: np.ndarray) -> None:
-        """Add one token of each of many branches that go on, as arrays, since these are most of all tokens."""
+        """Add one token to each of many running branches.  Arrays are used, because most tokens come this way."""
         self._close_part()
         rows = np.empty((6, len(token)), np.int64)
         rows[0], rows[1], rows[2], rows[3], rows[4], rows[5] = stream, sample, 1, 0, -1, 0

@@ -35,7 +35,7 @@ class Outbox:
     def put(self, owner: str, number: int, data: bytes) -> None:
         """Send a request now or later.  Raise EngineDeadError if too many bytes of the owner wait already."""
         if self._bytes[owner] + len(data) > UNREAD:
-            raise EngineDeadError("the engine does not read its requests")
+            raise EngineDeadError("the engine does not read its requests: too many bytes wait to be sent")
         self._queue.push(owner, number, (owner, data))
         self._bytes[owner] += len(data)
         self._push()

@@ -19,7 +19,7 @@ from minivllm.registration import fresh
 from minivllm.server.logs import event
 
 from .child_log import PrintedLog
-from .client import FrameClient, settle
+from .client import EngineClient, settle
 from .engine_process import GRACE, loaded_to_json
 from .frames import Frame, Splitter, encode
 from .outbox import UNREAD, Outbox
@@ -32,7 +32,7 @@ AGAIN = 5.0  # longest time in seconds between two tries to start a child
 TAIL = 2000  # characters of the end of the process's output, for an error message
 
 
-class ProcessClient(FrameClient):
+class ProcessClient(EngineClient):
     """An ``EngineClient`` whose engine runs in a child process.  The task that reads frames never waits for a stream.
 
     The child ends when this process ends, for whatever reason, because only this process holds the write end of the
@@ -141,7 +141,7 @@ class ProcessClient(FrameClient):
         """Write a frame to the socket.  Raise EngineDeadError if the engine has left too many bytes unread."""
         writer = self._open_writer()
         if writer.transport.get_write_buffer_size() > UNREAD:
-            raise EngineDeadError("the engine does not read its commands")
+            raise EngineDeadError("the engine does not read its commands: too many bytes wait to be sent")
         writer.write(data)
 
     async def close(self, drain: float = 0.0) -> bool:
