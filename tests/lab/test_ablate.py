@@ -163,7 +163,7 @@ def test_a_part_of_the_user_is_measured_and_seeds_that_change_nothing_are_warned
     code, out, err = said(capsys, "ablate", "--model", "pocket", *args, "--dataset", str(asks))
     assert code == 0, err
     assert "few: max_num_seqs=1: defined by the user" in out and "kv-cache" not in out
-    assert "warning: seeds change nothing" in out and "at temperature 0: all seeds ask for the same" in out
+    assert "warning: seeds change nothing" in out and "at temperature 0: all seeds have the same requests" in out
 
 
 def test_seeds_that_change_an_answer_are_not_warned_of():

@@ -126,7 +126,7 @@ def test_the_command_says_the_same_in_its_table_and_its_json(tmp_path, capsys):
         (["--input-len", "100", "--context-len", "16", "--batch-size", "1"], "max_num_batched_tokens=64"),
         (["--context-len", "300", "--batch-size", "1", "--input-len", "16"], "more than max_model_len=128"),
         (["--context-len", "128", "--batch-size", "4", "--set", "num_kvcache_blocks=9", "--input-len", "16"], "blocks"),
-        (["--set", "executor=process"], "want executor=local"),
+        (["--set", "executor=process"], "use executor=local"),
     ],
 )
 def test_loads_that_the_engine_has_no_room_for_are_refused(capsys, flags, message):

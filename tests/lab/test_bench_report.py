@@ -264,7 +264,7 @@ def test_hits_evictions_and_preemptions_of_a_comparison_are_drawn_with_their_int
 
 
 def test_failed_requests_are_no_fast_ones_and_loads_that_are_not_drawn_are_mentioned():
-    assert report._answered(LOADED, "ttfts") == [0.001, 0.002]
+    assert report._times_of(LOADED, "ttfts") == [0.001, 0.002]
     five = report.section("r", result("serve", rows=[{**LOADED, "request_rate": float(i)} for i in range(1, 6)]))
     assert "first 4 of 5 loads" in five and "loads" not in report.section("r", RESULTS["serve"])
     nothing = {**RESULTS["closed"], "knee": 4.0, "knee_below": None}

@@ -97,13 +97,13 @@ def test_arrivals_have_the_rate_and_the_burstiness_that_were_asked_for(burstines
     ("text", "message"),
     [
         ("", "no requests"),
-        ("[1]", ":1: want an object with a 'prompt'"),
-        ('{"prompt": ""}', ":1: prompt='': want a text or a list of token ids"),
-        ('{"prompt": [1, -1]}', "want a text or a list of token ids"),
-        ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0: want a whole number from 1"),
-        ('{"prompt": "a", "at": -1}', "at=-1: want seconds after the start"),
-        ('{"prompt": "a", "tokens": 3}', "'tokens': want prompt, max_tokens and at"),
-        ('{"prompt": "a", "at": 1}\n{"prompt": "b"}', "1 of 2 requests have no 'at'; want all or none"),
+        ("[1]", ":1: expected an object with a 'prompt'"),
+        ('{"prompt": ""}', ":1: prompt='': expected a text or a list of token ids"),
+        ('{"prompt": [1, -1]}', "expected a text or a list of token ids"),
+        ('{"prompt": "a", "max_tokens": 0}', "max_tokens=0: expected a whole number from 1"),
+        ('{"prompt": "a", "at": -1}', "at=-1: expected seconds after the start"),
+        ('{"prompt": "a", "tokens": 3}', "'tokens': expected prompt, max_tokens and at"),
+        ('{"prompt": "a", "at": 1}\n{"prompt": "b"}', "1 of 2 requests have no 'at'; expected it in all or in none"),
     ],
 )
 def test_a_file_of_requests_that_cannot_be_read_names_its_line(tmp_path, text, message):

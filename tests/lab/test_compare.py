@@ -117,7 +117,7 @@ def test_a_table_says_what_was_asked_what_differs_and_how_many_prefixes_were_fou
     requests.write_text('"a b"\n"a c"\n')
     code, out, err = said(capsys, *args, "--dataset", str(requests))
     assert code == 0 and f"2 requests of {requests}, temperature 0\n" in out and "counted" not in out
-    assert "at temperature 0: all seeds ask for the same" in err
+    assert "at temperature 0: all seeds have the same requests" in err
 
 
 @pytest.mark.parametrize("turns", [[], ["--in-turns"]])

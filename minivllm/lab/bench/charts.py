@@ -1,6 +1,6 @@
-"""Charts as data, and as SVG text: bars with error bars, lines and points, parts of a whole, requests over time.
+"""Charts as data, and as SVG text: bars with intervals, lines and points, parts of a whole, requests over time.
 
-Colours are variables of the page's style sheet.  ``plot`` draws the same charts by matplotlib.
+Colours are variables of the page's style sheet.  ``plot`` draws the same charts with matplotlib.
 """
 
 from __future__ import annotations
@@ -8,22 +8,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from typing import Any
 
-WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8
+WIDTH, LEFT, ROW, TOP = 640, 230, 26, 8  # of a chart, of the names beside bars, of a bar, above the first bar
 LONGEST = 30  # characters of a name beside a bar
-LOW, FEW = 220, 16  # where the axis of a chart with lines lies; points of a line that are drawn one by one
+LOW = 220  # y of the x axis of a chart with lines
+FEW = 16  # a joined line with fewer points shows each of them
 THIN = 12  # height of a request in a timeline
-COLOURS = "abcdef"
-DODGE = 5.0  # between the whiskers of two lines at one place
+COLOURS = "abcdef"  # classes of the style sheet
+DODGE = 5.0  # distance of the whiskers of two lines at the same x
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One value with its interval, if it has one.  ``tick``: a value to compare it with, in its row."""
+    """A value, with its interval if it has one.  ``tick`` is a value to compare it with, drawn across the bar."""
 
     name: str
     value: float
@@ -34,8 +36,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class DrawnLine:
-    """Points in the order in which they are joined.  ``upward`` and ``across``: of each point the interval of its y and
-    of its x, None if it has none; empty if no point has one."""
+    """A line through points, in their order.
+
+    ``upward`` and ``across`` hold the interval of each point's y and x, None for a point without one.  They are empty
+    if no point has an interval.
+    """
 
     name: str
     points: tuple[Point, ...]
@@ -43,38 +48,49 @@ class DrawnLine:
     across: tuple[Point | None, ...] = ()
 
     def whiskers(self) -> list[tuple[Point, Point]]:
-        """Return both ends of each interval."""
-        up = [((p[0], s[0]), (p[0], s[1])) for p, s in zip(self.points, self.upward, strict=False) if s]
-        return up + [((s[0], p[1]), (s[1], p[1])) for p, s in zip(self.points, self.across, strict=False) if s]
+        """Return the two ends of each interval."""
+        ends: list[tuple[Point, Point]] = []
+        for (x, _), span in zip(self.points, self.upward, strict=False):
+            if span:
+                ends.append(((x, span[0]), (x, span[1])))
+        for (_, y), span in zip(self.points, self.across, strict=False):
+            if span:
+                ends.append(((span[0], y), (span[1], y)))
+        return ends
 
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars from 0.  ``mark``: a value at which a line is drawn, as 1 where ratios are shown."""
+    """Horizontal bars from 0.  ``mark`` is a value at which a line is drawn, such as 1 for ratios; None means none."""
 
     title: str
     rows: Sequence[Bar]
     mark: float | None = None
 
     def svg(self) -> str:
+        """Return the chart as SVG."""
         return bars(self.rows, self.title, self.mark)
 
 
 @dataclass(frozen=True)
 class StackChart:
-    """Parts of a whole."""
+    """Parts of a whole, in one bar."""
 
     title: str
     rows: Sequence[Bar]
 
     def svg(self) -> str:
+        """Return the chart as SVG."""
         return stack(self.rows, self.title)
 
 
 @dataclass(frozen=True)
 class LineChart:
-    """Lines from 0, or from the lowest power of ten (``log``, of y); not ``joined``: points, over axes about as wide as
-    they lie apart, with ``front`` through those that no other beats."""
+    """Lines over axes that begin at 0, or points over axes that fit them (not ``joined``).
+
+    ``log`` makes the y axis logarithmic, from a power of ten.  ``front`` is a dashed line through the points that no
+    other point beats.
+    """
 
     title: str
     lines: Sequence[DrawnLine]
@@ -85,12 +101,13 @@ class LineChart:
     front: tuple[Point, ...] = ()
 
     def svg(self) -> str:
+        """Return the chart as SVG."""
         return lines(self.lines, self.x_name, self.y_name, self.joined, self.log, self.front)
 
 
 @dataclass(frozen=True)
 class Span:
-    """A request: when it was sent, when its first token came, and its last."""
+    """The seconds at which a request was sent, got its first token, and got its last token."""
 
     start: float
     first: float
@@ -99,30 +116,35 @@ class Span:
 
 @dataclass(frozen=True)
 class TimelineChart:
-    """A row for each request."""
+    """Requests over time, a row for each."""
 
     title: str
     rows: Sequence[Span]
 
     def svg(self) -> str:
+        """Return the chart as SVG."""
         return timeline(self.rows, self.title)
 
 
 @dataclass(frozen=True)
 class Table:
+    """A table of a report."""
+
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
 
 
 Chart = BarChart | StackChart | LineChart | TimelineChart
-Block = Chart | Table | str  # of a report; a text is a sentence
-Row = Mapping[str, Any]  # of a result
+Block = Chart | Table | str  # a part of a report; a string is a paragraph
+Row = Mapping[str, Any]  # a row of a result, or a whole result
 
 
 def number(value: float) -> str:
-    """Short: three digits that count."""
-    if value == 0 or not math.isfinite(value):
-        return "0" if value == 0 else "-"
+    """Return a number as text with three significant digits, "-" if it is not finite."""
+    if not math.isfinite(value):
+        return "-"
+    if value == 0:
+        return "0"
     if value == int(value) and abs(value) < 1e6:
         return str(int(value))
     digits = max(0, 2 - math.floor(math.log10(abs(value)) + 1e-9))
@@ -131,20 +153,25 @@ def number(value: float) -> str:
 
 
 def short(name: str) -> str:
-    return name if len(name) <= LONGEST else f"{name[: LONGEST // 2]}…{name[1 - LONGEST // 2 :]}"
+    """Return a name with at most ``LONGEST`` characters, without its middle if it is longer."""
+    if len(name) <= LONGEST:
+        return name
+    return f"{name[: LONGEST // 2]}…{name[1 - LONGEST // 2 :]}"
 
 
 def _svg(height: float, label: str, parts: Sequence[str]) -> str:
+    """Return the SVG element of a chart."""
     inside = "".join(parts)
     return f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{escape(label, quote=True)}">{inside}</svg>'
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+    """Return a text element."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
 
 def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
-    """A square and a name each, one below the other."""
+    """Return a legend: a coloured square and a name per row."""
     out = []
     for i, name in enumerate(names):
         y = top + 20 * i
@@ -154,11 +181,14 @@ def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
 
 
 def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
-    """Return the SVG of a ``BarChart``.  The axis holds every interval, below 0 too."""
+    """Return the SVG of a ``BarChart``, whose axis includes all intervals, also below 0."""
     shown = [row for row in rows if math.isfinite(row.value)]
     least, most = span_of(shown, mark)
     scale = (WIDTH - LEFT - 70) / (most - least)
-    place = lambda value: LEFT + (value - least) * scale  # noqa: E731
+
+    def place(value: float) -> float:
+        return LEFT + (value - least) * scale
+
     parts = []
     for i, row in enumerate(shown):
         y = TOP + i * ROW
@@ -166,39 +196,95 @@ def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
         parts.append(_text(LEFT - 8, y + 16, short(row.name), "end"))
         parts.append(f'<rect class="a" x="{begin:.1f}" y="{y + 3}" width="{end - begin:.1f}" height="{ROW - 8}"/>')
         if row.low is not None and row.high is not None:
-            a, b, at = place(row.low), place(row.high), y + ROW / 2 - 1
-            parts.append(f'<path class="e" d="M{a:.1f} {at}H{b:.1f}M{a:.1f} {at - 4}v8M{b:.1f} {at - 4}v8"/>')
-            end = max(end, b)
+            low = place(row.low)
+            high = place(row.high)
+            middle = y + ROW / 2 - 1
+            caps = f"M{low:.1f} {middle - 4}v8M{high:.1f} {middle - 4}v8"
+            parts.append(f'<path class="e" d="M{low:.1f} {middle}H{high:.1f}{caps}"/>')
+            end = max(end, high)
         if row.tick is not None:
-            at = place(row.tick)
-            parts.append(f'<path class="k" d="M{at:.1f} {y + 1}v{ROW - 4}"/>')
-            end = max(end, at)
+            tick = place(row.tick)
+            parts.append(f'<path class="k" d="M{tick:.1f} {y + 1}v{ROW - 4}"/>')
+            end = max(end, tick)
         parts.append(_text(end + 6, y + 16, number(row.value)))
     height = TOP + len(shown) * ROW + 6
-    for line in [0.0] * (least < 0) + ([mark] if mark is not None else []):
+    verticals = [0.0] if least < 0 else []
+    if mark is not None:
+        verticals.append(mark)
+    for line in verticals:
         parts.append(f'<path class="m" d="M{place(line):.1f} {TOP}V{height - 6}"/>')
     return _svg(height, label, parts)
 
 
 def span_of(rows: Sequence[Bar], mark: float | None = None) -> Point:
-    """Return the ends of an axis that holds all bars from 0, their intervals, their ticks and the mark."""
-    values = [one for row in rows for one in (row.value, row.low, row.high, row.tick) if one is not None]
-    values = [one for one in [*values, mark or 0.0] if math.isfinite(one)]
-    least, most = min([0.0, *values]), max([0.0, *values])
+    """Return the ends of an axis for all bars from 0, with their intervals, their ticks and the mark."""
+    values = [0.0, mark or 0.0]
+    for row in rows:
+        values += [value for value in (row.value, row.low, row.high, row.tick) if value is not None]
+    finite = [value for value in values if math.isfinite(value)]
+    least = min(finite)
+    most = max(finite)
     return least, most if most > least else least + 1.0
 
 
 def stack(rows: Sequence[Bar], label: str) -> str:
-    """As ``StackChart``, one beside the other, with a legend."""
+    """Return the SVG of a ``StackChart``, with a legend."""
     whole = sum(row.value for row in rows) or 1.0
-    x, parts = 10.0, []
+    x = 10.0
+    parts = []
     for i, row in enumerate(rows):
-        wide = (WIDTH - 20) * row.value / whole
-        kind = COLOURS[i % len(COLOURS)]
-        parts.append(f'<rect class="{kind}" x="{x:.1f}" y="{TOP}" width="{wide:.1f}" height="30"/>')
-        x += wide
+        width = (WIDTH - 20) * row.value / whole
+        colour = COLOURS[i % len(COLOURS)]
+        parts.append(f'<rect class="{colour}" x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="30"/>')
+        x += width
     parts += _legend([f"{row.name}: {number(row.value)}" for row in rows], 10, TOP + 38)
     return _svg(TOP + 50 + 20 * len(rows), label, parts)
+
+
+class _Axes:
+    """The axes of a chart with lines, from the values ``low`` to the values ``high``, (x, y) each."""
+
+    left = 60
+    width = WIDTH - 90
+    height = LOW - 30
+
+    def __init__(self, points: Sequence[Point], joined: bool, log: bool) -> None:
+        self.joined = joined
+        self.log = log
+        xs = [x for x, _ in points]
+        ys = [y for _, y in points]
+        self.low_x, self.high_x = _range(xs, joined)
+        if log:
+            self.low_y = _decade(ys, False)
+            self.high_y = _decade(ys, True)
+        else:
+            self.low_y, self.high_y = _range(ys, joined)
+
+    def place(self, point: Point) -> Point:
+        """Return the place of a point in the chart."""
+        up = math.log10 if self.log else float
+        x = (point[0] - self.low_x) / (self.high_x - self.low_x)
+        y = (up(max(point[1], self.low_y)) - up(self.low_y)) / (up(self.high_y) - up(self.low_y))
+        return self.left + x * self.width, LOW - y * self.height
+
+    def path(self, points: Sequence[Point]) -> str:
+        """Return the SVG path through some points."""
+        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in map(self.place, points))
+
+    def parts(self) -> list[str]:
+        """Return the axes with their numbers and horizontal grid lines."""
+        right = self.left + self.width
+        parts = [f'<path class="x" d="M{self.left} 24V{LOW}H{right}"/>']
+        for mark in _marks(self.low_x, self.high_x, self.joined):
+            x, _ = self.place((mark, self.low_y))
+            parts.append(_text(x, LOW + 16, number(mark), "middle"))
+        y_marks = _powers if self.log else partial(_marks, from_zero=self.joined)
+        for mark in y_marks(self.low_y, self.high_y):
+            _, y = self.place((self.low_x, mark))
+            parts.append(_text(self.left - 6, y + 4, number(mark), "end"))
+            if y < LOW - 1:
+                parts.append(f'<path class="g" d="M{self.left} {y:.1f}H{right}"/>')
+        return parts
 
 
 def lines(
@@ -209,110 +295,107 @@ def lines(
     log: bool = False,
     front: Sequence[Point] = (),
 ) -> str:
-    """As ``LineChart``."""
-    whiskers = [end for line in found for pair in line.whiskers() for end in pair]
-    points = [p for p in [*(p for line in found for p in line.points), *whiskers] if p[1] > 0 or not log]
-    low, high = zip(*(_range([p[axis] for p in points], joined) for axis in (0, 1)), strict=True)
-    if log:
-        low, high = (low[0], _decade([p[1] for p in points], False)), (high[0], _decade([p[1] for p in points], True))
-    wide, left, most = WIDTH - 90, 60, LOW - 30
-    up = math.log10 if log else float
-
-    def at(point: Point) -> Point:
-        x = (point[0] - low[0]) / (high[0] - low[0])
-        y = (up(max(point[1], low[1])) - up(low[1])) / (up(high[1]) - up(low[1]))
-        return left + x * wide, LOW - y * most
-
-    def way(some: Sequence[Point]) -> str:
-        return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in map(at, some))
-
-    parts = [f'<path class="x" d="M{left} 24V{LOW}H{left + wide}"/>']
-    for mark in _marks(low[0], high[0], joined):
-        parts.append(_text(at((mark, low[1]))[0], LOW + 16, number(mark), "middle"))
-    for mark in _powers(low[1], high[1]) if log else _marks(low[1], high[1], joined):
-        y = at((low[0], mark))[1]
-        parts.append(_text(left - 6, y + 4, number(mark), "end"))
-        parts.append(f'<path class="g" d="M{left} {y:.1f}H{left + wide}"/>' if y < LOW - 1 else "")
-    parts += [_text(left + wide, LOW + 34, x_name, "end"), _text(4, 14, y_name)]
+    """Return the SVG of a ``LineChart``."""
+    points = [point for line in found for point in line.points]
+    points += [end for line in found for whisker in line.whiskers() for end in whisker]
+    axes = _Axes([point for point in points if point[1] > 0 or not log], joined, log)
+    parts = axes.parts()
+    parts.append(_text(axes.left + axes.width, LOW + 34, x_name, "end"))
+    parts.append(_text(4, 14, y_name))
     if len(front) > 1:
-        parts.append(f'<path class="m" d="{way(front)}"/>')
+        parts.append(f'<path class="m" d="{axes.path(front)}"/>')
+    middle = (len(found) - 1) / 2
     for i, line in enumerate(found):
-        kind = COLOURS[i % len(COLOURS)]
+        colour = COLOURS[i % len(COLOURS)]
         if joined and len(line.points) > 1:
-            parts.append(f'<path class="l{kind}" d="{way(line.points)}"/>')
+            parts.append(f'<path class="l{colour}" d="{axes.path(line.points)}"/>')
         if len(line.points) < FEW or not joined:
-            parts += [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>' for x, y in map(at, line.points)]
-        shift = DODGE * (i - (len(found) - 1) / 2)
-        parts += [_whisker(at(a), at(b), f"l{kind}", shift) for a, b in line.whiskers()]
+            for x, y in map(axes.place, line.points):
+                parts.append(f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
+        for a, b in line.whiskers():
+            parts.append(_whisker(axes.place(a), axes.place(b), f"l{colour}", DODGE * (i - middle)))
     named = [line.name for line in found if line.name] if len(found) > 1 else []
-    return _svg(LOW + 44 + 20 * len(named), f"{y_name} over {x_name}", parts + _legend(named, left, LOW + 44))
+    parts += _legend(named, axes.left, LOW + 44)
+    return _svg(LOW + 44 + 20 * len(named), f"{y_name} over {x_name}", parts)
 
 
 def _whisker(a: Point, b: Point, style: str, shift: float) -> str:
-    """Return the line between two ends with a bar across each; an upright one is ``shift`` to the right."""
+    """Return the SVG of an interval with a cap at each end; a vertical one is moved to the right by ``shift``."""
     upright = abs(a[0] - b[0]) < 0.05
     if upright:
-        a, b = (a[0] + shift, a[1]), (b[0] + shift, b[1])
-    caps = (f"M{x - 4:.1f} {y:.1f}h8" if upright else f"M{x:.1f} {y - 4:.1f}v8" for x, y in (a, b))
-    return f'<path class="{style}" d="M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}{"".join(caps)}"/>'
+        a = (a[0] + shift, a[1])
+        b = (b[0] + shift, b[1])
+    path = f"M{a[0]:.1f} {a[1]:.1f}L{b[0]:.1f} {b[1]:.1f}"
+    for x, y in (a, b):
+        path += f"M{x - 4:.1f} {y:.1f}h8" if upright else f"M{x:.1f} {y - 4:.1f}v8"
+    return f'<path class="{style}" d="{path}"/>'
 
 
 def timeline(rows: Sequence[Span], label: str) -> str:
-    """As ``TimelineChart``, in the order of their arrivals."""
+    """Return the SVG of a ``TimelineChart``, with requests in the order of their starts."""
     ordered = sorted(rows, key=lambda row: row.start)
     last = max((row.end for row in ordered), default=1.0) or 1.0
-    wide, left = WIDTH - 20, 10
+    left = 10
+    width = WIDTH - 20
     parts = []
     for i, row in enumerate(ordered):
-        y, ends = TOP + i * THIN, [left + wide * t / last for t in (row.start, row.first, row.end)]
-        for kind, a, b in (("b", ends[0], ends[1]), ("a", ends[1], ends[2])):
-            parts.append(
-                f'<rect class="{kind}" x="{a:.1f}" y="{y}" width="{max(0.0, b - a):.1f}" height="{THIN - 3}"/>'
-            )
+        y = TOP + i * THIN
+        start, first, end = (left + width * seconds / last for seconds in (row.start, row.first, row.end))
+        for colour, a, b in (("b", start, first), ("a", first, end)):
+            size = f'width="{max(0.0, b - a):.1f}" height="{THIN - 3}"'
+            parts.append(f'<rect class="{colour}" x="{a:.1f}" y="{y}" {size}/>')
     low = TOP + len(ordered) * THIN
-    parts.append(f'<path class="x" d="M{left} {low}H{left + wide}"/>')
-    for share in (0.0, 0.5, 1.0):
-        anchor = ("start", "middle", "end")[round(2 * share)]
-        parts.append(_text(left + share * wide, low + 16, f"{number(share * last)} s", anchor))
-    for i, (kind, name) in enumerate((("b", "waits, and its prompt is computed"), ("a", "answers"))):
-        parts.append(f'<rect class="{kind}" x="{left + 260 * i}" y="{low + 26}" width="12" height="12"/>')
-        parts.append(_text(left + 260 * i + 18, low + 36, name))
+    parts.append(f'<path class="x" d="M{left} {low}H{left + width}"/>')
+    for share, anchor in ((0.0, "start"), (0.5, "middle"), (1.0, "end")):
+        parts.append(_text(left + share * width, low + 16, f"{number(share * last)} s", anchor))
+    for x, colour, name in ((left, "b", "waits, and its prompt is computed"), (left + 260, "a", "answers")):
+        parts.append(f'<rect class="{colour}" x="{x}" y="{low + 26}" width="12" height="12"/>')
+        parts.append(_text(x + 18, low + 36, name))
     return _svg(low + 44, label, parts)
 
 
 def _decade(values: Sequence[float], up: bool) -> float:
-    """The power of ten above or below all."""
-    if not values:
-        return 10.0 if up else 1.0
-    exponent = math.log10(max(values) if up else min(values))
-    return 10.0 ** (math.floor(exponent) + 1 if up else math.floor(exponent))
+    """Return the power of ten above all values (``up``), or at or below all."""
+    if up:
+        return 10.0 ** (math.floor(math.log10(max(values))) + 1) if values else 10.0
+    return 10.0 ** math.floor(math.log10(min(values))) if values else 1.0
 
 
 def _step(most: float) -> float:
-    """Between marks from 0 to ``most``: 1, 2 or 5 times a power of ten, so that there are three to seven."""
+    """Return the distance of marks from 0 to ``most``: 1, 2 or 5 times a power of ten, for three to seven marks."""
     unit = 10.0 ** math.floor(math.log10(most))
     return next(unit * part for part in (0.2, 0.5, 1.0, 2.0) if most <= 6 * unit * part)
 
 
 def _marks(low: float, high: float, from_zero: bool) -> list[float]:
     """Return the numbers at which an axis is marked."""
-    step = _step(max(high, -low)) if from_zero else _step(high - low)
-    return [step * i for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+    step = _step(max(high, -low) if from_zero else high - low)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [step * i for i in range(first, last + 1)]
 
 
 def _powers(low: float, high: float) -> list[float]:
-    first, last = round(math.log10(low)), round(math.log10(high))
+    """Return the powers of ten at which a logarithmic axis is marked."""
+    first = round(math.log10(low))
+    last = round(math.log10(high))
     return [10.0**i for i in range(first, last + 1)]
 
 
 def _range(values: Sequence[float], from_zero: bool) -> Point:
-    """Return the ends of an axis."""
+    """Return the ends of an axis; one ``from_zero`` includes 0 and ends at marks."""
     if not values:
         return 0.0, 1.0
-    if from_zero:
-        least, most = min(0.0, *values, 0.0), max(0.0, *values, 0.0)
-        step = _step(max(most, -least) or 1.0)
-        ends = step * math.floor(least / step + 1e-9), step * math.ceil(most / step - 1e-9)
-        return ends if ends[1] > ends[0] else (0.0, step * math.ceil(1.0 / step - 1e-9))
-    room = 0.2 * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
-    return min(values) - room, max(values) + room
+    least = min(values)
+    most = max(values)
+    if not from_zero:
+        room = 0.2 * (most - least) or 0.1 * abs(most) or 1.0
+        return least - room, most + room
+    least = min(0.0, least)
+    most = max(0.0, most)
+    step = _step(max(most, -least) or 1.0)
+    low = step * math.floor(least / step + 1e-9)
+    high = step * math.ceil(most / step - 1e-9)
+    if high > low:
+        return low, high
+    return 0.0, step * math.ceil(1.0 / step - 1e-9)

@@ -1,11 +1,11 @@
-"""The operations of a wired engine one by one: its own modules, weights and KV cache, the back ends that were chosen.
+"""Call the operations of an engine one by one, with its own modules, weights, KV cache and back ends.
 
-    decode load    rows of one token each, all with the same context          blocks of the real cache, a table each
-    prefill load   one row that brings so many tokens of a prompt
+    decode load    rows of one token each, all with the same context, in blocks of the engine's cache
+    prefill load   one row with some tokens of a prompt
 
-An operation is made of one call for each layer that has it, which run one after another: on a GPU the weights of a
-layer have left the cache by the time that they are wanted again, as in a step.  What they move and compute is counted
-from shapes (``size``, ``flops`` of a call): each operand once.  Nothing else may use the engine meanwhile.
+An operation has a call for each layer.  The calls run one after another, so a GPU has evicted the weights of a layer
+from its cache before they are used again, as in a step.  The bytes and arithmetic operations of a call are counted from
+shapes, each operand once.  Nothing else may use the engine meanwhile.
 """
 
 from __future__ import annotations
@@ -32,86 +32,98 @@ from minivllm.errors import ConfigError
 from . import textbook
 
 Call = Callable[[], Any]
-ONE_BLOCK = 1  # the first that rows may have: block 0 is nobody's
+FIRST_BLOCK = 1  # the first block that rows can use; block 0 is the null block
 
 
 @dataclass
 class Operation:
-    """``calls``: of each layer that has it; ``torch``: the same by torch's own operations, if it has some, made by
-    ``reference``."""
+    """An operation under a load of ``rows`` rows with ``tokens`` tokens each."""
 
     name: str
     rows: int
     tokens: int
     context: int
-    calls: list[Call]
-    size: float  # bytes of a call
-    flops: float
-    reference: Callable[[], list[Call]] = list  # makes ``torch``, whose operands may be large
-    captured: bool = True  # what is measured on a GPU can be captured; False: it replays captures itself
-    of_step: bool = True  # a step consists of it, once for each call
-    torch: list[Call] = field(default_factory=list)
+    calls: list[Call]  # one for each layer that has the operation
+    size: float  # bytes that a call moves
+    flops: float  # of a call
+    reference: Callable[[], list[Call]] = list  # creates ``torch``, whose operands may be large
+    captured: bool = True  # whether a GPU graph can capture the calls; False for calls that replay graphs themselves
+    of_step: bool = True  # whether all calls are part of a step
+    torch: list[Call] = field(default_factory=list)  # the same in plain torch, empty if torch cannot compute it
 
     @property
     def key(self) -> str:
+        """Return a name that is unique among the operations of all loads."""
         return f"{self.name}, {self.rows} rows, {self.tokens} tokens, context {self.context}"
 
 
 def runner_of(llm: Any) -> Any:
-    """The runner of an engine.  ConfigError where it computes elsewhere, or its model is no table of layers."""
+    """Return the runner of an engine.  Raise ConfigError if it is in another process, or its model is not described."""
     executor = llm.resolved.parts["executor"].name
     runner = getattr(llm.engine.executor, "runner", None)
     if executor != "minivllm/local" or runner is None:
         raise ConfigError(
-            f"bench kernels looks into this process, and executor={executor} computes elsewhere: want executor=local"
+            f"bench kernels needs the model in this process, but executor={executor} has none here; use executor=local"
         )
     if not isinstance(runner.model, Decoder):
         name = llm.resolved.parts["model"].name
-        raise ConfigError(f"bench kernels knows the operations of described models, and {name} builds its own")
+        raise ConfigError(f"bench kernels needs a model that a DecoderSpec describes, and {name} builds its own layers")
     return runner
 
 
 def held_bytes(module: Any) -> int:
-    """Of the tensors of a linear layer, or of what it shares them with."""
+    """Return the bytes of a linear layer's tensors, which may be those of the layer that it is tied to."""
     tensors = list(module.tensors.values()) or list(module.tied.tensors.values())
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
 class KernelBench:
-    """The operations of one engine under given loads."""
+    """Builds the operations of an engine under given loads."""
 
     def __init__(self, llm: Any) -> None:
-        self.runner = runner = runner_of(llm)
-        self.worker, self.model, self.backend = runner.worker, runner.model, runner.backend
-        self.state, self.parts = runner.state, runner.worker.parts
-        self.wiring = runner.wiring
-        self.dtype, self.device = self.parts.dtype, self.wiring.device
+        self.runner = runner_of(llm)
+        self.worker = self.runner.worker
+        self.model = self.runner.model
+        self.backend = self.runner.backend
+        self.state = self.runner.state
+        self.wiring = self.runner.wiring
+        self.parts = self.worker.parts
+        self.dtype = self.parts.dtype
+        self.device = self.wiring.device
         self.torch = textbook.TorchOperations(self.device, self.dtype)
         self.item = self.dtype.itemsize
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 
     def check(self, rows: Sequence[int], context: Sequence[int], prompts: Sequence[int]) -> None:
-        """ConfigError for loads that the engine has no room for."""
+        """Raise ConfigError if the engine cannot hold a load: decode loads of ``rows`` by ``context``, or a prompt."""
         w = self.wiring
-        blocks, longest = min(self.worker.num_blocks) - ONE_BLOCK, max([*context, *prompts])
+        blocks = min(self.worker.num_blocks) - FIRST_BLOCK
+        longest = max([*context, *prompts])
         if max(rows) > w.max_num_seqs:
             raise ConfigError(f"--batch-size {max(rows)} is more than max_num_seqs={w.max_num_seqs}; lower it")
         if longest > w.max_model_len:
-            raise ConfigError(f"{longest} tokens of context are more than max_model_len={w.max_model_len}; want fewer")
+            raise ConfigError(f"{longest} tokens of context are more than max_model_len={w.max_model_len}; lower it")
         if max(prompts, default=0) > w.max_num_batched_tokens:
-            what = f"--input-len {max(prompts)} is more than max_num_batched_tokens={w.max_num_batched_tokens}"
-            raise ConfigError(f"{what}, the tokens of a step; lower it")
-        need = max(rows) * -(-max(context) // w.block)
+            limit = f"max_num_batched_tokens={w.max_num_batched_tokens}, the tokens of a step"
+            raise ConfigError(f"--input-len {max(prompts)} is more than {limit}; lower it")
+        blocks_per_row = -(-max(context) // w.block)
+        need = max(rows) * blocks_per_row
         if need > blocks:
-            what = f"{max(rows)} rows of {max(context)} tokens need {need} blocks, and the KV cache has {blocks}"
-            raise ConfigError(f"{what}; raise num_kvcache_blocks, or lower --batch-size or --context-len")
+            load = f"{max(rows)} rows of {max(context)} tokens"
+            raise ConfigError(
+                f"{load} need {need} blocks, and the KV cache has {blocks}; raise num_kvcache_blocks, or lower "
+                "--batch-size or --context-len"
+            )
 
     def plan(self, rows: int, tokens: int, context: int) -> StepPlan:
-        """A step of ``rows`` that bring ``tokens`` each and have ``context`` then, in blocks of their own."""
+        """Set up the engine's state for ``rows`` rows, each with its own blocks, and return the plan of a step.
+
+        The step computes ``tokens`` tokens of each row, which then has ``context`` tokens.
+        """
         pages = -(-context // self.wiring.block)
         slots = np.arange(rows, dtype=np.int32)
-        table = ONE_BLOCK + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+        table = FIRST_BLOCK + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
         at = self.state.to(slots.astype(np.int64))
         self.state.table[:, at, :pages] = self.state.to(table)[None]
         self.state.tokens[at, :context] = torch.randint(
@@ -120,21 +132,22 @@ class KernelBench:
         self.state.stopped[at] = False
         self.state.known[at] = context
         self.state.end[at] = self.wiring.max_model_len
-        full = lambda n: np.full(rows, n, np.int32)  # noqa: E731
-        return StepPlan(0, slots, full(tokens), full(context - tokens), slots)
+        q_len = np.full(rows, tokens, np.int32)
+        return StepPlan(0, slots, q_len, np.full(rows, context - tokens, np.int32), slots)
 
     def clear(self) -> None:
-        """Rows end: their slots are nobody's again."""
+        """End all rows and release the weights of the torch operations."""
         self.state.stopped[:] = True
         self.state.table[:] = 0
         self.torch.drop()
 
     def operations(self, rows: int, tokens: int, context: int) -> list[Operation]:
-        """Those of a step of ``rows`` with ``tokens`` each, the step itself last."""
+        """Return the operations of a step of ``rows`` rows with ``tokens`` tokens each, and last the whole step."""
         plan = self.plan(rows, tokens, context)
         read = self.runner.read(plan)
         key = GraphKey()
-        if tokens == 1 and self.runner.graphs is not None:  # as captured steps have it: only the device knows lengths
+        if tokens == 1 and self.runner.graphs is not None:
+            # plan attention as for a captured step, whose lengths are not known on the host
             from minivllm.device.worker import captured, graphs
 
             span = graphs.SHORT if context <= graphs.SHORT else self.wiring.max_model_len
@@ -146,50 +159,67 @@ class KernelBench:
         return [*found, self._step(plan, found, rows, tokens, context)]
 
     def _step(self, plan: StepPlan, found: Sequence[Operation], rows: int, tokens: int, context: int) -> Operation:
-        """FORWARD as the engine runs it, without head and draw; moves and computes what its operations do."""
-        runner, inside = self.runner, [one for one in found if one.of_step]
+        """Return the forward pass of a step as the engine runs it, without the head and the draw.
+
+        Its bytes and arithmetic operations are the sums over its operations ``found``.
+        """
+        runner = self.runner
+        inside = [one for one in found if one.of_step]
         size = sum(one.size * len(one.calls) for one in inside)
         flops = sum(one.flops * len(one.calls) for one in inside)
-        captured = True
+        key = None
         if runner.native is not None and runner.native.takes(plan):
             call: Call = partial(runner.native.forward, plan)
-        elif (key := self._captured_as(plan)) is not None:
-            call, captured = partial(runner.graphs.forward, key, plan), False
         else:
-            read = runner.read(plan)
-            call = partial(step.forward, self.model, self.backend, read, GraphKey())
-        return Operation("step: all layers", rows, tokens, context, [call], size, flops, list, captured, False)
+            key = self._graph_key(plan)
+            if key is not None:
+                call = partial(runner.graphs.forward, key, plan)
+            else:
+                call = partial(step.forward, self.model, self.backend, runner.read(plan), GraphKey())
+        name = "step: all layers"
+        return Operation(name, rows, tokens, context, [call], size, flops, captured=key is None, of_step=False)
 
-    def _captured_as(self, plan: StepPlan) -> GraphKey | None:
-        """The capture of a step that has come as often as it takes to be captured, or None."""
+    def _graph_key(self, plan: StepPlan) -> GraphKey | None:
+        """Return the key of a step's captured graph, None if the engine does not capture the step.
+
+        The engine captures a step when it has seen it several times, so its key is requested as often.
+        """
         if self.runner.graphs is None:
             return None
         from minivllm.device.worker.graphs import CAPTURE_FLOPS, SIGHTS
 
-        self.runner.graphs.token_flops = CAPTURE_FLOPS  # no step runs in a larger capture
-        keys = [self.runner.graphs.key(plan) for _ in range(SIGHTS)]
-        return keys[-1]
+        self.runner.graphs.token_flops = CAPTURE_FLOPS  # prevent the use of a graph for more rows
+        for _ in range(SIGHTS):
+            key = self.runner.graphs.key(plan)
+        return key
 
 
 def merged(found: Sequence[Operation]) -> list[Operation]:
-    """Layers of equal shape are calls of one operation."""
-    out: dict[tuple[str, float, float], Operation] = {}
+    """Return the operations with calls of equal name and shape merged, and with their torch calls."""
+    by_shape: dict[tuple[str, float, float], Operation] = {}
     for one in found:
-        same = out.setdefault((one.name, one.size, one.flops), one)
+        same = by_shape.setdefault((one.name, one.size, one.flops), one)
         if same is not one:
             same.calls += one.calls
-    for one in out.values():
+    for one in by_shape.values():
         one.torch = one.reference()
-    return list(out.values())
+    return list(by_shape.values())
 
 
 class LoadOperations:
-    """What a step of one load consists of."""
+    """The operations of a step under one load; ``read`` are the step's inputs on the device."""
 
     def __init__(self, bench: KernelBench, read: Any, rows: int, tokens: int, context: int) -> None:
-        self.bench, self.read, self.model, self.torch = bench, read, bench.model, bench.torch
-        self.rows, self.tokens, self.context = rows, tokens, context
-        self.total, self.item, self.dtype = rows * tokens, bench.item, bench.dtype
+        self.bench = bench
+        self.read = read
+        self.model = bench.model
+        self.torch = bench.torch
+        self.rows = rows
+        self.tokens = tokens
+        self.context = context
+        self.total = rows * tokens
+        self.item = bench.item
+        self.dtype = bench.dtype
         self.layer_count = len(bench.model.blocks)
         self._operands: dict[tuple[int, ...], Tensor] = {}
         hidden = bench.model.spec.hidden
@@ -197,28 +227,32 @@ class LoadOperations:
         self.residual = self.torch.random(self.total, hidden, scale=0.1)
 
     def _op(
-        self, name: str, calls: list[Call], size: float, flops: float, own: Callable[[], list[Call]], **more: Any
+        self, name: str, call: Call, size: float, flops: float, reference: Callable[[], list[Call]], **more: Any
     ) -> Operation:
-        return Operation(name, self.rows, self.tokens, self.context, calls, size, flops, own, **more)
+        """Return an operation of this load with one call."""
+        return Operation(name, self.rows, self.tokens, self.context, [call], size, flops, reference, **more)
 
     def _operand(self, *shape: int, scale: float = 0.1) -> Tensor:
-        """The same numbers for all layers: what they are changes no time."""
+        """Return random numbers of a shape, the same for all layers, since their values do not affect the time."""
         if shape not in self._operands:
             self._operands[shape] = self.torch.random(*shape, scale=scale)
         return self._operands[shape]
 
     def _moved(self, *widths: int) -> int:
-        """Bytes of activations of these widths, for all tokens."""
+        """Return the bytes of activations of these widths for all tokens."""
         return self.total * sum(widths) * self.item
 
     def embedding(self) -> list[Operation]:
-        width, ids = self.model.spec.hidden, self.read.ids
+        """Return the lookup of the tokens' embeddings."""
+        width = self.model.spec.hidden
+        ids = self.read.ids
         embed = self.model.embed
         plain = embed.weight if embed.scheme is None else self._operand(embed.range.rows, width)
-        own: Callable[[], list[Call]] = lambda: [partial(F.embedding, ids, plain)]  # noqa: E731
-        return [self._op("embedding", [partial(embed, ids)], self._moved(width, width), 0.0, own)]
+        size = self._moved(width, width)
+        return [self._op("embedding", partial(embed, ids), size, 0.0, lambda: [partial(F.embedding, ids, plain)])]
 
     def layers(self) -> list[Operation]:
+        """Return the operations of all layers."""
         out = []
         for i, block in enumerate(self.model.blocks):
             out += [self._product("qkv", block.qkv.linear, partial(block.qkv, Normed(self.x)))]
@@ -236,21 +270,30 @@ class LoadOperations:
         then: Callable[[Tensor], Any] | None = None,
         more: int = 0,
     ) -> Operation:
-        """``outputs``: columns of what comes out, if not those of the product; ``more``: other columns that move."""
-        info, x = linear.info, self.x if x is None else x
+        """Return a matrix product.
+
+        ``outputs`` is the number of columns of the result, if not that of the product.  ``more`` is the number of other
+        columns that the call moves.  ``then`` is applied to torch's product.
+        """
+        info = linear.info
+        if x is None:
+            x = self.x
         size = held_bytes(linear) + self._moved(info.in_features, outputs or info.out_features, more)
-        own = partial(self.torch.product, x, info.out_features, self.layer_count, then)
-        return self._op(name, [call], size, 2.0 * self.total * info.in_features * info.out_features, own)
+        flops = 2.0 * self.total * info.in_features * info.out_features
+        reference = partial(self.torch.product, x, info.out_features, self.layer_count, then)
+        return self._op(name, call, size, flops, reference)
 
     def _joined(self, name: str, join: Any, linear: Any, x: Tensor) -> Operation:
-        """A product, what is added to the stream, and the norms round that."""
+        """Return a matrix product, its addition to the residual stream, and the norms of the output and of the sum."""
         norms = [getattr(join, "after", None), join.before if hasattr(join, "before") else join.norm]
-        name += " + norm" if any(norm is not None for norm in norms) else ""
+        if any(norm is not None for norm in norms):
+            name += " + norm"
         then = textbook.joined(self.residual, norms, self.dtype)
         width = 2 * linear.info.out_features
         return self._product(name, linear, partial(join, x, self.residual), x, 0, then, width)
 
     def _out(self, block: Any) -> Operation:
+        """Return the output projection of attention."""
         linear = block.out if block.parallel else block.o.linear
         x = self._operand(self.total, linear.info.in_features)
         if block.parallel:
@@ -258,13 +301,14 @@ class LoadOperations:
         return self._joined("attention out", block.o, linear, x)
 
     def _mlp(self, block: Any, mlp: Any) -> list[Operation]:
+        """Return the operations of an MLP or of experts."""
         h = Normed(self.x)
         if block.experts is not None:
             return [self._experts(block, h, mlp)]
         join = block.both if block.parallel else block.down
         down = join.linear
         y = self._operand(self.total, down.info.in_features)
-        up = block.up.linear if hasattr(block.up, "linear") else self.bench.parts.modules[_up_name(block)]
+        up = block.up.linear if hasattr(block.up, "linear") else self.bench.parts.modules[f"{block.name}mlp.up"]
         name = "gate and up + gate" if mlp.gated else "up + activation"
         then = textbook.gated(mlp.activation, mlp.gated)
         first = self._product(name, up, partial(block.up, h), None, mlp.inner, then)
@@ -273,65 +317,83 @@ class LoadOperations:
         return [first, self._joined("down", join, down, y)]
 
     def _experts(self, block: Any, h: Normed, spec: Any) -> Operation:
-        """Of a random router so many are read that at least one of ``total`` tokens goes to."""
-        mixture, n = block.experts, spec.count
-        whole = held_bytes(mixture.gate_up) + held_bytes(mixture.down)
-        each = (mixture.gate_up.info.out_features + mixture.down.info.out_features) // n
-        pair = 2.0 * (
-            mixture.gate_up.info.in_features * mixture.gate_up.info.out_features // n
-            + mixture.down.info.in_features * mixture.down.info.out_features // n
-        )
-        used = n * (1 - (1 - spec.chosen / n) ** self.total)
-        size = whole / n * used + held_bytes(mixture.router) + self._moved(spec.chosen * each)
-        flops = pair * spec.chosen * self.total
+        """Return the experts of a layer.
+
+        The bytes are those of the experts that at least one token uses, on average, if the router chooses at random.
+        """
+        mixture = block.experts
+        count = spec.count
+        up = mixture.gate_up.info
+        down = mixture.down.info
+        weight_bytes = held_bytes(mixture.gate_up) + held_bytes(mixture.down)
+        columns = (up.out_features + down.out_features) // count
+        weights = up.in_features * up.out_features // count + down.in_features * down.out_features // count
+        used = count * (1 - (1 - spec.chosen / count) ** self.total)
+        size = weight_bytes / count * used + held_bytes(mixture.router) + self._moved(spec.chosen * columns)
+        flops = 2.0 * weights * spec.chosen * self.total
         call: Call = partial(mixture, h) if block.parallel else partial(block.down, h, self.residual)
-        return self._op("experts", [call], size, flops, list)
+        return self._op("experts", call, size, flops, list)
 
     def _attention(self, block: Any) -> list[Operation]:
-        layer, pre, meta, made = block.attn.layer, block.pre, self.read.meta, self.torch
+        """Return attention, and the rotation of q and k with the write of k and v to the cache."""
+        layer = block.attn.layer
+        meta = self.read.meta
         spec: AttnSpec = layer.spec
-        wide = [spec.heads * spec.dim_qk, spec.kv_heads * spec.dim_qk, spec.kv_heads * spec.dim_v]
-        parts = self._operand(self.total, sum(wide)).split(wide, dim=-1)
-        dims = ((spec.heads, spec.dim_qk), (spec.kv_heads, spec.dim_qk), (spec.kv_heads, spec.dim_v))
-        q, k, v = (part.view(self.total, *shape) for part, shape in zip(parts, dims, strict=True))
-        kept = sum(t.element_size() * t[0].numel() for t in layer.cache.values()) / self.bench.wiring.block  # a token
-        places = meta.slot_map[layer.group]
-        own = lambda: [textbook.rotated(q, k, v, meta.position, places, pre, max(4096, 2 * self.total))]  # noqa: E731
-        turned = self._moved(*wide, wide[0]) + kept * self.total
-        window = "" if spec.window is None else f", window {spec.window}"
-        put = partial(self.bench.backend.write, layer, q, k, v, meta, pre)
-        write = self._op("rotary and write", [put], turned, 0.0, own)
-        asked = self._operand(self.total, spec.heads, spec.dim_qk)
-        out = asked.new_empty(self.total, spec.heads, spec.dim_v)
-        pairs, seen = self._visible(spec)
-        size = kept * seen + self._moved(spec.heads * (spec.dim_qk + spec.dim_v))
-        flops = 2.0 * spec.heads * (spec.dim_qk + spec.dim_v) * pairs
-        load = self.rows, self.tokens, self.context
-        other = partial(textbook.attention, made, spec, *load, self.layer_count)
-        name = ("attention, decode" if self.tokens == 1 else "attention, prefill") + window
-        call = partial(self.bench.backend.forward, layer, asked, meta, out)
-        return [write, self._op(name, [call], size, flops, other)]
+        token_bytes = sum(t.element_size() * t[0].numel() for t in layer.cache.values()) / self.bench.wiring.block
+        queries = self._operand(self.total, spec.heads, spec.dim_qk)
+        out = queries.new_empty(self.total, spec.heads, spec.dim_v)
+        pairs, keys = self._visible(spec)
+        head_dims = spec.heads * (spec.dim_qk + spec.dim_v)
+        size = token_bytes * keys + self._moved(head_dims)
+        load = (self.rows, self.tokens, self.context)
+        reference = partial(textbook.attention, self.torch, spec, *load, self.layer_count)
+        name = "attention, decode" if self.tokens == 1 else "attention, prefill"
+        if spec.window is not None:
+            name += f", window {spec.window}"
+        call = partial(self.bench.backend.forward, layer, queries, meta, out)
+        attention = self._op(name, call, size, 2.0 * head_dims * pairs, reference)
+        return [self._write(layer, block.pre, token_bytes), attention]
+
+    def _write(self, layer: Any, pre: Any, token_bytes: float) -> Operation:
+        """Return the rotation of q and k with the write of k and v, ``token_bytes`` per token, to the cache."""
+        spec: AttnSpec = layer.spec
+        meta = self.read.meta
+        shapes = ((spec.heads, spec.dim_qk), (spec.kv_heads, spec.dim_qk), (spec.kv_heads, spec.dim_v))
+        widths = [heads * dim for heads, dim in shapes]
+        parts = self._operand(self.total, sum(widths)).split(widths, dim=-1)
+        q, k, v = (part.view(self.total, *shape) for part, shape in zip(parts, shapes, strict=True))
+        slots = meta.slot_map[layer.group]
+        room = max(4096, 2 * self.total)
+        size = self._moved(*widths, widths[0]) + token_bytes * self.total
+        call = partial(self.bench.backend.write, layer, q, k, v, meta, pre)
+        reference = lambda: [textbook.rotated(q, k, v, meta.position, slots, pre, room)]  # noqa: E731
+        return self._op("rotary and write", call, size, 0.0, reference)
 
     def _visible(self, spec: AttnSpec) -> tuple[float, float]:
-        """(pairs of query and key, keys that are read) of all rows."""
-        last = np.arange(self.context - self.tokens, self.context) + 1
-        most = self.context if spec.window is None else spec.window
-        read = min(self.context, most + self.tokens - 1)
-        return self.rows * float(np.minimum(last, most).sum()), self.rows * float(read)
+        """Return the numbers of (query, key) pairs, and of keys that are read, of all rows."""
+        visible = np.arange(self.context - self.tokens, self.context) + 1
+        window = self.context if spec.window is None else spec.window
+        read = min(self.context, window + self.tokens - 1)
+        return self.rows * float(np.minimum(visible, window).sum()), self.rows * float(read)
 
     def head(self) -> list[Operation]:
-        """Of the rows that draw; a row of a prompt draws once."""
-        head, hidden, vocab = self.model.head, self.x[: self.rows], self.bench.worker.vocab_size
-        size = held_bytes(head) + self.rows * (hidden.shape[1] + vocab) * self.item
-        own = partial(self.torch.product, hidden, vocab, 1)
-        call = partial(self.model.logits, hidden)
-        found = [self._op("head", [call], size, 2.0 * self.rows * hidden.shape[1] * vocab, own, of_step=False)]
-        return found + [self._draw(temperature) for temperature in (0.0, 1.0)]
+        """Return the logits of the last token of each row, and the draws from them."""
+        vocab = self.bench.worker.vocab_size
+        hidden = self.x[: self.rows]
+        width = hidden.shape[1]
+        size = held_bytes(self.model.head) + self.rows * (width + vocab) * self.item
+        flops = 2.0 * self.rows * width * vocab
+        reference = partial(self.torch.product, hidden, vocab, 1)
+        head = self._op("head", partial(self.model.logits, hidden), size, flops, reference, of_step=False)
+        return [head, self._draw(0.0), self._draw(1.0)]
 
     def _draw(self, temperature: float) -> Operation:
-        """The sampler that was chosen, over random logits."""
-        runner, state, n = self.bench.runner, self.bench.state, self.rows
-        sampler, columns = runner.sampler, state.processors[-1]
+        """Return a draw by the engine's sampler from random logits."""
+        runner = self.bench.runner
+        state = self.bench.state
+        n = self.rows
+        sampler = runner.sampler
+        columns = state.processors[-1]
         row = sampler.bind_prompt(SamplingParams(temperature=temperature, seed=0), np.zeros(1, np.int32))
         slots = np.arange(n)
         columns.join(slots, state.to(slots), {} if row is None else dict.fromkeys(range(n), row))
@@ -341,27 +403,24 @@ class LoadOperations:
         rows = step.rows_of(state, at[0], at[1], self.context)
         rows.variant = 0 if row is None else row.variant
         drawn = Draw(torch.zeros(n, dtype=torch.int64, device=state.device))
-        own = partial(lambda make: [make(logits)], textbook.drawn if temperature else textbook.greedy)
+        torch_draw = textbook.drawn if temperature else textbook.greedy
         call = partial(sampler.draw, logits, rows, columns.columns, drawn)
         name = f"draw, temperature {temperature:g}"
-        return self._op(name, [call], logits.numel() * logits.element_size(), 0.0, own, of_step=False)
+        return self._op(name, call, logits.nbytes, 0.0, lambda: [torch_draw(logits)], of_step=False)
 
     def extras(self) -> list[Operation]:
-        """Norm and gate by themselves, as a step of many tokens has them beside its products."""
-        found, width = [], self.model.spec.hidden
+        """Return the norm and the gate, which steps of many tokens run as separate operations."""
         norm = self.model.norm
-        own = textbook.normed(norm, self.dtype)
+        torch_norm = textbook.normed(norm, self.dtype)
         call: Call = partial(norm, self.x, self.residual)
-        size, alone = self._moved(*[width] * 4), lambda: [lambda: own(self.x + self.residual)]
-        found.append(self._op("norm + add", [call], size, 0.0, alone, of_step=False))
+        size = self._moved(4 * self.model.spec.hidden)
+        reference = lambda: [lambda: torch_norm(self.x + self.residual)]  # noqa: E731
+        found = [self._op("norm + add", call, size, 0.0, reference, of_step=False)]
         mlp = self.model.spec.layers[0].mlp
         if getattr(mlp, "gated", False):
-            both, then = self.torch.random(self.total, 2 * mlp.inner), textbook.gated(mlp.activation, True)
+            both = self.torch.random(self.total, 2 * mlp.inner)
+            torch_gate = textbook.gated(mlp.activation, True)
             gate = partial(self.bench.parts.gate_mul, both, activation=mlp.activation)
             size = self._moved(3 * mlp.inner)
-            found.append(self._op("gate", [gate], size, 0.0, lambda: [lambda: then(both)], of_step=False))
+            found.append(self._op("gate", gate, size, 0.0, lambda: [lambda: torch_gate(both)], of_step=False))
         return found
-
-
-def _up_name(block: Any) -> str:
-    return f"{block.name}mlp.up"

@@ -1,6 +1,7 @@
-"""Results of ``bench``, ``ablate``, ``compare``, ``replay`` and ``simulate`` as one HTML file, whole in itself.
+"""Write results of ``bench``, ``ablate``, ``compare``, ``replay`` and ``simulate`` as one self-contained HTML file.
 
-No script, no font, no picture from elsewhere; light and dark by the reader's setting, from the width of a phone on.
+The file loads no scripts, fonts or images.  It follows the reader's setting of light or dark colours, and fits the
+width of a phone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from .charts import (
     Chart,
     DrawnLine,
     LineChart,
+    Point,
     Row,
     Span,
     StackChart,
@@ -34,10 +36,10 @@ from .repeats import with_bounds
 from .serving import knee_text
 from .trials import counted, ratio_text
 
-MOST_STEPS = 200  # of a distribution that is drawn
-MOST_LINES = 4  # of one chart
-MOST_SPANS = 40  # requests that are drawn one by one
-WHOLE_STEP = "step: all layers"  # of kernels: not one operation beside the others
+MOST_STEPS = 200  # points of a distribution
+MOST_LINES = 4  # distributions in a chart
+MOST_SPANS = 40  # requests in a timeline
+WHOLE_STEP = "step: all layers"  # the row of ``bench kernels`` that is the sum of the others
 STYLE = """
 :root{--f:#1b1f24;--g:#fff;--h:#667;--r:#d5dae1;--a:#2f6fb3;--b:#c2571a;--c:#2e8b57;--d:#8a4fa3;
 --i:#b0851f;--j:#c2417c}
@@ -61,7 +63,7 @@ path.e{fill:none;stroke:var(--f);stroke-width:1.5}.m{stroke:var(--h);stroke-dash
 
 
 def page(results: Sequence[tuple[str, Row]]) -> str:
-    """``results`` with their names."""
+    """Return the HTML page of (name, result) pairs."""
     body = "".join(section(name, found) for name, found in results)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -73,7 +75,7 @@ def page(results: Sequence[tuple[str, Row]]) -> str:
 
 
 def blocks(found: Row) -> list[Block]:
-    """Charts, tables and sentences of a result, by its kind."""
+    """Return the charts, tables and paragraphs of a result of any kind."""
     kinds: dict[str, Callable[[Row], list[Block]]] = {
         "serve": _serve,
         "ablate": _ablate,
@@ -89,22 +91,24 @@ def blocks(found: Row) -> list[Block]:
 
 
 def section(name: str, found: Row) -> str:
-    """One result: charts of its kind, a table, what it was measured on."""
+    """Return the HTML of a result: its title, its blocks, and the machine that it was measured on."""
     inside = "".join(map(_html, blocks(found)))
     return f"<h2>{escape(title_of(name, found))}</h2>{inside}<p class=s>{escape(_about(name, found))}</p>"
 
 
 def title_of(name: str, found: Row) -> str:
+    """Return the title of a result: its kind, and the model, the trace or the name."""
     return f"{found['kind']}: {found.get('model_id') or found.get('trace') or name}"
 
 
 def charts_of(name: str, found: Row) -> list[tuple[str, Chart]]:
-    """The charts of a result with what it is called."""
-    own = [one for one in blocks(found) if not isinstance(one, (str, Table))]
-    return [(title_of(name, found), one) for one in own]
+    """Return the charts of a result, each with the title of the result."""
+    charts = [block for block in blocks(found) if not isinstance(block, (str, Table))]
+    return [(title_of(name, found), chart) for chart in charts]
 
 
 def _html(block: Block) -> str:
+    """Return the HTML of a block."""
     if isinstance(block, str):
         return f"<p class=s>{escape(block)}</p>"
     if isinstance(block, Table):
@@ -113,276 +117,321 @@ def _html(block: Block) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    cells = [f"<th>{escape(one)}</th>" for one in heads]
-    body = ["".join(f"<td>{escape(_cell(one))}</td>" for one in row) for row in rows]
-    inside = "".join(f"<tr>{row}</tr>" for row in ("".join(cells), *body))
+    """Return the HTML of a table."""
+    lines = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
+    for row in rows:
+        lines.append("".join(f"<td>{escape(_cell(value))}</td>" for value in row))
+    inside = "".join(f"<tr>{line}</tr>" for line in lines)
     return f'<div class="t"><table>{inside}</table></div>'
 
 
 def _cell(value: Any) -> str:
+    """Return a value as text, "-" for None."""
     if value is None:
         return "-"
     return number(value) if isinstance(value, float) else str(value)
 
 
 def _bar(name: str, row: Row, key: str) -> Bar:
-    """A median, and as far around it as tables say."""
-    value, bounds = math.nan if row.get(key) is None else float(row[key]), (row.get("intervals") or {}).get(key)
-    half = (bounds[1] - bounds[0]) / 2 if bounds else None
-    return Bar(name, value, *((None, None) if half is None else (value - half, value + half)))
+    """Return the bar of a median, with the width of its interval around it, as tables show it."""
+    value = math.nan if row.get(key) is None else float(row[key])
+    bounds = (row.get("intervals") or {}).get(key)
+    if not bounds:
+        return Bar(name, value)
+    half = (bounds[1] - bounds[0]) / 2
+    return Bar(name, value, value - half, value + half)
+
+
+def _span(bar: Bar) -> Point | None:
+    """Return the interval of a bar."""
+    return None if bar.low is None or bar.high is None else (bar.low, bar.high)
 
 
 def _figures(found: Row) -> list[Block]:
+    """Return a table of all numbers of a result."""
     intervals = found.get("intervals", {})
-    own = [(key, value) for key, value in found.items() if type(value) in (int, float) and key != "format_version"]
-    rows = [(key, value, *(intervals.get(key) or (None, None))) for key, value in own]
+    rows = []
+    for key, value in found.items():
+        if type(value) in (int, float) and key != "format_version":
+            rows.append((key, value, *(intervals.get(key) or (None, None))))
     return [Table(("figure", "median", "95 % from", "to"), rows)]
 
 
-def _distribution(name: str, values: Sequence[float]) -> DrawnLine:
-    """The share of requests that took at most so many milliseconds."""
-    ordered = sorted(1e3 * value for value in values)
-    steps = sorted({round(i * (len(ordered) - 1) / MOST_STEPS) for i in range(MOST_STEPS + 1)}) if ordered else []
-    return DrawnLine(name, tuple((ordered[i], (i + 1) / len(ordered)) for i in steps))
+def _distribution(name: str, seconds: Sequence[float]) -> DrawnLine:
+    """Return the line of the share of requests that took at most some milliseconds."""
+    ordered = sorted(1e3 * value for value in seconds)
+    last = len(ordered) - 1
+    drawn = sorted({round(i * last / MOST_STEPS) for i in range(MOST_STEPS + 1)}) if ordered else []
+    return DrawnLine(name, tuple((ordered[i], (i + 1) / len(ordered)) for i in drawn))
 
 
-def _answered(row: Row, word: str) -> list[float]:
-    """Times of the requests of a load that did not fail."""
-    asked = row["requests"]
-    return [seconds for seconds, error in zip(asked[word], asked["errors"], strict=True) if not error]
+def _times_of(row: Row, key: str) -> list[float]:
+    """Return a time, in seconds, of each request of a load that did not fail."""
+    requests = row["requests"]
+    return [seconds for seconds, error in zip(requests[key], requests["errors"], strict=True) if not error]
 
 
 def _serve(found: Row) -> list[Block]:
+    """Return the report of ``bench serve``: results over the loads, distributions, a timeline and a table."""
     rows = found["rows"]
     rated = all(not isinstance(row["request_rate"], str) for row in rows)
-    key, name = ("request_rate", "requests/s offered") if rated else ("max_concurrency", "streams")
-    label = lambda row: f"{number(float(row[key]))} {'a second' if rated else 'streams'}" if row[key] else "all"  # noqa: E731
+    load, name = ("request_rate", "requests/s offered") if rated else ("max_concurrency", "streams")
+    unit = "a second" if rated else "streams"
+    labels = [f"{number(float(row[load]))} {unit}" if row[load] else "all" for row in rows]
     out: list[Block] = []
     if len(rows) > 1:
-        of = functools.partial(_line, rows, key)
-        against = "offered rate" if rated else "concurrency"
-        out.append(LineChart(f"Throughput against {against}", [of("output_throughput", "")], name, "tokens/s"))
-        times = [of(f"{q}_{word}_ms", f"{word} {q}") for word in ("ttft", "tpot") for q in ("median", "p99")]
-        out.append(LineChart(f"Latency against {against}", times, name, "milliseconds"))
-    for word, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
-        drawn = [_distribution(label(row), took) for row in rows[:MOST_LINES] if (took := _answered(row, word))]
+        line = functools.partial(_line, rows, load)
+        axis = "offered rate" if rated else "concurrency"
+        out.append(LineChart(f"Throughput against {axis}", [line("output_throughput", "")], name, "tokens/s"))
+        times = [line(f"{q}_{time}_ms", f"{time} {q}") for time in ("ttft", "tpot") for q in ("median", "p99")]
+        out.append(LineChart(f"Latency against {axis}", times, name, "milliseconds"))
+    for key, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
+        drawn = []
+        for row, label in zip(rows[:MOST_LINES], labels[:MOST_LINES], strict=True):
+            seconds = _times_of(row, key)
+            if seconds:
+                drawn.append(_distribution(label, seconds))
         out.append(LineChart(f"Share of requests, time {text}", drawn, "milliseconds", "share"))
     if len(rows) > MOST_LINES:
         out.append(f"Distributions are those of the first {MOST_LINES} of {len(rows)} loads.")
-    out += _timeline(rows[-1], label(rows[-1]))
+    out += _timeline(rows[-1], labels[-1])
     if "knee" in found:
         out.append(f"Knee: {knee_text(found['knee'], found['knee_below'])}")
     heads = (name, "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "failed")
     keys = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
-    return [*out, Table(heads, [(label(row), *(row[k] for k in keys), row["failed"]) for row in rows])]
+    cells = [(label, *_values(row, keys), row["failed"]) for row, label in zip(rows, labels, strict=True)]
+    return [*out, Table(heads, cells)]
+
+
+def _values(row: Row, keys: Sequence[str]) -> tuple[Any, ...]:
+    """Return the values of a row under some keys."""
+    return tuple(row[key] for key in keys)
 
 
 def _line(rows: Sequence[Row], x: str, y: str, name: str) -> DrawnLine:
-    """Draw a figure of each row over another, with its interval."""
-    own = [row for row in rows if row.get(y) is not None]
-    bars = [_bar("", row, y) for row in own]
-    spans = tuple(None if bar.low is None or bar.high is None else (bar.low, bar.high) for bar in bars)
-    return DrawnLine(name, tuple((float(row[x]), bar.value) for row, bar in zip(own, bars, strict=True)), upward=spans)
+    """Return the line of a result y over x, with its intervals; rows without it are left out."""
+    points = []
+    spans = []
+    for row in rows:
+        if row.get(y) is not None:
+            bar = _bar("", row, y)
+            points.append((float(row[x]), bar.value))
+            spans.append(_span(bar))
+    return DrawnLine(name, tuple(points), upward=tuple(spans))
 
 
 def _timeline(row: Row, load: str) -> list[Block]:
-    """The first requests of a load one by one, where the result has their times."""
-    asked = row["requests"]
-    if not asked.get("start_times"):
+    """Return a chart of the first requests of a load over time, [] if the result does not have their times."""
+    requests = row["requests"]
+    if not requests.get("start_times"):
         return []
-    times = zip(asked["start_times"], asked["ttfts"], asked["e2els"], asked["errors"], strict=True)
-    spans = [Span(start, start + first, start + whole) for start, first, whole, error in times if not error]
+    spans = []
+    columns = (requests[key] for key in ("start_times", "ttfts", "e2els", "errors"))
+    for start, first, end, error in zip(*columns, strict=True):
+        if not error:
+            spans.append(Span(start, start + first, start + end))
     spans = sorted(spans, key=lambda span: span.start)[:MOST_SPANS]
     return [TimelineChart(f"Requests one by one, {load}", spans)] if spans else []
 
 
 def _ablate(found: Row) -> list[Block]:
-    worth = [(row["part"], row["worth"]["output_throughput"]) for row in found["rows"]]
-    drawn = [Bar(name, one["ratio"], one["low"], one["high"]) for name, one in worth if one["ratio"] is not None]
-    rows = [
-        (
-            row["part"],
-            row["output_throughput"],
-            ratio_text(row["worth"]["output_throughput"]),
-            row["worth"]["output_throughput"]["says"],
-            ", ".join(row["sets"]),
-        )
-        for row in found["rows"]
-    ]
-    chart = BarChart("Throughput with the part over that without it", drawn, 1.0)
+    """Return the report of ``ablate``: the ratio of throughput with and without each part."""
+    bars = []
+    rows = []
+    for row in found["rows"]:
+        worth = row["worth"]["output_throughput"]
+        if worth["ratio"] is not None:
+            bars.append(Bar(row["part"], worth["ratio"], worth["low"], worth["high"]))
+        sets = ", ".join(row["sets"])
+        rows.append((row["part"], row["output_throughput"], ratio_text(worth), worth["says"], sets))
+    chart = BarChart("Throughput with the part over that without it", bars, 1.0)
     return [chart, Table(("without", "tokens/s", "worth", "", "by"), rows)]
 
 
 def _compare(found: Row) -> list[Block]:
-    rows, front = found["rows"], Front(found)
+    """Return the report of ``compare``: speed, quality and memory of configurations, with their Pareto front."""
+    rows = found["rows"]
+    front = Front(found)
     out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, SPEED) for row in rows])]
     scored = [i for i, row in enumerate(rows) if (row["quality"] or {}).get("perplexity")]
     quality_keys = front.figures(SPEED, *QUALITY)
     if scored:
-        quality = "perplexity (lower is better; not from 0)"
-        y = lambda row: row["quality"]["perplexity"]  # noqa: E731
-        out.append(_scatter("Quality and speed", front, scored, quality_keys, y, quality))
+        perplexities = [row["quality"]["perplexity"] if i in scored else math.nan for i, row in enumerate(rows)]
+        axis = "perplexity (lower is better; not from 0)"
+        out.append(_scatter("Quality and speed", front, scored, quality_keys, perplexities, axis))
     if len({row["weight_bytes"] for row in rows}) > 1:
-        memory = "weights, MiB (not from 0)"
-        every, y = range(len(rows)), lambda row: row["weight_bytes"] / 2**20
-        out.append(_scatter("Memory and speed", front, every, (SPEED, "weight_bytes"), y, memory))
-    counts = counted(list(found["runs_by_name"].values()))
-    plugins = [one for one in counts if one.key.startswith(FIGURE)]
-    counts = tuple(one for one in counts if one not in plugins)
-    out += [BarChart(one.name.capitalize(), [_bar(row["name"], row, one.key) for row in rows]) for one in counts]
-    if failed := found.get("failed"):
-        out.append(Table(("configuration", "left out"), list(failed.items())))
-    if counts:
-        own = [(row["name"], *(row.get(one.key) for one in counts)) for row in rows]
-        out.append(Table(("configuration", *(one.name for one in counts)), own))
-    if plugins:
-        told = [
-            (row["name"], one.name, with_bounds(row, one.key, 3))
-            for row in rows
-            for one in plugins
-            if row.get(one.key) is not None
-        ]
-        out.append(Table(("configuration", "figure of a plug-in", "median, ± half the 95 % interval"), told))
+        sizes = [row["weight_bytes"] / 2**20 for row in rows]
+        axis = "weights, MiB (not from 0)"
+        out.append(_scatter("Memory and speed", front, range(len(rows)), (SPEED, "weight_bytes"), sizes, axis))
+    out += _counters(found)
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
-    table = [_compared_row(row) for row in rows]
+    cells = [_compared_row(row) for row in rows]
     if not scored:
-        return [*out, Table(heads, table)]
+        return [*out, Table(heads, cells)]
     keys = [*quality_keys, "weight_bytes"]
-    pareto = [front.beaten(i, keys) or "on the front" if i in scored else "not scored" for i in range(len(rows))]
-    judged = Table((*heads, "Pareto"), [(*row, said) for row, said in zip(table, pareto, strict=True)])
-    return [*out, judged, *_tests(rows), front.rule(keys)]
+    judged = []
+    for i, row in enumerate(cells):
+        verdict = front.beaten(i, keys) or "on the front" if i in scored else "not scored"
+        judged.append((*row, verdict))
+    return [*out, Table((*heads, "Pareto"), judged), *_quality_tests(rows), front.rule(keys)]
+
+
+def _counters(found: Row) -> list[Block]:
+    """Return charts and tables of the counters of engines and plug-ins, and a table of failed configurations."""
+    rows = found["rows"]
+    counters = []
+    plugins = []
+    for metric in counted(list(found["runs_by_name"].values())):
+        (plugins if metric.key.startswith(FIGURE) else counters).append(metric)
+    out: list[Block] = []
+    for metric in counters:
+        out.append(BarChart(metric.name.capitalize(), [_bar(row["name"], row, metric.key) for row in rows]))
+    if found.get("failed"):
+        out.append(Table(("configuration", "left out"), list(found["failed"].items())))
+    if counters:
+        cells = [(row["name"], *(row.get(metric.key) for metric in counters)) for row in rows]
+        out.append(Table(("configuration", *(metric.name for metric in counters)), cells))
+    if plugins:
+        figures = []
+        for row in rows:
+            known = [metric for metric in plugins if row.get(metric.key) is not None]
+            figures += [(row["name"], metric.name, with_bounds(row, metric.key, 3)) for metric in known]
+        out.append(Table(("configuration", "figure of a plug-in", "median, ± half the 95 % interval"), figures))
+    return out
 
 
 def _compared_row(row: Row) -> tuple[Any, ...]:
-    one, own = row["against_first"].get(SPEED), row["quality"] or {}
-    over = (ratio_text(one), one["says"]) if one else ("", "")
-    scores = map(own.get, ("perplexity", "kl", "top1_agreement"))
-    return (row["name"], row[SPEED], *over, row["median_ttft_ms"], row["weight_bytes"] / 2**20, *scores)
+    """Return the table row of a configuration."""
+    test = row["against_first"].get(SPEED)
+    quality = row["quality"] or {}
+    ratio = (ratio_text(test), test["says"]) if test else ("", "")
+    scores = [quality.get(key) for key in ("perplexity", "kl", "top1_agreement")]
+    return (row["name"], row[SPEED], *ratio, row["median_ttft_ms"], row["weight_bytes"] / 2**20, *scores)
 
 
-def _tests(rows: Sequence[Row]) -> list[Block]:
-    """Return the verdicts of quality against the first configuration."""
-    told = [
-        (row["name"], name, ratio_text(one), one["says"])
-        for row in rows[1:]
-        for key, name in QUALITY.items()
-        if (one := row["against_first"].get(key)) is not None
-    ]
+def _quality_tests(rows: Sequence[Row]) -> list[Block]:
+    """Return a table of the tests of quality against the first configuration, [] if there are none."""
+    cells = []
+    for row in rows[1:]:
+        for key, name in QUALITY.items():
+            test = row["against_first"].get(key)
+            if test is not None:
+                cells.append((row["name"], name, ratio_text(test), test["says"]))
     heads = ("configuration", "figure", f"over {rows[0]['name']}, or minus it", "")
-    return [Table(heads, told)] if told else []
+    return [Table(heads, cells)] if cells else []
 
 
 def _scatter(
-    title: str, front: Front, own: Sequence[int], keys: Sequence[str], y: Callable[[Row], float], name: str
+    title: str, front: Front, chosen: Sequence[int], keys: Sequence[str], values: Sequence[float], axis: str
 ) -> LineChart:
-    """Draw tokens a second, with its interval, against a figure that shall be small, with the front of ``keys``."""
-    points, spans = {}, {}
-    for i in own:
+    """Return a chart of ``values`` of the chosen rows over tokens per second, with the front of the results ``keys``.
+
+    A lower value is better.
+    """
+    points = {}
+    drawn = []
+    for i in chosen:
         row = front.rows[i]
-        points[i] = (float(row[SPEED]), float(y(row)))
-        bar = _bar("", row, SPEED)
-        spans[i] = None if bar.low is None or bar.high is None else (bar.low, bar.high)
-    best = tuple(sorted(points[i] for i in own if not front.beaten(i, keys)))
-    drawn = [DrawnLine(front.rows[i]["name"], (points[i],), across=(spans[i],)) for i in own]
-    return LineChart(f"{title} (whiskers: 95 %)", drawn, "tokens/s", name, joined=False, front=best)
+        points[i] = (float(row[SPEED]), float(values[i]))
+        drawn.append(DrawnLine(row["name"], (points[i],), across=(_span(_bar("", row, SPEED)),)))
+    best = tuple(sorted(points[i] for i in chosen if not front.beaten(i, keys)))
+    return LineChart(f"{title} (whiskers: 95 %)", drawn, "tokens/s", axis, joined=False, front=best)
 
 
 def _latency(found: Row) -> list[Block]:
+    """Return the report of ``bench latency``."""
     rows = found["rows"]
-    drawn = [_bar(f"{row['input_len']} tokens, batch {row['batch_size']}", row, "latency") for row in rows]
+    bars = [_bar(f"{row['input_len']} tokens, batch {row['batch_size']}", row, "latency") for row in rows]
     keys = ("input_len", "batch_size", "latency", "median_ttft_ms", "median_tpot_ms")
     heads = ("prompt", "batch", "latency s", "TTFT ms", "TPOT ms")
-    return [BarChart("Seconds of a batch", drawn), Table(heads, [[r[k] for k in keys] for r in rows])]
+    return [BarChart("Seconds of a batch", bars), Table(heads, [_values(row, keys) for row in rows])]
 
 
 def _memory(found: Row) -> list[Block]:
-    names = (
-        ("weight_bytes", "weights"),
-        ("kv_peak_bytes", "KV cache, held"),
-        ("rest_bytes", "activations and the rest"),
-    )
-    drawn = [Bar(f"{text}, MiB", found[key] / 2**20) for key, text in names if found.get(key) is not None]
-    return [StackChart("Memory at the peak", drawn), *_figures(found)]
+    """Return the report of ``bench memory``."""
+    parts = {"weight_bytes": "weights", "kv_peak_bytes": "KV cache, held", "rest_bytes": "activations and the rest"}
+    bars = [Bar(f"{text}, MiB", found[key] / 2**20) for key, text in parts.items() if found.get(key) is not None]
+    return [StackChart("Memory at the peak", bars), *_figures(found)]
 
 
 def _kernels(found: Row) -> list[Block]:
+    """Return the report of ``bench kernels``: a chart for each load, and a table."""
+    by_load: dict[tuple[Any, ...], list[Row]] = {}
+    for row in found["rows"]:
+        by_load.setdefault(_values(row, ("batch_size", "tokens", "context")), []).append(row)
     out: list[Block] = []
-    for load in dict.fromkeys((row["batch_size"], row["tokens"], row["context"]) for row in found["rows"]):
-        own = [row for row in found["rows"] if (row["batch_size"], row["tokens"], row["context"]) == load]
-        drawn = [_in_step(row) for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
-        rows, tokens, context = load
+    for (rows, tokens, context), own in by_load.items():
+        bars = [_in_step(row) for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
         title = "Microseconds in a step, of all layers (bar), and the floor (line)"
-        out.append(BarChart(f"{title}: {rows} rows, {tokens} tokens, context {context}", drawn))
-    heads = (
-        "operation",
-        "rows",
-        "tokens",
-        "context",
-        "us",
-        "floor us",
-        "bound by",
-        "of floor",
-        "torch us",
-        "torch/own",
-    )
-    keys = ("operation", "batch_size", "tokens", "context", "us", "floor_us", "bound_by", "share_of_floor", "torch_us")
-    return [*out, Table(heads, [(*(row[k] for k in keys), row["torch_over_own"]) for row in found["rows"]])]
+        out.append(BarChart(f"{title}: {rows} rows, {tokens} tokens, context {context}", bars))
+    keys = {
+        "operation": "operation",
+        "rows": "batch_size",
+        "tokens": "tokens",
+        "context": "context",
+        "us": "us",
+        "floor us": "floor_us",
+        "bound by": "bound_by",
+        "of floor": "share_of_floor",
+        "torch us": "torch_us",
+        "torch/own": "torch_over_own",
+    }
+    return [*out, Table(tuple(keys), [_values(row, tuple(keys.values())) for row in found["rows"]])]
 
 
 def _in_step(row: Row) -> Bar:
-    """An operation with all its calls."""
-    low, high = row["intervals"].get("us") or (None, None)
-    own = [None if value is None else row["calls"] * value for value in (row["us"], low, high, row["floor_us"])]
-    return Bar(row["operation"], own[0] or 0.0, *own[1:])
+    """Return the bar of an operation's time in a step, over all its calls."""
+    times = [row["us"], *(row["intervals"].get("us") or (None, None)), row["floor_us"]]
+    value, low, high, floor = (None if time is None else row["calls"] * time for time in times)
+    return Bar(row["operation"], value or 0.0, low, high, floor)
 
 
 def _batching(found: Row) -> list[Block]:
-    rows = found["rows"]
-    names = list(dict.fromkeys(row["policy"] for row in rows))
+    """Return the report of ``bench batching``: lines over the rate for each policy, and a table."""
+    by_policy: dict[str, list[Row]] = {}
+    for row in found["rows"]:
+        by_policy.setdefault(row["policy"], []).append(row)
 
     def drawn(key: str) -> list[DrawnLine]:
-        own = {name: [row for row in rows if row["policy"] == name] for name in names}
-        return [_line(own[name], "request_rate", key, name) for name in names]
+        return [_line(own, "request_rate", key, name) for name, own in by_policy.items()]
 
     offered = "requests/s offered"
-    heads = ("policy", offered, "latency ms", "p99", "TTFT ms", "TPOT ms", "requests/s", "over continuous", "")
-    keys = (
-        "policy",
-        "request_rate",
-        "mean_e2el_ms",
-        "p99_e2el_ms",
-        "mean_ttft_ms",
-        "mean_tpot_ms",
-        "request_throughput",
-    )
-    told = []
-    for row in sorted(rows, key=lambda row: row["request_rate"]):
-        one = row.get("against")
-        told.append((*(row[k] for k in keys), *((ratio_text(one), one["says"]) if one else ("", ""))))
+    keys = {
+        "policy": "policy",
+        offered: "request_rate",
+        "latency ms": "mean_e2el_ms",
+        "p99": "p99_e2el_ms",
+        "TTFT ms": "mean_ttft_ms",
+        "TPOT ms": "mean_tpot_ms",
+        "requests/s": "request_throughput",
+    }
+    cells = []
+    for row in sorted(found["rows"], key=lambda row: row["request_rate"]):
+        test = row.get("against")
+        ratio = (ratio_text(test), test["says"]) if test else ("", "")
+        cells.append((*_values(row, tuple(keys.values())), *ratio))
+    latency, answered, first = (drawn(key) for key in ("mean_e2el_ms", "request_throughput", "mean_ttft_ms"))
     return [
-        LineChart(
-            "Latency against offered rate", drawn("mean_e2el_ms"), offered, "mean ms to the last token", log=True
-        ),
-        LineChart("Throughput against offered rate", drawn("request_throughput"), offered, "requests/s answered"),
-        LineChart("Time to the first token", drawn("mean_ttft_ms"), offered, "mean ms", log=True),
-        Table(heads, told),
+        LineChart("Latency against offered rate", latency, offered, "mean ms to the last token", log=True),
+        LineChart("Throughput against offered rate", answered, offered, "requests/s answered"),
+        LineChart("Time to the first token", first, offered, "mean ms", log=True),
+        Table((*keys, "over continuous", ""), cells),
     ]
 
 
 def _about(name: str, found: Row) -> str:
-    """What was measured, where and when."""
+    """Return what was measured, when, and on which machine, as text."""
     bill = found.get("bill_of_materials") or next(iter((found.get("bills_of_materials") or {}).values()), None)
     parts = [name, str(found.get("date", ""))]
     if bill:
-        own = bill["machine"]
-        parts += [
-            own.get("gpu") or own["cpu"],
-            f"torch {bill['versions']['torch']}",
-            f"fingerprint {bill['fingerprint'][:12]}",
-        ]
-    states = found.get("machine_states") or [{}]
-    if others := [state["cores_of_others"] for state in states if state.get("cores_of_others") is not None]:
-        parts.append(f"others used {max(others):.2f} cores at most")
-    if found.get("joules_per_output_token", 0) is None:  # a trace's result has none of its own
+        machine = bill["machine"]
+        parts.append(machine.get("gpu") or machine["cpu"])
+        parts.append(f"torch {bill['versions']['torch']}")
+        parts.append(f"fingerprint {bill['fingerprint'][:12]}")
+    loads = [state.get("cores_of_others") for state in found.get("machine_states") or ()]
+    known = [load for load in loads if load is not None]
+    if known:
+        parts.append(f"others used {max(known):.2f} cores at most")
+    if found.get("joules_per_output_token", 0) is None:  # results of a trace do not have this key
         parts.append("energy unknown")
     return "; ".join(filter(None, parts))

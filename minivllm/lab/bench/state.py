@@ -1,6 +1,7 @@
-"""The machine while something is measured: energy, clock, watts, what slowed the clock, and the load of others.
+"""Record the machine during a measurement: energy, power, clock, reasons for a slow clock, and other processes' load.
 
-Counters are those of ``minivllm.runtime.energy``.  What no counter says is None, with the reason in ``energy_unknown``.
+The counters are those of ``minivllm.runtime.energy``.  Without an energy counter the energy is None, and
+``energy_unknown`` has the reason.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from minivllm.runtime.energy.counters import Meter, Nvml, Rapl, why
 
 from .statistics import percentile
 
-TICKS = os.sysconf("SC_CLK_TCK")  # of a CPU second in /proc
-LOOK = 0.05  # seconds between looks at the clock
-CLOCKS_ALIKE = 0.03  # runs whose clocks differ by more are not compared
+TICKS = os.sysconf("SC_CLK_TCK")  # per CPU second in /proc
+LOOK = 0.05  # seconds between samples of the clock
+CLOCKS_ALIKE = 0.03  # largest relative difference of the clocks of runs that are compared
 REASONS = {
     0x2: "set by an application", 0x4: "power cap", 0x8: "hardware slowdown", 0x10: "sync boost",
     0x20: "software thermal", 0x40: "hardware thermal", 0x80: "power brake", 0x100: "display",
@@ -26,8 +27,11 @@ REASONS = {
 
 
 def find_meter(device: str, devices: int = 1) -> Meter:
-    """The counter of a device ("cpu", "cuda").  OSError says why there is none, as where an engine computes on several
-    GPUs: this process knows its own."""
+    """Return the energy counter of a device ("cpu", "cuda").
+
+    Raise OSError with the reason if there is none, for instance for an engine on several GPUs: this process can read
+    the counter of its own GPU only.
+    """
     if device.startswith("cuda"):
         if devices > 1:
             raise OSError(f"the counter is that of one GPU, and {devices} are used")
@@ -38,16 +42,19 @@ def find_meter(device: str, devices: int = 1) -> Meter:
 
 
 class MachineWatch:
-    """A context that notes the machine's state; ``found`` afterwards.  ``device`` None: another machine is measured,
-    of which nothing is known here but this one's load.  ``devices``: how many of them compute.  ``pid``: a process that
-    is no other's work, as a server that was started for the purpose, with those that it started."""
+    """A context that records the state of the machine; ``found`` has it afterwards.
+
+    ``device`` None means that another machine is measured, so that only the load of this one is recorded.  ``devices``
+    is the number of devices that compute.  ``pid`` is a process whose CPU time, with that of its children, belongs to
+    the measurement, such as a server started for it; None if there is none.
+    """
 
     def __init__(self, device: str | None = "cpu", pid: int | None = None, devices: int = 1) -> None:
         self.found: dict[str, Any] = {}
         self.pid = pid
         self.meter: Meter | None = None
         self.why = "another process or machine is measured"
-        self._looks: list[tuple[float, float, int]] = []
+        self._samples: list[tuple[float, float, int]] = []  # MHz, watts, bits of ``REASONS``
         self._done = threading.Event()
         if device is not None:
             try:
@@ -56,7 +63,8 @@ class MachineWatch:
                 self.why = why(exc)
 
     def __enter__(self) -> MachineWatch:
-        self._busy, self._start = _cpu_seconds(self.pid), time.perf_counter()
+        self._busy = _cpu_seconds(self.pid)
+        self._start = time.perf_counter()
         self._joules = self.meter.joules() if self.meter else 0.0
         self._thread = threading.Thread(target=self._watch, daemon=True)
         if isinstance(self.meter, Nvml):
@@ -64,9 +72,10 @@ class MachineWatch:
         return self
 
     def _watch(self) -> None:
+        """Sample the clock until the context ends."""
         while not self._done.wait(LOOK):
             try:
-                self._looks.append(self.meter.look())  # type: ignore[union-attr]
+                self._samples.append(self.meter.look())  # type: ignore[union-attr]
             except OSError:
                 return
 
@@ -74,57 +83,58 @@ class MachineWatch:
         joules = self.meter.joules() - self._joules if self.meter else None
         seconds = time.perf_counter() - self._start
         self._done.set()
-        (whole, own), (whole_now, own_now) = self._busy, _cpu_seconds(self.pid)
-        others = max(0.0, whole_now - whole - (own_now - own)) / seconds if whole else None
-        self.found = {
-            "seconds": seconds,
-            "load_average": list(os.getloadavg()),
-            "cores_of_others": None if others is None else round(others, 2),
-            "energy_joules": joules,
-            "energy_by": self.meter.name if self.meter else None,
-            **({} if self.meter else {"energy_unknown": self.why}),
-            **_clocks(self._looks),
-        }
+        machine, own = self._busy
+        machine_now, own_now = _cpu_seconds(self.pid)
+        others = None
+        if machine:
+            other_seconds = machine_now - machine - (own_now - own)
+            others = round(max(0.0, other_seconds) / seconds, 2)
+        self.found = {"seconds": seconds, "load_average": list(os.getloadavg()), "cores_of_others": others}
+        self.found |= {"energy_joules": joules, "energy_by": self.meter.name if self.meter else None}
+        if self.meter is None:
+            self.found["energy_unknown"] = self.why
+        self.found |= _clocks(self._samples)
 
 
-def _clocks(looks: list[tuple[float, float, int]]) -> dict[str, Any]:
-    if not looks:
+def _clocks(samples: list[tuple[float, float, int]]) -> dict[str, Any]:
+    """Return the median clock and power, and all reasons for a slow clock; {} without samples."""
+    if not samples:
         return {}
     bits = 0
-    for _, _, one in looks:
-        bits |= one
-    return {
-        "mhz": percentile([mhz for mhz, _, _ in looks], 50),
-        "watts": percentile([watts for _, watts, _ in looks], 50),
-        "throttled_by": [word for bit, word in REASONS.items() if bits & bit],
-    }
+    for _, _, reasons in samples:
+        bits |= reasons
+    found: dict[str, Any] = {"mhz": percentile([mhz for mhz, _, _ in samples], 50)}
+    found["watts"] = percentile([watts for _, watts, _ in samples], 50)
+    found["throttled_by"] = [text for bit, text in REASONS.items() if bits & bit]
+    return found
 
 
 def _cpu_seconds(pid: int | None) -> tuple[float, float]:
-    """CPU seconds of the whole machine (0 where nobody says) and of this process with its ended children, and those of
-    the process ``pid`` with all below it."""
+    """Return the CPU seconds of the machine (0 without /proc), and those of the measurement's own processes.
+
+    The latter are this process, its ended children, and the process ``pid`` with all its descendants.
+    """
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
     try:
         words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
     except OSError:
         return 0.0, own
-    waiting = [] if pid is None else [pid]
-    while waiting:
-        one = waiting.pop()
+    pids = [] if pid is None else [pid]
+    while pids:
+        folder = Path(f"/proc/{pids.pop()}")
         try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            waiting += [
-                int(w) for list_ in Path(f"/proc/{one}/task").glob("*/children") for w in list_.read_text().split()
-            ]
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            for children in folder.glob("task/*/children"):
+                pids += map(int, children.read_text().split())
         except OSError:
-            continue  # it has ended
+            continue  # the process has ended
         own += sum(map(int, fields[11:15])) / TICKS
     user, nice, system, _, _, irq, soft = map(int, words[:7])
     return (user + nice + system + irq + soft) / TICKS, own
 
 
 def clocks_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two states had clocks that differ too much for their runs to be compared; unknown clocks do not."""
+    """Return whether the clocks of two states differ too much to compare their runs; unknown clocks do not."""
     one, two = a.get("mhz"), b.get("mhz")
     return bool(one and two and abs(one - two) > CLOCKS_ALIKE * max(one, two))

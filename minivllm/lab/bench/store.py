@@ -1,7 +1,8 @@
-"""Runs of configurations that outlive an interrupted comparison: one JSON file a configuration, by its digest.
+"""Store the runs of a comparison, so that an interrupted comparison can continue: one JSON file per configuration.
 
-The digest covers what decides a run: the fingerprint of the bill of materials (values, sources of all parts, the
-model), versions, the machine, and the workload.  A run is stored when it has ended, so what is there is whole.
+The file's name is a digest of everything that a run depends on: the fingerprint of the bill of materials (values,
+sources of all plug-ins, the model), versions, the machine and the workload.  A run is stored when it has ended, so all
+stored runs are complete.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from .repeats import plain
 
 
 def digest(bill: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
-    """16 characters."""
-    decides = [bill["fingerprint"], bill["versions"], bill["machine"], bill["environment"], workload]
-    return hashlib.sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    """Return a digest of a configuration and its workload, 16 hexadecimal characters."""
+    parts = [bill["fingerprint"], bill["versions"], bill["machine"], bill["environment"], workload]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Store:
-    """A folder of stored configurations, or memory alone where there is none.  ConfigError if it cannot be written."""
+    """The stored configurations, in a folder, or in memory alone for the folder "".
+
+    Raise ConfigError if the folder cannot be written to.
+    """
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder) if folder else None
@@ -34,30 +38,31 @@ class Store:
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
-            raise ConfigError(f"--results {folder}: {exc.strerror}; want a folder that can be written") from None
+            raise ConfigError(f"--results {folder}: {exc.strerror}; expected a folder that can be written to") from None
 
     def of(self, key: str) -> dict[str, Any]:
-        """What is stored of a configuration: ``runs`` by seed (a text, as JSON has it), ``quality`` by the
-        digest of the reference that it was measured against."""
+        """Return what is stored for a configuration with the digest ``key``.
+
+        ``runs`` are by seed (as text, for JSON), ``quality`` by the digest of its reference configuration.
+        """
         if key not in self._kept:
             self._kept[key] = self._read(key) or {"runs": {}, "quality": {}}
         return self._kept[key]
 
     def _read(self, key: str) -> dict[str, Any] | None:
+        """Return the content of a configuration's file, None if it does not exist or is damaged."""
         if self.folder is None:
             return None
         try:
             found = json.loads((self.folder / f"{key}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return (
-            found
-            if isinstance(found, dict) and all(isinstance(found.get(k), dict) for k in ("runs", "quality"))
-            else None
-        )
+        if not isinstance(found, dict) or not all(isinstance(found.get(key), dict) for key in ("runs", "quality")):
+            return None
+        return found
 
     def keep(self, key: str, **more: Any) -> None:
-        """Add to a configuration; who reads its file sees the old or the new one, whole."""
+        """Replace fields of a configuration; its file is replaced as a whole, so that no reader sees half of it."""
         found = self.of(key)
         found.update(more)
         if self.folder is not None:
@@ -69,11 +74,13 @@ class Store:
                 raise ConfigError(f"--results {self.folder}: {exc.strerror}") from None
 
     def keep_run(self, key: str, seed: int, run: Mapping[str, Any]) -> None:
+        """Store a run of a configuration."""
         self.keep(key, runs={**self.of(key)["runs"], str(seed): run})
 
     def keep_quality(self, key: str, reference: str, quality: Mapping[str, Any]) -> None:
+        """Store the quality of a configuration against a reference configuration."""
         self.keep(key, quality={**self.of(key)["quality"], reference: quality})
 
     def scores(self, key: str) -> Path | None:
-        """Where the distributions of a reference are."""
+        """Return the path for the token distributions of a reference, None without a folder."""
         return None if self.folder is None else self.folder / f"{key}.npz"

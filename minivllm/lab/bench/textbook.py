@@ -1,5 +1,8 @@
-"""Torch's own operations, beside which ``kernels`` puts those of a configuration: what one would write without an
-engine.  Each function gives a call without arguments; operands are random, in as many copies as no cache can hold."""
+"""The operations of a model in plain torch, to which ``kernels`` compares those of a configuration.
+
+Each function returns calls without arguments.  Operands are random.  Several copies of them are used in turn, more than
+a cache can hold.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +17,41 @@ from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.device.layers.activation import APPLY
 from minivllm.device.layers.norm import LayerNorm
 
-COLD = 256 << 20  # bytes of copies; the second level of a GPU's cache has 50 MB
+COLD = 256 << 20  # bytes of all copies of an operand; the level 2 cache of a GPU has 50 MB
 MOST_COPIES = 64
 
 Call = Callable[[], Any]
 
 
 def copies(size: int, wanted: int) -> int:
-    """How many operands of ``size`` bytes are made for ``wanted`` calls, which take turns with them."""
+    """Return the number of copies of an operand of ``size`` bytes, for ``wanted`` calls that use them in turn."""
     return max(1, min(wanted, MOST_COPIES, -(-COLD // max(1, size))))
 
 
 class TorchOperations:
-    """On one device, in one dtype.  Weights of one shape are made once."""
+    """Operands and matrix products on a device, in a dtype.  Weights of a shape are created once."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._weights: dict[tuple[int, int], list[Tensor]] = {}
 
     def random(self, *shape: int, scale: float = 1.0) -> Tensor:
+        """Return normally distributed numbers with a standard deviation of ``scale``."""
         return (torch.randn(*shape, device=self.device) * scale).to(self.dtype)
 
     def weights(self, outputs: int, inputs: int, wanted: int) -> list[Tensor]:
-        """[outputs, inputs], as many as there is use for."""
+        """Return copies of a weight [outputs, inputs] for ``wanted`` calls."""
         kept = self._weights.setdefault((outputs, inputs), [])
         while len(kept) < copies(outputs * inputs * self.dtype.itemsize, wanted):
             kept.append(self.random(outputs, inputs, scale=inputs**-0.5))
         return kept
 
     def drop(self) -> None:
+        """Release all weights."""
         self._weights.clear()
 
     def product(self, x: Tensor, outputs: int, wanted: int, then: Callable[[Tensor], Any] | None = None) -> list[Call]:
-        """``then(F.linear(x, w))``."""
+        """Return a call of ``then(F.linear(x, w))`` for each copy of the weight w; None means nothing follows."""
 
         def call(w: Tensor) -> Any:
             y = F.linear(x, w)
@@ -56,7 +61,7 @@ class TorchOperations:
 
 
 def gated(activation: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
-    """What an MLP does between its products."""
+    """Return the function between the matrix products of an MLP."""
 
     def gate(y: Tensor) -> Tensor:
         first, up = y.chunk(2, dim=-1)
@@ -66,7 +71,7 @@ def gated(activation: str, is_gated: bool) -> Callable[[Tensor], Tensor]:
 
 
 def normed(norm: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """The norm of a layer (``device.layers.norm``) as torch has it."""
+    """Return torch's function for a norm of ``device.layers.norm``."""
     weight = norm.weight.to(dtype)
     if isinstance(norm, LayerNorm):
         return lambda x: F.layer_norm(x, weight.shape, weight, norm.bias, norm.eps)
@@ -74,18 +79,21 @@ def normed(norm: Any, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def joined(residual: Tensor, norms: Sequence[Any], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """What is added to the stream: (norm before it or None, norm behind it or None)."""
-    after, before = (None if norm is None else normed(norm, dtype) for norm in norms)
+    """Return the function that adds an output to the residual stream.
+
+    ``norms`` are the norm of the output and the norm of the sum; None means no norm.
+    """
+    of_output, of_sum = (None if norm is None else normed(norm, dtype) for norm in norms)
 
     def call(y: Tensor) -> Tensor:
-        stream = residual + (y if after is None else after(y))
-        return stream if before is None else before(stream)
+        stream = residual + (y if of_output is None else of_output(y))
+        return stream if of_sum is None else of_sum(stream)
 
     return call
 
 
 def rotated(q: Tensor, k: Tensor, v: Tensor, position: Tensor, slots: Tensor, pre: QKPre, room: int) -> Call:
-    """Norm of heads, rotary embedding, and keys and values put where they belong in a cache of ``room`` tokens."""
+    """Return a call that normalizes and rotates q and k, and writes k and v to a cache of ``room`` tokens."""
     keys = torch.zeros(room, *k.shape[1:], dtype=k.dtype, device=k.device)
     values = torch.zeros(room, *v.shape[1:], dtype=v.dtype, device=v.device)
     place = slots % room
@@ -97,7 +105,8 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, position: Tensor, slots: Tensor, pr
             return x
         cos, sin = (table[position][:, None].to(x.dtype) for table in (pre.cos, pre.sin))
         dim = cos.shape[-1]
-        head, rest = x[..., :dim], x[..., dim:]
+        head = x[..., :dim]
+        rest = x[..., dim:]
         half = torch.cat((-head[..., dim // 2 :], head[..., : dim // 2]), dim=-1)
         return torch.cat((head * cos + half * sin, rest), dim=-1)
 
@@ -110,12 +119,17 @@ def rotated(q: Tensor, k: Tensor, v: Tensor, position: Tensor, slots: Tensor, pr
 
 
 def attention(made: TorchOperations, spec: AttnSpec, rows: int, tokens: int, context: int, wanted: int) -> list[Call]:
-    """``scaled_dot_product_attention`` of ``tokens`` queries a row over contiguous keys and values; none where it has
-    no words for what the layer does (sinks, soft caps, a window that moves within the queries)."""
-    if spec.sinks or spec.softcap is not None or (spec.window is not None and tokens > 1 and spec.window < context):
+    """Return calls of ``scaled_dot_product_attention`` with ``tokens`` queries per row and contiguous keys and values.
+
+    There are none for a layer that this function cannot compute: with sinks, soft caps, or a window that excludes keys
+    of some queries only.
+    """
+    moving_window = spec.window is not None and tokens > 1 and spec.window < context
+    if spec.sinks or spec.softcap is not None or moving_window:
         return []
     length = context if spec.window is None else min(context, spec.window)
-    size = rows * length * spec.kv_heads * (spec.dim_qk + spec.dim_v) * made.dtype.itemsize
+    token_size = spec.kv_heads * (spec.dim_qk + spec.dim_v) * made.dtype.itemsize
+    size = rows * length * token_size
     q = made.random(rows, spec.heads, tokens, spec.dim_qk)
     found: list[Call] = []
     for _ in range(copies(size, wanted)):
@@ -133,11 +147,12 @@ def attention(made: TorchOperations, spec: AttnSpec, rows: int, tokens: int, con
 
 
 def greedy(logits: Tensor) -> Call:
+    """Return a call that chooses the token with the largest logit."""
     return lambda: logits.argmax(dim=-1)
 
 
 def drawn(logits: Tensor) -> Call:
-    """From the softmax, by exponential noise, as ``torch.multinomial`` does for one draw."""
+    """Return a call that draws a token from the softmax with exponential noise, as ``torch.multinomial`` does."""
 
     def call() -> Tensor:
         p = logits.float().softmax(dim=-1)

@@ -1,12 +1,13 @@
-"""One run of a workload by an engine in this process, and a table of configurations against the first of them."""
+"""Run a workload on engines in this process, and compare configurations with the first of them."""
 
 from __future__ import annotations
 
 import gc
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from minivllm.errors import MinivllmError, brief
@@ -22,7 +23,7 @@ Generate = Callable[..., tuple[list[Any], float]]
 
 @dataclass(frozen=True)
 class Metric:
-    """A figure that is compared: its key, its name in a table, whether more is better, and the digits shown."""
+    """A result that is compared: its key, its name in a table, whether more is better, and the number of digits."""
 
     key: str
     name: str
@@ -36,8 +37,6 @@ SPEED = (
     Metric("median_tpot_ms", "TPOT ms", False, 2),
     Metric("joules_per_output_token", "J/token", False, 4),
 )
-
-
 COUNTED = (
     Metric("prefix_hit_rate", "prefix hits", True, 3),
     Metric("evictions", "evictions", False, 0),
@@ -47,17 +46,19 @@ COUNTED = (
 
 
 def counted(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Metric, ...]:
-    """Return what the engine or a plug-in (``figures()``) counted in any run of any configuration."""
-    named = dict.fromkeys(key for own in runs for run in own for key in run["figures"] if key.startswith(FIGURE))
-    plugins = tuple(Metric(key, key.removeprefix(FIGURE), True, 3) for key in named)
-    return _not_zero(runs, (*COUNTED, *plugins))
+    """Return the counters of the engine and its plug-ins (``figures()``) that are not 0 in every run.
 
-
-def _not_zero(runs: Sequence[Sequence[Mapping[str, Any]]], metrics: Sequence[Metric]) -> tuple[Metric, ...]:
-    """Return the metrics that are not 0 in every run."""
-    return tuple(
-        one for one in metrics if any(value != 0 for own in runs for value in values(own, one.key) if value == value)
-    )
+    ``runs`` are the runs of each configuration.
+    """
+    every = [run for own in runs for run in own]
+    keys = dict.fromkeys(key for run in every for key in run["figures"] if key.startswith(FIGURE))
+    plugins = [Metric(key, key.removeprefix(FIGURE), True, 3) for key in keys]
+    found = []
+    for metric in (*COUNTED, *plugins):
+        known = [value for value in values(every, metric.key) if not math.isnan(value)]
+        if any(known):
+            found.append(metric)
+    return tuple(found)
 
 
 def run(
@@ -68,7 +69,7 @@ def run(
     watch: Callable[[], Any],
     generate: Generate = offline.generate,
 ) -> dict[str, Any]:
-    """Figures of one run, the machine's ``state`` meanwhile, and the ``tokens`` of each answer."""
+    """Measure one run, and return its results, the ``state`` of the machine, and the ``tokens`` of each answer."""
     with watch() as state:
         found = offline.throughput(llm, asks, temperature, seed, generate)
     tokens = found.pop("token_ids")
@@ -77,91 +78,108 @@ def run(
 
 
 def values(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    """One figure of each run, NaN where it was not measured."""
-    return [NAN if (value := run["figures"].get(key)) is None else float(value) for run in runs]
+    """Return a result of each run, NaN if the run does not have it."""
+    found = [run["figures"].get(key) for run in runs]
+    return [NAN if value is None else float(value) for value in found]
 
 
 def same_tokens(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> float:
-    """The share of requests whose tokens are the same in both."""
-    pairs = [x == y for one, two in zip(a, b, strict=True) for x, y in zip(one["tokens"], two["tokens"], strict=True)]
-    return sum(pairs) / len(pairs) if pairs else NAN
+    """Return the share of requests whose answers have the same tokens in both configurations, NaN without requests."""
+    same = [x == y for x, y in _answer_pairs(a, b)]
+    return sum(same) / len(same) if same else NAN
+
+
+def _answer_pairs(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield the tokens of each request's answer in the runs of two configurations."""
+    for one, two in zip(a, b, strict=True):
+        yield from zip(one["tokens"], two["tokens"], strict=True)
 
 
 def same_over_seeds(cells: Sequence[Sequence[Mapping[str, Any]]], dataset: str, temperature: float) -> str:
-    """Return a warning if the seeds changed no answer of any configuration, "" if they did or there is one seed."""
+    """Return a warning if all seeds gave the same answers, "" if they did not or there is a single seed.
+
+    ``cells`` are the runs of each configuration.
+    """
     known = [own for own in cells if len(own) > 1]
     if not known or any(run["tokens"] != own[0]["tokens"] for own in known for run in own):
         return ""
-    why = (
-        f"{dataset} at temperature 0: all seeds ask for the same" if dataset and not temperature else "no draw differs"
-    )
+    reason = "no draw differs"
+    if dataset and not temperature:
+        reason = f"{dataset} at temperature 0: all seeds have the same requests"
     return (
-        f"seeds change nothing: the {len(known[0])} runs of each configuration gave the same answers ({why}), so "
-        "intervals hold the noise of timing alone; want --temperature above 0, or random prompts"
+        f"seeds change nothing: the {len(known[0])} runs of each configuration gave the same answers ({reason}), so "
+        "intervals contain the noise of timing alone; use --temperature above 0, or random prompts"
     )
 
 
 def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> int | None:
-    """The earliest token of an answer, counted from 1, that differs in any request; None if none does."""
-    found = None
-    for one, two in zip(a, b, strict=True):
-        for x, y in zip(one["tokens"], two["tokens"], strict=True):
-            at = next((i for i, (s, t) in enumerate(zip(x, y, strict=False), 1) if s != t), None)
-            at = min(len(x), len(y)) + 1 if at is None and len(x) != len(y) else at
-            found = at if found is None else min(found, at or found)
-    return found
+    """Return the first position, counted from 1, at which any request's answers differ; None if all are equal."""
+    positions = []
+    for x, y in _answer_pairs(a, b):
+        if x != y:
+            common = takewhile(lambda pair: pair[0] == pair[1], zip(x, y, strict=False))
+            positions.append(1 + sum(1 for _ in common))
+    return min(positions, default=None)
 
 
 def against(
     first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]
 ) -> dict[str, Paired]:
-    """Each figure of ``other`` over that of ``first``, paired by seed; NaN pairs say "not measured"."""
+    """Return the test of each metric of ``other`` against ``first``, paired by seed.
+
+    Pairs without a value are left out; without any pair the verdict is "not measured".
+    """
     found = {}
     for metric in metrics:
-        a, b = values(first, metric.key), values(other, metric.key)
-        known = [(x, y) for x, y in zip(a, b, strict=True) if not (math.isnan(x) or math.isnan(y))]
+        pairs = zip(values(first, metric.key), values(other, metric.key), strict=True)
+        known = [(x, y) for x, y in pairs if not (math.isnan(x) or math.isnan(y))]
         found[metric.key] = paired([x for x, _ in known], [y for _, y in known])
     return found
 
 
 def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, dict[str, Any]]]:
-    """Return all comparisons of a table with their sentences; p-values are corrected for their number (Holm)."""
+    """Return all tests of a table with their verdicts; p-values are corrected for their number (Holm)."""
     keys = [(i, key) for i, row in enumerate(rows) for key in row]
     corrected = holm([rows[i][key].p for i, key in keys])
     out: list[dict[str, dict[str, Any]]] = [{} for _ in rows]
     for (i, key), p in zip(keys, corrected, strict=True):
         one = rows[i][key]
         value = {"difference": one.difference} if isinstance(one, Shift) else {"ratio": one.ratio}
-        out[i][key] = {**value, "low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
+        value |= {"low": one.low, "high": one.high}
+        out[i][key] = {**value, "p": p, "says": one.sentence(p)}
     return out
 
 
 def ratio_text(one: Mapping[str, Any]) -> str:
-    """Return a ratio, or a difference, with its interval."""
-    key, mark, digits = ("difference", "", 5) if "difference" in one else ("ratio", "x", 2)
-    if one[key] is None or math.isnan(one[key]):
+    """Return the ratio or the difference of a test as text, with its interval."""
+    is_difference = "difference" in one
+    value = one["difference" if is_difference else "ratio"]
+    if value is None or math.isnan(value):
         return "-"
-    known = one["low"] is not None and not math.isnan(one["low"])
-    bounds = f" [{one['low']:.{digits}f}, {one['high']:.{digits}f}]" if known else ""
-    sign = "+" if key == "difference" else ""
-    return f"{one[key]:{sign}.{digits}f}{mark}{bounds}"
+    digits = 5 if is_difference else 2
+    text = f"{value:+.{digits}f}" if is_difference else f"{value:.{digits}f}x"
+    if one["low"] is None or math.isnan(one["low"]):
+        return text
+    return f"{text} [{one['low']:.{digits}f}, {one['high']:.{digits}f}]"
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One configuration of a table: ``open`` makes its engine, a context that ends it; ``generate`` runs requests."""
+    """A configuration of a table.  ``open`` returns a context with its engine, and ``generate`` runs requests on it."""
 
     name: str
     open: Callable[[], Any]
     generate: Generate = offline.generate
 
 
-def _raised(cell: Cell, exc: Exception) -> None:
+def _raise(cell: Cell, exc: Exception) -> None:
     raise exc
 
 
-def _let_go() -> None:
-    """Memory that an engine held which could not be made: the next one counts what is free."""
+def _free_memory() -> None:
+    """Release the memory of an engine that failed, since the next engine measures the free memory."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
@@ -170,31 +188,32 @@ def _let_go() -> None:
 
 @dataclass(frozen=True)
 class Trials:
-    """What is done with the engines of a table: ``warm(cell, llm)`` with each that is made, then ``once(cell, llm,
-    seed)``, whose results are the runs.  ``there(cell, seed)``: a run that need not be made, and is not among them.
-    ``failed(cell, exc)`` hears of a cell that could not go on; where it returns the others do."""
+    """The functions that a table runs with the engines of its configurations.
+
+    ``warm(cell, llm)`` is called with each new engine.  ``once(cell, llm, seed)`` measures a run and returns its
+    results.  ``there(cell, seed)`` returns whether a run exists already and can be skipped.  ``failed(cell, exc)`` is
+    called for a configuration that fails; if it returns, the other configurations continue.
+    """
 
     once: Callable[[Cell, Any, int], Any]
     warm: Callable[[Cell, Any], Any] = lambda cell, llm: None
     there: Callable[[Cell, int], bool] = lambda cell, seed: False
-    failed: Callable[[Cell, Exception], None] = _raised
+    failed: Callable[[Cell, Exception], None] = _raise
 
     def measure(
         self, cells: Sequence[Cell], seeds: Sequence[int], in_turns: bool, apart: bool = False
     ) -> list[list[Any]]:
-        """The runs of each cell, by seed.
+        """Measure all configurations with all seeds, and return the runs of each.
 
-        Cells run one after the other, each with one engine, or with one for each run (``apart``); or ``in_turns``, a
-        seed each in an order that rotates, so that a machine which becomes slower or warmer does so for all of them
-        alike.  In turns each run has an engine of its own: two engines of one configuration differ (where their memory
-        lies), which a spread over the runs of one engine would not show.
+        By default configurations run one after another, each with one engine, or with an engine per run if ``apart``.
+        With ``in_turns`` each seed runs on all configurations, in rotating order, so that a machine that becomes slower
+        affects all alike.  Each run then has a new engine.  Two engines of a configuration can differ in speed, by the
+        place of their memory, and runs on one engine would not show this.
         """
         found: list[list[Any]] = [[] for _ in cells]
-        gone: set[int] = set()
-        turns = [(i, [seed]) for turn, seed in enumerate(seeds) for i in rotated(len(cells), turn)]
-        each = [(i, [seed]) for i in range(len(cells)) for seed in seeds] if apart else enumerate([seeds] * len(cells))
-        for i, own in turns if in_turns else each:
-            todo = [seed for seed in own if i not in gone and not self.there(cells[i], seed)]
+        failed: set[int] = set()
+        for i, engine_seeds in _engine_order(len(cells), seeds, in_turns, apart):
+            todo = [seed for seed in engine_seeds if i not in failed and not self.there(cells[i], seed)]
             if not todo:
                 continue
             try:
@@ -202,15 +221,25 @@ class Trials:
                     self.warm(cells[i], llm)
                     found[i] += [self.once(cells[i], llm, seed) for seed in todo]
             except Exception as exc:
-                if isinstance(exc, MinivllmError):  # of many configurations the one that failed
+                if isinstance(exc, MinivllmError):  # name the configuration that failed
                     exc.args = (f"{brief(cells[i].name)}: {exc}", *exc.args[1:])
                 self.failed(cells[i], exc)
-                gone.add(i)
-            if i in gone:
-                _let_go()
+                failed.add(i)
+            if i in failed:
+                _free_memory()
         return found
 
 
-def rotated(count: int, by: int) -> list[int]:
-    """0 to count - 1, beginning with ``by``."""
-    return [(place + by) % count for place in range(count)]
+def _engine_order(count: int, seeds: Sequence[int], in_turns: bool, apart: bool) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield, for each engine in order, the number of its configuration and the seeds that run on it."""
+    if in_turns:
+        for turn, seed in enumerate(seeds):
+            for place in range(count):
+                yield (place + turn) % count, [seed]
+        return
+    for i in range(count):
+        if apart:
+            for seed in seeds:
+                yield i, [seed]
+        else:
+            yield i, seeds
