@@ -1,11 +1,11 @@
-"""The border between the engine and code that is not its own: plug-ins, a request's functions, what receives tokens.
+"""Calls between the engine and external code: plug-ins, functions of a request, and receivers of tokens.
 
-Outwards: whatever such code raises ends what it was called for, and never the thread that called it.  An ``Exception``
-does that already.  SystemExit, CancelledError, GeneratorExit, ``pytest.fail`` and KeyboardInterrupt are none, so no
-``except Exception`` between the call and the thread would hold them: ``call_foreign`` turns them into one.  A
-KeyboardInterrupt is noted besides, and raised by the engine's method once that has done its work (``alone``).
+Calls of external code.  Whatever external code raises must end only the affected request or step, never the calling
+thread.  ``except Exception`` does not catch SystemExit, CancelledError, GeneratorExit, ``pytest.fail`` or
+KeyboardInterrupt, so ``call_foreign`` converts them into an ``Exception``.  A KeyboardInterrupt is also stored, and
+raised when the engine's current method ends (``alone``).
 
-Inwards: such code must not call the engine, which is in the middle of a step.  ``alone`` refuses it.
+Calls by external code.  External code must not call the engine during a step.  ``alone`` refuses such calls.
 """
 
 from __future__ import annotations
@@ -17,29 +17,30 @@ from typing import Any
 
 from minivllm.errors import MinivllmError, RequestError, describe_error
 
-# ``interrupt``: the KeyboardInterrupt that this thread is still to raise
-_noted = threading.local()
+# ``interrupt`` is the KeyboardInterrupt that this thread has yet to raise
+_pending = threading.local()
 
 
 class Contained(Exception):
-    """Stands for an exception that is no ``Exception``.  Its subclasses are named as what they stand for."""
+    """Replaces an exception that is not an ``Exception``.  Each subclass has the name of the replaced class."""
 
 
 def contained(exc: BaseException) -> Exception:
-    """``exc`` as an ``Exception`` with its name and its text."""
+    """Return an ``Exception`` with the class name and text of ``exc``.  Store a KeyboardInterrupt, to be raised
+    later."""
     if isinstance(exc, KeyboardInterrupt):
-        _noted.interrupt = exc
-    made: type[Contained] = type(type(exc).__name__, (Contained,), {})
-    return made(describe_error(exc).partition(": ")[2])
+        _pending.interrupt = exc
+    cls: type[Contained] = type(type(exc).__name__, (Contained,), {})
+    return cls(describe_error(exc).partition(": ")[2])
 
 
 def as_exception(exc: BaseException) -> Exception:
-    """``exc`` itself if it is an ``Exception``, else what stands for it."""
+    """Return ``exc`` if it is an ``Exception``, else its replacement."""
     return exc if isinstance(exc, Exception) else contained(exc)
 
 
 def call_foreign(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)``, code that is not the engine's.  What it raises is an ``Exception``."""
+    """Call external code: ``function(*args)``.  Anything that it raises becomes an ``Exception``."""
     try:
         return function(*args)
     except Exception:
@@ -49,36 +50,40 @@ def call_foreign(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def refusal(exc: BaseException) -> MinivllmError:
-    """What a client is told whose request could not be taken because of ``exc``."""
+    """Return the error for a client whose request was not accepted because of ``exc``."""
     if not isinstance(exc, Exception) and isinstance(exc.__context__, MinivllmError):
-        exc = exc.__context__  # an interrupt, raised once the request had been refused
+        exc = exc.__context__  # the interrupt came after the request had been refused
     return exc if isinstance(exc, MinivllmError) else RequestError(describe_error(exc))
 
 
 def alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of the engine that does not run within another one, nor beside it.  RequestError if it is tried: the
-    other one has changed some of the books and not yet the rest."""
+    """Wrap a method of the engine that must not run inside another such method, or at the same time.
+
+    RequestError if it does, because the other method has updated only some of the engine's state.
+    """
     name = method.__name__
 
     @functools.wraps(method)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the method, and then raise a stored KeyboardInterrupt."""
         refuse_within(self.within, name)
         self.within = name
         try:
             return method(self, *args, **kwargs)
         finally:
             self.within = ""
-            if (interrupt := getattr(_noted, "interrupt", None)) is not None:
-                _noted.interrupt = None
+            interrupt = getattr(_pending, "interrupt", None)
+            if interrupt is not None:
+                _pending.interrupt = None
                 raise interrupt
 
     return run
 
 
-def refuse_within(within: str, what: str) -> None:
-    """RequestError if the engine is in one of its methods (its name, else "")."""
+def refuse_within(within: str, method: str) -> None:
+    """Raise RequestError if the engine runs a method.  ``within`` is its name, or ""."""
     if within:
         raise RequestError(
-            f"{what} was called while the engine is in {within}: a function that the engine calls, or another thread, "
-            "must not call it then; note what is to be done, and do it between two steps"
+            f"{method} was called while the engine is in {within}: a function that the engine calls, or another "
+            "thread, must not call it then; call it between two steps instead"
         )

@@ -1,12 +1,10 @@
-"""Where the time of each step goes, always on: a fixed ring of floats, one row a step.
+"""The time of each part of a step, always measured: a ring buffer of floats with a row for each step.
 
-plan      policy, budget, blocks                     (host)
-submit    hand the plan to the executor              (host; on CPU this is the forward pass too)
-wait      until a step in flight has come back       (host idle)
-publish   results to sequences, text, streams        (host)
-device    time on the device as the executor reports it
+plan      policy, budget, blocks                     (host) submit    pass the plan to the executor              (host;
+on a CPU this includes the forward pass) wait      until a step in flight has finished        (host idle) publish
+results to sequences, text, streams        (host) device    time on the device as the executor reports it
 
-Beside these parts, the time that each plug-in takes on the host (``SeamTimes``), wherever in a turn it is called.
+In addition, the host time of each plug-in (``SeamTimes``), whichever part calls it.
 """
 
 from __future__ import annotations
@@ -28,16 +26,20 @@ PLAN, SUBMIT, WAIT, PUBLISH = range(4)  # columns of StepClock.part
 
 
 class SeamTimes(dict[str, float]):
-    """Host seconds by seam, ``seam:plug-in`` where a seam holds several.  A call within another seam's call counts for
-    its own seam only, so the times add up.  One thread."""
+    """Host seconds by seam, or by ``seam:plug-in`` for a seam with several plug-ins.
+
+    The time of a nested call counts for the inner seam only, so the times add up.  For one thread.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._inner = 0.0  # seconds of the calls within the one that runs
+        self._inner = 0.0  # seconds of the calls inside the current call
 
     def run(self, seam: str, call: Callable[..., Any], *args: Any) -> Any:
-        """``call(*args)``, its time counted under ``seam``.  What it raises is an ``Exception`` (see ``foreign``)."""
-        outer, self._inner = self._inner, 0.0
+        """Call ``call(*args)`` and count its time under ``seam``.  Anything that it raises becomes an ``Exception``
+        (see ``call_foreign``)."""
+        outer = self._inner
+        self._inner = 0.0
         start = perf_counter()
         try:
             return call(*args)
@@ -51,23 +53,24 @@ class SeamTimes(dict[str, float]):
             self._inner = outer + span
 
     def add(self, more: Mapping[str, float]) -> None:
+        """Add seconds by seam."""
         for seam, seconds in more.items():
             self[seam] = self.get(seam, 0.0) + seconds
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last time."""
-        out = dict(self)
+        """Return the times since the last call, and start again at zero."""
+        times = dict(self)
         self.clear()
-        return out
+        return times
 
 
 def processor_seams(names: Sequence[str]) -> list[str]:
-    """What the times of processors are counted under; the sampler is the last."""
+    """Return the names under which the times of processors are counted.  The last of ``names`` is the sampler."""
     return [*(f"processor:{name}" for name in names[:-1]), "sampler"]
 
 
 class StepClock:
-    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows, tokens."""
+    """The last ``size`` steps: start, seconds of each part and seam, device milliseconds, rows and tokens."""
 
     def __init__(self, size: int = 8192) -> None:
         self.size, self.count = size, 0
@@ -75,30 +78,32 @@ class StepClock:
         self.part = np.zeros((size, len(PARTS)))
         self.device_ms = np.zeros(size)
         self.rows, self.tokens = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        # since the end of the last step: what is added between two counts for the next
+        # times since the end of the last step; times between two steps count for the second one
         self.seams = SeamTimes()
         self.seam: dict[str, np.ndarray] = {}  # seam -> seconds [size]
-        # of the step that runs
+        # the current step
         self._begun = self._mark = self._device_ms = 0.0
         self._spent = [0.0] * len(PARTS)
 
     def begin(self) -> None:
+        """Start the clock for a step."""
         self._begun = self._mark = perf_counter()
         self._spent = [0.0] * len(PARTS)
         self._device_ms = 0.0
 
     def lap(self, part: int) -> None:
-        """The time since the last mark belongs to this part."""
+        """Count the time since the last call for a part."""
         now = perf_counter()
         self._spent[part] += now - self._mark
         self._mark = now
 
     def collected(self, device_ms: float, seams: Mapping[str, float]) -> None:
-        """A step has come back: what it took on the device, and the worker's seams."""
+        """Add the device time and the worker's plug-in times of a finished step."""
         self._device_ms += device_ms
         self.seams.add(seams)
 
     def end(self, rows: int, tokens: int) -> None:
+        """Store the times of the step in the ring buffer."""
         row = self.count % self.size
         self.start[row], self.part[row] = self._begun, self._spent
         self.device_ms[row], self.rows[row], self.tokens[row] = self._device_ms, rows, tokens
@@ -106,31 +111,34 @@ class StepClock:
             if name not in self.seam:
                 self.seam[name] = np.zeros(self.size)
             self.seam[name][row] = seconds
-            # the key stays, so that a row of the ring is always written anew
+            # Keep the key, so that the next step overwrites the old value in the ring.
             self.seams[name] = 0.0
         self.count += 1
 
     def _order(self) -> np.ndarray:
+        """Return the rows of the ring buffer, the oldest step first."""
         n = min(self.count, self.size)
         return (np.arange(self.count - n, self.count)) % self.size
 
     def summary(self) -> dict[str, Any]:
-        """Over the steps kept: median milliseconds of each part, and mean milliseconds of each seam (``seam_ms``; most
-        plug-ins are called in some steps only, and means add up); the number of steps."""
+        """Return the number of steps, and times over the stored steps.
+
+        These are the median milliseconds of each part, and the mean milliseconds of each seam (``seam_ms``).  The
+        latter is a mean, because many plug-ins run in some steps only, and means add up.
+        """
         rows = self._order()
-        out: dict[str, Any] = {"steps": self.count}
-        for i, name in enumerate(PARTS):
-            out[f"{name}_ms"] = (
-                round(float(np.median(self.part[rows, i])) * 1e3, 4) if len(rows) else 0.0
-            )
-        out["device_ms"] = round(float(np.median(self.device_ms[rows])), 4) if len(rows) else 0.0
-        out["seam_ms"] = {
+        summary: dict[str, Any] = {"steps": self.count}
+        columns = [*zip(PARTS, 1e3 * self.part.T, strict=True), ("device", self.device_ms)]
+        for name, values in columns:
+            median = float(np.median(values[rows])) if len(rows) else 0.0
+            summary[f"{name}_ms"] = round(median, 4)
+        summary["seam_ms"] = {
             name: round(float(self.seam[name][rows].mean()) * 1e3, 4) for name in sorted(self.seam)
         }
-        return out
+        return summary
 
     def chrome_trace(self, path: str | Path) -> None:
-        """Write the steps kept as a Chrome trace (chrome://tracing, Perfetto): one bar a part."""
+        """Write the stored steps as a Chrome trace (chrome://tracing, Perfetto), with a bar for each part."""
         files.check_output(path)
         events = []
         for row in self._order().tolist():

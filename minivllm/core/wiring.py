@@ -1,8 +1,9 @@
-"""The wiring as text: what ``config.resolve`` chose, for a worker process of another executor.
+"""Convert a wiring to text and back, for worker processes.
 
     parent  wiring_to_json(resolved.wiring) ──► argv, a pipe, a socket ──► worker  wiring_from_json(text)
 
-Targets and options are data, so nothing of the parent is pickled; see ``core.interfaces.executor.Wiring``.
+A wiring is the result of ``config.resolve``.  Targets and options are data, so nothing is pickled; see
+``core.interfaces.executor.Wiring``.
 """
 
 from __future__ import annotations
@@ -24,36 +25,41 @@ from minivllm.errors import ResourceError
 
 
 def wiring_to_json(wiring: Wiring) -> str:
-    """Targets and options, and the version of minivllm that chose them."""
+    """Return a wiring as JSON, with the version of minivllm that created it."""
     return json.dumps({**dataclasses.asdict(wiring), "minivllm": __version__})
 
 
 def wiring_from_json(text: str) -> Wiring:
-    """ResourceError if another version of minivllm made it."""
+    """Return the wiring in a JSON text.  ResourceError if another version of minivllm created it."""
     values = json.loads(text)
-    if (theirs := values.pop("minivllm", None)) != __version__:
+    version = values.pop("minivllm", None)
+    if version != __version__:
         raise ResourceError(
-            f"the wiring was made by minivllm {theirs}, and this process has {__version__}: install one version for all"
+            f"the wiring was made by minivllm {version}, and this process has {__version__}: install the same version"
         )
     values["parts"] = _parts(values["parts"])
     values["processors"] = tuple(Part(**part) for part in values["processors"])
     values["eos_ids"] = tuple(values["eos_ids"])
     cache, speculation = values["cache"], values["speculation"]
-    if (draft := speculation["draft_model"]) is not None:
-        speculation["draft_model"] = _own_model(draft)
-    values["own_models"] = {name: _own_model(found) for name, found in values["own_models"].items()}
-    nested = {
-        "cache": CacheWiring(**{**cache, "groups": tuple(map(tuple, cache["groups"]))}),
-        "steps": StepWiring(**{**values["steps"], "unfused": tuple(values["steps"]["unfused"])}),
-        "speculation": SpeculationWiring(**speculation),
-        "parallel": ParallelWiring(**values["parallel"]),
-    }
-    return Wiring(**{**values, **nested})
+    if speculation["draft_model"] is not None:
+        speculation["draft_model"] = _second_model(speculation["draft_model"])
+    own_models = values["own_models"]
+    values["own_models"] = {name: _second_model(model) for name, model in own_models.items()}
+    cache["groups"] = tuple(map(tuple, cache["groups"]))
+    values["cache"] = CacheWiring(**cache)
+    steps = values["steps"]
+    steps["unfused"] = tuple(steps["unfused"])
+    values["steps"] = StepWiring(**steps)
+    values["speculation"] = SpeculationWiring(**speculation)
+    values["parallel"] = ParallelWiring(**values["parallel"])
+    return Wiring(**values)
 
 
-def _own_model(found: dict) -> DraftWiring:
-    return DraftWiring(found["model_dir"], _parts(found["parts"]))
+def _second_model(values: dict) -> DraftWiring:
+    """Return the wiring of a second model."""
+    return DraftWiring(values["model_dir"], _parts(values["parts"]))
 
 
-def _parts(found: dict[str, dict]) -> dict[str, Part]:
-    return {seam: Part(**part) for seam, part in found.items()}
+def _parts(values: dict[str, dict]) -> dict[str, Part]:
+    """Return the plug-in of each seam."""
+    return {seam: Part(**part) for seam, part in values.items()}

@@ -1,1 +1,1 @@
-"""JSON schemas as data: their references, and objects closed to names that they do not declare, how deep."""
+"""JSON schemas as data: resolve references, forbid undeclared properties, and measure nesting."""

@@ -1,6 +1,6 @@
-"""Objects that take no properties but those that their schema declares, where it says nothing of others.
+"""Forbid undeclared properties in a JSON schema, where the schema does not say otherwise.
 
-So OpenAI's strict mode has it, and XGrammar's: a model that may invent names may do so for ever.
+OpenAI's strict mode and XGrammar do the same.  A model that may invent property names may continue forever.
 """
 
 from __future__ import annotations
@@ -24,43 +24,47 @@ INNER = (
     "propertyNames",
     "not",
 )
-MOST_STEPS = 20_000  # over the parts of all objects that have several, and their names: objects may share them
-MOST_ADDED = 256 << 10  # characters of names that are added
+# limit of the parts and names that are visited; objects that share parts visit them repeatedly
+MOST_STEPS = 20_000
+MOST_ADDED = 256 << 10  # limit of the characters of added names
 
 
 def closed(schema: Any) -> Any:
-    """A copy in which ``additionalProperties`` is false wherever names are declared and nothing is said of others.
+    """Return a copy in which ``additionalProperties`` is false for each object that declares properties.
 
-    Where several schemas speak of one object (``allOf``, or ``$ref`` and ``anyOf`` beside ``properties``), none of them
-    is closed but all together: to the names that any of them declares.  ValueError if there are too many of those."""
-    made = copy.deepcopy(schema)
-    _Closing(made).close()
-    return made
+    Objects that already say something about other properties are not changed.  Several schemas may describe the same
+    object (``allOf``, or ``$ref`` and ``anyOf`` next to ``properties``).  Then the outermost one is closed, and allows
+    the names that any of them declares.  ValueError if there are too many of these names.
+    """
+    result = copy.deepcopy(schema)
+    _Closing(result).close()
+    return result
 
 
 def schemas(root: Any) -> list[dict[str, Any]]:
-    """All schemas that are objects within one, wherever a reference finds them, each once."""
+    """Return all object schemas within a schema, including those that only a reference reaches, each once."""
     return list(_Closing(root).nodes.values())
 
 
 class _Closing:
-    """The schemas of one that are objects, those that share an object with others (``shared``), and those that join
-    such (``joining``)."""
+    """A schema and the object schemas (nodes) in it, by the ``id`` of their dicts.
+
+    The parts of a node are the schemas directly inside it that describe the same value.  A node joins its parts if
+    they describe one object together.  Parts of joining nodes are shared.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self.nodes: dict[int, dict[str, Any]] = {}
-        self.parts: dict[
-            int, list[Any]
-        ] = {}  # of each node: the schemas that speak of the same value, right within it
+        self.parts: dict[int, list[Any]] = {}
         self.steps = 0
-        left = [root]
-        while left:
-            node = left.pop()
+        pending = [root]
+        while pending:
+            node = pending.pop()
             if isinstance(node, dict) and id(node) not in self.nodes:
                 self.nodes[id(node)] = node
                 self.parts[id(node)] = self._parts(node)
-                left += [*self.parts[id(node)], *_children(node)]
+                pending += [*self.parts[id(node)], *_children(node)]
         users: dict[int, list[dict[str, Any]]] = {}
         for node in self.nodes.values():
             for part in self.parts[id(node)]:
@@ -76,77 +80,80 @@ class _Closing:
             for part in self.parts[id(node)]:
                 if isinstance(part, dict) and id(part) not in self.shared:
                     self.shared.add(id(part))
-                    # its own parts speak of that object too, and whoever else uses it has to close it himself
+                    # The parts of a shared part describe the same object.  Other nodes that use it must be closed too.
                     joining += [part, *users[id(part)]]
 
     def close(self) -> None:
+        """Set ``additionalProperties`` to false in each outermost node, and add the names of its parts."""
         added = 0
-        found: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
+        changes: list[tuple[dict[str, Any], dict[str, dict[str, Any]]]] = []
         for node in self.nodes.values():
             if id(node) in self.shared:
                 continue
             parts = self._all_parts(node) if id(node) in self.joining else [node]
-            says = any(key in part for part in parts for key in SAY)
-            if says or not any(key in part for part in parts for key in DECLARE):
+            decided = any(key in part for part in parts for key in SAY)
+            if decided or not any(key in part for part in parts for key in DECLARE):
                 continue
-            missing: dict[str, dict[str, Any]] = {key: {} for key in DECLARE}
-            for part in parts:
-                names = {key: _map(part, key) for key in DECLARE}
-                required = _required(part)
-                self._count(0 if part is node else sum(map(len, names.values())) + len(required))
-                for key in DECLARE:
-                    missing[key].update(
-                        (name, True) for name in names[key] if name not in _map(node, key)
-                    )
-                missing["properties"].update(
-                    (name, True) for name in required if name not in _map(node, "properties")
-                )
+            missing = self._missing(node, parts)
             added += sum(len(name) for names in missing.values() for name in names)
             if added > MOST_ADDED:
                 raise ValueError("too many of its objects have too many names in common")
-            found.append((node, missing))
-        for node, missing in found:
-            for key in DECLARE:
-                if missing[key]:
-                    node[key] = {**_map(node, key), **missing[key]}
+            changes.append((node, missing))
+        for node, missing in changes:
+            for key, names in missing.items():
+                if names:
+                    node[key] = {**_map(node, key), **names}
             node["additionalProperties"] = False
 
+    def _missing(self, node: dict[str, Any], parts: list[dict[str, Any]]) -> dict[str, dict]:
+        """Return the names that the parts of a node declare and the node does not, by keyword."""
+        missing: dict[str, dict[str, Any]] = {key: {} for key in DECLARE}
+        for part in parts:
+            required = _required(part)
+            names = {key: list(_map(part, key)) for key in DECLARE}
+            names["properties"] += required
+            self._count(0 if part is node else sum(map(len, names.values())))
+            for key in DECLARE:
+                declared = _map(node, key)
+                missing[key].update((name, True) for name in names[key] if name not in declared)
+        return missing
+
     def _count(self, steps: int) -> None:
+        """Count visited parts and names.  ValueError if there are too many."""
         self.steps += steps
         if self.steps > MOST_STEPS:
             raise ValueError("too many of its objects have too many parts or names in common")
 
     def _parts(self, node: dict[str, Any]) -> list[Any]:
-        """The schemas that speak of the same value, right within one."""
+        """Return the schemas directly inside a node that describe the same value."""
         inner = [part for key in BRANCHES if isinstance(node.get(key), list) for part in node[key]]
         target = find(self.root, node.get("$ref"))
         return inner if target is None else [*inner, target]
 
     def _all_parts(self, node: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return a node and all schemas that describe the same value, at any depth."""
         found: dict[int, dict[str, Any]] = {}
-        left: list[Any] = [node]
-        while left:
-            part = left.pop()
+        pending: list[Any] = [node]
+        while pending:
+            part = pending.pop()
             if isinstance(part, dict) and id(part) not in found:
                 found[id(part)] = part
                 inner = self.parts[id(part)]
                 self._count(len(inner))
-                left += reversed(inner)
+                pending += reversed(inner)
         return list(found.values())
 
 
 def _joins(node: dict[str, Any]) -> bool:
-    """Whether several schemas speak of the same object."""
-    several = (
-        sum(key in node for key in (*BRANCHES, "$ref")) > 1 or len(node.get("allOf") or ()) > 1
-    )
-    return several or (
-        any(key in node for key in (*BRANCHES, "$ref")) and any(k in node for k in (*DECLARE, *SAY))
-    )
+    """Return whether several schemas in a node describe the same object."""
+    keywords = sum(key in node for key in (*BRANCHES, "$ref"))
+    if keywords > 1 or len(node.get("allOf") or ()) > 1:
+        return True
+    return keywords > 0 and any(key in node for key in (*DECLARE, *SAY))
 
 
 def _children(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas of what is within a value."""
+    """Yield the schemas of the properties and elements of a value."""
     for key in MAPS:
         yield from _map(node, key).values()
     for key in INNER:
@@ -155,10 +162,12 @@ def _children(node: dict[str, Any]) -> Iterator[Any]:
 
 
 def _required(node: dict[str, Any]) -> list[str]:
+    """Return the names of the required properties."""
     value = node.get("required")
     return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
 
 
 def _map(node: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the mapping at a key, or {} if there is none."""
     value = node.get(key)
     return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Where a ``$ref`` within a JSON schema leads."""
+"""Resolve a ``$ref`` within a JSON schema."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ INDEX = re.compile("[0-9]{1,9}")
 
 
 def pointer(schema: Any, reference: Any) -> str | None:
-    """The JSON pointer, as it is written, of a reference into the schema itself: "#..." or "<its $id>#...".  None for
-    anything else: references elsewhere, anchors, and what is no reference."""
+    """Return the JSON pointer of a reference into the schema itself ("#..." or "<the schema's $id>#..."), unchanged.
+
+    Return None for references to other schemas, for anchors, and for values that are not references.
+    """
     if not isinstance(reference, str):
         return None
     base, _, path = reference.partition("#")
-    own = schema.get("$id") if isinstance(schema, dict) else None
-    return path if base in ("", own) and (not path or path.startswith("/")) else None
+    ident = schema.get("$id") if isinstance(schema, dict) else None
+    is_pointer = not path or path.startswith("/")
+    return path if base in ("", ident) and is_pointer else None
 
 
 def find(schema: Any, reference: Any) -> Any:
-    """What a reference into the schema leads to; None if it leads elsewhere, or nowhere."""
+    """Return the part of the schema that a reference names, or None if it is elsewhere or does not exist."""
     path = pointer(schema, reference)
     if path is None:
         return None
@@ -29,13 +32,7 @@ def find(schema: Any, reference: Any) -> Any:
         part = unquote(part).replace("~1", "/").replace("~0", "~")
         if isinstance(found, dict) and part in found:
             found = found[part]
-        elif (
-            isinstance(found, list)
-            and part.isascii()
-            and part.isdigit()
-            and len(part) < 10
-            and int(part) < len(found)
-        ):
+        elif isinstance(found, list) and INDEX.fullmatch(part) and int(part) < len(found):
             found = found[int(part)]
         else:
             return None
