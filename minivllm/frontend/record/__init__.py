@@ -1,9 +1,9 @@
-"""The bill of materials of a run: what was wired, from which package and source, with which options, and why.
+"""The bill of materials of a run: its plug-ins with their packages, sources and options, and why they were chosen.
 
-``bill``      makes it          ``sources``  hashes of implementations and models
-``tally``     counts results    ``machine``  versions, machine, git
-``recorder``  writes run.json   ``nodes``    a bill as the things that can differ, each with what it follows from
-``diff``      compares two      ``replay``   starts a run again from its run.json
+``bill``      makes the bill       ``sources``  hashes the source of implementations and models
+``tally``     counts results       ``machine``  reads versions, machine and git
+``recorder``  writes run.json      ``nodes``    divides a bill into comparable values, each with its causes
+``diff``      compares two bills   ``replay``   repeats a run from its run.json
 
-Importing ``minivllm`` imports nothing of this.
+Importing ``minivllm`` imports nothing of this package.
 """

@@ -1,4 +1,4 @@
-"""What a module's text says about the values of its names: how each begins, and which change while functions run."""
+"""Analysis of a module's text: how each name gets its value, and which names change while functions run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,23 @@ from typing import Any
 SAID, CLOCK, COMPUTED = "said", "clock", "computed"
 EMPTY = ("dict", "list", "set", "frozenset", "deque", "defaultdict", "OrderedDict", "Counter", "ChainMap", "count",
          "Lock", "RLock", "local", "Event", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")  # fmt: skip
-CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # as they are: ``int(time())`` is rather a seed
+CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # called alone; ``int(time())`` is rather a seed
 CHANGING = (
     "append", "appendleft", "add", "update", "pop", "popleft", "popitem", "setdefault", "clear", "extend", "extendleft",
     "insert", "remove", "discard", "sort", "reverse", "put", "fill", "fill_", "copy_", "zero_", "add_", "mul_", "sub_",
     "move_to_end", "subtract", "rotate", "__setitem__",
 )  # fmt: skip
-FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset)  # what nobody can change without a name of it
+FIXED = (bool, int, float, complex, str, bytes, tuple, frozenset)  # immutable: changes only by an assignment
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 @dataclass(frozen=True)
 class Assigned:
-    """Names are those of the module, and ``Class.name`` those of a class body.  ``literals``: the values of those that
-    begin with one; ``changed``: names and attributes that functions bind again, or whose contents they change."""
+    """The names of a module, and ``Class.name`` for the names of a class body.
+
+    ``begins`` says how a name gets its value: ``SAID`` (a literal or an empty container), ``CLOCK`` or ``COMPUTED``.
+    ``literals`` has the values of literals.  ``changed`` has the names and attributes that functions assign, or whose
+    content they change."""
 
     begins: Mapping[str, str] = field(default_factory=dict)
     literals: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +37,7 @@ class Assigned:
 
 
 def of_module(module: str) -> Assigned:
-    """Nothing of a module that has no file."""
+    """Return the names of a loaded module, none if it has no file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     try:
         return _of_file(file, os.stat(file).st_mtime_ns) if file else Assigned()
@@ -43,7 +46,8 @@ def of_module(module: str) -> Assigned:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_file(file: str, when: int) -> Assigned:
+def _of_file(file: str, changed_ns: int) -> Assigned:
+    """Return the names of a file.  ``changed_ns`` is its modification time, which makes the cache notice changes."""
     try:
         with open(file, "rb") as opened:
             tree = ast.parse(opened.read())
@@ -53,32 +57,34 @@ def _of_file(file: str, when: int) -> Assigned:
     literals: dict[str, Any] = {}
     for name, value in _assignments(tree.body, ""):
         begins[name] = COMPUTED if name in begins else _begins(value, literals, name)
-    for name in touched(tree, inside=False) & set(begins):  # a table that a loop of the module fills
+    for name in touched(tree, inside=False) & set(begins):  # such as a table that a loop of the module fills
         if not isinstance(literals.get(name), FIXED):
             begins[name] = COMPUTED
-    return Assigned(begins, {n: v for n, v in literals.items() if begins[n] == SAID}, frozenset(touched(tree)))
+    said = {name: value for name, value in literals.items() if begins[name] == SAID}
+    return Assigned(begins, said, frozenset(touched(tree)))
 
 
 def _assignments(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.expr | None]]:
-    """(name, what it is set to), where that is plain to see."""
+    """Yield (name, assigned expression) of a body.  The expression is None if it is not the whole value of the name."""
     for node in body:
         if isinstance(node, ast.ClassDef):
             yield from _assignments(node.body, f"{prefix}{node.name}.")
         elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
             for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
-                for one in ast.walk(target):
-                    if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store):
-                        plain = one is target and not isinstance(node, ast.AugAssign)
-                        yield f"{prefix}{one.id}", node.value if plain else None
+                for part in ast.walk(target):
+                    if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+                        whole = part is target and not isinstance(node, ast.AugAssign)
+                        yield f"{prefix}{part.id}", node.value if whole else None
         elif isinstance(node, (ast.For, ast.While, ast.If, ast.With, ast.Try)):
-            for name, _ in _assignments([n for n in ast.iter_child_nodes(node) if isinstance(n, ast.stmt)], prefix):
-                yield name, None  # it depends
+            inner = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)]
             for handler in getattr(node, "handlers", ()):
-                for name, _ in _assignments(handler.body, prefix):
-                    yield name, None
+                inner += handler.body
+            for name, _ in _assignments(inner, prefix):
+                yield name, None  # the value depends on the condition or the loop
 
 
 def _begins(value: ast.expr | None, literals: dict[str, Any], name: str) -> str:
+    """Return how a name gets its value, and add a literal to ``literals``."""
     if value is None:
         return COMPUTED
     try:
@@ -88,17 +94,19 @@ def _begins(value: ast.expr | None, literals: dict[str, Any], name: str) -> str:
         pass
     if isinstance(value, ast.Call):
         called = value.func.attr if isinstance(value.func, ast.Attribute) else getattr(value.func, "id", "")
-        given = [*value.args, *(k.value for k in value.keywords)]
-        if called in CLOCKS and not given:
+        arguments = [*value.args, *(keyword.value for keyword in value.keywords)]
+        if called in CLOCKS and not arguments:
             return CLOCK
-        if called in EMPTY and all(isinstance(one, (ast.Name, ast.Constant)) for one in given):
+        if called in EMPTY and all(isinstance(argument, (ast.Name, ast.Constant)) for argument in arguments):
             return SAID
     return COMPUTED
 
 
 def touched(tree: ast.AST, inside: bool = True) -> set[str]:
-    """Names and attributes that functions change; with ``inside=False`` those that the module itself does, or hands to
-    something that may."""
+    """Return the names and attributes that functions change.
+
+    With ``inside`` False return those that the module's own statements change, or pass to a call that may change them.
+    """
     found: set[str] = set()
     for node in _nodes(tree, inside):
         if isinstance(node, ast.Global):
@@ -109,13 +117,13 @@ def touched(tree: ast.AST, inside: bool = True) -> set[str]:
             if isinstance(node.func, ast.Attribute) and (not inside or node.func.attr in CHANGING):
                 found.update(_chain(node.func.value))
             if not inside or getattr(node.func, "id", "") == "next":
-                for one in node.args:
-                    found.update(_chain(one))
+                for argument in node.args:
+                    found.update(_chain(argument))
     return found
 
 
 def _nodes(tree: ast.AST, inside: bool) -> Iterator[ast.AST]:
-    """Those in functions, or those that run when the module is imported."""
+    """Yield the nodes inside functions, or with ``inside`` False the nodes that run at the import of the module."""
     if inside:
         for node in ast.walk(tree):
             if isinstance(node, FUNCTIONS):
@@ -129,7 +137,7 @@ def _nodes(tree: ast.AST, inside: bool) -> Iterator[ast.AST]:
 
 
 def _chain(node: ast.AST) -> Iterator[str]:
-    """The names along ``a.b[c].d``."""
+    """Yield the names of a chain: ``d``, ``b`` and ``a`` of ``a.b[c].d``."""
     while isinstance(node, (ast.Subscript, ast.Attribute, ast.Call, ast.Starred)):
         if isinstance(node, ast.Attribute):
             yield node.attr

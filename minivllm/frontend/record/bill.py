@@ -1,8 +1,9 @@
-"""The bill of materials as data: everything that decides a run, and where it came from.
+"""The bill of materials as data: everything that decides the tokens of a run, and where it came from.
 
-``make`` needs what ``config.resolve`` returned; ``finish`` adds what came out.  The fingerprint covers the values that
-were used (not how they were asked for), the source of each chosen part and of minivllm, the model, the prompts and the
-sampling parameters: whatever ``diff`` counts but for library versions and the machine.  Times and paths are not in it.
+``make`` builds the bill from the result of ``config.resolve``.  ``finish`` adds the results and the fingerprint.  The
+fingerprint covers the values that were used (not how the configuration asked for them), the source of each chosen
+plug-in and of minivllm, the model, the prompts and the sampling parameters.  These are the values that ``diff`` counts,
+without library versions and the machine.  Times and paths are not in the fingerprint.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Capacity, Part
     from minivllm.registry import Entry, Selection
 
-FORMAT, WANTED = "minivllm-run", "a file that --record (or LLM.record) wrote"
+FORMAT = "minivllm-run"
+EXPECTED = "a file that --record (or LLM.record) wrote"
 FORMAT_VERSION = 1
 KEYS = (
     "created", "fingerprint", "minivllm", "config", "resolved", "model", "parts", "changed_sources", "versions",
     "machine", "environment", "git", "results",
 )  # fmt: skip
-SELVES = ("allow_targets",)  # values of the configuration that a file may not hold: kept apart
+NOT_IN_FILES = {"allow_targets"}  # options that a configuration file may not set
 
 
 def make(
@@ -47,15 +49,19 @@ def make(
     since: float = 0.0,
     first: bool = False,
 ) -> dict[str, Any]:
-    """The bill of what was wired.  ``since`` (Unix time): sources that changed later are named in ``changed_sources``,
-    because what runs may not be what they say now.  ``first``: the engine is the first one of its process and has had
-    no request, so values of its parts are as the wiring left them."""
+    """Return the bill of a resolved configuration.  ``capacity`` is that of the engine, None before it is built.
+
+    ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
+    ``changed_sources``, because the running code may be older than their text.  ``first`` says that the engine is the
+    first of its process and has had no request, so that the values its parts read are as the start left them.
+    """
     import minivllm
 
     package = sources.package_source()
     parts = [_part(seam, selection, part) for seam, selection, part in chosen(resolved)]
-    newer = [p["seam"] for p in parts if p["source"].pop("newest") > since > 0]
-    newer += ["minivllm"] if package.newest > since > 0 else []
+    newest = {part["seam"]: part["source"].pop("newest") for part in parts}
+    newest["minivllm"] = package.newest
+    newer = [name for name, changed in newest.items() if changed > since > 0]
     bill: dict[str, Any] = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -70,7 +76,7 @@ def make(
         "replaced": _replaced(parts),
         "first_engine": first,
         "changed_sources": newer,
-        "reasons": [_reasons(s) for s in resolved.selections],
+        "reasons": [_reasons(selection) for selection in resolved.selections],
         "notes": [list(note) for note in resolved.notes],
         "versions": machine.versions(),
         "machine": machine.machine(resolved.device),
@@ -85,19 +91,22 @@ def make(
 
 
 def finish(bill: dict[str, Any], results: Mapping[str, Any] | None, requests: Any = None) -> dict[str, Any]:
-    """The bill with what came out (and the requests, if they were kept), and its fingerprint."""
+    """Return a copy of the bill with the results, the recorded requests if there are any, and the fingerprint."""
     from .nodes import fingerprint
 
     done = {**bill, "results": results}
     if requests is not None:
         done["requests"] = requests
-    done = json.loads(json.dumps(done, default=_plain))  # what a reader of the file will see
+    done = json.loads(json.dumps(done, default=_plain))  # as it will be read from the file
     done["fingerprint"] = fingerprint(done)
     return done
 
 
 def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
-    """(seam, why, what) of each part; a seam is called as in the configuration, one of several ``processors.name``."""
+    """Yield the option name of a seam, the selection and the plug-in of each chosen part.
+
+    Seams with several plug-ins have names such as ``processors.name``.
+    """
     from minivllm.registration.spec import OPTION_OF
 
     several = {
@@ -115,8 +124,10 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
 
 
 def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
+    """Return the entry of a chosen plug-in in the bill."""
     candidate = selection.require()
-    entry, spec = candidate.entry, candidate.spec
+    entry = candidate.entry
+    needs = candidate.spec.needs if candidate.spec else ()
     source = live.source_of(part.target)
     found: dict[str, Any] = {"hash": source.hash, "files": dict(source.files), "newest": source.newest}
     if source.missing:
@@ -136,20 +147,20 @@ def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
         "source": found,
         "values": read,
         "values_of": modules,
-        "needs": {need.module: need.installed_version() for need in (spec.needs if spec else ())},
+        "needs": {need.module: need.installed_version() for need in needs},
         "requires": _requires(entry),
     }
 
 
 def _replaced(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the functions of the engine and of torch that a program has replaced, but for those of parts."""
-    theirs = {module for part in parts for module in part["values_of"]}
-    own = [name for name in replaced.engine_modules() if name not in theirs]
-    return {**replaced.of_modules(own), **replaced.of_torch()}
+    """Return the functions of the engine and of torch that a program replaced, except in modules of parts."""
+    part_modules = {module for part in parts for module in part["values_of"]}
+    modules = [name for name in replaced.engine_modules() if name not in part_modules]
+    return {**replaced.of_modules(modules), **replaced.of_torch()}
 
 
 def _requires(entry: Entry) -> dict[str, str]:
-    """Installed versions of what a third-party package depends on: its kernels may live there."""
+    """Return the installed versions of the dependencies of a third-party package, which may contain its kernels."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     if entry.builtin or entry.dist == LOCAL:
@@ -164,20 +175,24 @@ def _requires(entry: Entry) -> dict[str, str]:
             name = Requirement(line).name
             found[name] = importlib.metadata.version(name)
         except (InvalidRequirement, importlib.metadata.PackageNotFoundError):
-            continue  # what pip could not read either, or an extra that is not installed
-    return {name: version for name, version in sorted(found.items()) if name != "minivllm"}
+            continue  # a line that pip cannot read either, or an extra that is not installed
+    found.pop("minivllm", None)
+    return dict(sorted(found.items()))
 
 
 def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
-    """The configuration such that it means the same when it is read again, from any folder."""
-    asked = loaded.engine.model_dump(mode="json", exclude=set(SELVES))
+    """Return the configuration with absolute paths and inlined files, so that it can be read from any folder."""
+    asked = loaded.engine.model_dump(mode="json", exclude=NOT_IN_FILES)
     for key in ("model", "tokenizer"):
-        if isinstance(asked[key], str) and asked[key] not in IN_PACKAGE and Path(asked[key]).expanduser().is_dir():
-            asked[key] = str(Path(asked[key]).expanduser().resolve())
+        name = asked[key]
+        if isinstance(name, str) and name not in IN_PACKAGE:
+            folder = Path(name).expanduser()
+            if folder.is_dir():
+                asked[key] = str(folder.resolve())
     if asked["generation_config"] not in ("auto", *NONE):
-        asked["generation_config"] = os.path.abspath(os.path.expanduser(asked["generation_config"]))
+        asked["generation_config"] = _absolute(asked["generation_config"])
     if asked["download_dir"] is not None:
-        asked["download_dir"] = os.path.abspath(os.path.expanduser(asked["download_dir"]))
+        asked["download_dir"] = _absolute(asked["download_dir"])
     if asked["chat_template"] is not None and not is_name(asked["chat_template"]):
         asked["chat_template"] = read_template(asked["chat_template"])
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
@@ -192,8 +207,13 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     }
 
 
+def _absolute(path: str) -> str:
+    """Return an absolute path, with ``~`` replaced by the home folder."""
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
-    """The values that were used where the configuration left them open."""
+    """Return the values that minivllm chose for options that the configuration left open."""
     wiring = resolved.wiring
     facts: dict[str, Any] = {
         "device": wiring.device,
@@ -214,52 +234,68 @@ def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
 
 
 def _model(resolved: Resolved) -> dict[str, Any]:
-    wiring, config = resolved.wiring, resolved.config
-    beside = {"drafter": wiring.speculation.draft_model, **{f"processors.{k}": m for k, m in wiring.own_models.items()}}
-    whole, pickled = wiring.load_format != "dummy", wiring.load_format == "pt"
+    """Return the entry of the model, its tokenizer, and the second models of drafters and processors (``beside``)."""
+    wiring = resolved.wiring
+    second: dict[str, Any] = {"drafter": wiring.speculation.draft_model}
+    second |= {f"processors.{name}": model for name, model in wiring.own_models.items()}
     return {
-        "name": config.model,
-        **_checkpoint(Path(wiring.model_dir), whole, pickled),
+        "name": resolved.config.model,
+        **_checkpoint(wiring.model_dir, wiring.load_format),
         "tokenizer": None if resolved.tokenizer_dir is None else _tokenizer(Path(resolved.tokenizer_dir)),
-        "beside": {of: _checkpoint(Path(m.model_dir), whole, pickled) for of, m in beside.items() if m is not None},
+        "beside": {
+            seam: _checkpoint(model.model_dir, wiring.load_format)
+            for seam, model in second.items()
+            if model is not None
+        },
     }
 
 
-def _checkpoint(folder: Path, whole: bool, pickled: bool = False) -> dict[str, Any]:
-    """Return what a model was: ``repository`` and ``commit`` are those of a snapshot from the Hugging Face hub."""
-    found = sources.model_identity(folder, whole, pickled)
-    return {"folder": str(folder), **_snapshot(folder), "hash": found.hash, "files": dict(found.files)}
+def _checkpoint(directory: str, load_format: str) -> dict[str, Any]:
+    """Return the entry of a checkpoint.  With ``load_format`` "dummy" its weights are not part of its identity.
+
+    ``repository`` and ``commit`` are there for a snapshot from the Hugging Face hub.
+    """
+    folder = Path(directory)
+    identity = sources.model_identity(folder, load_format != "dummy", load_format == "pt")
+    return {"folder": str(folder), **_identified(folder, identity)}
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    found = sources.tokenizer_identity(folder)
-    return {**_snapshot(folder), "hash": found.hash, "files": dict(found.files)}
+    """Return the entry of a tokenizer."""
+    return _identified(folder, sources.tokenizer_identity(folder))
 
 
-def _snapshot(folder: Path) -> dict[str, str]:
-    there = files.snapshot_of(folder)
-    return {} if there is None else {"repository": there[0], "commit": there[1]}
+def _identified(folder: Path, identity: sources.Source) -> dict[str, Any]:
+    """Return the commit of a snapshot, if the folder is one, and the hash and files of an identity."""
+    found: dict[str, Any] = {}
+    snapshot = files.snapshot_of(folder)
+    if snapshot is not None:
+        found["repository"], found["commit"] = snapshot
+    return {**found, "hash": identity.hash, "files": dict(identity.files)}
 
 
 def _reasons(selection: Selection) -> dict[str, Any]:
+    """Return why a plug-in was chosen: the query, and the verdict on each candidate."""
     chosen = selection.chosen
+    candidates = []
+    for candidate in selection.candidates:
+        reasons = [str(reason) for reason in candidate.reasons]
+        candidates.append({"name": candidate.entry.label, "suitable": candidate.suitable, "reasons": reasons})
     return {
         "kind": selection.kind,
         "asked": selection.asked,
         "prefer": list(selection.preferred),
-        "facts": {k: _plain(v) for k, v in selection.request.facts.items()},
+        "facts": {fact: _plain(value) for fact, value in selection.request.facts.items()},
         "features": sorted(selection.request.features),
         "approximate": selection.approximate,
         "chosen": chosen.entry.label if chosen else None,
-        "candidates": [
-            {"name": c.entry.label, "suitable": c.suitable, "reasons": [str(r) for r in c.reasons]}
-            for c in selection.candidates
-        ],
-        "not_looked_at": [e.label for e in selection.skipped],
+        "candidates": candidates,
+        "not_looked_at": [entry.label for entry in selection.skipped],
     }
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: a set as a sorted list, an array as a list, anything else as text."""
     if isinstance(value, (set, frozenset)):
         return sorted(value, key=str)
     if hasattr(value, "tolist"):  # numpy
@@ -268,7 +304,7 @@ def _plain(value: Any) -> Any:
 
 
 def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
-    """Write a bill; who reads the file meanwhile sees the old one or the new one, whole.  ConfigError if it cannot."""
+    """Write a bill atomically: a concurrent reader sees the old or the new file.  ConfigError if that fails."""
     target = Path(path)
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
@@ -282,20 +318,20 @@ def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """ConfigError if ``write`` could not; called before the work, and leaves nothing behind."""
+    """Raise ConfigError if ``write`` would fail.  Called before the work; it creates no file."""
     target = Path(path)
     if os.path.isdir(target):
-        raise ConfigError(f"{path}: is a directory; want a file for the record, for example run.json")
+        raise ConfigError(f"{path}: is a directory; expected a file for the record, for example run.json")
     if os.path.exists(target) and not os.path.isfile(target):
-        raise ConfigError(f"{path}: is no regular file; want one for the record, for example run.json")
+        raise ConfigError(f"{path}: is no regular file; expected one for the record, for example run.json")
     if target.suffix != ".json":
-        raise ConfigError(f"{path}: want a name that ends in .json, so that the record can be read again")
+        raise ConfigError(f"{path}: expected a name that ends in .json, so that the record can be read again")
     if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
         raise ConfigError(f"{path}: the record cannot be written: no writable directory {target.parent}")
 
 
 def is_record(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a bill.  ConfigError if it cannot be read; broken JSON is none (a hook may know better)."""
+    """Return whether a file is a bill, False also for broken JSON.  ConfigError if the file cannot be read."""
     raw = files.read_bytes(path, files.LARGE)
     try:
         found = files.parse_json(raw.decode(), str(path))
@@ -305,10 +341,10 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A bill from a file.  ConfigError if it is none."""
-    found = files.read_json(path, files.LARGE, want=WANTED)
+    """Return the bill in a file.  ConfigError if the file is no complete bill of this format version."""
+    found = files.read_json(path, files.LARGE, want=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no record of a run; want {WANTED}")
+        raise ConfigError(f"{path}: no record of a run; expected {EXPECTED}")
     if found.get("format_version") != FORMAT_VERSION:
         raise ConfigError(
             f"{path}: a record of format {found.get('format_version')}, and this minivllm reads {FORMAT_VERSION}; "

@@ -1,10 +1,11 @@
-"""Data files that a module opens beside itself, found by reading its text; nothing is run.
+"""Data files that a module reads, found in the module's text.  Nothing is imported or run.
 
-A path may be put together in any way (``__file__``, ``importlib.resources``, a format, a loop over names), so it is not
-followed: a file counts if some text of the module names it, by its last part, in the module's folder, in a folder below
-that another text names, or in one above up to the package's own.  ``{}``, ``%s`` and what an f-string leaves open stand
-for anything.  Where a folder is listed, all of its files count.  One file too many makes a difference that is none; one
-too few would hide one.  What the module writes is no source of it.
+A path may be built in any way (``__file__``, ``importlib.resources``, a format, a loop over names), so this module does
+not follow it.  A file counts if a text of the module contains its name, and if it is in the module's folder, in a
+folder below that another text names, or in a folder above up to the top of the package.  ``{}``, ``%s`` and the
+replacement fields of f-strings match anything.  If the module lists a folder, all files in it count.  Files that the
+module writes do not count.  Too many files can only show a difference that is none.  A missing file
+would hide a difference.
 """
 
 from __future__ import annotations
@@ -16,86 +17,90 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-LISTING = ("iterdir", "listdir", "scandir", "walk", "rglob", "contents")  # of a folder, whatever is in it
+LISTING = ("iterdir", "listdir", "scandir", "walk", "rglob", "contents")  # functions that list a folder
 SAVING = ("write_text", "write_bytes", "save", "savez", "savez_compressed", "savetxt", "save_file", "to_csv", "tofile")
 CODE = (".py", ".pyc", ".pyi", ".so")
-MOST = 5000  # entries of a folder that are looked at
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+MODES = ("w", "a", "wb", "x")
+MOST = 5000  # entries of a folder that are read
 FOLDERS = 64
-FEWEST = 3  # characters of a name that are said; fewer fit anything
+FEWEST = 3  # characters of a pattern besides wildcards; a shorter one would match anything
 
 
 def data_files(file: Path, tree: ast.Module) -> Iterator[tuple[str, Path]]:
-    """(path from the module's folder, file), each once."""
-    said, written = _names(tree), _written(tree)
-    listed = any(isinstance(n, ast.Attribute) and n.attr in LISTING for n in ast.walk(tree))
-    wanted = re.compile("|".join(fnmatch.translate(name) for name in said) or r"\b\B")
-    own = {f"{file.stem}{name}" for name in said if re.fullmatch(r"\.\w+", name)}  # with_suffix
-    for folder in _folders(file, said):
+    """Yield (path relative to the module's folder, file) for each data file of the module ``file``."""
+    patterns = _patterns(tree)
+    written = _written(tree)
+    listed = any(isinstance(node, ast.Attribute) and node.attr in LISTING for node in ast.walk(tree))
+    wanted = re.compile("|".join(fnmatch.translate(pattern) for pattern in patterns) or r"\b\B")
+    with_suffix = {f"{file.stem}{pattern}" for pattern in patterns if re.fullmatch(r"\.\w+", pattern)}
+    for folder in _folders(file, patterns):
         for entry in _entries(folder):
-            at = Path(os.path.relpath(entry, file.parent)).as_posix()
-            if at.endswith(CODE) or any(at == w or at.endswith(f"/{w}") for w in written):
+            path = Path(os.path.relpath(entry, file.parent)).as_posix()
+            if path.endswith(CODE) or any(path == name or path.endswith(f"/{name}") for name in written):
                 continue
-            below = listed and not at.startswith("..")
-            if below or entry.name in own or wanted.match(entry.name):
-                yield at, Path(entry.path)
+            in_listed_folder = listed and not path.startswith("..")
+            if in_listed_folder or entry.name in with_suffix or wanted.match(entry.name):
+                yield path, Path(entry.path)
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:
-    """Texts of a module but for its docstrings; ``*`` where something is put in."""
-    docs = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    parts = {id(v) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for v in node.values}
+    """Yield the strings of a module without docstrings.  ``*`` stands for the replacement fields of an f-string."""
+    skipped = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(str(v.value) if isinstance(v, ast.Constant) else "*" for v in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | parts):
+            skipped.update(id(part) for part in node.values)
+        elif isinstance(node, DOCUMENTED) and node.body and isinstance(node.body[0], ast.Expr):
+            skipped.add(id(node.body[0].value))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in skipped:
             yield node.value
 
 
-def _names(tree: ast.AST) -> list[str]:
-    """Names of files or folders, as patterns: the parts of texts that may be paths."""
+def _patterns(tree: ast.AST) -> list[str]:
+    """Return the parts of all strings that may be paths, as patterns for names of files and folders."""
     found: dict[str, None] = {}
     for text in _texts(tree):
         if len(text) > 200 or "\n" in text:
             continue
-        for part in re.sub(r"%[sd]|\{[^{}]*\}", "*", text).replace("\\", "/").split("/"):
+        path = re.sub(r"%[sd]|\{[^{}]*\}", "*", text).replace("\\", "/")
+        for part in path.split("/"):
             literal = re.sub(r"[*?\[\]]", "", part)
             if len(literal) >= FEWEST and literal.strip(".") and part not in ("..", "."):
                 found[part] = None
     return list(found)
 
 
-def _folders(file: Path, said: list[str]) -> list[Path]:
-    """Where files are looked for: the module's folder, those above it in its package, and those below that it names."""
-    here = file.parent
-    found = [here]
+def _folders(file: Path, patterns: list[str]) -> list[Path]:
+    """Return the folders to search: the module's, those above it in its package, and the named ones below these."""
+    found = [file.parent]
     while (found[-1] / "__init__.py").exists() and len(found) < FOLDERS:
         found.append(found[-1].parent)
     found = found[: max(1, len(found) - 1)]
-    for folder in found:  # it grows meanwhile
-        for name in said:
+    names = [pattern for pattern in patterns if not re.search(r"[*?\[\]\0]", pattern)]
+    for folder in found:  # the list grows during the loop
+        for name in names:
             below = folder / name
-            if len(found) < FOLDERS and not re.search(r"[*?\[\]\0]", name) and below.is_dir() and below not in found:
+            if len(found) < FOLDERS and below.is_dir() and below not in found:
                 found.append(below)
     return found
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the files of a folder by name, without hidden files, from its first ``MOST`` entries."""
     try:
         with os.scandir(folder) as entries:
-            some = [entry for entry, _ in zip(entries, range(MOST), strict=False)]
+            first = [entry for entry, _ in zip(entries, range(MOST), strict=False)]
     except OSError:
         return []
-    return sorted((e for e in some if e.is_file() and not e.name.startswith(".")), key=lambda e: e.name)
+    shown = [entry for entry in first if entry.is_file() and not entry.name.startswith(".")]
+    return sorted(shown, key=lambda entry: entry.name)
 
 
 def _written(tree: ast.Module) -> set[str]:
-    """Paths that are opened for writing: ``open(path, "w")``, ``path.write_text(...)``, ``np.save(path, ...)``."""
+    """Return the paths that ``open(path, "w")``, ``path.write_text(...)``, ``np.save(path, ...)`` and others write."""
     assigned: dict[str, list[ast.expr]] = {}
     for node in ast.walk(tree):
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
@@ -104,28 +109,40 @@ def _written(tree: ast.Module) -> set[str]:
                     assigned.setdefault(target.id, []).append(node.value)
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and (path := _saves_to(node)) is not None:
-            names = [n.id for n in ast.walk(path) if isinstance(n, ast.Name)]
-            whole = [path, *(value for name in names for value in assigned.get(name, ()))]
-            for one in whole:
-                texts = [t for t in _texts(ast.Expression(one)) if t not in ("w", "a", "wb", "x")]
-                found |= {"/".join(texts[at:]).strip("/") for at in range(len(texts))}
+        path = _written_by(node) if isinstance(node, ast.Call) else None
+        if path is None:
+            continue
+        expressions = [path]
+        for inner in ast.walk(path):
+            if isinstance(inner, ast.Name):
+                expressions += assigned.get(inner.id, ())
+        for expression in expressions:
+            texts = [text for text in _texts(ast.Expression(expression)) if text not in MODES]
+            found |= {"/".join(texts[start:]).strip("/") for start in range(len(texts))}
     return found - {""}
 
 
-def _saves_to(call: ast.Call) -> ast.expr | None:
-    """The path that a call writes, if it does."""
-    f = call.func
-    name = f.id if isinstance(f, ast.Name) else f.attr if isinstance(f, ast.Attribute) else ""
+def _written_by(call: ast.Call) -> ast.expr | None:
+    """Return the expression of the path that a call writes, None if it writes no file."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        name, owner = function.attr, function.value
+    else:
+        name, owner = getattr(function, "id", ""), None
     if name in ("write_text", "write_bytes"):
-        return f.value if isinstance(f, ast.Attribute) else None
+        return owner
     if name in SAVING:
-        return call.args[-1] if name == "save_file" and call.args else call.args[0] if call.args else None
+        if not call.args:
+            return None
+        return call.args[-1] if name == "save_file" else call.args[0]
     if name != "open":
         return None
-    method = isinstance(f, ast.Attribute) and not (isinstance(f.value, ast.Name) and f.value.id in ("io", "os", "gzip"))
-    given = [*call.args[not method :][:1], *(k.value for k in call.keywords if k.arg == "mode")]
-    modes = [n.value for n in given if isinstance(n, ast.Constant) and isinstance(n.value, str)]
-    if not any(set(mode) & set("wax+") for mode in modes):
-        return None
-    return f.value if method and isinstance(f, ast.Attribute) else call.args[0]
+    if isinstance(owner, ast.Name) and owner.id in ("io", "os", "gzip"):
+        owner = None
+    first_mode = 1 if owner is None else 0  # the position of the mode: a method has no path argument
+    modes = call.args[first_mode : first_mode + 1]
+    modes += [keyword.value for keyword in call.keywords if keyword.arg == "mode"]
+    for mode in modes:
+        if isinstance(mode, ast.Constant) and isinstance(mode.value, str) and set(mode.value) & set("wax+"):
+            return call.args[0] if owner is None else owner
+    return None

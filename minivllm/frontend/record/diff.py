@@ -1,9 +1,9 @@
-"""Compare two bills: what differs, what follows from what, and one line that says it all."""
+"""Compare two bills: the differences, the consequences of each, and a summary in one line."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -12,14 +12,18 @@ from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
 PLURAL = ("prompts", *SEVERAL)
-MOST_NAMED, MOST_VALUES = 6, 2  # in the verdict; the groups below it name all
+MOST_NAMED = 6  # differing parts that the verdict names; the groups below it name all
+MOST_VALUES = 2  # values that the verdict shows
 SAME, OTHER, UNKNOWN = "same", "other", "unknown"
 
 
 @dataclass(frozen=True)
 class Difference:
-    """``follows``: it is a consequence of these, and no difference of its own.  ``counts``: it is part of the verdict,
-    by the name ``subject``.  ``asked``: two different things were asked for, so somebody wanted it."""
+    """A difference between two bills; ``a`` and ``b`` are its values as text.
+
+    ``follows`` names the differences that caused it; such a consequence is not part of the verdict.  ``counts`` says
+    whether it can change the tokens; the verdict then calls it ``subject``.  ``asked`` says that the user asked for
+    different values, so that the difference is intended."""
 
     name: str
     group: str
@@ -33,87 +37,118 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
+    """The result of comparing two bills."""
+
     differences: tuple[Difference, ...]
     tokens: str  # same | other | unknown
     tokens_text: str
-    results: tuple[tuple[str, Any, Any], ...]  # what was measured, where it differs
+    results: tuple[tuple[str, Any, Any], ...]  # (name, a, b) of measurements that differ
     warnings: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()  # parts that a change in cannot be seen of: nobody knows their source or a value
-    values: tuple[str, ...] = ()  # "name: a -> b" of what a part read, where nothing else of the part differs
+    unknown: tuple[str, ...] = ()  # parts whose source or values are not known, so that a change may be hidden
+    values: tuple[str, ...] = ()  # "name: a -> b" of a value that a part read, if nothing else of the part differs
 
     @property
     def subjects(self) -> tuple[str, ...]:
-        """What differs by itself, each once."""
+        """Return the names of the differences that count and are not consequences, without duplicates."""
         return tuple(dict.fromkeys(d.subject for d in self.differences if d.counts and not d.follows))
 
     @property
     def verdict(self) -> str:
+        """Return the summary in one line."""
         names = list(self.subjects)
         if self.unknown:
-            known = f"{', '.join(names)} differ{'s' * (len(names) == 1)}" if names else "nothing else differs"
-            return f"unknown whether {' and '.join(self.unknown)} differ{'s' * (len(self.unknown) == 1)}; {known}"
+            unknown = f"unknown whether {' and '.join(self.unknown)} {_differ_verb(self.unknown)}"
+            known = f"{', '.join(names)} {_differ_verb(names)}" if names else "nothing else differs"
+            return f"{unknown}; {known}"
         if not names:
             return NOTHING
-        some = [*self.values[:MOST_VALUES], *(["..."] if len(self.values) > MOST_VALUES else [])]
-        read = f" ({', '.join(some)})" if some else ""
+        shown = list(self.values[:MOST_VALUES])
+        if len(self.values) > MOST_VALUES:
+            shown.append("...")
+        values = f" ({', '.join(shown)})" if shown else ""
         if len(names) == 1:
-            return f"only {names[0]} {'differ' if names[0] in PLURAL else 'differs'}{read}"
+            verb = "differ" if names[0] in PLURAL else "differs"
+            return f"only {names[0]} {verb}{values}"
         if len(names) > MOST_NAMED:
-            names = [*names[: MOST_NAMED - 1], f"{len(names) - MOST_NAMED + 1} more"]
-        return f"{', '.join(names[:-1])} and {names[-1]} differ{read}"
+            rest = len(names) - MOST_NAMED + 1
+            names = [*names[: MOST_NAMED - 1], f"{rest} more"]
+        return f"{', '.join(names[:-1])} and {names[-1]} differ{values}"
 
     def as_dict(self) -> dict[str, Any]:
+        """Return the comparison as a JSON object."""
         return {
             "verdict": self.verdict,
             "subjects": list(self.subjects),
             "unknown": list(self.unknown),
             "tokens": self.tokens,
-            "differences": [asdict(d) for d in self.differences],
+            "differences": [asdict(difference) for difference in self.differences],
             "results": {name: {"a": a, "b": b} for name, a, b in self.results},
             "warnings": list(self.warnings),
         }
 
 
+def _differ_verb(names: Sequence[str]) -> str:
+    """Return "differs" for one name, else "differ"."""
+    return "differs" if len(names) == 1 else "differ"
+
+
 def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) -> Comparison:
-    """``results=False`` leaves out what was asked of the engine and what came out, for a run that has not begun."""
-    left, right = nodes(a), nodes(b)
-    names = [n for n in dict.fromkeys([*left, *right]) if results or n not in ("prompts", "sampling")]
-    pairs = {n: (left.get(n), right.get(n)) for n in names}
-    differing = {n for n, (x, y) in pairs.items() if _differ(x, y)}
+    """Compare two bills.  ``results`` False leaves out requests and results, for a run that has not begun."""
+    left = nodes(a)
+    right = nodes(b)
+    names = [name for name in {**left, **right} if results or name not in ("prompts", "sampling")]
+    pairs = {name: (left.get(name), right.get(name)) for name in names}
+    found = _differences(pairs)
+    tokens, text = UNKNOWN, ""
+    measured: tuple[tuple[str, Any, Any], ...] = ()
+    if results:
+        tokens, text = _tokens(a.get("results"), b.get("results"))
+        measured = tuple(_measured(a.get("results") or {}, b.get("results") or {}))
+    values_found, not_known = _values(a, b)
+    other_subjects = {difference.subject for difference in found}
+    alone = [d for d in values_found if d.counts and d.subject not in other_subjects]
+    value_texts = [f"{d.a.replace(' = ', ': ', 1)} -> {d.b}" for d in alone]
+    warnings = list(_warnings(a, b))
+    for sentences in not_known.values():
+        warnings += sentences
+    out = Comparison(
+        (*found, *values_found),
+        tokens,
+        text,
+        measured,
+        tuple(warnings),
+        values=(*value_texts, *_of_machine(found)),
+    )
+    unknown = [*_unknown(a, b), *filter(_decides, not_known)]
+    subjects = out.subjects
+    return replace(out, unknown=tuple(seam for seam in dict.fromkeys(unknown) if seam not in subjects))
+
+
+def _differences(pairs: Mapping[str, tuple[DiffNode | None, DiffNode | None]]) -> list[Difference]:
+    """Return the differences of pairs of nodes, without nodes whose owner differs."""
+    differing = {name for name, (x, y) in pairs.items() if _differ(x, y)}
     found = []
-    for name in names:
-        x, y = pairs[name]
+    for name, (x, y) in pairs.items():
         node = x or y
         if name not in differing or node is None or node.owner in differing:
             continue
         causes = _causes(x, y, differing, pairs)
         asked = x is None or y is None or x.asked != y.asked
-        found.append(Difference(name, node.group, node.label, *_told_apart(x, y), causes, node.counts, asked))
-    tokens, text = _tokens(a.get("results"), b.get("results")) if results else (UNKNOWN, "")
-    measured = tuple(_measured(a.get("results") or {}, b.get("results") or {})) if results else ()
-    read, not_known = _values(a, b)
-    alone = [d for d in read if d.counts and d.subject not in {other.subject for other in found}]
-    out = Comparison(
-        (*found, *read),
-        tokens,
-        text,
-        measured,
-        (*_warnings(a, b), *(text for texts in not_known.values() for text in texts)),
-        values=(*(f"{d.a.replace(' = ', ': ', 1)} -> {d.b}" for d in alone), *_of_machine(found)),
-    )
-    unknown = dict.fromkeys([*_unknown(a, b), *(seam for seam in not_known if _decides(seam))])
-    return replace(out, unknown=tuple(n for n in unknown if n not in out.subjects))
+        a, b = _shown(x, y)
+        found.append(Difference(name, node.group, node.label, a, b, causes, node.counts, asked))
+    return found
 
 
 def _of_machine(found: Iterable[Difference]) -> Iterator[str]:
-    """Yield what differs of machine and environment, which the verdict calls by one name."""
-    for d in found:
-        if d.counts and not d.follows and d.subject == "the machine":
-            name = d.name.removeprefix("machine.").removeprefix("environment.")
-            yield f"{name}: {d.a} -> {d.b}"
+    """Yield the differences of machine and environment, all of which the verdict calls "the machine"."""
+    for difference in found:
+        if difference.counts and not difference.follows and difference.subject == "the machine":
+            name = difference.name.removeprefix("machine.").removeprefix("environment.")
+            yield f"{name}: {difference.a} -> {difference.b}"
 
 
 def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
+    """Return whether two nodes differ.  None stands for a node that a bill does not have."""
     if x is None or y is None:
         node = x or y
         return node is not None and not node.both
@@ -121,29 +156,38 @@ def _differ(x: DiffNode | None, y: DiffNode | None) -> bool:
 
 
 def _causes(x: DiffNode | None, y: DiffNode | None, differing: set[str], pairs: Mapping[str, tuple]) -> tuple[str, ...]:
-    """What a difference follows from; nothing if somebody asked for it."""
-    if not _left_open(x, y):
+    """Return the labels of the differences that caused a difference, none if the user asked for it."""
+    if x is None or y is None or not _left_open(x, y):
         return ()
-    assert x is not None and y is not None
-    causes = [n for n in dict.fromkeys([*x.follows, *y.follows]) if n in differing]
-    # of two that may follow from each other (attention, block size) only the one that was asked for is a cause
-    causes = [n for n in causes if not (_left_open(*pairs[n]) and x.name in (pairs[n][0] or x).follows)]
-    return tuple(dict.fromkeys((pairs[n][0] or pairs[n][1]).label for n in causes))
+    causes = []
+    for name in dict.fromkeys([*x.follows, *y.follows]):
+        if name not in differing:
+            continue
+        cause_x, cause_y = pairs[name]
+        cause = cause_x or cause_y
+        # Attention and block size may follow from each other.  Then only the one that the user asked for is a cause.
+        mutual = x.name in (cause_x or x).follows
+        if not (mutual and _left_open(cause_x, cause_y)):
+            causes.append(cause.label)
+    return tuple(dict.fromkeys(causes))
 
 
 def _left_open(x: DiffNode | None, y: DiffNode | None) -> bool:
+    """Return whether both bills left a value open in the same way."""
     return x is not None and y is not None and x.asked == y.asked and x.open and y.open
 
 
-def _told_apart(x: DiffNode | None, y: DiffNode | None) -> tuple[str, str]:
-    shown = ("not set" if x is None else x.text, "not set" if y is None else y.text)
-    if shown[0] == shown[1] and x is not None and y is not None:  # what differs is in what is not shown, say, a version
+def _shown(x: DiffNode | None, y: DiffNode | None) -> tuple[str, str]:
+    """Return two differing values as text."""
+    a = "not set" if x is None else x.text
+    b = "not set" if y is None else y.text
+    if a == b and x is not None and y is not None:  # the short texts leave out the difference, such as a version
         return show(x.value), show(y.value)
-    return shown
+    return a, b
 
 
 def _tokens(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Whether both runs gave the same token ids to the same prompts."""
+    """Return whether both runs generated the same token ids for the same prompts, and a sentence about it."""
     if not a or not b:
         return UNKNOWN, "the tokens cannot be compared: a record holds no results"
     if not a["requests"] or not b["requests"]:
@@ -158,22 +202,26 @@ def _tokens(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[s
         return UNKNOWN, "the tokens cannot be compared: a run has requests that have not ended"
     if not a["outputs"] or not b["outputs"]:
         return OTHER, f"the tokens are not the same: {count}"
-    differ = sum((Counter(a["outputs"]) - Counter(b["outputs"])).values())
-    first = next((i for i, (x, y) in enumerate(zip(a["outputs"], b["outputs"], strict=False), 1) if x != y), 1)
-    of = f"{differ:,} of {a['requests']:,} requests"
-    return OTHER, f"the tokens are not the same: {of} differ, the first is request {first:,}"
+    only_a = Counter(a["outputs"]) - Counter(b["outputs"])
+    outputs = zip(a["outputs"], b["outputs"], strict=False)
+    first = next((number for number, (x, y) in enumerate(outputs, 1) if x != y), 1)
+    share = f"{sum(only_a.values()):,} of {a['requests']:,} requests"
+    return OTHER, f"the tokens are not the same: {share} differ, the first is request {first:,}"
 
 
 def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    left, right = dict(_leaves(a)), dict(_leaves(b))
-    for name in dict.fromkeys([*left, *right]):
+    """Yield (name, a, b) of the measurements that differ."""
+    left = dict(_leaves(a))
+    right = dict(_leaves(b))
+    for name in {**left, **right}:
         if left.get(name) != right.get(name):
             yield name, left.get(name), right.get(name)
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield (dotted name, value) of results, without hashes and values of single requests."""
     for key, value in values.items():
-        if key.endswith("_hash") or key in ("outputs", "joules"):  # a value a request
+        if key.endswith("_hash") or key in ("outputs", "joules"):
             continue
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}." if key != "stats" else prefix)
@@ -182,18 +230,21 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 
 def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Seams of the parts whose source is not known, or not all of it; those that look on decide nothing."""
-    parts = [part for bill in (a, b) for part in bill["parts"]]
+    """Return the seams of parts that decide tokens and whose source is not, or not completely, known."""
+    parts = [*a["parts"], *b["parts"]]
     return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and _decides(p["seam"])))
 
 
 def _decides(seam: str) -> bool:
-    return seam.partition(".")[0] not in LOOK_ON  # one of several is ``hooks.NAME``
+    """Return whether a part of a seam can change tokens.  Hooks, named ``hooks.NAME``, only observe."""
+    return seam.partition(".")[0] not in LOOK_ON
 
 
 def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference], dict[str, list[str]]]:
-    """What the code of a part that both have reads: values that differ, and, by seam, sentences about those of which
-    nobody knows.  Where the sources differ too, it is no wonder that a name of one is not in the other."""
+    """Compare the values that the code of common parts reads.
+
+    Returns the values that differ, and by seam sentences about values that cannot be compared.
+    """
     first = bool(a.get("first_engine") and b.get("first_engine"))
     others = {(part["seam"], part["name"]): part for part in b["parts"]}
     found: list[Difference] = []
@@ -202,62 +253,95 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference
         y = others.get((x["seam"], x["name"]))
         if y is None or "values_of" not in x or "values_of" not in y:
             continue
-        seam, same = x["seam"], x["source"]["hash"] == y["source"]["hash"]
-        for name in dict.fromkeys([*x["values"], *y["values"]]):
-            one, other = x["values"].get(name), y["values"].get(name)
-            known = all(any(name.startswith(f"{module}.") for module in part["values_of"]) for part in (x, y))
-            if not known or (not same and (one is None or other is None)):
-                continue  # its module was not loaded in one of them
-            says = values.verdict(one, other, first)
-            shown = [values.NOT_THERE if v is None else v["shown"] for v in (one, other)]
-            if says == values.OTHER:
-                clock = any(v is not None and v["begins"] == values.CLOCK for v in (one, other))
-                counts = _decides(seam) and not clock
+        seam = x["seam"]
+        same_source = x["source"]["hash"] == y["source"]["hash"]
+        for name, left, right in _value_pairs(x, y, same_source):
+            verdict = values.verdict(left, right, first)
+            shown = [values.NOT_THERE if value is None else value["shown"] for value in (left, right)]
+            if verdict == values.OTHER:
+                of_clock = any(value is not None and value["begins"] == values.CLOCK for value in (left, right))
+                counts = _decides(seam) and not of_clock
                 found.append(Difference(f"{seam} {name}", "parts", seam, f"{name} = {shown[0]}", shown[1], (), counts))
-            elif says == values.UNKNOWN and same:
-                what = " and ".join(dict.fromkeys(shown))
-                text = f"{name}, which {seam} reads, is {what}: whether it is the same is not known"
-                not_known.setdefault(seam, []).append(text)
+            elif verdict == values.UNKNOWN and same_source:
+                texts = " and ".join(dict.fromkeys(shown))
+                sentence = f"{name}, which {seam} reads, is {texts}: whether it is the same is not known"
+                not_known.setdefault(seam, []).append(sentence)
     return found, not_known
 
 
+def _value_pairs(x: Mapping[str, Any], y: Mapping[str, Any], same_source: bool) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, value in x, value in y) of the values of a part in two bills, None for a missing value.
+
+    Skips values of modules that one run had not loaded.  If the sources differ, skips names that only one has, because
+    the other source does not contain them.
+    """
+    for name in {**x["values"], **y["values"]}:
+        left = x["values"].get(name)
+        right = y["values"].get(name)
+        loaded = all(any(name.startswith(f"{module}.") for module in part["values_of"]) for part in (x, y))
+        if loaded and (same_source or (left is not None and right is not None)):
+            yield name, left, right
+
+
 def _hidden(source: Mapping[str, Any]) -> bool:
-    """Whether a part may differ in what the hash does not cover."""
+    """Return whether a part may have changed in something that its hash does not cover."""
     return not source["hash"] or "missing" in source
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sentences about unknown sources, sources that changed during a run, and errors of a run."""
     for which, bill in (("a", a), ("b", b)):
         for part in bill["parts"]:
             if _hidden(part["source"]):
-                why = part["source"].get("missing", "no source")
-                yield f"{which}: the source of {part['seam']} is not known ({why}), so a change in it cannot be seen"
+                reason = part["source"].get("missing", "no source")
+                yield f"{which}: the source of {part['seam']} is not known ({reason}), so a change in it cannot be seen"
         if bill["changed_sources"]:
             names = ", ".join(bill["changed_sources"])
-            yield f"{which}: files of {names} were changed while the run went on: what ran may be the older text"
-        if error := (bill.get("results") or {}).get("error"):
+            yield f"{which}: files of {names} changed during the run: it may have used the older text"
+        results = bill.get("results") or {}
+        if error := results.get("error"):
             yield f"{which}: not all went well: {error}"
 
 
 def report(found: Comparison, title_a: str, title_b: str) -> str:
-    """The text of ``minivllm diff``: the verdict, the tokens, then what differs, group by group."""
-    lines = [*filter(None, [found.verdict, found.tokens_text]), "", f"  a  {title_a}", f"  b  {title_b}"]
-    rows: dict[str, list[tuple[str, str, str]]] = {}
-    for d in found.differences:
-        name = d.subject if d.group == "parts" else d.name.removeprefix("versions.").removeprefix("machine.")
-        note = f"follows from {', '.join(d.follows)}" if d.follows else "" if d.counts else "not counted"
-        rows.setdefault(d.group, []).append((name, f"{d.a} -> {d.b}", note))
-    rows["results"] = [(name, f"{show(x)} -> {show(y)}", _change(x, y)) for name, x, y in found.results]
-    width = max([len(row[0]) for group in rows.values() for row in group] + [0])
+    """Return the text of ``minivllm diff``: the verdict, the tokens, then the differences, group by group."""
+    lines = [found.verdict]
+    if found.tokens_text:
+        lines.append(found.tokens_text)
+    lines += ["", f"  a  {title_a}", f"  b  {title_b}"]
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for difference in found.differences:
+        name = difference.name.removeprefix("versions.").removeprefix("machine.")
+        if difference.group == "parts":
+            name = difference.subject
+        rows.setdefault(difference.group, []).append((name, _line(difference)))
+    for name, x, y in found.results:
+        rows.setdefault("results", []).append((name, _noted(f"{show(x)} -> {show(y)}", _change(x, y))))
+    width = max((len(name) for group in rows.values() for name, _ in group), default=0)
     for group in (*GROUPS, "results"):
-        if rows.get(group):
+        if group in rows:
             lines += ["", group]
-            lines += [f"  {name:{width}}  {text}{f'   ({note})' if note else ''}" for name, text, note in rows[group]]
-    return "\n".join([*lines, *(["", *found.warnings] if found.warnings else [])])
+            lines += [f"  {name:{width}}  {text}" for name, text in rows[group]]
+    if found.warnings:
+        lines += ["", *found.warnings]
+    return "\n".join(lines)
+
+
+def _line(difference: Difference) -> str:
+    """Return the values of a difference, with a note if it is not part of the verdict."""
+    note = "" if difference.counts else "not counted"
+    if difference.follows:
+        note = f"follows from {', '.join(difference.follows)}"
+    return _noted(f"{difference.a} -> {difference.b}", note)
+
+
+def _noted(text: str, note: str) -> str:
+    """Return a text with a note in parentheses, unless the note is empty."""
+    return f"{text}   ({note})" if note else text
 
 
 def _change(x: Any, y: Any) -> str:
-    """By how much a measured number moved."""
+    """Return the relative change of a measured number, "" for values that are not numbers."""
     if isinstance(x, (int, float)) and isinstance(y, (int, float)) and x > 0:
         return f"{100 * (y - x) / x:+.1f} %"
     return ""

@@ -1,7 +1,7 @@
 """Environment variables that the text of a part reads, found in its syntax tree.
 
-``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")`` and ``"X" in os.environ`` name a variable, also where
-the name is a constant of the module.  Any other use of ``environ`` reads a variable whose name is not known.
+``os.environ["X"]``, ``os.environ.get("X")``, ``os.getenv("X")`` and ``"X" in os.environ`` name a variable.  The name
+may also be a constant of the module.  Any other use of ``environ`` reads a variable whose name is not known.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from .machine import SECRET
 ENVIRON, GETENV = "environ", "getenv"
 READS = ("get", "pop", "setdefault")
 SHOWN = 60  # characters of a value
-COMPUTED = "?"  # in the place of a name that the text does not say
+COMPUTED = "?"  # stands for a name that the text computes
 
 
 def values(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Return what a record holds of each variable, as ``values.of_part`` does: ``{"own.environ[X]": {...}}``.
+    """Return the known facts about each variable, as ``values.of_part`` does: ``{"own.environ[X]": {...}}``.
 
-    ``texts``: the source of each module.  A variable whose name is computed has a digest of "".
+    ``texts`` is the source of each module by name.  A variable whose name is computed has the digest "".
     """
     found = {}
     for module, text in texts.items():
@@ -40,7 +40,7 @@ def values(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def shown(name: str, value: str | None, digest: str) -> str:
-    """Return a value for a reader; of a name that looks like a secret its digest alone."""
+    """Return a value for readers, or only its digest if the name looks like that of a secret."""
     if value is None:
         return "not set"
     if SECRET.search(name):
@@ -49,39 +49,40 @@ def shown(name: str, value: str | None, digest: str) -> str:
 
 
 def names(text: str) -> Iterator[str]:
-    """Yield the variables that a text reads, ``COMPUTED`` for one whose name it does not say."""
+    """Yield the names of the variables that a text reads, ``COMPUTED`` for a name that the text computes."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return
-    constants = {
-        target.id: node.value.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
+    constants: dict[str, Any] = {}
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    constants[target.id] = node.value.value
 
     def named(node: ast.expr) -> str:
         value = node.value if isinstance(node, ast.Constant) else constants.get(getattr(node, "id", ""))
         return value if isinstance(value, str) else COMPUTED
 
-    told: set[int] = set()  # uses of environ that name their variable
+    named_uses: set[int] = set()  # ids of the uses of environ that name their variable
     for node in ast.walk(tree):
         if isinstance(node, ast.Subscript) and _is(node.value, ENVIRON):
-            told.add(id(node.value))
+            named_uses.add(id(node.value))
             yield named(node.slice)
         elif isinstance(node, ast.Call) and node.args:
             function = node.func
             if isinstance(function, ast.Attribute) and function.attr in READS and _is(function.value, ENVIRON):
-                told.add(id(function.value))
+                named_uses.add(id(function.value))
                 yield named(node.args[0])
             elif _is(function, GETENV):
                 yield named(node.args[0])
         elif isinstance(node, ast.Compare) and _is(node.comparators[0], ENVIRON):
-            told.add(id(node.comparators[0]))
+            named_uses.add(id(node.comparators[0]))
             yield named(node.left)
-    if any(_is(node, ENVIRON) and id(node) not in told for node in ast.walk(tree)):
+    if any(_is(node, ENVIRON) and id(node) not in named_uses for node in ast.walk(tree)):
         yield COMPUTED
 
 

@@ -1,14 +1,15 @@
-"""The source of a class that exists: what was typed into a notebook or a prompt, made by a function, or changed since.
+"""The source of a class object: one that was typed into a notebook or prompt, made by a function, or changed later.
 
-A module's file says what a class is if nobody did anything to it.  Beside the files (``sources``) this takes in
+The file of a module is the source of a class that nothing has changed.  Besides the files (``sources``) this module
+includes
 
     the text of classes and functions that no file has, from the lines that Python keeps of cells and prompts
-    what those use of their surroundings: functions, classes, modules and values
-    values of closures and of class attributes, and constants of modules that are not what the file says
-    (but for those that its functions change: ``values``)
+    the functions, classes, modules and values that these use from their surroundings
+    values of closures and of class attributes, and constants of modules that differ from the file
+    (but not names that functions of the module change; ``values`` handles these)
 
-What cannot be known (a prompt whose lines nobody keeps, ``exec``, an object without a plain value) is said in
-``missing``, and a record that says so is never equal to another.
+``missing`` names the parts that cannot be known: a prompt whose lines are not kept, ``exec``, an object without a plain
+value.  A record with missing parts is never equal to another record.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterator, Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 from minivllm.registration import given
 
 from . import assigned, sources
 from .plain_values import UnknownValueError, ValueText
+from .replaced import closure_values
 from .sources import PLUGINS, Source, known_without
 
 MOST_TEXT = 1 << 18  # characters of a text that a record keeps
@@ -38,138 +41,140 @@ SILENT = (logging.Logger, types.BuiltinFunctionType, types.MethodDescriptorType,
 
 
 def source_of(target: str) -> Source:
-    """The source behind ``module:Class``; of a class that a program gave, what it was then."""
-    if (found := given.find(target)) is not None:
-        return found.source
-    module, _, name = target.partition(":")
-    live = sys.modules.get(module)
-    if module != "__main__" and getattr(live, "__file__", None):
+    """Return the source of ``module:Class``.  For a class that a program passed, it is the source at that time."""
+    if (passed := given.find(target)) is not None:
+        return passed.source
+    module, _, path = target.partition(":")
+    thing: Any = sys.modules.get(module)
+    if module != "__main__" and getattr(thing, "__file__", None):
         return sources.plugin_source(target)
-    for part in name.split("."):
-        live = getattr(live, part, None)
-    if isinstance(live, type):
-        return source_of_class(live)
-    found_in_files = sources.plugin_source(target)  # of a module that is not imported yet
-    return found_in_files if found_in_files.hash else Source("", missing=f"{module} has no source file")
+    for name in path.split("."):
+        thing = getattr(thing, name, None)
+    if isinstance(thing, type):
+        return source_of_class(thing)
+    source = sources.plugin_source(target)  # the module is not imported yet
+    return source if source.hash else Source("", missing=f"{module} has no source file")
 
 
 def source_of_class(cls: type) -> Source:
-    """Of a class object as it is now.  ``texts`` has its own lines, wherever they are."""
+    """Return the source of a class object as it is now.  ``texts`` has its lines."""
     walk = _Walk()
     walk.add_class(cls)
-    missing = "; ".join(dict.fromkeys(walk.missing))
-    found = {name: sha for name, (sha, _) in sorted(walk.found.items())}
-    newest = max((when for _, when in walk.found.values()), default=0.0)
-    return Source(
-        sources.digest(found) if found else "",
-        {name: sha[:16] for name, sha in found.items()},
-        newest,
-        missing[:1000] if found else missing[:1000] or f"{cls.__module__} has no source file",
-        walk.texts,
-    )
+    missing = "; ".join(dict.fromkeys(walk.missing))[:1000]
+    if not walk.found:
+        return Source("", missing=missing or f"{cls.__module__} has no source file", texts=walk.texts)
+    return replace(sources.source_of_hashes(walk.found), missing=missing, texts=walk.texts)
 
 
 class _Walk:
-    """From a class to what it is made of; each thing is looked at once."""
+    """A walk from a class over all code and values that it consists of.
+
+    ``found`` has (SHA-256, modification time) by name."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[str, float]] = {}
         self.texts: dict[str, str] = {}
         self.missing: list[str] = []
-        self._seen: set[int] = set()
-        self._kept: list[Any] = []  # an id is that of another thing once the first has gone
+        self._seen: dict[int, Any] = {}  # by id; keeping the objects keeps the ids unique
 
     def _new(self, thing: Any) -> bool:
-        if id(thing) in self._seen:
-            return False
-        self._seen.add(id(thing))
-        self._kept.append(thing)
-        return True
+        """Return whether an object is seen for the first time."""
+        fresh = id(thing) not in self._seen
+        self._seen[id(thing)] = thing
+        return fresh
 
     def _text(self, name: str, text: str) -> None:
+        """Add the text of code that no file has."""
         self.found[name] = (sources.digest(text), 0.0)
         self.texts[name] = text[:MOST_TEXT]
 
     # ---- classes and functions -----------------------------------------------------------------------------------
 
     def add_class(self, cls: type) -> None:
-        for one in cls.__mro__:
-            if one is not object and not known_without(one.__module__) and self._new(one):
-                self._add_one(one)
+        """Add a class and its bases."""
+        for base in cls.__mro__:
+            if base is not object and not known_without(base.__module__) and self._new(base):
+                self._add_one_class(base)
 
-    def _add_one(self, cls: type) -> None:
-        name, functions = f"{cls.__module__}:{cls.__qualname__}", list(functions_of(cls))
+    def _add_one_class(self, cls: type) -> None:
+        """Add the text, the functions and the class attributes of a class without its bases."""
+        name = f"{cls.__module__}:{cls.__qualname__}"
+        functions = list(functions_of(cls))
         file = _file(cls.__module__)
         text = _class_text(cls, functions)
         typed = file is None or not _lies_in(functions, file, text)
-        if not typed:
+        if typed:
+            self._typed(name, text)
+        else:
             self._files(cls.__module__, cls.__name__)
             if text is not None and not cls.__module__.startswith(f"{PLUGINS}."):
                 self.texts[name] = text[:MOST_TEXT]
-        elif text is not None:
-            self._text(name, text)
-        else:
-            self.missing.append(f"nobody keeps the lines of {name}")
         for function in functions:
             own = function.__module__ == cls.__module__ and function.__qualname__.startswith(f"{cls.__qualname__}.")
             if own or _generated(cls, function):
                 self._surroundings(function, typed)
-            else:  # put there from elsewhere
+            else:  # it was defined elsewhere and assigned to the class
                 self.add_function(function)
-        changed = assigned.of_module(cls.__module__).changed if not typed else changed_by(text)
+        changed = changed_by(text) if typed else assigned.of_module(cls.__module__).changed
         for key, value in vars(cls).items():
-            own = key == "_abc_impl" or (key.startswith("__") and key.endswith("__"))
-            if not own and key not in changed and not isinstance(value, (types.FunctionType, *HOLDERS)):
+            special = key == "_abc_impl" or (key.startswith("__") and key.endswith("__"))
+            if not special and key not in changed and not isinstance(value, (types.FunctionType, *HOLDERS)):
                 self.add_value(f"{name}.{key}", value, typed)
 
     def add_function(self, function: types.FunctionType) -> None:
+        """Add the text of a function and the values that it uses."""
+        module = function.__module__ or "?"
         if known_without(function.__module__ or "") or not self._new(function):
             return
-        module, name = function.__module__ or "?", f"{function.__module__}:{function.__qualname__}"
-        file, text = _file(module), lines_of(function)
+        name = f"{function.__module__}:{function.__qualname__}"
+        text = lines_of(function)
+        file = _file(module)
         typed = file is None or not _same(function.__code__.co_filename, file)
-        if not typed:
+        if typed:
+            self._typed(name, text)
+        else:
             self._files(module, function.__name__)
-            if function.__name__ == "<lambda>" or "<locals>" in function.__qualname__:  # which of them it is
+            if function.__name__ == "<lambda>" or "<locals>" in function.__qualname__:  # several may have this name
                 self.found[f"{name} at"] = (sources.digest([function.__code__.co_firstlineno, text]), 0.0)
-        elif text is not None:
+        self._surroundings(function, typed)
+
+    def _typed(self, name: str, text: str | None) -> None:
+        """Add the text of code that no file has, or note that it is missing."""
+        if text is not None:
             self._text(name, text)
         else:
             self.missing.append(f"nobody keeps the lines of {name}")
-        self._surroundings(function, typed)
 
     def _files(self, module: str, name: str) -> None:
-        found = sources.plugin_source(f"{module}:{name}")
-        self.found |= {file: (sha, found.newest) for file, sha in found.files.items()}
-        if not found.hash:
-            self.missing.append(found.missing or f"{module} has no source file")
+        """Add the files of a module, or note that it has none."""
+        source = sources.plugin_source(f"{module}:{name}")
+        self.found |= {file: (sha, source.newest) for file, sha in source.files.items()}
+        if not source.hash:
+            self.missing.append(source.missing or f"{module} has no source file")
 
     def _surroundings(self, function: types.FunctionType, typed: bool) -> None:
-        """What a function takes from outside of its text."""
-        name, code = f"{function.__module__}:{function.__qualname__}", function.__code__
-        for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            if key == "__class__":
-                continue
-            try:
-                self.add_value(f"{name}, {key}", cell.cell_contents, True)
-            except ValueError:  # an empty cell
-                continue
-        for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+        """Add closure values, defaults and globals that a function uses.
+
+        ``typed`` says that no file has the function.  For others only globals are added that differ from the file.
+        """
+        name = f"{function.__module__}:{function.__qualname__}"
+        for key, value in closure_values(function):
+            if key != "__class__":
+                self.add_value(f"{name}, {key}", value, True)
+        for number, value in enumerate(defaults(function)):
             self.add_value(f"{name}, default {number}", value, typed)
-        said, changed = _said(function, typed)
-        for key in dict.fromkeys(names(code)):
-            if key not in function.__globals__ or key in changed:  # a counter or a cache: ``values`` looks at it
+        literals, changed = _literals(function, typed)
+        for key in dict.fromkeys(names(function.__code__)):
+            if key not in function.__globals__ or key in changed:  # ``values`` handles counters and caches
                 continue
             value = function.__globals__[key]
-            if typed:
-                self.add_value(f"{function.__module__}.{key}", value, True)
-            elif key in said and said[key] != value:  # set from outside
-                self.add_value(f"{function.__module__}.{key}", value, False)
+            if typed or (key in literals and literals[key] != value):
+                self.add_value(f"{function.__module__}.{key}", value, typed)
 
     # ---- values --------------------------------------------------------------------------------------------------
 
     def add_value(self, name: str, value: Any, needed: bool) -> None:
-        """``needed``: nothing else says what it is, so one that cannot be told is missing."""
+        """Add a value.  ``needed`` says that no file has it, so that it is missing if it has no plain text."""
         while isinstance(value, functools.partial):
             self.add_value(f"{name}, arguments", [*value.args, sorted(value.keywords.items())], needed)
             value = value.func
@@ -177,7 +182,7 @@ class _Walk:
             self.add_value(f"{name}, self", value.__self__, needed)
             value = value.__func__
         if isinstance(value, types.ModuleType):
-            self._module(name, value)
+            self._module(value)
         elif isinstance(value, type):
             self.add_class(value)
         elif isinstance(value, types.FunctionType):
@@ -190,10 +195,11 @@ class _Walk:
                 if needed:
                     self.missing.append(f"the value of {name} is {exc}, and what is in it is not known")
                 return
-            for one in text.code:  # a table of functions
-                self.add_value(f"{name}, {one.__name__}", one, needed)
+            for thing in text.code:  # such as a table of functions
+                self.add_value(f"{name}, {thing.__name__}", thing, needed)
 
-    def _module(self, name: str, module: types.ModuleType) -> None:
+    def _module(self, module: types.ModuleType) -> None:
+        """Add the version of a module's package, or the files of a module without a package."""
         top = module.__name__.partition(".")[0]
         if known_without(module.__name__) or module.__name__ == PLUGINS:
             return
@@ -210,25 +216,33 @@ class _Walk:
 
 
 def functions_of(cls: type) -> Iterator[types.FunctionType]:
+    """Yield the functions of a class, those of properties and the functions that decorators wrap too."""
     for value in vars(cls).values():
+        held: tuple[Any, ...] = (value,)
         if isinstance(value, property):
-            held: tuple[Any, ...] = (value.fget, value.fset, value.fdel)
+            held = (value.fget, value.fset, value.fdel)
         elif isinstance(value, (staticmethod, classmethod)):
             held = (value.__func__,)
-        else:
-            held = (getattr(value, "func", value) if isinstance(value, HOLDERS) else value,)
-        for one in held:
-            while isinstance(one, types.FunctionType):
-                yield one
-                one = getattr(one, "__wrapped__", None)
+        elif isinstance(value, HOLDERS):
+            held = (getattr(value, "func", value),)
+        for function in held:
+            while isinstance(function, types.FunctionType):
+                yield function
+                function = getattr(function, "__wrapped__", None)
+
+
+def defaults(function: types.FunctionType) -> list[Any]:
+    """Return the defaults of a function's parameters, positional ones first."""
+    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 def _generated(cls: type, function: types.FunctionType) -> bool:
-    """Whether ``dataclass`` wrote it, by the text of the class."""
+    """Return whether ``dataclass`` generated a function."""
     return "__dataclass_fields__" in vars(cls) and function.__code__.co_filename == "<string>"
 
 
 def names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code and its nested functions use."""
     yield from code.co_names
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
@@ -236,21 +250,25 @@ def names(code: types.CodeType) -> Iterator[str]:
 
 
 def _file(module: str) -> str | None:
+    """Return the file of a loaded module, None if there is none."""
     path = getattr(sys.modules.get(module), "__file__", None)
     return path if path and os.path.exists(path) else None
 
 
-def _same(one: str, other: str) -> bool:
-    return one == other or os.path.realpath(one) == os.path.realpath(other)
+def _same(a: str, b: str) -> bool:
+    """Return whether two paths name the same file."""
+    return a == b or os.path.realpath(a) == os.path.realpath(b)
 
 
 def _lies_in(functions: list[types.FunctionType], file: str, text: str | None) -> bool:
-    """Whether a class is of a file, and was not made elsewhere under its name (a prompt behind ``python -i``)."""
-    places = [f.__code__.co_filename for f in functions if f.__code__.co_filename != "<string>"]
-    return any(_same(place, file) for place in places) if places else text is not None
+    """Return whether a class was defined in its module's file, and not at a prompt (after ``python -i``)."""
+    paths = [function.__code__.co_filename for function in functions]
+    paths = [path for path in paths if path != "<string>"]
+    return any(_same(path, file) for path in paths) if paths else text is not None
 
 
 def lines_of(function: types.FunctionType) -> str | None:
+    """Return the source text of a function, None if it is not known."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError, IndentationError, SyntaxError):
@@ -258,21 +276,20 @@ def lines_of(function: types.FunctionType) -> str | None:
 
 
 def _class_text(cls: type, functions: list[types.FunctionType]) -> str | None:
-    """The lines of a class, by the file or cell that its functions are of; of one without functions, its module's."""
+    """Return the text of a class: from the file or cell of its functions, or from its module if it has none."""
     for function in functions:
-        if (
-            found := _around(function.__code__.co_filename, cls.__qualname__, function.__code__.co_firstlineno)
-        ) is not None:
-            return found
-    if functions:
-        return None
+        code = function.__code__
+        text = _around(code.co_filename, cls.__qualname__, code.co_firstlineno)
+        if text is not None:
+            return text
     file = _file(cls.__module__)
-    first = getattr(cls, "__firstlineno__", None)  # Python 3.13
-    return None if file is None else _around(file, cls.__qualname__, first)
+    if functions or file is None:
+        return None
+    return _around(file, cls.__qualname__, getattr(cls, "__firstlineno__", None))  # since Python 3.13
 
 
 def _around(file: str, qualname: str, line: int | None) -> str | None:
-    """The text of the class ``qualname`` of a file or cell that has the line."""
+    """Return the text of the class ``qualname`` that contains a line of a file or cell.  None means any line."""
     lines = linecache.getlines(file)
     try:
         tree = ast.parse("".join(lines))
@@ -287,8 +304,8 @@ def _around(file: str, qualname: str, line: int | None) -> str | None:
     return None
 
 
-def _said(function: types.FunctionType, typed: bool) -> tuple[Mapping[str, Any], Set[str]]:
-    """The literals that the function's file gives to names, and what is changed there while functions run."""
+def _literals(function: types.FunctionType, typed: bool) -> tuple[Mapping[str, Any], Set[str]]:
+    """Return the literals of names in the file of a function, and the names that functions of the file change."""
     if typed:
         return {}, changed_by(lines_of(function))
     known = assigned.of_module(function.__module__ or "")
@@ -296,7 +313,7 @@ def _said(function: types.FunctionType, typed: bool) -> tuple[Mapping[str, Any],
 
 
 def changed_by(text: str | None) -> Set[str]:
-    """Names and attributes that the functions of a text change."""
+    """Return the names and attributes that the functions of a text change."""
     try:
         return assigned.touched(ast.parse(textwrap.dedent(text or "")))
     except (SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a run took place: versions, machine, the environment variables that change numbers, git."""
+"""The surroundings of a run: versions, machine, environment variables that change numbers, and git."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
-VARIABLES = re.compile(  # MINIVLLM__... is not here: it is part of the configuration
+VARIABLES = re.compile(  # without MINIVLLM__..., which is part of the configuration
     r"(MINIVLLM_(?!_)|OMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|TORCH_|TRITON_)\w*|"
     r"CUDA_(VISIBLE_DEVICES|LAUNCH_BLOCKING|MODULE_LOADING)|PYTHONHASHSEED"
 )
@@ -22,7 +22,7 @@ _GIT_SECONDS = 10.0
 
 
 def versions() -> dict[str, str]:
-    """Of Python, the libraries that make numbers, and CUDA as torch was built for."""
+    """Return the versions of Python, of the libraries that compute, and of CUDA for which torch was built."""
     import torch
 
     found = {"python": platform.python_version()}
@@ -36,8 +36,10 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: Any) -> dict[str, Any]:
-    """CPU, memory, and the GPU if ``device`` (a hardware.Device) is one, else the instruction set of the native part.
-    Holds no name of the host or of a user."""
+    """Describe the CPU, the memory, and the GPU if ``device`` (a hardware.Device) is one.
+
+    On a CPU the instruction set of the native kernels is included.  No name of a host or user is.
+    """
     import torch
 
     from minivllm.device.hardware import find_device
@@ -52,7 +54,7 @@ def machine(device: Any) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
     }
     if device.kind == "cpu":
-        found["native"] = library.isa()  # its kernels sum in another order than torch's
+        found["native"] = library.isa()  # native kernels add numbers in another order than torch
     else:
         found["gpu"] = device.name
         found["gpu_memory_gib"] = round(device.memory / 2**30, 1)
@@ -84,13 +86,14 @@ def torch_settings() -> dict[str, Any]:
 
 
 def _flushes_denormal() -> bool:
+    """Return whether torch replaces denormal numbers by zero."""
     import torch
 
     return float(torch.tensor(1e-40) * 1.0) == 0.0
 
 
 def driver(path: str = "/proc/driver/nvidia/version") -> str | None:
-    """The version of NVIDIA's kernel driver, None where it does not say."""
+    """Return the version of NVIDIA's kernel driver, None if it cannot be read."""
     with contextlib.suppress(OSError):
         text = Path(path).read_text(encoding="utf-8", errors="replace")
         if found := re.search(r"Kernel Module\D*?\s(\d+\.[\d.]+)", text):
@@ -99,36 +102,45 @@ def driver(path: str = "/proc/driver/nvidia/version") -> str | None:
 
 
 def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Variables that change numbers or choices; nothing that looks like a secret."""
-    given = os.environ if environ is None else environ
-    return {k: v for k, v in sorted(given.items()) if VARIABLES.fullmatch(k) and not SECRET.search(k)}
+    """Return the variables that change numbers or choices, without names that look like secrets.
+
+    ``environ`` None means ``os.environ``.
+    """
+    variables = os.environ if environ is None else environ
+    names = [name for name in sorted(variables) if VARIABLES.fullmatch(name) and not SECRET.search(name)]
+    return {name: variables[name] for name in names}
 
 
 def git_state(folder: Path, tracks: str | None = None) -> dict[str, Any] | None:
-    """Commit, branch and whether files differ from it; None outside a repository, without git, or if the repository
-    does not track the file ``tracks`` (an installed package may lie inside somebody else's)."""
+    """Return the commit and branch of a folder, and how many files differ from the commit.
+
+    None outside a repository and without git.  None also if the repository does not track the file ``tracks``, because
+    an installed package may be inside an unrelated repository.
+    """
     if tracks is not None and _git(folder, "ls-files", "--error-unmatch", tracks) is None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
     status = _git(folder, "status", "--porcelain")
     if commit is None or status is None:
         return None
-    changed = [line for line in status.splitlines() if not line.startswith("??")]
+    lines = status.splitlines()
+    untracked = sum(line.startswith("??") for line in lines)
+    changed = len(lines) - untracked
     return {
         "commit": commit,
         "branch": _git(folder, "symbolic-ref", "--short", "-q", "HEAD"),
         "dirty": bool(changed),
-        "changed_files": len(changed),
-        "untracked_files": len(status.splitlines()) - len(changed),
+        "changed_files": changed,
+        "untracked_files": untracked,
     }
 
 
 def _git(folder: Path, *args: str) -> str | None:
-    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # looking must not write to the index
+    """Return the output of a git command, None if it fails or takes too long."""
+    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"}  # without locks git does not write to the index
+    command = ["git", "-C", str(folder), *args]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(
-            ["git", "-C", str(folder), *args], env=env, capture_output=True, text=True, timeout=_GIT_SECONDS
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_GIT_SECONDS)
         if done.returncode == 0:
             return done.stdout.strip("\n")
     return None

@@ -1,8 +1,8 @@
-"""A bill as the things that can differ, each with what was asked for and what it follows from.
+"""A bill divided into the values that can differ, each with the value that was asked for and its possible causes.
 
-The fold of the wiring gives the order: device, dtype, model, quantizer, KV format, attention, block size ...  A value
-that was left open (``asked`` is the same in both bills) and that differs is a consequence if something that it follows
-from differs, and a difference of its own if not.
+The order of the wiring gives the causes: device, dtype, model, quantizer, KV format, attention, block size ...  A value
+that the user left open (``asked`` is the same in both bills) may differ because a value that it follows from differs.
+Then it is a consequence.  Otherwise it is a difference of its own.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from .values import settled
 
 GROUPS = ("model", "parts", "options", "requests", "versions", "machine")
 IDENTITY = ("model", "parts", "options", "requests")  # the groups that the fingerprint covers
-# decide nothing, or are part of another option
+# options that cannot change tokens, or are part of another option
 QUIET = ("config_version", "requires", "enforce_eager", "download_dir", "energy")
-ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # nodes of their own
-LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # those whose version can change a token
-CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS",  # what they bring about is seen in the parts
-            "MINIVLLM_NATIVE", "MINIVLLM_ISA")  # and in the machine  # fmt: skip
-MACHINE = ("cpu", "native", "cores", "threads", "gpu", "compute_capability", "driver")  # and what of the machine can
-FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user left open
+ABOUT_MODEL = ("model", "revision", "tokenizer", "tokenizer_revision", "skip_tokenizer_init")  # see ``_model``
+LIBRARIES = ("torch", "cuda", "triton", "transformers", "tokenizers")  # libraries whose version can change a token
+# variables that are not counted, because their effect is visible in the parts or in the machine
+CHOOSING = ("MINIVLLM_PLUGINS", "MINIVLLM_STRICT_PLUGINS", "MINIVLLM_NATIVE", "MINIVLLM_ISA")
+# properties of the machine that can change a token
+MACHINE = ("cpu", "native", "cores", "threads", "gpu", "compute_capability", "driver")
+FOLLOWS: Mapping[str, tuple[str, ...]] = {  # the values that decide a value that the user left open
     "tokenizer": ("model",),
     "executor": ("device", "tensor_parallel_size"),
     "model_arch": ("model", "device", "dtype", "batch_invariant"),
@@ -39,15 +40,17 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # what decides a value that the user
     "prompts": ("tokenizer",),  # a chat template is the tokenizer's
 }
 SEVERAL = ("processors", "strategies", "hooks")
-LOOK_ON = ("hooks",)  # they see frozen views and decide nothing; what they say a model's name means is seen in its hash
+LOOK_ON = ("hooks",)  # hooks only observe; if one redirects the model's name, the hash of the model shows it
 
 
 @dataclass(frozen=True)
 class DiffNode:
-    """``value`` is what is compared; ``open`` says that the user left the choice to minivllm.  ``owner`` is the node
-    that must be the same for this one to be compared (the options of another plug-in are no difference of their own),
-    ``subject`` what the verdict calls it, ``counts`` whether it can decide the outcome, ``both`` that it is compared
-    only if both bills have it."""
+    """A comparable value of a bill.
+
+    ``open`` says that the user left the choice to minivllm.  ``owner`` names a node that must be equal for this one to
+    be compared; the options of another plug-in are no difference of their own.  ``subject`` is the name in the verdict.
+    ``counts`` says whether the value can change tokens.  ``both`` limits the comparison to bills that both have the
+    node.  ``shown`` is the text for readers, "" for the value itself."""
 
     name: str
     group: str
@@ -63,14 +66,17 @@ class DiffNode:
 
     @property
     def label(self) -> str:
+        """Return the name in the verdict."""
         return self.subject or self.name
 
     @property
     def text(self) -> str:
+        """Return the value as text for readers."""
         return self.shown or show(self.value)
 
 
 def show(value: Any) -> str:
+    """Return a value as text for readers."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -83,78 +89,96 @@ def show(value: Any) -> str:
 
 
 def nodes(bill: Mapping[str, Any]) -> dict[str, DiffNode]:
-    """Everything that can differ, by name, in the order in which it is shown."""
-    made = [*_model(bill), *_parts(bill), *_options(bill), *_requests(bill), *_versions(bill), *_machine(bill)]
-    return {node.name: node for node in made}
+    """Return all nodes of a bill by name, in the order in which they are printed."""
+    found: dict[str, DiffNode] = {}
+    for make in (_model, _parts, _options, _requests, _versions, _machine):
+        found |= {node.name: node for node in make(bill)}
+    return found
 
 
 def fingerprint(bill: Mapping[str, Any]) -> str:
-    """SHA-256 over what decides the run: the groups of ``IDENTITY``, and the values that parts read."""
-    covered: dict[str, Any] = {n.name: n.value for n in nodes(bill).values() if n.counts and n.group in IDENTITY}
+    """Return the SHA-256 over the groups of ``IDENTITY`` and the values that parts read."""
+    covered: dict[str, Any] = {}
+    for node in nodes(bill).values():
+        if node.counts and node.group in IDENTITY:
+            covered[node.name] = node.value
     for part in bill["parts"]:
-        if part["seam"].partition(".")[0] not in LOOK_ON and (read := settled(part)):
-            covered[f"values of {part['seam']}"] = read
+        constant = settled(part)
+        if constant and part["seam"].partition(".")[0] not in LOOK_ON:
+            covered[f"values of {part['seam']}"] = constant
     return digest(covered)
 
 
 def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
-    """A model is its files; the commit of one from the hub, which may change without them, says where they are."""
-    model, asked = bill["model"], bill["config"]["values"]
-    given = [asked["model"], asked.get("revision")]
-    yield DiffNode("model", "model", model["hash"], given, False, shown=_of_model(model["name"], model))
+    """Yield the nodes of the model, its tokenizer and second models.
+
+    The files of a model are its identity.  The commit of a model from the hub may change although the files stay the
+    same, so it does not count.
+    """
+    model = bill["model"]
+    asked = bill["config"]["values"]
+    wanted = [asked["model"], asked.get("revision")]
+    yield DiffNode("model", "model", model["hash"], wanted, False, shown=_named(model["name"], model))
     yield from _commit("model", model)
     tokenizer = model["tokenizer"]
-    value = tokenizer["hash"] if tokenizer else None
-    shown = _of_model(asked["tokenizer"] or "the model's", tokenizer) if tokenizer else "none"
-    own = asked["tokenizer"] is None and asked.get("tokenizer_revision") is None
-    given = [asked["tokenizer"], asked.get("tokenizer_revision"), asked["skip_tokenizer_init"]]
-    yield DiffNode("tokenizer", "model", value, given, own, FOLLOWS["tokenizer"], shown=shown)
+    value, shown = None, "none"
+    if tokenizer:
+        value = tokenizer["hash"]
+        shown = _named(asked["tokenizer"] or "the model's", tokenizer)
+    wanted = [asked["tokenizer"], asked.get("tokenizer_revision"), asked["skip_tokenizer_init"]]
+    left_open = wanted[0] is None and wanted[1] is None
+    yield DiffNode("tokenizer", "model", value, wanted, left_open, FOLLOWS["tokenizer"], shown=shown)
     yield from _commit("tokenizer", tokenizer or {})
-    for of, beside in model.get("beside", {}).items():
-        part = next(p for p in bill["parts"] if p["seam"] == of)
-        option = f"{of}@{part['name']}.model"
-        given = [part["options"].get("model"), part["options"].get("revision")]
-        shown, name = _of_model(str(given[0]), beside), f"model of {of}"
-        yield DiffNode(name, "model", beside["hash"], given, False, owner=option, both=True, shown=shown)
-        yield from _commit(name, beside)
+    for seam, second in model.get("beside", {}).items():
+        part = next(part for part in bill["parts"] if part["seam"] == seam)
+        wanted = [part["options"].get("model"), part["options"].get("revision")]
+        name = f"model of {seam}"
+        owner = f"{seam}@{part['name']}.model"
+        shown = _named(str(wanted[0]), second)
+        yield DiffNode(name, "model", second["hash"], wanted, False, owner=owner, both=True, shown=shown)
+        yield from _commit(name, second)
 
 
-def _of_model(name: str, found: Mapping[str, Any]) -> str:
+def _named(name: str, found: Mapping[str, Any]) -> str:
+    """Return the name of a model with its commit, if it has one, and the start of its hash."""
     at = f" at {found['commit']}" if "commit" in found else ""
     return f"{name}{at} ({found['hash'][:12]})"
 
 
-def _commit(of: str, found: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _commit(name: str, found: Mapping[str, Any]) -> Iterator[DiffNode]:
+    """Yield the node of the commit of a model or tokenizer from the hub, nothing for others."""
     if "commit" in found:
         value = [found["repository"], found["commit"]]
-        yield DiffNode(f"commit of {of}", "model", value, counts=False, both=True, shown=" at ".join(value))
+        yield DiffNode(f"commit of {name}", "model", value, counts=False, both=True, shown=" at ".join(value))
 
 
 def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
-    """Options as they were used: a value that was left open is the one that was supplied."""
-    asked, used = bill["config"]["values"], bill["resolved"]
+    """Yield the nodes of options, with minivllm's choice as the value of an option that was left open."""
+    asked = bill["config"]["values"]
+    used = bill["resolved"]
     seams = {part["seam"].partition(".")[0] for part in bill["parts"]}
-    for name, want in asked.items():
-        if name in (*seams, *SEVERAL, *QUIET, *ABOUT_MODEL):
+    skipped = {*seams, *SEVERAL, *QUIET, *ABOUT_MODEL}
+    for name, wanted in asked.items():
+        if name in skipped:
             continue
-        if name == "run_ahead" and name not in used:  # the executor has not started: its choice is not known
+        if name == "run_ahead" and name not in used:  # the executor chooses it when it starts
             continue
-        value = used.get(name, want)
-        given = [want, asked["enforce_eager"]] if name == "graph" else want
-        left_open = want in (None, "auto")
-        yield DiffNode(name, "options", value, given, left_open, FOLLOWS.get(name, ()), both=name == "run_ahead")
+        value = used.get(name, wanted)
+        left_open = wanted in (None, "auto")
+        if name == "graph":
+            wanted = [wanted, asked["enforce_eager"]]
+        follows = FOLLOWS.get(name, ())
+        yield DiffNode(name, "options", value, wanted, left_open, follows, both=name == "run_ahead")
     if "kv_blocks" in used:
-        # with -1 it is what memory was free at that moment: not a choice of anybody, so it is shown and not counted
+        # Shown but not counted: without a number in the configuration it depends on the free memory of that moment.
         yield DiffNode("kv_blocks", "options", used["kv_blocks"], asked["num_kvcache_blocks"], counts=False, both=True)
 
 
 def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
-    yield DiffNode(
-        "minivllm",
-        "parts",
-        [bill["minivllm"]["version"], bill["minivllm"]["source"]["hash"]],
-        shown=f"{bill['minivllm']['version']} ({bill['minivllm']['source']['hash'][:12]})",
-    )
+    """Yield the nodes of minivllm itself, of functions replaced at run time, and of plug-ins with their options."""
+    version = bill["minivllm"]["version"]
+    source_hash = bill["minivllm"]["source"]["hash"]
+    yield DiffNode("minivllm", "parts", [version, source_hash], shown=f"{version} ({source_hash[:12]})")
     for name, text in bill.get("replaced", {}).items():
         yield DiffNode(f"replaced.{name}", "parts", text, subject=name, shown=f"replaced by {text}")
     values = bill["config"]["values"]
@@ -164,76 +188,84 @@ def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         family = seam.partition(".")[0]
         if family in several:
             several[family].append(name)
-        else:
-            prefer = list((values.get(seam) or {}).get("prefer") or ())
-            yield DiffNode(
-                seam,
-                "parts",
-                name,
-                [part["asked"], prefer],
-                part["asked"] == "auto",
-                FOLLOWS.get(seam, ()),
-                shown=_described(part),
-            )
-        yield from _implementation(part, seam if family not in several else f"{family}.{name}", family in several)
+            yield from _implementation(part, f"{family}.{name}", "")
+            continue
+        prefer = list((values.get(seam) or {}).get("prefer") or ())
+        wanted = [part["asked"], prefer]
+        left_open = part["asked"] == "auto"
+        follows = FOLLOWS.get(seam, ())
+        yield DiffNode(seam, "parts", name, wanted, left_open, follows, shown=_described(part))
+        yield from _implementation(part, seam, seam)
     for family, names in several.items():
         yield DiffNode(family, "parts", names, names, False, counts=family not in LOOK_ON)
 
 
-def _implementation(part: Mapping[str, Any], subject: str, one_of_several: bool) -> Iterator[DiffNode]:
-    """The code and the options of one plug-in; compared only with the same plug-in."""
-    name, owner = part["name"], "" if one_of_several else part["seam"]
-    at, counts = f"{subject}@{name}", subject.partition(".")[0] not in LOOK_ON
-    builtin = part["distribution"] == "minivllm"  # whose version is minivllm's own
-    version = None if builtin else part["version"]
+def _implementation(part: Mapping[str, Any], subject: str, owner: str) -> Iterator[DiffNode]:
+    """Yield the nodes of the code and the options of one plug-in, which are compared only with the same plug-in.
+
+    ``owner`` is the node of the plug-in's seam, "" for one of several plug-ins of a seam.
+    """
+    name = f"{subject}@{part['name']}"
+    counts = subject.partition(".")[0] not in LOOK_ON
+    version = None if part["distribution"] == "minivllm" else part["version"]  # the node ``minivllm`` has its version
     code = [version, part["source"]["hash"], part["needs"], part["requires"]]
-    shown = _described(part)
-    yield DiffNode(at, "parts", code, open=False, owner=owner, subject=subject, counts=counts, both=True, shown=shown)
+
+    def node(name: str, value: Any, **fields: Any) -> DiffNode:
+        return DiffNode(name, "parts", value, open=False, owner=owner, counts=counts, both=True, **fields)
+
+    yield node(name, code, subject=subject, shown=_described(part))
     for key, value in part["options"].items():
-        option = f"{subject}.options.{key}"
-        yield DiffNode(
-            f"{at}.{key}", "parts", value, value, False, owner=owner, subject=option, counts=counts, both=True
-        )
+        yield node(f"{name}.{key}", value, asked=value, subject=f"{subject}.options.{key}")
 
 
 def _described(part: Mapping[str, Any]) -> str:
+    """Return the name and version of a plug-in, and the start of its hash or the reason why it has none."""
     version = "" if part["version"] == "-" else f" {part['version']}"
     source = part["source"]["hash"][:12] or part["source"].get("missing", "no source")
     return f"{part['name']}{version} ({source})"
 
 
 def _requests(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
-    config, results = bill["config"], bill.get("results") or {}
+    """Yield the nodes of sampling parameters and prompts: those of the requests, or before these of the [run] table."""
+    config = bill["config"]
+    results = bill.get("results") or {}
     run = config["run"]
     for name, value in config["sampling"].items():
         yield DiffNode(f"sampling.{name}", "requests", value, value, False)
-    table = [run["prompts"], run["chat"]] if run["prompts"] else None
+    table = digest([run["prompts"], run["chat"]]) if run["prompts"] else None
+    if not results:
+        if table:
+            shown = f"{len(run['prompts'])} prompts"
+            yield DiffNode("prompts", "requests", table, table, False, both=True, shown=shown)
+        return
     count = results.get("requests", len(run["prompts"]))
-    if results:
-        asked = tuple(f"sampling.{name}" for name in config["sampling"])
-        for name, follows in (("prompts", FOLLOWS["prompts"]), ("sampling", asked)):
-            found, given = results[f"{name}_hash"], digest(table) if table and name == "prompts" else None
-            shown = f"{count} requests ({found[:12]})"
-            yield DiffNode(name, "requests", found, given, follows=follows, both=True, shown=shown)
-    elif table:
-        yield DiffNode("prompts", "requests", digest(table), digest(table), False, both=True, shown=f"{count} prompts")
+    sampling = tuple(f"sampling.{name}" for name in config["sampling"])
+    for name, wanted, follows in (("prompts", table, FOLLOWS["prompts"]), ("sampling", None, sampling)):
+        value = results[f"{name}_hash"]
+        shown = f"{count} requests ({value[:12]})"
+        yield DiffNode(name, "requests", value, wanted, follows=follows, both=True, shown=shown)
 
 
 def _versions(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+    """Yield the nodes of library versions and of git commits."""
     for name, value in bill["versions"].items():
         yield DiffNode(f"versions.{name}", "versions", value, subject=name, counts=name in LIBRARIES)
     for where, state in bill["git"].items():
         if state is not None:
-            text = state["commit"][:12] + (f" with {state['changed_files']} changed files" if state["dirty"] else "")
+            text = state["commit"][:12]
+            if state["dirty"]:
+                text += f" with {state['changed_files']} changed files"
             commit = [state["commit"], state["dirty"]]
             yield DiffNode(f"git.{where}", "versions", commit, counts=False, both=True, shown=text)
 
 
 def _machine(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+    """Yield the nodes of the machine, of torch's settings and of environment variables."""
+    subject = "the machine"
     for name, value in bill["machine"].items():
-        both = name == "native"  # records of earlier versions do not have it, nor those of a GPU
-        yield DiffNode(f"machine.{name}", "machine", value, subject="the machine", counts=name in MACHINE, both=both)
+        both = name == "native"  # missing in records of earlier versions and of GPUs
+        yield DiffNode(f"machine.{name}", "machine", value, subject=subject, counts=name in MACHINE, both=both)
     for name, value in bill.get("torch", {}).items():
         yield DiffNode(f"torch.{name}", "machine", value, both=True)
     for name, value in bill["environment"].items():
-        yield DiffNode(f"environment.{name}", "machine", value, subject="the machine", counts=name not in CHOOSING)
+        yield DiffNode(f"environment.{name}", "machine", value, subject=subject, counts=name not in CHOOSING)

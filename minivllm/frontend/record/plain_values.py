@@ -1,4 +1,4 @@
-"""A value as text that two values share only if they are alike, whatever the process, the machine and the folder."""
+"""A text for a value that is the same for equal values in all processes, on all machines and in all folders."""
 
 from __future__ import annotations
 
@@ -24,69 +24,79 @@ from typing import Any
 
 from . import sources
 
-DEEPEST, LARGEST, MOST = 12, 1 << 26, 300_000  # nested containers; bytes of arrays and texts; members of containers
-SHOWN = 40  # characters of a value that a reader sees
+DEEPEST = 12  # nested containers
+LARGEST = 1 << 26  # bytes of arrays and texts
+MOST = 300_000  # members of containers
+SHOWN = 40  # characters of a value that are shown to readers
 PLAIN = frozenset((type(None), bool, int, float, complex, str, bytes, bytearray, type(...)))
 NAMED = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
          types.GetSetDescriptorType, types.MemberDescriptorType, types.ClassMethodDescriptorType)  # fmt: skip
 BY_TEXT = (enum.Enum, range, slice, decimal.Decimal, fractions.Fraction, datetime.date, datetime.time,
            datetime.timedelta, datetime.tzinfo, types.GenericAlias, types.UnionType, typing.TypeVar,
            operator.attrgetter, operator.itemgetter, operator.methodcaller)  # fmt: skip
-# they decide nothing by what is in them, or hold what others own
+# objects whose content has no effect on results, or belongs to other objects
 IDLE = (logging.Logger, type(threading.Lock()), type(threading.RLock()), threading.local, threading.Event,
         threading.Condition, contextvars.ContextVar, weakref.ref, weakref.WeakKeyDictionary,
         weakref.WeakValueDictionary, weakref.WeakSet)  # fmt: skip
-HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")  # modules of objects that are addresses or places in files
+HIDING = ("ctypes", "io", "mmap", "socket", "ssl", "select")  # modules of objects that are addresses or file positions
 
 
 class UnknownValueError(ValueError):
-    """What has no such text; the message says what it is."""
+    """A value has no such text.  The message describes the value."""
 
 
 class ValueText:
-    """Makes the text of one value.  ``code`` collects functions and classes in it, which are known by their names here
-    and by their source elsewhere.  ``folders`` are written as ".", because a part is the same wherever it lies.
-    ``objects``: an instance of any class is its attributes; else it is unknown."""
+    """The maker of the text of one value.
+
+    ``code`` collects the functions and classes in the value; the text has their names, and the caller records their
+    sources.  ``folders`` are written as ".", because a part is the same in any folder.  With ``objects`` an instance of
+    any class is described by its attributes; without, it is unknown."""
 
     def __init__(self, folders: Sequence[str] = (), objects: bool = True) -> None:
-        self.folders, self.objects = folders, objects
+        self.folders = folders
+        self.objects = objects
         self.code: list[Any] = []
-        self._room, self._members = LARGEST, MOST
-        self._open: set[int] = set()
+        self._bytes_left = LARGEST
+        self._members_left = MOST
+        self._open: set[int] = set()  # ids of the containers around the present value
 
     def digest(self, value: Any) -> str:
-        """UnknownValueError if there is none."""
+        """Return the digest of the text of a value.  UnknownValueError if it has no text."""
         try:
             return sources.digest(self.of(value, 0))
         except UnknownValueError:
             raise
-        except Exception as exc:  # whatever the value's own methods raise
+        except Exception as exc:  # methods of the value may raise anything
             raise UnknownValueError(f"{_kind(value)} ({type(exc).__name__})") from None
 
     def shown(self, value: Any, digest: str) -> str:
-        """A few characters for a reader; with the start of the digest where they are not all."""
-        kind, text = type(value), ""
+        """Return a short text for readers, with the start of the digest if the text is not the whole value."""
+        kind = type(value)
+        text = ""
         if kind in PLAIN or isinstance(value, BY_TEXT):
             text = self.here(repr(value))
         elif isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) <= SHOWN // 3:
             text = self.here(repr(value))
-            text = "" if " at 0x" in text else text
+            if " at 0x" in text:
+                text = ""
         if text and len(text) <= SHOWN:
             return text
         if hasattr(value, "shape") and hasattr(value, "dtype"):
-            what = f"{str(value.dtype).removeprefix('torch.')} array {list(value.shape)}"
+            text = f"{str(value.dtype).removeprefix('torch.')} array {list(value.shape)}"
         elif hasattr(value, "__len__") and kind not in PLAIN:
-            what = f"{kind.__name__} of {len(value)}"
+            text = f"{kind.__name__} of {len(value)}"
         else:
-            what = f"{text[: SHOWN - 12]}..." if text else f"a {kind.__name__}"
-        return f"{what} ({digest[:8]})"
+            text = f"{text[: SHOWN - 12]}..." if text else f"a {kind.__name__}"
+        return f"{text} ({digest[:8]})"
 
     def here(self, text: str) -> str:
+        """Return a text with "." for the folders of the part."""
         for folder in self.folders:
             text = text.replace(folder, ".")
         return text
 
     def of(self, value: Any, depth: int) -> Any:
+        """Return the JSON form of a value inside ``depth`` containers.  UnknownValueError if it has none."""
         kind = type(value)
         if kind in PLAIN:
             return [kind.__name__, self._text(repr(value))]
@@ -103,9 +113,10 @@ class ValueText:
             return ["path", self.here(os.fspath(value))]
         if isinstance(value, re.Pattern):
             return ["pattern", repr(value.pattern), value.flags]
-        if (found := _array(value)) is not None:
-            self._take(len(found[2]))
-            return ["array", found[0], found[1], sources.sha(found[2])]
+        if (array := _array(value)) is not None:
+            dtype, shape, data = array
+            self._take(len(data))
+            return ["array", dtype, shape, sources.sha(data)]
         if isinstance(value, NAMED):
             owner = getattr(value, "__objclass__", None) or getattr(value, "__module__", None)
             return ["builtin", str(owner), value.__name__]
@@ -122,20 +133,21 @@ class ValueText:
             self._open.discard(id(value))
 
     def _composed(self, value: Any, kind: type, depth: int) -> Any:
+        """Return the JSON form of a container or an object."""
         name = kind.__name__
         if isinstance(value, (list, tuple, collections.deque)):
             self._count(len(value))
             if set(map(type, value)) <= PLAIN:
                 return [name, self._text(repr([*value]))]
-            return [name, [self.of(one, depth) for one in value]]
+            return [name, [self.of(member, depth) for member in value]]
         if isinstance(value, (set, frozenset)):
             self._count(len(value))
-            return [name, sorted(map(repr, (self.of(one, depth) for one in value)))]
+            return [name, sorted(repr(self.of(member, depth)) for member in value)]
         if isinstance(value, (dict, types.MappingProxyType)):
             self._count(len(value))
             if set(map(type, value.values())) | set(map(type, value)) <= PLAIN:
                 return [name, self._text(repr(dict(value)))]
-            return [name, [[self.of(key, depth), self.of(one, depth)] for key, one in value.items()]]
+            return [name, [[self.of(key, depth), self.of(member, depth)] for key, member in value.items()]]
         if isinstance(value, types.MethodType):
             return ["method", self.of(value.__func__, depth), self.of(value.__self__, depth)]
         if isinstance(value, functools.partial):
@@ -145,11 +157,12 @@ class ValueText:
         raise UnknownValueError(_kind(value))
 
     def _object(self, value: Any, kind: type, depth: int) -> Any:
+        """Return the JSON form of an instance of any class."""
         name = f"{kind.__module__}:{kind.__qualname__}"
         inner = getattr(value, "__wrapped__", None)
         if inner is None and kind.__module__.startswith("triton"):
             inner = getattr(value, "fn", None)
-        if inner is not None:  # a cache around a function, a kernel
+        if inner is not None:  # the function inside a cache, or of a kernel
             return [name, self.of(inner, depth)]
         if kind.__module__.partition(".")[0].lstrip("_") in HIDING:
             raise UnknownValueError(_kind(value))
@@ -169,50 +182,54 @@ class ValueText:
         self._count(len(held))
         self.code.append(kind)
         base = [plain.__repr__(value) for plain in (int, float, complex, str, bytes) if isinstance(value, plain)]
-        return [name, self._text("".join(base)), [[key, self.of(one, depth)] for key, one in held.items()]]
+        return [name, self._text("".join(base)), [[key, self.of(member, depth)] for key, member in held.items()]]
 
     def _of_c(self, value: Any, depth: int) -> list[Any]:
-        """What is in an object that C code keeps, as far as it can be pickled; a mark (``object()``) is nothing but
-        itself."""
+        """Return the state of an object of C code that can be pickled, nothing for a plain ``object()``."""
         if type(value) is object:
             return []
         if isinstance(value, struct.Struct):
             return [value.format]
         try:
-            made = value.__reduce_ex__(2)
+            reduced = value.__reduce_ex__(2)
         except Exception:  # a generator, say
             raise UnknownValueError(_kind(value)) from None
-        return [made] if isinstance(made, str) else [self.of(list(made[1:3]), depth)]
+        return [reduced] if isinstance(reduced, str) else [self.of(list(reduced[1:3]), depth)]
 
     def _count(self, members: int) -> None:
-        self._members -= members
-        if self._members < 0:
+        """Count members of containers.  UnknownValueError beyond ``MOST``."""
+        self._members_left -= members
+        if self._members_left < 0:
             raise UnknownValueError(f"more than {MOST:,} values in containers")
 
     def _take(self, size: int) -> None:
-        self._room -= size
-        if self._room < 0:
+        """Count bytes.  UnknownValueError beyond ``LARGEST``."""
+        self._bytes_left -= size
+        if self._bytes_left < 0:
             raise UnknownValueError(f"more than {LARGEST >> 20} MiB")
 
     def _text(self, text: str) -> str:
+        """Count a text and return it without the folders of the part."""
         self._take(len(text))
         return self.here(text)
 
 
 def _kind(value: Any) -> str:
+    """Return the type of a value with its article: "an Event"."""
     name = type(value).__name__
     return f"{'an' if name[:1].lower() in 'aeio' else 'a'} {name}"
 
 
 def _names_a_type(kind: type) -> bool:
-    """``np.dtype``, ``torch.dtype``, ``torch.device`` and the like, whose text says all."""
-    return kind.__module__ in ("torch", "numpy", "numpy.dtypes") and (
-        kind.__name__ in ("dtype", "device", "layout", "memory_format", "Size") or kind.__module__ == "numpy.dtypes"
-    )
+    """Return whether a type is ``np.dtype``, ``torch.dtype``, ``torch.device`` or the like, whose text is complete."""
+    if kind.__module__ == "numpy.dtypes":
+        return True
+    names = ("dtype", "device", "layout", "memory_format", "Size")
+    return kind.__module__ in ("torch", "numpy") and kind.__name__ in names
 
 
 def _array(value: Any) -> tuple[str, list[int], bytes] | None:
-    """dtype, shape and bytes of an array or a tensor, wherever it is."""
+    """Return dtype, shape and bytes of an array or of a tensor on any device, None for other values."""
     kind = type(value)
     if hasattr(value, "detach") and kind.__module__.startswith("torch"):
         import torch
@@ -227,7 +244,7 @@ def _array(value: Any) -> tuple[str, list[int], bytes] | None:
 
 
 def _state_of_random(value: Any) -> Any:
-    """What a generator of random numbers goes on from; None of anything else."""
+    """Return the state of a random number generator, None for other values."""
     if isinstance(value, random.Random):
         return value.getstate()
     if hasattr(value, "bit_generator"):

@@ -1,4 +1,4 @@
-"""Writes the record of a run: the bill of what was wired, made when recording begins, and the results at the end."""
+"""The recorder of a run: it makes the bill of materials when recording begins, and adds the results at the end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ if TYPE_CHECKING:
     from minivllm.config.resolve import Resolved
 
 
-engines = 0  # that were built in this process
+engines = 0  # the number of engines that this process has built
 
 
 class RunRecorder:
-    """One for each front door.  ``path`` is where ``close`` writes, None for nowhere; ConfigError if that cannot be.
+    """The recorder of one LLM, AsyncLLM or server.  ``close`` writes the record to ``path``; None writes no file.
 
-    Requests are counted always, in a few microseconds each.  With a path they are kept as well, so that the run can be
-    started again, and the bill is made before the first request: a source may be edited while a long run goes on.
-    Where ``[run]`` names the prompts (the command line), those are what is started again.
+    Requests are always counted, which takes a few microseconds each.  With a path the requests are kept as well, so
+    that the run can be repeated, and the bill is made before the first request, because a source may be edited during a
+    long run.  If the ``[run]`` table names the prompts (`minivllm run`), these are repeated and no requests are kept.
+    ConfigError if the path cannot be written.
     """
 
     def __init__(self, loaded: Loaded, path: str | os.PathLike[str] | None = None) -> None:
@@ -29,21 +30,24 @@ class RunRecorder:
 
         if path is not None:
             check_writable(path)
-        self.loaded, self.path = loaded, path
+        self.loaded = loaded
+        self.path = path
         self.tally = ResultTally(keep=path is not None and not loaded.run.prompts)
         self._bill: dict[str, Any] | None = None
 
     def begin(self, resolved: Resolved, engine: Any) -> None:
-        """The engine has been built."""
+        """Note the engine that was built; with a path make its bill."""
         global engines
         engines += 1
         self.first = engines == 1
-        self.resolved, self.engine, self.started = resolved, engine, time.time()
+        self.resolved = resolved
+        self.engine = engine
+        self.started = time.time()
         if self.path is not None:
             self.prepare()
 
     def prepare(self) -> dict[str, Any]:
-        """Make the bill without results, once: hash the sources, look at the machine."""
+        """Return the bill without results.  The first call hashes the sources and reads the machine."""
         from minivllm.frontend.record import bill
 
         if self._bill is None:
@@ -52,23 +56,24 @@ class RunRecorder:
         return self._bill
 
     def bill_of_materials(self) -> dict[str, Any]:
-        """The bill with the results so far; ``results`` is None before the first request."""
+        """Return the bill with the results so far.  Before the first request ``results`` is None."""
         from minivllm.frontend.record import bill, values
 
-        made, results = self.prepare(), None
+        prepared = self.prepare()
+        results = None
         if self.tally.count:
-            values.look_again(made["parts"])
+            values.look_again(prepared["parts"])
             results = self.tally.results(self.engine.stats())
-        return bill.finish(made, results, self.tally.requests or None)
+        return bill.finish(prepared, results, self.tally.requests or None)
 
-    def write(self, path: str | os.PathLike[str], made: dict[str, Any] | None = None) -> None:
-        """ConfigError if it cannot be written."""
+    def write(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
+        """Write a record, by default ``bill_of_materials()``.  ConfigError if the file cannot be written."""
         from minivllm.frontend.record import bill
 
-        bill.write(path, made or self.bill_of_materials())
+        bill.write(path, record or self.bill_of_materials())
 
     def close(self) -> None:
-        """Write to the path that was asked for, once."""
+        """Write the record to ``path``.  Later calls do nothing."""
         path, self.path = self.path, None
         if path is not None:
             self.write(path)

@@ -1,8 +1,8 @@
-"""Functions that are others than their files say, because a program has replaced them at run time.
+"""Functions that a program has replaced at run time, so that they differ from the files of their modules.
 
-A module's compiled file has the code of each function that it defines.  The function of that name which is loaded must
-have that code, be wrapped around it (a decorator), or be reached from it; else it was replaced.  A function of a class
-that its file does not define, and that comes from another file, was added.
+A module's compiled file has the code of each function that it defines.  The loaded function of that name must have the
+same code, wrap a function with that code (a decorator), or refer to one.  Otherwise it was replaced.  A function of a
+class that the file of the class does not define, and that comes from another file, was added.
 """
 
 from __future__ import annotations
@@ -34,18 +34,21 @@ def of_modules(names: Iterable[str]) -> dict[str, str]:
 
 
 def engine_modules() -> list[str]:
-    """Return the loaded modules of minivllm that compute."""
-    mine = [name for name in list(sys.modules) if name.startswith(tuple(f"minivllm.{one}." for one in ENGINE))]
-    return sorted(mine)
+    """Return the loaded modules of minivllm that take part in computing tokens."""
+    packages = tuple(f"minivllm.{folder}." for folder in ENGINE)
+    return sorted(name for name in list(sys.modules) if name.startswith(packages))
 
 
 def of_torch() -> dict[str, str]:
-    """Return the functions of torch that are defined in a file outside of torch."""
+    """Return the functions of torch that were replaced: those whose code is in a file outside of torch."""
     torch = sys.modules.get("torch")
     folder = str(getattr(torch, "__path__", [""])[0])
+    if not folder:
+        return {}
     found = {}
-    for name in TORCH if folder else ():
-        for key, value in list(vars(sys.modules.get(name) or types.SimpleNamespace()).items()):
+    for name in TORCH:
+        module = sys.modules.get(name) or types.SimpleNamespace()
+        for key, value in list(vars(module).items()):
             if isinstance(value, types.FunctionType) and _outside(value, folder):
                 found[f"{name}.{key}()"] = described(value)
     return found
@@ -53,21 +56,25 @@ def of_torch() -> dict[str, str]:
 
 def _outside(function: types.FunctionType, folder: str) -> bool:
     """Return whether a function comes from a file that is neither of torch nor of Python's own library."""
-    file, top = function.__code__.co_filename, (function.__module__ or "").partition(".")[0]
+    file = function.__code__.co_filename
+    top = (function.__module__ or "").partition(".")[0]
     return not file.startswith((folder, "<frozen")) and top not in sys.stdlib_module_names and top != "torch"
 
 
 def described(thing: Any) -> str:
-    """Return a name and a digest of the code of what is there instead."""
+    """Return the name of a replacement and a digest of its code."""
     code = next(_codes(thing), None)
-    module = getattr(thing, "__module__", None) or type(thing).__module__
-    name = f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+    kind = type(thing)
+    module = getattr(thing, "__module__", None) or kind.__module__
+    name = f"{module}.{getattr(thing, '__qualname__', kind.__qualname__)}"
     return f"{name} ({_digest(code)})" if code is not None else f"{name}, whose code is not known"
 
 
 def _digest(code: types.CodeType) -> str:
-    inner = [_digest(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts]
-    text = repr((code.co_code, [one for one in inner if not one.startswith("frozenset")], code.co_names))
+    """Return a digest of code, without frozensets, whose order changes from process to process."""
+    constants = [_digest(value) if isinstance(value, types.CodeType) else repr(value) for value in code.co_consts]
+    constants = [text for text in constants if not text.startswith("frozenset")]
+    text = repr((code.co_code, constants, code.co_names))
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
@@ -82,13 +89,13 @@ def _file_code(name: str) -> dict[str, list[types.CodeType]] | None:
     found: dict[str, list[types.CodeType]] = {}
 
     def add(outer: types.CodeType, prefix: str) -> None:
-        for one in outer.co_consts:
-            if isinstance(one, types.CodeType):
-                path = f"{prefix}{one.co_name}"
-                if one.co_flags & FUNCTION:
-                    found.setdefault(path, []).append(one)
+        for inner in outer.co_consts:
+            if isinstance(inner, types.CodeType):
+                path = f"{prefix}{inner.co_name}"
+                if inner.co_flags & FUNCTION:
+                    found.setdefault(path, []).append(inner)
                 else:
-                    add(one, f"{path}.")
+                    add(inner, f"{path}.")
 
     if code is None:
         return None
@@ -97,50 +104,58 @@ def _file_code(name: str) -> dict[str, list[types.CodeType]] | None:
 
 
 def _of_module(module: types.ModuleType, code: dict[str, list[types.CodeType]]) -> Iterator[tuple[str, str]]:
+    """Yield (qualified name, replacement) of the replaced and added functions of a module with the file's ``code``."""
     for path, own in code.items():
         *classes, name = path.split(".")
-        place: Any = module
-        for one in classes:
-            place = vars(place).get(one) if isinstance(place, (type, types.ModuleType)) else None
-        if not isinstance(place, (type, types.ModuleType)) or name not in vars(place) or name.startswith("<"):
-            continue  # deleted, or of a class that only a function makes
-        loaded = vars(place)[name]
-        if not any(there == one for there in _codes(loaded) for one in own):
+        owner: Any = module
+        for part in classes:
+            owner = vars(owner).get(part) if isinstance(owner, (type, types.ModuleType)) else None
+        if not isinstance(owner, (type, types.ModuleType)) or name not in vars(owner) or name.startswith("<"):
+            continue  # the name was deleted, or belongs to a class inside a function
+        loaded = vars(owner)[name]
+        if not any(found in own for found in _codes(loaded)):
             yield path, described(loaded)
     for name, cls in list(vars(module).items()):
-        plain = type(cls) in (type, abc.ABCMeta)  # other metaclasses, as pydantic's, make functions themselves
+        plain = type(cls) in (type, abc.ABCMeta)  # other metaclasses, such as pydantic's, add functions themselves
         if plain and cls.__module__ == module.__name__ and cls.__name__ == name:
             yield from _added(module, cls, code)
 
 
 def _added(module: types.ModuleType, cls: type, code: dict[str, list[types.CodeType]]) -> Iterator[tuple[str, str]]:
+    """Yield (qualified name, function) of the functions of a class that another package has added."""
     for name, thing in list(vars(cls).items()):
-        if isinstance(thing, types.FunctionType) and f"{cls.__qualname__}.{name}" not in code:
-            of = thing.__module__
-            if thing.__code__.co_filename.startswith("<") or of == module.__name__ or of in sys.stdlib_module_names:
-                continue  # generated, as by dataclasses, or assigned by the module itself
-            if of.partition(".")[0] != module.__name__.partition(".")[0]:
-                yield f"{cls.__qualname__}.{name}", described(thing)
+        if not isinstance(thing, types.FunctionType) or f"{cls.__qualname__}.{name}" in code:
+            continue
+        origin = thing.__module__
+        generated = thing.__code__.co_filename.startswith("<")  # such as the methods of dataclasses
+        if generated or origin == module.__name__ or origin in sys.stdlib_module_names:
+            continue
+        if origin.partition(".")[0] != module.__name__.partition(".")[0]:
+            yield f"{cls.__qualname__}.{name}", described(thing)
+
+
+def closure_values(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of the closure of a function, without empty cells."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            value = cell.cell_contents
+        except ValueError:
+            continue
+        yield name, value
 
 
 def _codes(thing: Any, depth: int = 0) -> Iterator[types.CodeType]:
-    """Yield the code of a function and of all that it wraps."""
+    """Yield the code of a function and of all functions that it wraps."""
     if isinstance(thing, types.FunctionType):
         yield thing.__code__
-        cells = [cell.cell_contents for cell in thing.__closure__ or () if _filled(cell)]
-        if depth < DEEPEST:
-            for one in (*cells, getattr(thing, "__wrapped__", None)):
-                if callable(one) or isinstance(one, (staticmethod, classmethod, property)):
-                    yield from _codes(one, depth + 1)
+        if depth >= DEEPEST:
+            return
+        closure = [value for _, value in closure_values(thing)]
+        for inner in (*closure, getattr(thing, "__wrapped__", None)):
+            if callable(inner) or isinstance(inner, (staticmethod, classmethod, property)):
+                yield from _codes(inner, depth + 1)
     elif depth < DEEPEST and thing is not None and not isinstance(thing, (type, types.ModuleType)):
         for name in WRAPPED:
             inner = getattr(thing, name, None) if not isinstance(thing, types.BuiltinFunctionType) else None
             if inner is not None and inner is not thing:
                 yield from _codes(inner, depth + 1)
-
-
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False

@@ -1,4 +1,4 @@
-"""Start a run again from its record: the configuration, the requests, and a check that it would be the same run."""
+"""Repeat a recorded run: read its configuration and requests, and check that it would be the same run."""
 
 from __future__ import annotations
 
@@ -12,66 +12,86 @@ from .diff import Comparison, Difference, compare
 
 
 def as_config(record: Mapping[str, Any]) -> dict[str, Any]:
-    """What a configuration file with the record's values would hold: what was asked for, not what came of it, so that
-    another choice can still bring its consequences with it."""
+    """Return the configuration of a record, as a configuration file would have it.
+
+    The values are those that the user asked for.  Values that minivllm chose are left open, so that they can change
+    when the user changes another option.
+    """
     config = record["config"]
     run = {key: value for key, value in config["run"].items() if value not in (None, [])}
-    tables = {"sampling": dict(config["sampling"]), "run": run, "requires": {"plugins": list(config["requires"])}}
-    return {**config["values"], **tables}
+    return {
+        **config["values"],
+        "sampling": dict(config["sampling"]),
+        "run": run,
+        "requires": {"plugins": list(config["requires"])},
+    }
 
 
 def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[dict[str, Any]], list[list[str]]]]:
-    """The recorded requests, (prompts, sampling parameters, points that each reads) for each call that brought some.
-    ConfigError if there are none, or if a Python function or vectors belonged to one."""
-    kept = record.get("requests")
-    if not kept:
+    """Return (prompts, sampling parameters, points of reading taps) of each recorded call with requests.
+
+    ConfigError if there are no requests, or if one had a Python function or added a vector.
+    """
+    requests = record.get("requests")
+    if not requests:
         raise ConfigError(
-            f"{path}: holds no requests to run again: they are kept by `run --record`, `generate --record` and "
-            "LLM(record=...), not by LLM.record(), up to 10,000 of them"
+            f"{path}: has no requests to repeat: `run --record`, `generate --record` and LLM(record=...) keep up to "
+            "10,000 of them, LLM.record() keeps none"
         )
-    for number, request in enumerate(kept, 1):
-        if steered := [tap["point"] for tap in request.get("taps", ()) if "add_sha256" in tap]:
-            raise ConfigError(
-                f"{path}: request {number} added a vector at {steered[0]}, which a record does not hold: it cannot be "
-                "started from a file; run it from Python"
-            )
-        for name, value in request["params"].items():
-            if isinstance(value, Mapping) and "function" in value:
-                raise ConfigError(
-                    f"{path}: request {number} had {name}={value['function']}, a Python function: it cannot be "
-                    "started from a file; run it from Python"
-                )
-    found = []
-    for _, group in groupby(kept, key=lambda request: request["batch"]):
+    for number, request in enumerate(requests, 1):
+        _check_repeatable(request, f"{path}: request {number}")
+    calls = []
+    for _, group in groupby(requests, key=lambda request: request["batch"]):
         members = list(group)
-        prompts = [{k: r[k] for k in ("prompt", "prompt_token_ids") if k in r} for r in members]
-        points = [[tap["point"] for tap in r.get("taps", ())] for r in members]  # without a vector it can only read
-        found.append((prompts, [_params(r["params"]) for r in members], points))
-    return found
+        prompts = [{key: r[key] for key in ("prompt", "prompt_token_ids") if key in r} for r in members]
+        points = [[tap["point"] for tap in r.get("taps", ())] for r in members]  # all of them read: none has a vector
+        calls.append((prompts, [_params(r["params"]) for r in members], points))
+    return calls
+
+
+def _check_repeatable(request: Mapping[str, Any], name: str) -> None:
+    """Raise ConfigError if a request had a vector or a Python function, which a record does not contain."""
+    advice = "it cannot be started from a file; run it from Python"
+    for tap in request.get("taps", ()):
+        if "add_sha256" in tap:
+            raise ConfigError(f"{name} added a vector at {tap['point']}, which a record does not contain: {advice}")
+    for param, value in request["params"].items():
+        if isinstance(value, Mapping) and "function" in value:
+            raise ConfigError(f"{name} had {param}={value['function']}, a Python function: {advice}")
 
 
 def _params(values: Mapping[str, Any]) -> dict[str, Any]:
-    bias = values.get("logit_bias")
-    return {**values, "logit_bias": {int(k): v for k, v in bias.items()}} if bias else dict(values)
+    """Return recorded sampling parameters with the token ids of ``logit_bias`` as numbers, which JSON keys are not."""
+    params = dict(values)
+    if bias := values.get("logit_bias"):
+        params["logit_bias"] = {int(token): value for token, value in bias.items()}
+    return params
 
 
 def check(record: Mapping[str, Any], now: Mapping[str, Any], path: str, force: bool = False) -> list[str]:
-    """Notes about what is not as it was recorded.  ConfigError if a source, a version, a model file or an automatic
-    choice is another one than recorded, though nobody asked for that; with ``force`` that is a note as well."""
+    """Compare a record with the bill of the run that would start now, and return notes about differences.
+
+    ConfigError if a source, a version, a model file or an automatic choice differs that the user did not choose.  With
+    ``force`` such a difference is a note as well.
+    """
     found: Comparison = compare(record, now, results=False)
     own = [d for d in found.differences if d.counts and not d.follows]
-    wanted = list(dict.fromkeys(d.subject for d in own if d.asked))
+    chosen = list(dict.fromkeys(d.subject for d in own if d.asked))
+    machine = [d for d in own if d.group == "machine"]
     moved = [d for d in own if not d.asked and d.group != "machine"]
-    notes = [f"changed from {path}: {', '.join(wanted)}"] if wanted else []
-    if machine := [d for d in own if d.group == "machine"]:
-        notes.append(f"not the machine of {path}: {'; '.join(map(_told, machine))}")
     if moved and not force:
         raise ConfigError(
-            f"{path}: this would not be the recorded run: {'; '.join(map(_told, moved))}. "
-            "Go back to what was recorded, or add --force to run what there is now"
+            f"{path}: this would not be the recorded run: {'; '.join(map(_describe, moved))}. "
+            "Restore the recorded state, or add --force to run the present one"
         )
-    return [*notes, *(f"not as recorded: {_told(d)}" for d in moved)]
+    notes = []
+    if chosen:
+        notes.append(f"changed from {path}: {', '.join(chosen)}")
+    if machine:
+        notes.append(f"not the machine of {path}: {'; '.join(map(_describe, machine))}")
+    return notes + [f"not as recorded: {_describe(difference)}" for difference in moved]
 
 
-def _told(difference: Difference) -> str:
+def _describe(difference: Difference) -> str:
+    """Return the subject of a difference with its recorded and its present value."""
     return f"{difference.subject} was {difference.a} and is {difference.b}"

@@ -1,10 +1,10 @@
-"""What code and what weights a run used: hashes of the source of plug-ins, of minivllm itself, and of a model.
+"""Hashes of the source of plug-ins, of minivllm itself, and of models.
 
-The source of a plug-in is its module with what that imports of its own package, the modules of base classes wherever
-they are, and data files below its folder that it names (found by reading, nothing is run), so that a change in a helper
-counts and a change in another plug-in of the same package does not.  Built-ins follow imports
-within ``minivllm.plugins`` only: all else of minivllm is one hash of its own.  A hash covers module names and bytes, no
-paths and no times: the same code gives the same hash on every machine.
+The source of a plug-in is its module, the modules that it imports from its own package, the modules of base classes in
+any package, and the data files that it names.  They are found by reading; nothing is run.  So a change in a helper
+counts, and a change in another plug-in of the same package does not.  For built-in plug-ins only imports within
+``minivllm.plugins`` are followed, because the rest of minivllm has a hash of its own.  A hash covers module names and
+bytes, but no paths and no times.  The same code has the same hash on every machine.
 """
 
 from __future__ import annotations
@@ -26,22 +26,24 @@ from .machine import LIBRARIES
 
 PLUGINS = "minivllm.plugins"
 CODE = (".py", ".cpp", ".h")
-# folders of minivllm that run no model, or have a hash of their own: not in its hash
+# folders of minivllm that are not in its hash, because they run no model or have hashes of their own
 APART = ("plugins", "pocket", "frontend/record", "testing")
-WHOLE = 64 * 2**20  # bytes; a larger weight file is sampled
-LARGEST = 512 * 2**20  # bytes; a larger file of any kind is
-HEADER = 100 * 10**6  # bytes that the header of a file of weights may have (safetensors' own limit)
-PLACES = 1024  # of a sampled file that is not known by its tensors
-PIECE = 16 * 2**10  # bytes read at the start, the middle and the end of each tensor of such a file
+WHOLE = 64 * 2**20  # bytes of the largest weight file that is hashed whole; a larger one is sampled
+LARGEST = 512 * 2**20  # the same for other files
+HEADER = 100 * 10**6  # most bytes of the header of a weight file (the limit of safetensors)
+PLACES = 1024  # pieces of a sampled file whose tensors are not known
+PIECE = 16 * 2**10  # bytes of a piece; a sampled weight file has three for each tensor: start, middle and end
 TOKENIZER = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*",
              "*.model", "*.tiktoken")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Source:
-    """``files`` maps module (or file) names to the start of their SHA-256; ``hash`` covers them all, "" if there is no
-    source to hash, for the reason in ``missing``; beside a hash ``missing`` says what it does not cover.  ``newest`` is
-    when a file was changed last, in seconds of Unix time; ``texts`` are lines of classes that a program gave."""
+    """The hash of a source.
+
+    ``files`` maps names of modules or files to the start of their SHA-256.  ``hash`` covers all of them, "" if there is
+    no source.  ``missing`` is the reason for that, or what a hash does not cover.  ``newest`` is the Unix time of the
+    last change of a file.  ``texts`` has the lines of classes that a program passed."""
 
     hash: str
     files: Mapping[str, str] = field(default_factory=dict)
@@ -51,59 +53,69 @@ class Source:
 
 
 def plugin_source(target: str) -> Source:
-    """The source behind ``module:Class``."""
+    """Return the source of ``module:Class``, from files only."""
     module = target.partition(":")[0]
     scope = _Scope(module)
     found: dict[str, tuple[str, float]] = {}
     todo = [module]
     while todo:
         current = todo.pop()
-        if current in found or (located := _locate(current)) is None:
+        if current in found or (source := located(current)) is None:
             continue
-        data, when = located
-        found[current] = (sha(data), when)
+        data, changed = source
+        found[current] = (sha(data), changed)
         found |= {f"{current}:{name}": known for name, known in beside(_file(current), data)}
-        todo += [m for m in _imports(current, data) if m not in found and scope.has(m)]
-        todo += [m for m in bases(current, data) if m not in found and scope.may_extend(m)]
+        todo += filter(scope.has, _imports(current, data))
+        todo += filter(scope.may_extend, bases(current, data))
     if module not in found:
         return Source("", missing=f"{module} has no source file")
-    return _source(found)
+    return source_of_hashes(found)
 
 
 def package_source() -> Source:
-    """The source of minivllm itself, that of its native part too, without the plug-ins."""
+    """Return the source of minivllm with its native part, without the plug-ins."""
     root = Path(__file__).parents[2]
-    found = [p for p in root.rglob("*") if p.suffix in CODE]
     apart = [root / folder for folder in APART]
-    files = sorted(p for p in found if not any(p.is_relative_to(folder) for folder in apart))
-    return _source({_posix(p, root): (sha(p.read_bytes()), p.stat().st_mtime) for p in files})
+    found = {}
+    for path in sorted(root.rglob("*")):
+        if path.suffix in CODE and not any(path.is_relative_to(folder) for folder in apart):
+            found[path.relative_to(root).as_posix()] = (sha(path.read_bytes()), path.stat().st_mtime)
+    return source_of_hashes(found)
 
 
 def model_identity(folder: Path, weights: bool = True, pickled: bool = False) -> Source:
     """Return the identity of a model: its weights, ``config.json`` and ``generation_config.json``.
 
-    Files of more than 64 MiB are sampled, so that it takes a second and not a minute: their header, and start, middle
-    and end of each tensor.  ``pickled`` says that the weights are files of ``torch.save``."""
-    names = [folder / "config.json", folder / "generation_config.json"]
+    ``folder`` may be a GGUF file.  ``weights`` False leaves the weights out.  ``pickled`` says that the weights are
+    files of ``torch.save``.  Weight files of more than 64 MiB are sampled, which takes a second and not a minute: the
+    header, and start, middle and end of each tensor.
+    """
+    if folder.is_file():
+        return _identity([folder])
+    paths = [folder / "config.json", folder / "generation_config.json"]
     suffixes = (".bin", ".pt", ".pth") if pickled else (".safetensors",)
-    names += sorted(p for suffix in suffixes for p in folder.glob("*" + suffix)) if weights else []
-    names = [folder] if folder.is_file() else names  # GGUF
-    return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in names if p.is_file()})
+    if weights:
+        paths += sorted(path for suffix in suffixes for path in folder.glob("*" + suffix))
+    return _identity(paths)
 
 
 def tokenizer_identity(folder: Path) -> Source:
-    """The files that make token ids of text."""
-    files = {p for pattern in TOKENIZER for p in folder.glob(pattern) if p.is_file()}
-    return _source({p.name: (_sha_file(p), p.stat().st_mtime) for p in sorted(files)})
+    """Return the identity of a tokenizer: the files that turn text into token ids."""
+    return _identity(sorted({path for pattern in TOKENIZER for path in folder.glob(pattern)}))
+
+
+def _identity(paths: Iterable[Path]) -> Source:
+    """Return the source of those paths that are files."""
+    return source_of_hashes({path.name: (_sha_file(path), path.stat().st_mtime) for path in paths if path.is_file()})
 
 
 def digest(value: object) -> str:
-    """SHA-256 of a JSON value, independent of the order of its keys."""
+    """Return the SHA-256 of a JSON value, which does not depend on the order of keys."""
     return sha(json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, default=str).encode())
 
 
 def known_without(module: str) -> bool:
-    """Whether a record knows the code of a module by the version of what it belongs to."""
+    """Return whether a version identifies the code of a module, so that its source need not be hashed."""
     if module == PLUGINS or module.startswith(PLUGINS + "."):
         return False
     top = module.partition(".")[0]
@@ -111,17 +123,23 @@ def known_without(module: str) -> bool:
 
 
 class _Scope:
-    """Which imports belong to a plug-in: those of its own package, of the built-in plug-ins, and, for a module outside
-    site-packages (an experiment), those of files that lie beside it."""
+    """The modules that belong to a plug-in.
+
+    These are the modules of its own package and of the built-in plug-ins.  For a module outside of site-packages (an
+    experiment) they include the files in its folder."""
 
     def __init__(self, module: str) -> None:
         self.top = module.partition(".")[0]
+        self.beside: Path | None = None  # the folder of an experiment
         file = _file(self.top)
-        beside = file.parent if file is not None and file.name != "__init__.py" else file.parents[1] if file else None
-        installed = beside is None or any(p in ("site-packages", "dist-packages") for p in beside.parts)
-        self.beside = None if installed or self.top == "minivllm" else beside
+        if file is None or self.top == "minivllm":
+            return
+        folder = file.parents[1] if file.name == "__init__.py" else file.parent
+        if not {"site-packages", "dist-packages"} & set(folder.parts):
+            self.beside = folder
 
     def has(self, module: str) -> bool:
+        """Return whether an imported module belongs to the plug-in."""
         if module == PLUGINS or module.startswith(PLUGINS + "."):
             return True
         top = module.partition(".")[0]
@@ -133,14 +151,12 @@ class _Scope:
         return file is not None and self.beside in (file.parent, file.parents[1])
 
     def may_extend(self, module: str) -> bool:
-        """Whether a base class in another package is hashed: minivllm and the libraries that a record names by their
-        versions are known without."""
-        top = module.partition(".")[0]
-        return top != "minivllm" and not known_without(module)
+        """Return whether the module of a base class is hashed.  Code with a recorded version is not."""
+        return module.partition(".")[0] != "minivllm" and not known_without(module)
 
 
 def bases(module: str, data: bytes) -> Iterator[str]:
-    """The modules that base classes of a module's classes are defined in, where packages hand names on too."""
+    """Yield the modules that define the base classes of a module's classes, and modules that re-export them."""
     tree = _parsed(data)
     for node in ast.walk(tree) if tree is not None else ():
         if isinstance(node, ast.ClassDef):
@@ -149,7 +165,7 @@ def bases(module: str, data: bytes) -> Iterator[str]:
 
 
 def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] | None = None) -> Iterator[str]:
-    """Of a dotted name as ``module`` knows it; each name of a module is looked at once."""
+    """Yield the modules that define the class with a dotted name in ``module``.  ``seen`` has the names so far."""
     seen = set() if seen is None else seen
     if f"{module}:{name}" in seen:
         return
@@ -178,16 +194,17 @@ def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] 
 
 
 def _class_at(module: str, name: str, seen: set[str]) -> Iterator[str]:
-    if not module or (located := _locate(module)) is None:
+    """Yield a module that a class was imported from, and the modules from which that module imports the class."""
+    if not module or (source := located(module)) is None:
         return
     yield module
-    tree = _parsed(located[0])
+    tree = _parsed(source[0])
     if tree is not None and not any(isinstance(n, ast.ClassDef) and n.name == name for n in tree.body):
         yield from _defined_in(module, name, tree, seen)
 
 
 def beside(file: Path | None, data: bytes) -> Iterator[tuple[str, tuple[str, float]]]:
-    """Data files of a module: (path from its folder, (hash, time))."""
+    """Yield (path from the module's folder, (SHA-256, modification time)) of the data files of a module."""
     tree = _parsed(data)
     if file is None or tree is None:
         return
@@ -197,6 +214,7 @@ def beside(file: Path | None, data: bytes) -> Iterator[tuple[str, tuple[str, flo
 
 
 def _parsed(data: bytes) -> ast.Module | None:
+    """Return the syntax tree of a source, None if it cannot be parsed."""
     try:
         return ast.parse(data)
     except (SyntaxError, ValueError):  # a compiled extension
@@ -204,17 +222,19 @@ def _parsed(data: bytes) -> ast.Module | None:
 
 
 def _absolute(module: str, node: ast.ImportFrom) -> str:
-    """The module that ``from ... import`` names."""
+    """Return the absolute name of the module in a ``from ... import``."""
     if not node.level:
         return node.module or ""
     file = _file(module)
-    package = module if file is not None and file.name == "__init__.py" else module.rpartition(".")[0]
-    above = package.split(".")[: len(package.split(".")) - node.level + 1]
+    parts = module.split(".")
+    if file is None or file.name != "__init__.py":
+        parts.pop()
+    above = parts[: len(parts) - node.level + 1]
     return ".".join([*above, *filter(None, [node.module])])
 
 
 def _imports(module: str, data: bytes) -> Iterator[str]:
-    """Modules that a source file may import, those inside functions too, and the packages above them."""
+    """Yield the modules that a source may import, also inside functions, and the packages above them."""
     if (tree := _parsed(data)) is None:
         return
     names = [module]
@@ -230,12 +250,7 @@ def _imports(module: str, data: bytes) -> Iterator[str]:
 
 
 def located(module: str) -> tuple[bytes, float] | None:
-    """Return the source of a module and when it was changed (Unix time), None if it is unknown."""
-    return _locate(module)
-
-
-def _locate(module: str) -> tuple[bytes, float] | None:
-    """Bytes of a module and when they were written."""
+    """Return the bytes of a module's source and its modification time (Unix), None if it is unknown."""
     file = _file(module)
     if file is None:
         return None
@@ -251,7 +266,7 @@ def _locate(module: str) -> tuple[bytes, float] | None:
 
 
 def _file(module: str) -> Path | None:
-    """Where a module is, without importing it: what runs, else what would."""
+    """Return the file of a loaded module, or the file that an import would load, without importing it."""
     here = getattr(sys.modules.get(module), "__file__", None)
     if here:
         return Path(here)
@@ -269,46 +284,48 @@ def _file(module: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def _source(found: Mapping[str, tuple[str, float]]) -> Source:
+def source_of_hashes(found: Mapping[str, tuple[str, float]]) -> Source:
+    """Return the source that consists of ``found``, (SHA-256, modification time) by name."""
     files = {name: sha for name, (sha, _) in sorted(found.items())}
-    newest = max((when for _, when in found.values()), default=0.0)
+    newest = max((changed for _, changed in found.values()), default=0.0)
     return Source(digest(files), {name: sha[:16] for name, sha in files.items()}, newest)
 
 
 def sha(data: bytes) -> str:
+    """Return the SHA-256 of some bytes as hexadecimal digits."""
     return hashlib.sha256(data).hexdigest()
 
 
 def _sha_file(path: Path) -> str:
-    """Of its bytes, or of its size and pieces of it: no file takes longer than one of ``LARGEST``."""
+    """Return the SHA-256 of a file, or of its size and samples of a large file."""
+    is_weights = path.suffix == ".safetensors"
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= (WHOLE if path.suffix == ".safetensors" else LARGEST):
-            found, left = hashlib.sha256(), size
-            while left and (piece := file.read(min(WHOLE, left))):  # one that grows meanwhile has no end
+        if size <= (WHOLE if is_weights else LARGEST):
+            found = hashlib.sha256()
+            left = size  # a file that grows during the loop is read up to its first size only
+            while left and (piece := file.read(min(WHOLE, left))):
                 found.update(piece)
                 left -= len(piece)
             return found.hexdigest()
         start = file.read(8)
         head = b""
-        places: Iterable[int] = range(0, size, max(size // PLACES, PIECE))
-        if path.suffix == ".safetensors" and (length := int.from_bytes(start, "little")) <= HEADER:
+        length = int.from_bytes(start, "little")
+        if is_weights and length <= HEADER:
             head = file.read(length)
+        places: Iterable[int] = range(0, size, max(size // PLACES, PIECE))
         with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-            places = [int(at) for at in _pieces(json.loads(head), 8 + len(head))]
+            places = [int(place) for place in _pieces(json.loads(head), 8 + len(head))]
         found = hashlib.sha256(start + head + size.to_bytes(8, "little"))
-        for begin in places:
-            file.seek(min(max(begin, 0), size))
+        for place in places:
+            file.seek(min(max(place, 0), size))
             found.update(file.read(PIECE))
     return found.hexdigest()
 
 
 def _pieces(header: Mapping[str, dict], data: int) -> Iterable[int]:
-    """Where to read: three places of each tensor, in the order of the file."""
+    """Yield three positions of each tensor in the order of the file.  The tensors begin at position ``data``."""
     spans = sorted(tensor["data_offsets"] for name, tensor in header.items() if name != "__metadata__")
     for begin, end in spans:
-        yield from sorted({data + at for at in (begin, (begin + end) // 2, max(begin, end - PIECE))})
-
-
-def _posix(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
+        positions = {begin, (begin + end) // 2, max(begin, end - PIECE)}
+        yield from sorted(data + position for position in positions)

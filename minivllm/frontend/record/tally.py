@@ -1,7 +1,7 @@
-"""What went through an engine: tokens, seconds, and hashes that say whether two runs asked and answered the same.
+"""Results of a run: tokens, seconds, and hashes that show whether two runs had the same prompts and outputs.
 
-The hashes are sums of one hash a request, so they do not depend on the order in which requests end, and a run of a
-million requests needs no more memory than one of two.
+A hash of a run is the sum of one hash for each request.  So it does not depend on the order in which requests end, and
+a run of a million requests needs no more memory than a run of two.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.taps import Tap
     from minivllm.frontend.requests import Tracked
 
-MOST_DIGESTS = 10_000  # requests whose digests are kept one by one, so that a diff can say which of them differ
-MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be started again
+MOST_DIGESTS = 10_000  # requests whose digests are kept, so that diff can name the requests that differ
+MOST_REQUESTS = 10_000  # requests that are kept whole, so that the run can be repeated
 _MODULUS = 2**256
 
 
 class ResultTally:
-    """Counts the requests of one front door; one thread at a time calls it.
+    """Counts of the requests of one LLM, AsyncLLM or server.  Only one thread at a time may call it.
 
-    ``keep``: whole requests are kept in ``requests``, in the order in which they came, for ``replay``.
+    ``keep`` True keeps whole requests in ``requests``, in the order of their arrival, for ``replay``.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -41,20 +41,24 @@ class ResultTally:
         self.ends: Counter[str] = Counter()
         self.first_error: str | None = None
         self._digests: list[str | None] = []
-        self._joules: list[float | None] = []  # of each request, where a counter is read
+        self._joules: list[float | None] = []  # by request, if an energy counter is read
         self._prompts = self._sampling = self._outputs = 0
-        self._active, self._busy, self._since = 0, 0.0, 0.0
+        self._active = 0  # requests that have not ended
+        self._busy = 0.0  # seconds with active requests, up to the last moment without one
+        self._since = 0.0  # when the present time with active requests began
         self._batch = 0
-        self._params: tuple[Any, dict[str, Any], int] = (None, {}, 0)  # the last seen: mostly a whole call's
+        # the last sampling parameters with their JSON and hash: all requests of a call mostly have the same
+        self._params: tuple[Any, dict[str, Any], int] = (None, {}, 0)
 
     def next_batch(self) -> None:
-        """What is watched from here on was handed over in one call."""
+        """Begin a new batch: the requests watched from now on belong to one call of the user."""
         self._batch += 1
         self._params = (None, {}, 0)
 
     def watch(self, tracked: Tracked) -> None:
-        """Count a request that the engine has taken."""
-        number, before = self.count, tracked.done
+        """Count a request that the engine has accepted, and its results when it ends."""
+        number = self.count
+        notify = tracked.done
         self.count += 1
         self._active += 1
         if self._active == 1:
@@ -66,58 +70,73 @@ class ResultTally:
             params = plain_params(request.params)
             self._params = (request.params, params, _number(repr(sorted(params.items())).encode()))
         self._prompts += _number(_prompt_bytes(request))
+        self._sampling += self._params[2]
         taps = plain_taps(request.taps)
-        self._sampling += self._params[2] + (_number(repr(taps).encode()) if taps else 0)
-        self._keep(request, self._params[1])
+        if taps:
+            self._sampling += _number(repr(taps).encode())
+        self._keep(request, self._params[1], taps)
 
         def done(ended: Tracked) -> None:
             self._ended(ended, number)
-            if before is not None:
-                before(ended)
+            if notify is not None:
+                notify(ended)
 
         tracked.done = done
         if request.finished is not None:
             self._ended(tracked, number)
 
-    def _keep(self, request: Any, params: dict[str, Any]) -> None:
+    def _keep(self, request: Any, params: dict[str, Any], taps: list[dict[str, Any]]) -> None:
+        """Add a request to ``requests``.  Beyond ``MOST_REQUESTS`` drop all of them."""
         if self.requests is None:
             return
         if len(self.requests) >= MOST_REQUESTS:
-            self.requests, self.too_many = None, True
+            self.requests = None
+            self.too_many = True
             return
-        prompt = {"prompt": request.text} if request.text is not None else {}
-        ids = {"prompt_token_ids": request.prompt.tolist()}
-        taps = {"taps": plain_taps(request.taps)} if request.taps else {}
-        self.requests.append({"batch": self._batch, **prompt, **ids, "params": params, **taps})
+        kept: dict[str, Any] = {"batch": self._batch}
+        if request.text is not None:
+            kept["prompt"] = request.text
+        kept["prompt_token_ids"] = request.prompt.tolist()
+        kept["params"] = params
+        if taps:
+            kept["taps"] = taps
+        self.requests.append(kept)
 
     def _ended(self, tracked: Tracked, number: int) -> None:
-        found = hashlib.sha256(tracked.request.prompt.tobytes())
+        """Add the results of request ``number``, which has ended."""
+        request = tracked.request
+        digest = hashlib.sha256(request.prompt.tobytes())
         for text in tracked.texts:
             ids = np.asarray(text.token_ids, np.int32)
-            found.update(b"|" + ids.tobytes())
+            digest.update(b"|" + ids.tobytes())
             self.output_tokens += len(ids)
             self.ends[text.finish_reason or "abort"] += 1
         if number < MOST_DIGESTS:
-            self._digests[number] = found.hexdigest()[:16]
-        self._outputs += int.from_bytes(found.digest(), "little")
-        if tracked.request.energy is not None and number < MOST_DIGESTS:
+            self._digests[number] = digest.hexdigest()[:16]
+        self._outputs += int.from_bytes(digest.digest(), "little")
+        if request.energy is not None and number < MOST_DIGESTS:
             self._joules += [None] * (number + 1 - len(self._joules))
-            self._joules[number] = tracked.request.energy.joules
-        self.prompt_tokens += len(tracked.request.prompt)
-        self.cached += tracked.request.cached_tokens
+            self._joules[number] = request.energy.joules
+        self.prompt_tokens += len(request.prompt)
+        self.cached += request.cached_tokens
         if self.first_error is None:
-            self.first_error = next((s.error for s in tracked.request.sequences if s.error), None)
+            self.first_error = next((sequence.error for sequence in request.sequences if sequence.error), None)
         self._active -= 1
         if not self._active:
             self._busy += time.monotonic() - self._since
 
     def results(self, stats: Mapping[str, Any]) -> dict[str, Any]:
-        """``seconds`` are those in which at least one request was there; ``tokens_hash`` covers the token ids of all
-        prompts and outputs that have ended, ``outputs`` has one digest a request in the order in which they came, and
-        ``joules``, where a counter is read, its share (None: not known)."""
-        seconds = self._busy + (time.monotonic() - self._since if self._active else 0.0)
+        """Return the results so far; ``stats`` are those of the engine.
+
+        ``seconds`` is the time during which at least one request was active.  ``tokens_hash`` covers the token ids of
+        all prompts and outputs that have ended.  ``outputs`` has a digest of each request in the order of arrival.
+        ``joules``, which is there if an energy counter is read, has the share of each request, None if it is unknown.
+        """
+        seconds = self._busy
+        if self._active:
+            seconds += time.monotonic() - self._since
         whole = self.count <= MOST_DIGESTS
-        return {
+        found: dict[str, Any] = {
             "requests": self.count,
             "unfinished": self._active,
             "prompt_tokens": self.prompt_tokens,
@@ -132,68 +151,80 @@ class ResultTally:
             "sampling_hash": _hex(self._sampling),
             "tokens_hash": _hex(self._outputs),
             "outputs": list(self._digests) if whole else None,
-            **({"joules": list(self._joules) if whole else None} if self._joules else {}),
-            "stats": dict(stats),
         }
+        if self._joules:
+            found["joules"] = list(self._joules) if whole else None
+        found["stats"] = dict(stats)
+        return found
 
 
 def plain_taps(taps: Sequence[Tap]) -> list[dict[str, Any]]:
-    """JSON; of a vector its hash, as it can be as large as a model's weights."""
-    return [
-        {
-            "point": tap.point,
-            "read": tap.read,
-            **({} if tap.add is None else {"add_sha256": hashlib.sha256(tap.vector.tobytes()).hexdigest()}),
-        }
-        for tap in taps
-    ]
+    """Return taps as JSON.  A vector is replaced by its hash, because it can be as large as a model's weights."""
+    found = []
+    for tap in taps:
+        plain: dict[str, Any] = {"point": tap.point, "read": tap.read}
+        if tap.add is not None:
+            plain["add_sha256"] = hashlib.sha256(tap.vector.tobytes()).hexdigest()
+        found.append(plain)
+    return found
 
 
 def plain_params(params: SamplingParams) -> dict[str, Any]:
-    """The sampling parameters that are not at their defaults, as JSON; a function becomes ``{"function": name}``."""
+    """Return the sampling parameters that are not at their defaults, as JSON.
+
+    A function becomes ``{"function": name}``.  Parameters that minivllm declares are at the top, those that other
+    packages declare are under ``extra``.
+    """
     found: dict[str, Any] = {}
-    for f in fields(params):
-        value = getattr(params, f.name)
-        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc, operator]
-        if value == default or (f.name in ("stop", "stop_token_ids") and not value):
+    for field in fields(params):
+        name = field.name
+        value = getattr(params, name)
+        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc, operator]
+        if value == default or (name in ("stop", "stop_token_ids") and not value):
             continue
         if isinstance(value, (list, tuple)) and any(map(callable, value)):
-            value = value[0]  # a record says that a function was there, which is all that it can do
+            value = value[0]  # the record only notes that there was a function
         if callable(value):
-            name = getattr(value, "__qualname__", type(value).__qualname__)
-            found[f.name] = {"function": f"{getattr(value, '__module__', '?')}:{name}"}
+            function = getattr(value, "__qualname__", type(value).__qualname__)
+            found[name] = {"function": f"{getattr(value, '__module__', '?')}:{function}"}
         elif is_dataclass(value):
-            found[f.name] = _given(value)
+            found[name] = _changed_fields(value)
         elif isinstance(value, Mapping):
-            found[f.name] = {str(k): _plain(v) for k, v in value.items()}
+            found[name] = {str(key): _plain(item) for key, item in value.items()}
         else:
-            found[f.name] = list(map(_plain, value)) if isinstance(value, (list, tuple)) else _plain(value)
-    extra = found.pop("extra", {})  # what this package declares is a keyword wherever it is read
-    own = {name: value for name, value in extra.items() if name in declared_params.builtin()}
-    others = {name: value for name, value in extra.items() if name not in own}
-    return {**found, **own, **({"extra": others} if others else {})}
+            found[name] = _plain(value)
+    builtin = declared_params.builtin()
+    others = {}
+    for name, value in found.pop("extra", {}).items():
+        (found if name in builtin else others)[name] = value
+    if others:
+        found["extra"] = others
+    return found
 
 
-def _given(value: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are not at their defaults."""
-    own = [f for f in fields(value) if getattr(value, f.name) != f.default]
-    return json.loads(json.dumps({f.name: getattr(value, f.name) for f in own}, default=dict))
+def _changed_fields(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass that are not at their defaults, as JSON."""
+    changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
+    return json.loads(json.dumps(changed, default=dict))
 
 
 def _plain(value: Any) -> Any:
+    """Return a value with tuples as lists and numpy scalars as Python numbers."""
     if isinstance(value, (list, tuple)):
         return list(map(_plain, value))
     return value.item() if isinstance(value, np.generic) else value
 
 
 def _prompt_bytes(request: Any) -> bytes:
-    """The text where there is one: another tokenizer does not make it another prompt."""
+    """Return the bytes that identify a prompt: its text if there is one, so that the tokenizer does not matter."""
     return b"t" + request.text.encode() if request.text is not None else b"i" + request.prompt.tobytes()
 
 
 def _number(data: bytes) -> int:
+    """Return the SHA-256 of some bytes as a number."""
     return int.from_bytes(hashlib.sha256(data).digest(), "little")
 
 
 def _hex(total: int) -> str:
+    """Return a sum of hashes, modulo 2**256, as hexadecimal digits."""
     return f"{total % _MODULUS:064x}"

@@ -1,13 +1,13 @@
-"""Values that a part's code reads and that its text does not say.
+"""Values that the code of a part reads and that its text does not contain.
 
-``SCALE = float(open(path).read())`` is one text and many values, so a record holds what the globals, class attributes
-and defaults that the functions of a part read were when its engine had been built.  Of each: a digest, a few characters
-of it, and what its file says about how it begins (``assigned``): by a literal or an empty container (``said``), by the
-time of day (``clock``), or by anything else (``computed``).
+``SCALE = float(open(path).read())`` is one text that can give many values.  So a record has the values of the globals,
+class attributes and defaults that the functions of a part read, as they were when the engine had been built.  For each
+it has a digest, a few characters, and how the file gives it its value (``assigned``): by a literal or an empty
+container (``said``), by the time of day (``clock``), or in another way (``computed``).
 
-A counter or a cache changes during a run, and a later engine of the process finds what an earlier one has left.  So a
-value is ``moving`` where functions of its module change it, or where it is another one at the end of the run;
-``verdict`` says what a difference in such a value means.
+A counter or a cache changes during a run, and a later engine of the process finds the content that an earlier one left.
+So a value is ``moving`` if functions of its module change it, or if it has another digest at the end of the run.
+``verdict`` says how a difference in such a value is judged.
 """
 
 from __future__ import annotations
@@ -29,81 +29,103 @@ from .machine import SECRET
 from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
 from .sources import PLUGINS, Source, known_without
 
-MOST = 2000  # values of a part
-NOT_THERE = "what its file says"
+MOST = 2000  # values of a part that are recorded
+NOT_THERE = "what its file says"  # shown for a value that one of two records does not have
 SAME, OTHER, UNKNOWN, IGNORED = "same", "other", "unknown", "ignored"
 
 
 def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """(the modules that were read, name of a value -> what is known of it); of a part that is not loaded and cannot be
-    nothing.  ``files``: names of
-    the part's modules, among others.  A ``digest`` of "" is a value that cannot be told; ``shown`` says what it is."""
+    """Return the modules that were read, and the known facts about each value of a part by name.
+
+    ``files`` contains the names of the part's modules.  Nothing is returned for a part that is not loaded and cannot be
+    imported.  A ``digest`` of "" stands for a value that cannot be compared; ``shown`` then says why.
+    """
     cls = _class(target, builtin)
     if cls is None:
         return [], {}
-    own = {one.__module__ for one in cls.__mro__ if not known_without(one.__module__)}
-    read = _Read({name for name in files if name in sys.modules} | own)
-    read.add_class(cls)
-    read.mark(own)
-    return sorted(read.scope), dict(sorted(read.found.items()))
+    own = {base.__module__ for base in cls.__mro__ if not known_without(base.__module__)}
+    loaded = {name for name in files if name in sys.modules}
+    reads = _Reads(loaded | own)
+    reads.add_class(cls)
+    reads.mark(own)
+    return sorted(reads.scope), dict(sorted(reads.found.items()))
 
 
 def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, dict[str, Any]]:
-    """Return what the text of a part does not say beside its globals: functions that were replaced at run time, and, of
-    parts of other packages, environment variables that its text reads."""
+    """Return more values of a part: its functions that were replaced at run time, and environment variables.
+
+    Only the variables that the text of a part of another package reads are returned.
+    """
     found = {}
     for name, text in replaced.of_modules(modules).items():
         found[name] = {"digest": text, "shown": text, "begins": "computed", "own": True}
-    if not builtin:
-        names = [name for name in source.files if all(part.isidentifier() for part in name.split("."))]
-        texts = {name: found_[0].decode("utf-8", "replace") for name in names if (found_ := sources.located(name))}
-        found |= environment_reads.values({**texts, **source.texts})
-    return found
+    if builtin:
+        return found
+    texts = {}
+    for name in source.files:
+        known = sources.located(name) if all(part.isidentifier() for part in name.split(".")) else None
+        if known is not None:
+            texts[name] = known[0].decode("utf-8", "replace")
+    return found | environment_reads.values({**texts, **source.texts})
 
 
 def look_again(parts: Iterable[Mapping[str, Any]]) -> None:
-    """At the end of a run: what is another value than in the bill's ``parts`` is ``moving``."""
+    """Mark the values of a bill's ``parts`` that have changed since the bill was made as ``moving``."""
     for part in parts:
-        if before := part.get("values"):
-            _, now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm")
-            for name, known in before.items():
-                beside_globals = name.endswith(("()", "]")) and name not in now  # see ``beside``
-                if not beside_globals and now.get(name, {}).get("digest") != known["digest"]:
-                    known["moving"] = True
+        before = part.get("values")
+        if not before:
+            continue
+        _, now = of_part(part["target"], part["source"]["files"], part["distribution"] == "minivllm")
+        for name, known in before.items():
+            from_beside = name.endswith(("()", "]")) and name not in now
+            if not from_beside and now.get(name, {}).get("digest") != known["digest"]:
+                known["moving"] = True
 
 
 def verdict(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, first: bool) -> str:
-    """What a value in two records of the same source comes to; None: the file's own.  ``first``: both are of the first
-    engine of their process, before any request, so that nothing but the wiring can have changed them."""
-    known = [one for one in (a, b) if one is not None]
-    if any(not one["digest"] for one in known):
+    """Compare a value in two records of the same source.  None stands for the value that the file gives.
+
+    ``first`` says that both records are of the first engine of their process before any request.  Then only the start
+    of the engine can have changed the value.
+    """
+    known = [value for value in (a, b) if value is not None]
+    digests = {value["digest"] for value in known}
+    if "" in digests:
         return UNKNOWN
-    if len({one["digest"] for one in known}) == 1 and len(known) == 2:
+    if len(known) == 2 and len(digests) == 1:
         return SAME
-    if not any(one.get("moving") for one in known):
+    if not any(value.get("moving") for value in known):
         return OTHER
-    if first:
-        return OTHER if all(one.get("scalar") for one in known) else UNKNOWN  # a cache that the wiring fills
-    return IGNORED if all(one["begins"] == assigned.SAID for one in known) else UNKNOWN
+    if first:  # a container may be a cache that the start filled
+        return OTHER if all(value.get("scalar") for value in known) else UNKNOWN
+    return IGNORED if all(value["begins"] == assigned.SAID for value in known) else UNKNOWN
 
 
 def settled(part: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> digest of the values of a part that stay as they are, in every run alike: what a fingerprint covers.  Of
-    built-in parts none: whether they are loaded depends on what ran before, and their text is minivllm's."""
+    """Return the digests of the constant values of a part by name, which a fingerprint covers.
+
+    Built-in parts have only replaced functions: which of their modules are loaded depends on earlier work of the
+    process, and their text is part of minivllm's hash.
+    """
     known = part.get("values") or {}
     if part["distribution"] == "minivllm":
         known = {name: value for name, value in known.items() if name.endswith("()")}
-    return {n: v["digest"] for n, v in known.items() if v.get("own") and not v.get("moving") and v["begins"] != CLOCK}
+    constant = {}
+    for name, value in known.items():
+        if value.get("own") and not value.get("moving") and value["begins"] != CLOCK:
+            constant[name] = value["digest"]
+    return constant
 
 
 def _class(target: str, builtin: bool) -> type | None:
+    """Return the class of a part, None if it is not loaded and cannot be imported."""
     if (found := given.find(target)) is not None:
         return found.cls
     module, _, path = target.partition(":")
-    if module not in sys.modules and not builtin:  # it may run in another process alone
+    if module not in sys.modules and not builtin:  # the part may run in another process only
         try:
             importlib.import_module(module)
-        except Exception:  # whatever it raises: the engine says it better when it loads the part
+        except Exception:  # the engine reports it when it loads the part
             return None
     cls: Any = sys.modules.get(module)
     for name in path.split("."):
@@ -111,54 +133,54 @@ def _class(target: str, builtin: bool) -> type | None:
     return cls if isinstance(cls, type) else None
 
 
-class _Read:
-    """From a class to what its functions read; each thing is looked at once.  ``scope``: modules of the part."""
+class _Reads:
+    """A walk from a class over all values that its functions read.  ``scope`` has the modules of the part."""
 
     def __init__(self, scope: set[str]) -> None:
         self.scope = scope
         self.found: dict[str, dict[str, Any]] = {}
-        self._seen: dict[int, Any] = {}  # the things too: an id is that of another thing once the first has gone
+        self._seen: dict[int, Any] = {}  # by id; keeping the objects keeps the ids unique
         self._changed: set[str] = set()
-        self._where: dict[str, tuple[str, str]] = {}  # name of a value -> module, and its name there
+        self._where: dict[str, tuple[str, str]] = {}  # name of a value -> module, name in it
         self._folders = sorted({folder for name in scope if (folder := _folder(name))}, key=len, reverse=True)
 
     def _new(self, thing: Any) -> bool:
+        """Return whether a class or function belongs to the part and is seen for the first time."""
         fresh = id(thing) not in self._seen and getattr(thing, "__module__", None) in self.scope
         self._seen[id(thing)] = thing
         return fresh
 
     def add_class(self, cls: type) -> None:
-        for one in cls.__mro__:
-            if self._new(one):
-                functions = list(live.functions_of(one))
-                for function in functions:
-                    self.add_function(function)
-                for key, value in vars(one).items():
-                    if not key.startswith("__") and key != "_abc_impl" and not hasattr(type(value), "__get__"):
-                        self._add(one.__module__, f"{one.__qualname__}.{key}", value, ())
+        """Add the values that the functions of a class and of its bases read, and its class attributes."""
+        for base in cls.__mro__:
+            if not self._new(base):
+                continue
+            for function in list(live.functions_of(base)):
+                self.add_function(function)
+            for key, value in vars(base).items():
+                if not key.startswith("__") and key != "_abc_impl" and not hasattr(type(value), "__get__"):
+                    self._add(base.__module__, f"{base.__qualname__}.{key}", value, ())
 
     def add_function(self, function: types.FunctionType) -> None:
-        module, code = function.__globals__.get("__name__", ""), function.__code__  # a decorator's own, if it wraps
+        """Add the globals, closure values and defaults that a function reads."""
+        module = function.__globals__.get("__name__", "")  # for a wrapper this is the module of the decorator
         if not self._new(function) or module not in self.scope:
             return
         if not getattr(sys.modules.get(module), "__file__", None):
             self._changed |= live.changed_by(live.lines_of(function))
-        read = dict.fromkeys(live.names(code))
+        read = dict.fromkeys(live.names(function.__code__))
         for key in read:
             if key in function.__globals__:
                 self._add(module, key, function.__globals__[key], read)
-        for key, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                self._add(module, f"{function.__qualname__}, {key}", cell.cell_contents, read)
-            except ValueError:  # an empty cell
-                continue
-        if module.startswith(PLUGINS):  # what stands in the text, minivllm's hash has
+        for key, value in replaced.closure_values(function):
+            self._add(module, f"{function.__qualname__}, {key}", value, read)
+        if module.startswith(PLUGINS):  # the defaults are in the text, which minivllm's hash covers
             return
-        for number, value in enumerate((*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())):
+        for number, value in enumerate(live.defaults(function)):
             self._add(module, f"{function.__qualname__}, default {number}", value, ())
 
     def _add(self, module: str, key: str, value: Any, read: Iterable[str]) -> None:
-        """``read``: names that the function which has the value reads, of modules too."""
+        """Add a value.  ``read`` are the names that the function with the value reads, for modules among the values."""
         if isinstance(value, types.ModuleType):
             self._add_module(value, set(read), {id(value)})
         elif isinstance(value, type):
@@ -169,7 +191,7 @@ class _Read:
             self._value(module, key, value)
 
     def _add_module(self, module: types.ModuleType, read: set[str], seen: set[int]) -> None:
-        """``helper.SCALE``, ``package.helper.SCALE``."""
+        """Add the values that are read through a module, such as ``helper.SCALE`` or ``package.helper.SCALE``."""
         if module.__name__ not in self.scope:
             return
         for name in read & set(vars(module)):
@@ -180,31 +202,33 @@ class _Read:
                 self._add_module(value, read, seen | {id(value)})
 
     def _value(self, module: str, key: str, value: Any) -> None:
+        """Record a plain value under ``module.key``, and add the functions and classes in it."""
         name = f"{module}.{key}"
         if name in self.found or len(self.found) >= MOST:
             return
         text = ValueText(self._folders)
         known: dict[str, Any] = {"digest": ""}
         try:
-            known["digest"] = text.digest(value)
-            hidden = isinstance(value, (str, bytes)) and SECRET.search(key)
-            known["shown"] = f"hidden ({known['digest'][:8]})" if hidden else text.shown(value, known["digest"])
+            digest = known["digest"] = text.digest(value)
+            secret = isinstance(value, (str, bytes)) and SECRET.search(key)
+            known["shown"] = f"hidden ({digest[:8]})" if secret else text.shown(value, digest)
         except UnknownValueError as exc:
             known["shown"] = str(exc)
         if type(value) in PLAIN:
             known["scalar"] = True
-        begins, literals = self._text_of(module, key if ", " not in key else _named(module, value) or key)
+        in_closure = ", " in key
+        begins, literals = self._text_of(module, (_named(module, value) if in_closure else "") or key)
         known["begins"] = begins
-        if isinstance(value, (*NAMED, functools.partial)) or hasattr(value, "__wrapped__"):
-            known = {}  # code, which is known by its source
+        is_code = isinstance(value, (*NAMED, functools.partial)) or hasattr(value, "__wrapped__")
         said = key in literals and type(literals[key]) is type(value) and literals[key] == value
-        if known and not (said and module.startswith(PLUGINS)):
-            self.found[name], self._where[name] = known, (module, key)
-        for one in text.code:
-            self._add(getattr(one, "__module__", "") or "", one.__qualname__, one, ())
+        if not is_code and not (said and module.startswith(PLUGINS)):
+            self.found[name] = known
+            self._where[name] = module, key
+        for thing in text.code:
+            self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
 
     def _text_of(self, module: str, key: str) -> tuple[str, Mapping[str, Any]]:
-        """How a name begins; one that is imported from another module of the part, as there."""
+        """Return how a name gets its value, and the literals of the module of the part that assigns it."""
         for name in (module, *sorted(self.scope)):
             known = assigned.of_module(name)
             if key in known.begins:
@@ -212,8 +236,10 @@ class _Read:
         return assigned.COMPUTED, {}
 
     def mark(self, own: set[str]) -> None:
-        """What functions of the part's modules change, and what is of the class's own modules (``own``), which are
-        loaded wherever it is."""
+        """Mark values that functions of the part change as ``moving``, and values of the modules ``own`` as ``own``.
+
+        Modules in ``own`` define the class, so they are loaded in every process that has the part.
+        """
         changed = self._changed.union(*(assigned.of_module(name).changed for name in self.scope))
         for name, (module, key) in self._where.items():
             if module in own:
@@ -223,13 +249,14 @@ class _Read:
 
 
 def _named(module: str, value: Any) -> str:
-    """The name that a module has for the very object of a default or a closure; "" if none."""
-    held = vars(sys.modules[module]) if module in sys.modules and type(value) not in PLAIN else {}
-    return next((name for name, other in held.items() if other is value), "")
+    """Return the name that a module has for an object of a default or a closure, "" if it has none."""
+    if module not in sys.modules or type(value) in PLAIN:
+        return ""
+    return next((name for name, other in vars(sys.modules[module]).items() if other is value), "")
 
 
 def _folder(module: str) -> str:
-    """Where the package of a module lies, or the module itself; "" of one without a file."""
+    """Return the folder of a module's top package or file, "" for a module without a file."""
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
     folder = str(Path(os.path.abspath(file)).parent) if file else ""
     return folder if len(folder) > 3 else ""

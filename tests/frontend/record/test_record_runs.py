@@ -105,7 +105,7 @@ def test_a_function_of_python_cannot_be_run_from_a_file(model, tmp_path):
         llm.generate([1, 2], SamplingParams(max_tokens=2, allowed_tokens_fn=even), use_tqdm=False)
     with pytest.raises(ConfigError, match=r"request 1 had allowed_tokens_fn=.*even, a Python function"):
         replay.batches(bill.read(path), "f.json")
-    with pytest.raises(ConfigError, match=r"f\.json: holds no requests to run again"):
+    with pytest.raises(ConfigError, match=r"f\.json: has no requests to repeat"):
         replay.batches({"requests": []}, "f.json")
 
 
@@ -228,7 +228,7 @@ def test_a_recorded_run_runs_again_with_one_part_changed(experiment, capsys, mon
     allowed = ["--allow-target", "mine_again"]
     code, out, err = said(capsys, "run", "b.json", *allowed)
     assert (code, out) == (2, "") and "b.json: this would not be the recorded run: evictor was local/mine_again" in err
-    assert "add --force to run what there is now" in err
+    assert "add --force to run the present one" in err
     code, _, err = said(capsys, "run", "b.json", *allowed, "--force")
     assert code == 0 and "minivllm: not as recorded: evictor was " in err
 
@@ -276,10 +276,10 @@ def test_a_record_that_cannot_be_written_or_read_is_refused_before_the_work(expe
     assert refuses("run", "a.json", "--record", "a.json").startswith(
         "--record a.json: is the record of the run to repeat"
     )
-    wanted = "x.txt: want a name that ends in .json, so that the record can be read again"
+    wanted = "x.txt: expected a name that ends in .json, so that the record can be read again"
     assert refuses("run", "exp.toml", "--record", "x.txt") == wanted
     (experiment / "x.json").write_text("{}")
-    wanted = "x.json: no record of a run; want a file that --record (or LLM.record) wrote"
+    wanted = "x.json: no record of a run; expected a file that --record (or LLM.record) wrote"
     assert refuses("diff", "a.json", "x.json") == wanted
     assert refuses("run", "x.json").endswith("nothing to run: expected prompts or prompts_file in the [run] table")
     (experiment / "x.json").write_text('{"format": "minivllm-run", "format_version": 9}')
