@@ -7,7 +7,7 @@ from collections import deque
 
 from .errors import ApiError
 
-MOST_WAITING = 256  # waiting jobs of an owner
+MOST_WAITING = 256  # limit of an owner's waiting jobs
 
 
 class FairSlots:

@@ -113,7 +113,7 @@ async def detokenize(request: Request, service: Service) -> Any:
 
 
 def _json(value: Any) -> Response:
-    """Return a JSON answer.  It is written ten times as fast as by JSONResponse, since it may be long."""
+    """Return an answer as JSON.  A long answer is written ten times as fast as by JSONResponse."""
     return Response(dump(value), media_type="application/json")
 
 

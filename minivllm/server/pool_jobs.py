@@ -27,8 +27,8 @@ from .openai.logprobs import Speller
 from .openai.params import whole_form
 from .openai.tokens import too_long
 
-WARM = 5  # times a chat's limits: the first use of the tokenizer and the template creates objects that are kept
-FEW = 256  # token ids that are sent as JSON, since arrays pay only for more
+WARM = 5  # multiple of a chat's limits for the first use of the tokenizer, which creates objects that are kept
+FEW = 256  # largest number of token ids that are sent as JSON; only longer lists are faster as arrays
 Job = dict[str, Any]
 Parts = list[bytes]
 

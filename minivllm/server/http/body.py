@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from minivllm.server.worker_pool import WorkerPool
 
 SMALL = 1 << 15  # bytes that the event loop parses itself, in a few milliseconds; the worker pool parses larger bodies
-HELD = 16  # an owner's bodies that are being received may have this many times the largest body's bytes together
-LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # for the rest of a body that was refused
+HELD = 16  # limit of an owner's bodies that are being received together, in multiples of the largest body's size
+LINGER_SECONDS, LINGER_BYTES = 2.0, 64 << 20  # limits for receiving the rest of a body that was refused
 
 
 class Bodies:

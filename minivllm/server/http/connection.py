@@ -36,7 +36,7 @@ SLACK = (
     8  # a request with up to this many times the limit of headers is read, so that it gets an answer with the reason
 )
 
-READ = 16 << 10  # bytes read in one round of the event loop; one-byte chunks of as many bytes take a few milliseconds
+READ = 16 << 10  # bytes read in one round of the event loop; if they are one-byte chunks, they take a few milliseconds
 # limits of requests, and of bytes of the last one's body, that are sent ahead of an answer; more waits in the kernel
 AHEAD, AHEAD_BYTES = 64, 1 << 16
 LINGER_SECONDS, LINGER_BYTES = 2.0, 8 << 20  # limits of data that is dropped after the last answer of a connection

@@ -120,10 +120,10 @@ def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
 
 
 def check_preflight(headers: Headers, allowed: Sequence[str]) -> None:
-    """Raise ApiError (403) for a preflight request, in which a browser asks whether a page of another origin may send a
-    request, if no origin may.
+    """Raise ApiError (403) for a preflight request if no origin is allowed.
 
-    A preflight request has no API key, so it is answered before the key is checked.
+    With a preflight request, a browser asks whether a page of another origin may send its request.  It never has an API
+    key, so it is answered before the key is checked.
     """
     origins = values(headers, b"origin")
     if not allowed and origins and values(headers, b"access-control-request-method"):

@@ -13,8 +13,8 @@ from minivllm.server.fair_queue import owner_of
 from .body import HELD
 from .connection import read_little
 
-READ = 4 << 10  # bytes read in one round of the event loop; empty frames of as many bytes take tens of milliseconds
-DROPPED = 256 << 10  # bytes read in one round once they are dropped
+READ = 4 << 10  # bytes read in one round of the event loop; if they are empty frames, they take tens of milliseconds
+DROPPED = 256 << 10  # the same once the data is dropped
 PATIENCE = 3.0  # seconds for a close frame to be sent and answered
 PIECES = 4096  # limit of the frames of one message
 BAD_TEXT, LATE, TOO_BIG, FULL = 1007, 1008, 1009, 1013  # close codes (RFC 6455)

@@ -47,7 +47,7 @@ use GET /openapi.json, which describes the routes <- docs redoc swagger.json
 
 
 def _rows(text: str) -> list[tuple[re.Pattern[str], str]]:
-    """Return a pattern of whole paths and the advice for each path of the table."""
+    """Return (pattern, advice) for each path of the table.  The pattern matches all paths that end with it."""
     rows = []
     for line in text.splitlines():
         advice, paths = line.split(" <- ")

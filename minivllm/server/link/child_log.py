@@ -13,7 +13,7 @@ import logging
 MARK = "\x1eminivllm "  # no ordinary line begins with this
 BEGIN = "Traceback (most recent call last):"
 BETWEEN = ("During handling of the above", "The above exception was")  # lines between two exceptions of a chain
-MOST = 20_000  # characters of a traceback
+MOST = 20_000  # characters of a traceback that are kept, its last ones
 
 log = logging.getLogger("minivllm.engine")
 

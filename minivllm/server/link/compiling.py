@@ -58,9 +58,8 @@ class Compiling:
         self._lock = threading.Lock()
         self._queue: FairQueue[_CompileJob] = FairQueue()
         self._jobs: dict[Hashable, _CompileJob] = {}
-        self._of: dict[
-            int, _CompileJob | None
-        ] = {}  # number of a request -> its job; None means that it is in ``_done``
+        # number of a request -> its job; None means that the result is in ``_done``
+        self._of: dict[int, _CompileJob | None] = {}
         self._busy: Counter[str] = Counter()  # owner -> running jobs
         # (number, request, grammar, error) that ``ready`` has to return
         self._done: deque[tuple[int, Any, Any, BaseException | None]] = deque()

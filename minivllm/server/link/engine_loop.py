@@ -115,7 +115,7 @@ class EngineLoop(TurnLoop):
         self.live: dict[int, _Live] = {}
         self.stopping = False
         self.turned = time.monotonic()  # when the last turn began
-        self.accepted = 0  # requests that the engine accepted; without live requests, as many have finished
+        self.accepted = 0  # requests that the engine accepted; as many have finished once none runs
         self.turns = 0  # turns with a frame
         self.own_seconds = 0.0  # time of commands and frames in these turns
         self.arriving: FairQueue[Frame] = FairQueue()  # new requests that have not been read

@@ -22,7 +22,7 @@ from minivllm.core.interfaces.finish import FINISH_REASONS
 from minivllm.errors import EngineDeadError
 
 VERSION = 2
-MAX_FRAME = 64 * 2**20  # bytes
+MAX_FRAME = 64 * 2**20  # largest size of a frame in bytes
 KINDS = ("open", "ready", "failed", "frame", "add", "abort", "cut", "ask", "stop")
 COLUMNS = {
     "prompt": "<i4", "stream": "<i8", "sample": "<i4", "count": "<i4", "end": "<u1", "stop_id": "<i4", "scored": "<u1",

@@ -28,7 +28,7 @@ FIRST = 32  # tokens of a step on a CPU before any step has been measured
 GROWTH = 4  # a step may have this many times the tokens of the largest step so far
 KEPT = 0.6  # weight of the earlier measurements after a step of full size
 CONTEXT = 1024  # prior assumption: so many keys cost as much as the rest of a token
-PRIOR = 0.05, 256.0  # weight of the prior assumption: its share of a step's weight, and the distance of its context
+PRIOR = 0.05, 256.0  # strength of the prior: a share of the measured weight, at a context so many keys from the mean
 
 
 class Pace:
@@ -39,7 +39,7 @@ class Pace:
 
     def __init__(self, budget: int, first: int) -> None:
         self.budget = budget
-        self.reach = min(first, budget)  # tokens that the next step may have by its growth
+        self.reach = min(first, budget)  # tokens that the next step may have after the largest so far (``GROWTH``)
         self.each, self.key = 0.0, 0.0  # seconds of a token, and of each key that it attends to; 0 means unknown
         self.mean = 0.0  # recent mean seconds of a token
         self._bound = self.reach  # tokens of a step of full size

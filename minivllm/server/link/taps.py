@@ -106,10 +106,10 @@ class PooledValues:
 
 
 def pooled(request: Request, reads: Sequence[tuple[str, str]]) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the number (sample) and the pooled values of each read of each branch that has ended well.
+    """Yield (sample, pooled values) for each read of each branch that has ended well.
 
-    The values are f32 [width], empty if there are no positions.  Positions that the branches share are summed once for
-    all of them, because the engine's loop waits meanwhile.
+    ``sample`` is the number of the branch.  The values are f32 [width], empty if there are no positions.
+    Positions that the branches share are summed once for all of them, because the engine's loop waits meanwhile.
     """
     if not reads:
         return
