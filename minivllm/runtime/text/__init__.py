@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, chat templates, the incremental detokenizer, stop strings, outputs."""
+"""Conversion of text to token ids and back: tokenizers, chat templates, detokenizer, stop strings, outputs."""

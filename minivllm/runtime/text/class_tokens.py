@@ -1,6 +1,7 @@
-"""Special tokens that transformers' tokenizer classes have by default, where tokenizer_config.json names none.
+"""Default special tokens of transformers' tokenizer classes, used if tokenizer_config.json does not set them.
 
-transformers marks them as special although tokenizer.json does not, as ``<mask>`` of Gemma; a test compares the table.
+transformers marks these tokens as special even if tokenizer.json does not, such as ``<mask>`` of Gemma.  A test
+compares the table with transformers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,6 @@ CLASS_TOKENS: Mapping[str, Mapping[str, str]] = {
 
 
 def class_tokens(config: Mapping[str, Any]) -> list[str]:
-    """Return the default special tokens of the class in a tokenizer_config.json, without the names that it sets."""
+    """Return the default special tokens of a tokenizer_config.json's class, except for those that the file sets."""
     name = str(config.get("tokenizer_class", "")).removesuffix("Fast")
     return [token for key, token in CLASS_TOKENS.get(name, {}).items() if key not in config]

@@ -1,8 +1,8 @@
-"""Token ids to text as they come, and stop strings in that text.
+"""Incremental conversion of token ids to text, and the search for stop strings in the text.
 
-What has been given out is never taken back: the pieces, joined, are byte for byte ``tokenizer.decode`` of all ids.  So
-text is held back while the tokens to come may still change it: half a UTF-8 character, a run of byte tokens (which
-decodes as a whole or not at all), the beginning of a stop string.
+Returned text never changes later: the joined pieces equal ``tokenizer.decode`` of all ids, byte for byte.  So text is
+held back while later tokens may still change it.  This applies to a part of a UTF-8 character, a run of byte tokens
+(which decodes as a whole or not at all), and the beginning of a stop string.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from weakref import WeakKeyDictionary
 from .tokenizer import Tokenizer
 
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-CONTEXT = 4  # tokens decoded again in front of new ones, where a decoder looks at neighbours
-PATIENCE = 16  # tokens that an unknown decoder's trailing U+FFFD is held back: more than a character has bytes
+CONTEXT = 4  # earlier tokens that are decoded again with new tokens, for decoders that look at neighbours
+PATIENCE = 16  # tokens for which a trailing U+FFFD of an unknown decoder is held back; a character has fewer bytes
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The characters that byte-level BPE (GPT-2) spells bytes with: printable ones stand for themselves, the others are
-    numbered from U+0100 on."""
+    """Return the characters with which byte-level BPE (GPT-2) spells bytes, and the bytes.
+
+    Printable characters of Latin-1 spell themselves.  The other bytes are spelled from U+0100 on, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(plain)]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -33,11 +34,12 @@ ALPHABET = _byte_alphabet()
 
 
 class _Bytes(dict):
-    """Token id -> its bytes, for byte-level tokenizers; filled as ids occur."""
+    """Map from token ids to bytes, for byte-level tokenizers.  An entry is computed when it is first used."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[str]) -> None:
         super().__init__()
-        self._token, self._skipped = tokenizer.token, skipped
+        self._token = tokenizer.token
+        self._skipped = skipped
 
     def __missing__(self, token_id: int) -> bytes:
         token = self._token(token_id)
@@ -53,7 +55,9 @@ class _Bytes(dict):
 
 
 class _Kinds(dict):
-    """Token id -> "" without text, "b" byte token, "t" text, for other tokenizers; filled as ids occur."""
+    """Map from token ids to kinds, for other tokenizers: "" (no text), "b" (byte token) or "t" (text).
+
+    An entry is computed when it is first used."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: frozenset[str], byte_runs: bool) -> None:
         super().__init__()
@@ -70,23 +74,24 @@ class _Kinds(dict):
 
 
 class _Scheme:
-    """How a tokenizer decodes; one per tokenizer and ``skip_special_tokens``, shared by its sequences."""
+    """The decoding rules of a tokenizer, shared by all sequences with the same ``skip_special_tokens``."""
 
     def __init__(self, tokenizer: Tokenizer, skip: bool) -> None:
-        # by spelling, as the tokenizers library does it: an ordinary token that is spelled like a special one goes too
-        skipped = frozenset(t for i in tokenizer.special_ids if (t := tokenizer.token(i)) is not None) if skip else ()
+        # by spelling, as in the tokenizers library, which also skips ordinary tokens that are spelled like special ones
+        special = [tokenizer.token(i) for i in tokenizer.special_ids] if skip else []
+        skipped = frozenset(token for token in special if token is not None)
         steps = _decoder_steps(tokenizer.backend)
         self.byte_level = steps is not None and "ByteLevel" in steps and set(steps) <= {"ByteLevel", "Fuse"}
         if self.byte_level:
-            self.bytes = _Bytes(tokenizer, frozenset(skipped))
+            self.bytes = _Bytes(tokenizer, skipped)
         else:
-            self.kinds = _Kinds(tokenizer, frozenset(skipped), steps is None or "ByteFallback" in steps)
-            # may a whole token end in half a character?
+            self.kinds = _Kinds(tokenizer, skipped, steps is None or "ByteFallback" in steps)
+            # a token of text may end with a part of a character
             self.partial = steps is None or "ByteLevel" in steps
 
 
 def _decoder_steps(backend: Any) -> list[str] | None:
-    """Names of the steps of a tokenizers decoder; None where there is no way to tell."""
+    """Return the names of the steps of a decoder of the tokenizers library, or None if they are unknown."""
     if backend is None:
         return None
     if backend.decoder is None:
@@ -100,10 +105,11 @@ _schemes: WeakKeyDictionary[Tokenizer, dict[bool, _Scheme]] = WeakKeyDictionary(
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence.  ``add`` gives the text that new ids have settled, ``finish`` what is left.
+    """The text of one sequence.  ``add`` returns the text that is certain after new ids, ``finish`` the rest.
 
-    Byte-level BPE: ids -> bytes -> incremental UTF-8 decoder, exact and fast.  Other decoders: a window of the last few
-    tokens is decoded with and without the new ones, and the difference is the new text.
+    For byte-level BPE, an incremental UTF-8 decoder converts the bytes of the tokens, which is exact and fast.  For
+    other decoders, a window of the last tokens is decoded with and without the new ones, and the difference is the new
+    text.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
@@ -118,18 +124,20 @@ class IncrementalDetokenizer:
             self.add, self.finish = self._add_bytes, self._finish_bytes  # type: ignore[method-assign]
         else:
             self._tokenizer, self._scheme, self._skip = tokenizer, scheme, skip
-            self._window: list[int] = []  # ids with text; the first ``_settled`` have been given out
+            self._window: list[int] = []  # ids with text; the text of the first ``_settled`` has been returned
             self._settled = 0
             self._given = ""  # decode(window[:settled])
 
     def _add_bytes(self, ids: Sequence[int]) -> str:
+        """Return the text that is certain after new ids, for byte-level tokenizers."""
         return self._decode(b"".join(map(self._bytes_of, ids)))
 
     def _finish_bytes(self) -> str:
+        """Return the rest of the text, for byte-level tokenizers."""
         return self._decode(b"", True)
 
     def add(self, ids: Sequence[int]) -> str:
-        """Text that is settled with these ids; never half a character."""
+        """Return the text that is certain after new ids.  It never ends with a part of a character."""
         pieces = []
         for token_id in ids:
             kind = self._scheme.kinds[token_id]
@@ -140,21 +148,22 @@ class IncrementalDetokenizer:
         return "".join(pieces)
 
     def finish(self) -> str:
-        """What was held back; call once, at the end."""
+        """Return the rest of the text.  Call it once, at the end."""
         return self._advance(final=True)
 
     def _advance(self, final: bool) -> str:
+        """Return the new text of the window, or "" while later tokens may change it."""
         window = self._window
         if len(window) == self._settled:
             return ""
         text = self._tokenizer.decode(window, self._skip)
-        if not text.startswith(self._given):  # a decoder that changes its mind: wait for more
+        if not text.startswith(self._given):  # the decoder has changed earlier text, so wait for more tokens
             return ""
         waiting = len(window) - self._settled
         if self._scheme.partial and not final and text.endswith("\ufffd") and waiting < PATIENCE:
             return ""
         new = text[len(self._given) :]
-        # the token before the new ones always closes the context: it is "t", so no byte run is cut at its end
+        # the context ends with a token of text, so it cannot cut a run of byte tokens
         self._window = window[-CONTEXT:] if len(window) > CONTEXT else window
         self._settled = len(self._window)
         self._given = text if self._window is window else self._tokenizer.decode(self._window, self._skip)
@@ -162,24 +171,25 @@ class IncrementalDetokenizer:
 
 
 class StopStrings:
-    """Finds the first stop string in text that comes in pieces, and holds back what may become one.
+    """Search for the first stop string in text that arrives in pieces.  Text that may begin a stop string is held back.
 
-    The first match is the one that is complete first, as if the text came character by character; of two that end
-    together the longer.  So the outcome does not depend on how the text is cut.
+    The first match is the match that ends first, and the longer one of two that end together.  So the result does not
+    depend on the division of the text into pieces.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
-        self._stops, self._include = tuple(stops), include
+        self._stops = tuple(stops)
+        self._include = include
         self._held = ""
 
     def push(self, text: str, armed: bool = True) -> tuple[str, str | None]:
-        """(text to give out, the stop string that was found or None); nothing may be pushed after a match.
+        """Return the text that is certain, and the stop string that was found or None.  Push nothing after a match.
 
-        Matches that are complete before the first armed piece do not count (``min_tokens``).
+        Matches that end before the first ``armed`` piece do not count (``min_tokens``).
         """
         if not text:
             return "", None
-        old = len(self._held)  # a match ends behind it, or it would have counted (or not have counted) before
+        old = len(self._held)  # a match within the held text has been judged before
         text = self._held + text
         best: tuple[int, int, str] | None = None
         if armed:
@@ -195,12 +205,13 @@ class StopStrings:
         return text[:cut], None
 
     def finish(self) -> str:
-        """What was held back and did not become a stop string."""
-        held, self._held = self._held, ""
+        """Return the held text, which did not become a stop string."""
+        held = self._held
+        self._held = ""
         return held
 
     def _hold_from(self, text: str) -> int:
-        """Where the longest end of the text begins that a stop string begins with (and does not end with)."""
+        """Return the start of the longest end of a text that is the beginning of a stop string, but not all of it."""
         cut = len(text)
         for stop in self._stops:
             start = text.find(stop[0], max(len(text) - len(stop) + 1, 0), cut)

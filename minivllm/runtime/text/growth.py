@@ -1,9 +1,9 @@
-"""Bounds on what a tokenizer makes of a text, checked when it is loaded.
+"""Limits on the output of a tokenizer, checked when it is loaded.
 
-A tokenizer.json is a small program of a stranger.  Steps that replace text can make gigabytes of one token: Replace
-"a" by 100,000 "a", twice.  So the factor by which each chain of steps can lengthen its input is computed from the
-steps, and so is the longest token.  A tokenizer beyond the limits is refused before it sees a text.  Published
-tokenizers stay below 20 times and 300 characters.
+A tokenizer.json is a small program from the model's author.  Steps that replace text can make gigabytes from one token,
+for example if they twice replace "a" by 100,000 "a".  So the factor by which each chain of steps can lengthen its
+input, and the longest token, are computed from the file.  A tokenizer beyond the limits is refused before it is used.
+Published tokenizers stay below a factor of 20 and 300 characters.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from typing import Any
 
 from minivllm.errors import ModelError, shown
 
-MOST_GROWTH = 100  # times the characters of the input, for a chain of steps
-MOST_STEPS = 200  # of a chain
-MOST_TOKEN = 2048  # characters of a token
-MOST_AFFIX = 64  # characters that are put before or behind each word
+MOST_GROWTH = 100  # largest factor by which a chain of steps may lengthen its input
+MOST_STEPS = 200  # most steps of a chain
+MOST_TOKEN = 2048  # most characters of a token
+MOST_AFFIX = 64  # most characters that are added before or after each word
 AFFIXES = ("prepend", "prefix", "suffix", "replacement", "continuing_subword_prefix", "end_of_word_suffix")
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 NESTED = ("normalizers", "pretokenizers", "processors", "decoders")
 
 
 def check_growth(path: Path, backend: Any) -> None:
-    """ModelError if a ``tokenizers.Tokenizer`` can make far more of a text, or of a token, than it was given."""
+    """Raise ModelError if a ``tokenizers.Tokenizer`` has a very long token, or can lengthen text too much."""
     longest = max(backend.get_vocab(with_added_tokens=True), key=len, default="")
     if len(longest) > MOST_TOKEN:
         raise ModelError(
@@ -42,13 +42,14 @@ def check_growth(path: Path, backend: Any) -> None:
 
 
 def _check_chain(path: Path, part: str, state: Mapping[str, Any]) -> None:
+    """Raise ModelError if a chain of steps can lengthen text too much."""
     factor = 1.0
     for steps, step in enumerate(_steps(state), 1):
         factor *= growth_of(step)
         _check_affix(path, part, step)
         if factor > MOST_GROWTH:
             raise ModelError(
-                f"{path}: the {part} can make {factor:.0f} characters of one (up to its step {steps}, "
+                f"{path}: the {part} can turn one character into {factor:.0f} (up to its step {steps}, "
                 f"{shown(step.get('type'))}): want at most {MOST_GROWTH}"
             )
         if steps > MOST_STEPS:
@@ -56,6 +57,7 @@ def _check_chain(path: Path, part: str, state: Mapping[str, Any]) -> None:
 
 
 def _check_affix(path: Path, part: str, step: Mapping[str, Any]) -> None:
+    """Raise ModelError if a step adds too much text to each word."""
     for name in AFFIXES:
         value = step.get(name)
         if isinstance(value, str) and len(value) > MOST_AFFIX:
@@ -63,7 +65,7 @@ def _check_affix(path: Path, part: str, step: Mapping[str, Any]) -> None:
 
 
 def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Return the steps of a chain in order, those of chains inside it too."""
+    """Yield the steps of a chain in order, including the steps of chains inside it."""
     inner = next((state[name] for name in NESTED if isinstance(state.get(name), list)), None)
     if inner is None:
         yield state
@@ -73,26 +75,29 @@ def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def growth_of(step: Mapping[str, Any]) -> float:
-    """Return how many characters a step can make of one.  Unicode's own forms count as 1: applied again, they change
-    nothing."""
+    """Return the largest number of characters that a step can make from one character.
+
+    Normal forms of Unicode count as 1, because they change nothing when they are applied again."""
     kind = step.get("type")
     if kind == "Replace":
         content, pattern = len(step.get("content", "")), step.get("pattern", {})
         if isinstance(pattern, dict) and isinstance(pattern.get("String"), str) and pattern["String"]:
             return max(1.0, content / len(pattern["String"]))
-        return 1.0 + content  # a pattern may match between any two characters
+        return 1.0 + content  # the pattern may match between any two characters
     if kind == "ByteLevel" and "decoders" not in step:
         return 2.0  # a character of two bytes becomes two characters of two bytes each
     if kind == "TemplateProcessing":
         texts = [piece for form in ("single", "pair") for piece in step.get(form, []) if "Sequence" in piece]
-        return max(1.0, len(texts) / 3)  # one of a single text, two of a pair
+        return max(1.0, len(texts) / 3)  # a normal template has one text for a single text and two for a pair
     if kind == "Precompiled":
         return _longest(step.get("precompiled_charsmap", ""))
     return 1.0
 
 
 def _longest(charsmap: str) -> float:
-    """Return the longest replacement in a table of sentencepiece: the size of a trie, the trie, texts that end in 0."""
+    """Return the length of the longest replacement in a table of sentencepiece.
+
+    The table has the size of a trie, the trie, and texts that end with a zero byte."""
     raw = base64.b64decode(charsmap)
     texts = raw[4 + int.from_bytes(raw[:4], "little") :].split(b"\0")
     return float(max((len(text.decode(errors="replace")) for text in texts), default=1))
@@ -100,8 +105,9 @@ def _longest(charsmap: str) -> float:
 
 @contextlib.contextmanager
 def panics_as(error: Callable[[str], Exception]) -> Iterator[None]:
-    """Raise ``error(reason)`` for a panic of the tokenizers library, such as a pattern that backtracks too long.  A
-    panic is no Exception, so it would pass every handler on its way and end the engine."""
+    """Raise ``error(reason)`` for a panic of the tokenizers library, for example a pattern that backtracks too long.
+
+    A panic is not an Exception, so no handler would catch it, and it would end the engine."""
     try:
         yield
     except BaseException as e:

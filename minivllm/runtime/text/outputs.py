@@ -1,4 +1,4 @@
-"""What a client gets: outputs that are objects and dicts at once, and the text side of a running sequence."""
+"""Outputs, which are objects and dicts at once, and the text of a running sequence."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _T = TypeVar("_T")
 
 
 class Logprob(NamedTuple):
-    """Natural log-probability, of the raw logits unless ``logprobs_mode`` says otherwise; ``rank`` is 1 + the number of
-    tokens that are strictly likelier."""
+    """The natural log-probability of a token, from the raw logits unless ``logprobs_mode`` says otherwise.
+
+    ``rank`` is 1 + the number of tokens that are strictly more likely."""
 
     logprob: float
     rank: int | None = None
@@ -29,11 +30,11 @@ class Logprob(NamedTuple):
 
 
 class _Record(dict[str, Any]):
-    """A dataclass that is a dict of its fields and of the names in ``_also``, which are properties.
+    """A dataclass that is also a dict of its fields and of the properties named in ``_also``.
 
-    A dict and no other mapping, because ``json`` takes no other.  Invariant: its fields are its entries and nowhere
-    else.  An entry may be a function, which is called when it is first read: to make a hundred thousand dicts takes a
-    second, most of it the garbage collector's.
+    It is a dict because ``json`` accepts no other mapping.  Invariant: the fields are stored only as entries of the
+    dict.  An entry may be a function, which is called when the entry is first read, because a hundred thousand dicts
+    of log-probabilities take a second to make.
     """
 
     _also: tuple[str, ...] = ()
@@ -49,7 +50,7 @@ class _Record(dict[str, Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._also:
-            raise AttributeError(f"{name} follows from the rest of the output: set that")
+            raise AttributeError(f"{name} is computed from other fields of the output: set those")
         self[name] = value
 
     def __getitem__(self, key: str) -> Any:
@@ -63,7 +64,7 @@ class _Record(dict[str, Any]):
             value = self[key] = value()
         return value
 
-    # what dict does without asking __getitem__
+    # methods of dict that would not use __getitem__
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names())
@@ -99,7 +100,7 @@ class _Record(dict[str, Any]):
 
 
 def _entries(cls: type[_T]) -> type[_T]:
-    """Take away the defaults that ``dataclass`` leaves on the class: an attribute is looked for there first."""
+    """Remove the defaults that ``dataclass`` leaves on a class, because they would hide the entries."""
     for f in fields(cls):  # type: ignore[arg-type]
         if f.name in vars(cls):
             delattr(cls, f.name)
@@ -111,14 +112,14 @@ def _entries(cls: type[_T]) -> type[_T]:
 class CompletionOutput(_Record):
     """One sequence of a request.
 
-    ``finish_reason`` is "stop" (end-of-sequence, stop token, stop string), "length", "abort" or "error"; None while it
-    runs.  ``stop_reason`` is the stop string or stop token id that ended it; None for end-of-sequence.  ``logprobs``
-    has one dict per token, {token id: Logprob}: the chosen token first, then the best, of equal ones the lower id
-    first; made when they are first looked at.  A token without any probability (-inf) is listed only if it was chosen,
-    so there may be fewer than were asked for.  ``score`` orders the outputs of beam search: ``cumulative_logprob`` /
-    tokens ** length_penalty.  ``taps``: of each point that was read a numpy array float32 [positions, width], a row for
-    each token that the model was given (the prompt's, and the generated ones but the last), of "logits" one for each
-    generated token unless the prompt is scored; None if nothing was read.
+    ``finish_reason`` is "stop" (end-of-sequence, stop token or stop string), "length", "abort", "error", or None while
+    the sequence runs.  ``stop_reason`` is the stop string or stop token id that ended it, or None for end-of-sequence.
+    ``logprobs`` has one dict per token, {token id: Logprob}: the chosen token first, then the most likely tokens, the
+    lower id first among equals.  They are made when they are first read.  A token with probability 0 is listed only if
+    it was chosen, so a dict may have fewer tokens than requested.  ``score`` orders the outputs of beam search:
+    ``cumulative_logprob`` / tokens ** length_penalty.  ``taps`` has a numpy array float32 [positions, width] for each
+    point that was read, or is None.  It has a row for each input token of the model: the prompt and all generated
+    tokens but the last.  For "logits" it has a row for each generated token, unless the prompt is scored.
     """
 
     _also = ("tokens", "finished")
@@ -131,23 +132,28 @@ class CompletionOutput(_Record):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     score: float | None = None
-    taps: dict[str, Any] | None = field(default=None, compare=False)  # arrays have no one answer to ==
+    taps: dict[str, Any] | None = field(default=None, compare=False)  # == of arrays is an array
 
     @property
     def tokens(self) -> list[int]:
+        """Return the token ids."""
         return self.token_ids
 
     @property
     def finished(self) -> bool:
+        """Return whether the sequence has ended."""
         return self.finish_reason is not None
 
 
 @_entries
 @dataclass(eq=False)
 class RequestMetrics(_Record):
-    """Seconds of ``time.monotonic``, ``scheduled_time`` that of leaving the queue; ``cached_tokens`` of the prompt were
-    found in the prefix cache; of ``drafted_tokens`` that were guessed (speculative decoding) ``accepted_tokens`` were
-    right; ``joules`` are its share of what a counter gave, None without the option ``energy``."""
+    """Times and counts of a request.  Times are seconds of ``time.monotonic``.
+
+    ``scheduled_time`` is the time at which the request left the queue.  ``cached_tokens`` is the number of prompt
+    tokens found in the prefix cache.  ``drafted_tokens`` were guessed by speculative decoding, and ``accepted_tokens``
+    of them were right.  ``joules`` is the request's share of the counted energy, or None without the option
+    ``energy``."""
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
@@ -162,8 +168,9 @@ class RequestMetrics(_Record):
 @_entries
 @dataclass(eq=False)
 class RequestOutput(_Record):
-    """A request's answer so far.  As a mapping, and as an object, it also has ``text``, ``tokens``, ``finish_reason``,
-    ``stop_reason`` and ``taps``, those of the first output."""
+    """A request's answer so far.
+
+    ``text``, ``tokens``, ``finish_reason``, ``stop_reason`` and ``taps`` are those of the first output."""
 
     _also = ("text", "tokens", "finish_reason", "stop_reason", "num_cached_tokens", "taps")
 
@@ -186,7 +193,9 @@ class RequestOutput(_Record):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        return self.outputs[0].finish_reason if self.outputs else ("error" if self.error is not None else None)
+        if self.outputs:
+            return self.outputs[0].finish_reason
+        return None if self.error is None else "error"
 
     @property
     def stop_reason(self) -> int | str | None:
@@ -202,8 +211,8 @@ class RequestOutput(_Record):
 
 
 class TextDelta(NamedTuple):
-    """What one ``feed`` gave: new text, the stop string that ended the sequence if one did, and how many of the ids
-    that were fed belong to the sequence."""
+    """The result of one ``feed``: new text, the stop string that ended the sequence or None, and the number of fed ids
+    that belong to the sequence."""
 
     text: str
     stopped: str | None
@@ -211,16 +220,20 @@ class TextDelta(NamedTuple):
 
 
 def entry_of(
-    token_id: int, got: TokenLogprobs, most: int | None, spell: Callable[[int], str | None]
+    token_id: int, scores: TokenLogprobs, most: int | None, spell: Callable[[int], str | None]
 ) -> dict[int, Logprob]:
-    """The token itself first, then the ``most`` best (None: all that came) as far as they have any probability."""
-    entry = {token_id: Logprob(float(got.chosen), int(got.rank), spell(token_id))}
-    rank, before = 0, math.nan
-    for place, (other, value) in enumerate(zip(got.top_ids[:most], got.top, strict=False), 1):
-        if not value > -math.inf:  # nor has what follows; of a NaN nothing can be said
+    """Return the log-probabilities of a token: its own first, then the ``most`` most likely tokens (None means all).
+
+    Tokens with probability 0 are omitted.  Tokens of equal probability have the same rank."""
+    entry = {token_id: Logprob(float(scores.chosen), int(scores.rank), spell(token_id))}
+    rank = 0
+    previous = math.nan
+    for place, (other, value) in enumerate(zip(scores.top_ids[:most], scores.top, strict=False), 1):
+        if not value > -math.inf:  # NaN, or the first of the tokens without probability
             break
-        if value != before:
-            rank, before = place, value
+        if value != previous:
+            rank = place
+            previous = value
         other = int(other)
         if other not in entry:
             entry[other] = Logprob(float(value), rank, spell(other))
@@ -228,11 +241,11 @@ def entry_of(
 
 
 class SequenceText:
-    """Text, tokens and log-probabilities of one sequence as its tokens are accepted.
+    """The text, tokens and log-probabilities of one sequence, which grow with the accepted tokens.
 
-    With ``detokenize=False``, or without a tokenizer, no text is made.  ``scored=False``: log-probabilities are kept
-    elsewhere, whatever ``params`` asks for.  Invariant: the deltas joined are ``text``, and after a final ``feed`` that
-    is all the text there is.
+    With ``detokenize=False``, or without a tokenizer, the text is empty.  ``scored=False`` means that the
+    log-probabilities are kept elsewhere.  Invariant: the joined deltas equal ``text``, which is complete after a final
+    ``feed``.
     """
 
     def __init__(
@@ -246,7 +259,7 @@ class SequenceText:
         self.stop_reason: int | str | None = None
         scored = scored and params.logprobs is not None
         self._scores: Scores | None = Scores() if scored else None
-        self._entries: list[dict[int, Logprob]] = []  # of the first tokens, as far as somebody looked
+        self._entries: list[dict[int, Logprob]] = []  # dicts of the first tokens, as far as they were read
         self.cumulative_logprob: float | None = 0.0 if scored else None
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
@@ -257,7 +270,7 @@ class SequenceText:
             self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
             if params.stop:
                 self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
-        # nothing but text is made of its tokens: ``extend`` will do for those in the middle of an answer
+        # tokens only add text, so ``extend`` is enough in the middle of an answer
         self.plain = self._stops is None and self._scores is None
 
     def feed(
@@ -267,17 +280,19 @@ class SequenceText:
         stop_token: bool = False,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> TextDelta:
-        """Take accepted token ids, ``logprobs`` one per id.  ``final``: no more will come, give out what was held back.
+        """Add accepted token ids, with one element of ``logprobs`` for each.  ``final`` ends the sequence.
 
-        ``stop_token`` (only with ``final``): the last id ended the sequence; it is kept in ``token_ids`` but, unless
-        ``include_stop_str_in_output``, not in the text.  If a stop string is found ``finish_reason`` is set here and
-        the ids behind it are left out; what is fed afterwards is ignored (the device may be ahead).
+        ``stop_token`` (only with ``final``) means that the last id ended the sequence.  It is added to ``token_ids``,
+        but to the text only with ``include_stop_str_in_output``.  If a stop string is found, ``finish_reason`` is set,
+        and the ids after it and all later ids are ignored, because the device may have run ahead.
         """
         if self.finish_reason is not None:
             return TextDelta("", None, 0)
         ids = list(ids)
         shown = ids[:-1] if stop_token and not self._params.include_stop_str_in_output else ids
-        text, stopped, used = "", None, len(ids)
+        text = ""
+        stopped: str | None = None
+        used = len(ids)
         if self._stops is not None:
             text, stopped, used = self._scan(self._stops, ids, shown, final)
         elif self._detokenizer is not None:
@@ -290,11 +305,11 @@ class SequenceText:
         if text:
             self._pieces.append(text)
         if stopped is not None:
-            self.finish_reason, self.stop_reason = "stop", stopped
+            self.finish("stop", stopped)
         return TextDelta(text, stopped, used)
 
     def extend(self, ids: Sequence[int]) -> str:
-        """The new text of ``feed(ids)``, if it is ``plain`` and has not ended."""
+        """Add ids and return the new text, as ``feed`` does, for a ``plain`` sequence that has not ended."""
         self.token_ids += ids
         if self._detokenizer is None:
             return ""
@@ -304,8 +319,12 @@ class SequenceText:
         return text
 
     def _scan(self, stops: StopStrings, ids: list[int], shown: list[int], final: bool) -> tuple[str, str | None, int]:
-        """Token by token, to know which one completed a stop string."""
-        pieces, before, wanted = [], len(self.token_ids), self._params.min_tokens
+        """Return new text, the stop string or None, and the number of used ids.
+
+        The ids are decoded one by one, to find the id that completes a stop string."""
+        pieces: list[str] = []
+        before = len(self.token_ids)
+        wanted = self._params.min_tokens
         assert self._detokenizer is not None
         for used, token_id in enumerate(shown, 1):
             text, stopped = stops.push(self._detokenizer.add((token_id,)), before + used > wanted)
@@ -321,50 +340,55 @@ class SequenceText:
         return "".join(pieces), None, len(ids)
 
     def _take(self, ids: list[int], logprobs: Sequence[TokenLogprobs] | None) -> None:
+        """Store the log-probabilities of ids."""
         if not ids:
             return
         assert self._scores is not None and self.cumulative_logprob is not None
         if logprobs is None or len(logprobs) < len(ids):
-            raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: want one each")
+            raise ValueError(f"{len(ids)} tokens with {len(logprobs or ())} log-probabilities: expected one each")
         before = len(self._scores)
         self._scores.extend(logprobs if len(logprobs) == len(ids) else logprobs[: len(ids)])
         self.cumulative_logprob = sum(self._scores.chosen[before:], self.cumulative_logprob)
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """Of each token so far, {token id: Logprob}; None if they were not asked for."""
+        """Return a dict {token id: Logprob} for each token so far, or None if they are not requested."""
         return self.logprobs_from(0)
 
     def logprobs_from(self, start: int) -> list[dict[int, Logprob]] | None:
-        """``logprobs[start:]``."""
+        """Return ``logprobs[start:]``."""
         return None if self._scores is None else self._shown(len(self._scores), start)
 
     def _shown(self, count: int, start: int = 0) -> list[dict[int, Logprob]]:
-        """Entries of the tokens [start, count), a list of the caller's own."""
+        """Return a new list with the dicts of the tokens from ``start`` to ``count`` - 1."""
         assert self._scores is not None
         for i in range(len(self._entries), count):
             self._entries.append(entry_of(self.token_ids[i], self._scores[i], self._most, self._spell))
         return self._entries[start:count]
 
     def prompt_logprobs(self, prompt: Sequence[int], parts: Sequence[tuple[int, Any]]) -> list[Any]:
-        """One entry a prompt token, None for the first.  ``parts``: (position, plan.LogProbs), of which later ones
-        count; of a request that ended early some are missing, and are None."""
+        """Return a dict for each prompt token, None for the first one.
+
+        ``parts`` has pairs of a position and plan.LogProbs; later parts replace earlier ones.  Tokens without a part
+        are None, if the request ended early."""
         out: list[dict[int, Logprob] | None] = [None] * len(prompt)
         for first, lp in parts:
             for j in range(len(lp.chosen)):
-                got = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), lp.top_ids[j].tolist(), lp.top[j].tolist())
-                out[first + j] = entry_of(int(prompt[first + j]), got, None, self._spell)
+                scores = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), lp.top_ids[j].tolist(), lp.top[j].tolist())
+                out[first + j] = entry_of(int(prompt[first + j]), scores, None, self._spell)
         return out
 
     def _spell(self, token_id: int) -> str | None:
+        """Return the text of a token, or None without detokenization."""
         if self._tokenizer is None or not self._params.detokenize:
             return None
         return self._tokenizer.decode((token_id,), skip_special_tokens=False)
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """Set why it ended; a stop string that was found before is kept."""
+        """Set the reason of the end, unless a stop string has set it."""
         if self.finish_reason is None:
-            self.finish_reason, self.stop_reason = reason, stop_reason
+            self.finish_reason = reason
+            self.stop_reason = stop_reason
 
     @property
     def text(self) -> str:
@@ -373,7 +397,7 @@ class SequenceText:
         return self._pieces[0] if self._pieces else ""
 
     def output(self) -> CompletionOutput:
-        """A snapshot, independent of what is fed later."""
+        """Return a snapshot, which later tokens do not change."""
         scores: Any = None if self._scores is None else partial(self._shown, len(self._scores))
         return CompletionOutput(
             self.index,
@@ -387,12 +411,14 @@ class SequenceText:
 
 
 class StopProbe:
-    """Whether generated ids complete a stop string with the last of them, asked of any ids at any time: of those of a
-    beam, which share no state.  Only as many ids are looked at as a stop string can span."""
+    """A stateless search for a stop string that the last of some generated ids completes.
+
+    Beam search uses it, because its branches share no state.  Only the last ids that a stop string can span are
+    decoded."""
 
     def __init__(self, tokenizer: Tokenizer | None, params: SamplingParams) -> None:
         self._tokenizer, self._params = tokenizer, params
-        self._span = 4 * max(map(len, params.stop or ("",))) + 8  # a character is four tokens at most
+        self._span = 4 * max(map(len, params.stop or ("",))) + 8  # a character has at most four tokens
 
     def __call__(self, ids: Sequence[int]) -> str | None:
         if len(ids) <= self._params.min_tokens or self._tokenizer is None:

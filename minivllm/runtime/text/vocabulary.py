@@ -1,13 +1,14 @@
-"""The bytes of each token: what a grammar, which knows nothing of tokenizers, has to know of a vocabulary."""
+"""The bytes of each token of a vocabulary, for grammars, which do not use tokenizers."""
 
 from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ModelError
+
+from .detokenize import ALPHABET
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -16,8 +17,10 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, width: int) -> list[bytes]:
-    """By id, for ids below ``width``: the bytes that a token adds to a text that has begun.  b"" for special tokens and
-    for ids that are no token.  ModelError where tokens have no bytes of their own, as in WordPiece."""
+    """Return the bytes of each token by id, for ids below ``width``, as in the middle of a text.
+
+    Special tokens and unused ids have b"".  ModelError for tokenizers whose tokens do not stand for bytes, such as
+    WordPiece."""
     added: dict[int, Any] = {}
     kinds = {"Metaspace"}
     if tokenizer.backend is not None:
@@ -28,42 +31,38 @@ def token_bytes(tokenizer: Tokenizer, width: int) -> list[bytes]:
     elif kinds & {"Metaspace", "ByteFallback", "Replace"}:
         spell = _sentencepiece
     else:
-        what = ", ".join(sorted(kinds)) or "none"
+        names = ", ".join(sorted(kinds)) or "none"
         raise ModelError(
             f"structured output needs a tokenizer whose tokens stand for bytes (byte-level BPE, or SentencePiece); "
-            f"the decoder of this one is {what}"
+            f"the decoder of this one is {names}"
         )
     silent = tokenizer.special_ids | set(tokenizer.eos_ids)
     found = []
     for i in range(min(tokenizer.vocab_size, width)):
         text = None if i in silent else tokenizer.token(i)
-        found.append(b"" if text is None else text.encode() if i in added else spell(text))
+        if text is None:
+            found.append(b"")
+        else:
+            found.append(text.encode() if i in added else spell(text))
     return found + [b""] * (width - len(found))
 
 
 def _kinds(decoder: Any) -> list[str]:
-    """Types of a decoder and of those that it is made of."""
+    """Return the types of a decoder and of the decoders inside it."""
     if not isinstance(decoder, dict):
         return []
     return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _kinds(part))]
 
 
-@cache
-def _alphabet() -> dict[str, int]:
-    """GPT-2's spelling of bytes: the printable ones of Latin-1 as they are, the others from U+0100 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in plain]
-    return {**{chr(b): b for b in plain}, **{chr(0x100 + i): b for i, b in enumerate(others)}}
-
-
 def _byte_level(token: str) -> bytes:
-    letters = _alphabet()
+    """Return the bytes of a token of byte-level BPE."""
     try:
-        return bytes([letters[c] for c in token])
-    except KeyError:  # no spelling of bytes: the decoder gives it as it is
+        return bytes([ALPHABET[c] for c in token])
+    except KeyError:  # the token does not spell bytes, so the decoder returns its text
         return token.encode()
 
 
 def _sentencepiece(token: str) -> bytes:
+    """Return the bytes of a token of SentencePiece."""
     byte = BYTE.fullmatch(token)
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
