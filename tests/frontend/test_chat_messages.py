@@ -199,7 +199,7 @@ def test_a_prompt_goes_on_with_the_last_message_as_transformers_has_it(name, tmp
         want = theirs.apply_chat_template(plain, tokenize=False, continue_final_message=True, **tools)
         assert ours.apply_chat_template(chat, tokenize=False, continue_final_message=True, **tools) == want
         assert ours.chat_prompt(chat, continue_final_message=True, **tools).text == want
-    with pytest.raises(RequestError, match="want one of them"):
+    with pytest.raises(RequestError, match="use only one of them"):
         ours.chat_prompt(chat, True, continue_final_message=True)
 
 
@@ -414,7 +414,7 @@ def test_values_that_json_does_not_have_are_refused_wherever_they_are(value):
     tool = {"type": "function", "function": {"name": "f", "parameters": value}}
     for chat, more in ((ASK, {"tools": [tool]}), ([*ASK, call], {}), (ASK, {"variables": {"x": value}})):
         for fill in (tokenizer.apply_chat_template, tokenizer.chat_prompt):
-            with pytest.raises(RequestError, match=r"nested too deeply|want text, numbers, booleans"):
+            with pytest.raises(RequestError, match=r"nested too deeply|expected text, numbers, booleans"):
                 fill(chat, **more)
     with pytest.raises(RequestError, match=r"nested too deeply|has no place"):
         tokenizer.chat_prompt(ASK, documents=[value])

@@ -117,7 +117,7 @@ def test_every_way_into_a_chat_gives_the_same_prompt(llm):
         ({"chat_template": "tool_use"}, "want default, or a Jinja template"),
         ({"tool": [TOOL]}, "Did you mean 'tools'"),
         ({"enable_thinking": False}, "chat_template_kwargs"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "want one of them"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "use only one of them"),
         ({"lora_request": None}, "adapters"),
     ],
 )

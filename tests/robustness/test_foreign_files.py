@@ -262,4 +262,6 @@ def test_the_command_names_the_file_in_one_line(tmp_path, capsys):
     (folder / "config.json").write_text(open_checkpoint("pocket").folder.joinpath("config.json").read_text())
     code = main(["generate", "--model", str(folder), "--set", "load_format=dummy", "--set", "device=cpu", "a"])
     said = capsys.readouterr().err
-    assert code == 3 and said.count("\n") == 1 and str(folder) in said and f"want at most {MOST_GROWTH}" in said, said
+    assert code == 3 and said.count("\n") == 1 and str(folder) in said and f"expected at most {MOST_GROWTH}" in said, (
+        said
+    )

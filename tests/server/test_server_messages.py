@@ -54,7 +54,7 @@ REFUSED = [
     ),
     ({"stream_options": {"include_usag": True}, "stream": True}, "stream_options.include_usag", "include_usage"),
     ({"documents": [{"text": "a"}]}, "documents", "no place for them"),
-    ({"documents": "a"}, "documents", "want a list"),
+    ({"documents": "a"}, "documents", "expected a list"),
     ({"chat_template": "{{ messages }}"}, "chat_template", "the text of a template is never accepted"),
     ({"chat_template": "tool_use"}, "chat_template", "(default)"),
     ({"mm_processor_kwargs": {"a": 1}}, "mm_processor_kwargs", "text only"),

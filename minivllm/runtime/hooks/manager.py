@@ -205,7 +205,7 @@ def _send(generator: Any, value: Any) -> None:
     except StopIteration:
         return
     generator.close()
-    raise RuntimeError("the wrapper yielded twice; want exactly one yield")
+    raise RuntimeError("the wrapper yielded twice; expected exactly one yield")
 
 
 def _throw(generator: Any, exc: BaseException) -> None:
@@ -219,7 +219,7 @@ def _throw(generator: Any, exc: BaseException) -> None:
             raise
         return
     generator.close()
-    raise RuntimeError("the wrapper yielded twice; want exactly one yield")
+    raise RuntimeError("the wrapper yielded twice; expected exactly one yield")
 
 
 # ---- checks at registration ------------------------------------------------------------------------------------------

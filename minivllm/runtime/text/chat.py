@@ -1,6 +1,6 @@
-"""From a conversation to the text of a prompt: which of a model's chat templates, and what it is given.
+"""Conversion of a conversation to the text of a prompt: the choice of a chat template, and its input.
 
-ask ──check──► plain messages ──select──► template ──fit──► its forms ──fill──► text, cut where it goes on
+conversation ──check──► plain messages ──select──► template ──fit──► its forms ──fill──► text, cut at the mark
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from .messages import GOES_ON
 from .template import ChatTemplate, UndefinedFieldError, is_template
 
 log = logging.getLogger("minivllm")
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as transformers has them
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates, as in transformers
 RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
-KEPT = 8  # templates of callers that stay compiled
+KEPT = 8  # most compiled templates of callers in the cache
 
 
 @dataclass(frozen=True)
 class Filling:
-    """What a template is given: ``values`` are (messages, tools, documents, variables by name), ``mark`` is the end of
-    the last message, where the prompt ends; "" if it ends with the template's text."""
+    """The input of a template.  ``values`` are the messages, tools, documents, and variables by name.
+
+    ``mark`` is the text at which the prompt ends, if it continues the last message.  "" means that the prompt ends with
+    the template's text."""
 
     template: ChatTemplate
     values: tuple[Any, Any, Any, dict[str, Any]]
@@ -34,7 +36,7 @@ class Filling:
 
 
 class ChatTemplates:
-    """The chat templates of a model by name; a model with one calls it ``default``."""
+    """The chat templates of a model by name.  The name of a single template is ``default``."""
 
     def __init__(self, sources: Mapping[str, str]) -> None:
         self.sources = dict(sources)
@@ -42,22 +44,24 @@ class ChatTemplates:
         self._told: set[str] = set()
 
     def select(self, name: str | None, tools: Any, documents: Any = None) -> ChatTemplate:
-        """Return the template that is named, or whose text is given; without a name ``tool_use`` for tools, else
-        ``default``.  RequestError if the model has none of that name."""
+        """Return the template with a name or text.
+
+        None means ``tool_use`` for tools if the model has it, else ``default``.  RequestError for an unknown name, and
+        for documents if the template does not support them."""
         names = ", ".join(sorted(self.sources))
         if name is None:
             name = TOOL_USE if tools and TOOL_USE in self.sources else DEFAULT
+            if not self.sources:
+                raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
             if name not in self.sources:
-                if not self.sources:
-                    raise RequestError("this model has no chat template: send a prompt instead of messages", "messages")
-                what = f"this model has several chat templates ({names}) and none is the default"
-                raise RequestError(f"{what}: name one with chat_template", "chat_template")
+                text = f"this model has several chat templates ({names}) and none is the default"
+                raise RequestError(f"{text}: name one with chat_template", "chat_template")
         source = self.sources.get(name)
         if source is None and is_template(name):
             source = name
         if source is None:
-            want = f"want {names}, or a Jinja template" if self.sources else "want a Jinja template"
-            raise RequestError(f"chat_template={shown(name)}: {want}", "chat_template")
+            expected = f"{names}, or a Jinja template" if self.sources else "a Jinja template"
+            raise RequestError(f"chat_template={shown(name)}: expected {expected}", "chat_template")
         found = self._compiled.get(source)
         if found is None:
             if len(self._compiled) >= len(self.sources) + KEPT:
@@ -73,11 +77,12 @@ class ChatTemplates:
         for name, source in self.sources.items():
             try:
                 found += self.select(name, None).facts.written
-            except RequestError:  # it is broken, which a chat that uses it says
+            except RequestError:  # it is broken; a chat that uses it reports the error
                 found.append(source)
         return found
 
     def _no_documents(self) -> str:
+        """Return the error about documents for a template that does not support them."""
         reading = [name for name, source in self.sources.items() if "documents" in source]
         hint = f"name one that has, with chat_template: {', '.join(reading)}" if reading else "put them into a message"
         return f"documents: the chat template has no place for them; {hint}"
@@ -93,7 +98,7 @@ class ChatTemplates:
         chat_template: str | None,
         variables: Mapping[str, Any] | None,
     ) -> Filling:
-        """Return what the template is given.  RequestError names the field that is wrong."""
+        """Return the input of the template for a request.  RequestError names the wrong field."""
         chat = plain.check_messages(messages)
         tools, documents = plain.check_tools(tools), plain.check_documents(documents)
         extra = _checked(variables)
@@ -101,28 +106,30 @@ class ChatTemplates:
         facts = template.facts
         if not facts.reads_calls:
             chat = plain.tell_calls(chat)
-        chat, mark = plain.fit(chat, facts), ""
-        if tools and "tools" not in facts.variables:  # behind what names places: this may add a message
+        chat = plain.fit(chat, facts)
+        mark = ""
+        if tools and "tools" not in facts.variables:  # after the checks that name places, because it may add a message
             self._note_told(template)
             chat, tools = plain.tell_tools(chat, tools, facts.content), None
         if continue_final_message:
             if add_generation_prompt:
-                what = f"{GOES_ON} beside add_generation_prompt: want one of them"
-                raise RequestError(what, GOES_ON)
+                text = f"{GOES_ON} and add_generation_prompt contradict each other: use only one of them"
+                raise RequestError(text, GOES_ON)
             chat, mark = plain.marked(chat, [tools, documents, extra])
         begins = not continue_final_message if add_generation_prompt is None else add_generation_prompt
         return Filling(template, (chat, tools, documents, extra), begins, mark)
 
     def _note_told(self, template: ChatTemplate) -> None:
+        """Log once that a template does not support tools."""
         if template.source not in self._told:
             self._told.add(template.source)
             log.warning("the chat template has no place for tools; they are described in the system message")
 
 
 def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Callable[[Any], str], Any], Any]) -> Any:
-    """Return ``run(render, values)``, where ``render`` fills the template with values as they are or marked.
+    """Return ``run(render, values)``, where ``render`` fills the template with the values or with marked copies.
 
-    A template that reads the content of a message without any is filled again with empty text there."""
+    If a template reads the content of a message without content, it is filled again with empty text as content."""
     chat, tools, documents, extra = filling.values
 
     def render(values: Any) -> str:
@@ -138,26 +145,28 @@ def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Cal
         try:
             return attempt(chat)
         except UndefinedFieldError:
-            if (filled := plain.with_content(chat)) is None:
+            filled = plain.with_content(chat)
+            if filled is None:
                 raise
             return attempt(filled)
 
 
 def _name(chat_template: Any) -> str | None:
+    """Return the ``chat_template`` of a request.  RequestError if it is not text."""
     if chat_template is not None and not isinstance(chat_template, str):
-        raise RequestError(f"chat_template={shown(chat_template)}: want a name or a Jinja template", "chat_template")
+        raise RequestError(f"chat_template={shown(chat_template)}: expected a name or a Jinja template", "chat_template")
     return chat_template
 
 
 def _checked(variables: Any) -> dict[str, Any]:
-    """Return the variables of a template.  RequestError for names that a caller does not set."""
+    """Return the variables of a template.  RequestError for names that a caller cannot set."""
     if variables is not None and not isinstance(variables, Mapping):
-        raise RequestError(f"chat_template_kwargs={shown(variables)}: want a mapping", "chat_template_kwargs")
+        raise RequestError(f"chat_template_kwargs={shown(variables)}: expected a mapping", "chat_template_kwargs")
     extra = dict(variables or {})
     for name in RESERVED:
         if name in extra:
             raise RequestError(f"chat template variable {shown(name)} is set by the engine", "chat_template_kwargs")
     for name in extra:
         if not isinstance(name, str):
-            raise RequestError(f"chat template variable {shown(name)}: want a name", "chat_template_kwargs")
+            raise RequestError(f"chat template variable {shown(name)}: expected a name", "chat_template_kwargs")
     return extra

@@ -1,7 +1,7 @@
-"""Tokenizers that only transformers reads (tokenizer.model, vocab.json, tekken.json), converted within limits.
+"""Conversion of tokenizers that only transformers can read (tokenizer.model, vocab.json, tekken.json).
 
-The conversion tries every cut of every piece, so one piece of a megabyte takes hours.  The process imports
-transformers, which this one then need not.
+It runs in a process with limits, because it tries every division of every piece, so a piece of a megabyte would take
+hours.  Only that process imports transformers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from minivllm.errors import ModelError
 from minivllm.registration import fresh
 from minivllm.runtime.processes.confined import BY_THE_CLOCK, MEMORY, allow, limit_memory
 
-SECONDS = 60.0  # of CPU time; a vocabulary of 256,000 pieces takes 8 s
+SECONDS = 60.0  # CPU time limit; a vocabulary of 256,000 pieces takes 8 s
 MEGABYTES = 4096
 
 
 def convert(folder: Path, names: tuple[str, ...], seconds: float = SECONDS) -> dict[str, Any]:
-    """Return {"backend": JSON of a ``tokenizers.Tokenizer``, or None if transformers has only a slow one, "special":
-    the named special tokens}.  ModelError if the files are broken or take too long."""
+    """Return the JSON of a ``tokenizers.Tokenizer`` as "backend", and the special tokens ``names`` as "special".
+
+    "backend" is None if transformers has only a slow tokenizer.  ModelError for broken files and exceeded limits."""
     read, write = os.pipe()
     argv = fresh.command("minivllm.runtime.text.converted:main", str(folder), str(write), str(seconds), ",".join(names))
     quiet = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
@@ -34,31 +35,31 @@ def convert(folder: Path, names: tuple[str, ...], seconds: float = SECONDS) -> d
         finally:
             os.close(write)
         try:
-            said = pipe.read()
+            answer = pipe.read()
         finally:
             process.kill()
             code = process.wait()
-    if said:
-        found = json.loads(said)
+    if answer:
+        found = json.loads(answer)
         if "refused" in found:
             raise ModelError(f"{folder}: transformers cannot load its tokenizer: {found['refused']}")
         return found
     if code in (-signal.SIGPROF, -signal.SIGALRM):
-        what = f"takes more than {seconds:g} s of CPU time (or {BY_THE_CLOCK * seconds:g} s by the clock)"
+        reason = f"takes more than {seconds:g} s of CPU time (or {BY_THE_CLOCK * seconds:g} s by the clock)"
     else:
-        what = f"takes more than {MEGABYTES} MiB" if code == MEMORY else f"ended the process with status {code}"
-    raise ModelError(f"{folder}: transformers cannot load its tokenizer: it {what}; want a tokenizer.json")
+        reason = f"takes more than {MEGABYTES} MiB" if code == MEMORY else f"ended the process with status {code}"
+    raise ModelError(f"{folder}: transformers cannot load its tokenizer: it {reason}; expected a tokenizer.json")
 
 
 def main(folder: str, write: str, seconds: str, names: str) -> None:
-    """Convert a tokenizer and write the answer as JSON to a pipe."""
+    """Convert a tokenizer within the limits, and write the answer as JSON to a pipe."""
     limit_memory(MEGABYTES)
     allow(float(seconds))
     try:
         answer = _answer(folder, names.split(","))
     except MemoryError:
         os._exit(MEMORY)
-    except BaseException as e:  # transformers raises many kinds, and panics of a library are no Exception
+    except BaseException as e:  # transformers raises many types, and a panic of a library is not an Exception
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         answer = {"refused": reason}
     with open(int(write), "wb") as pipe:
@@ -66,6 +67,7 @@ def main(folder: str, write: str, seconds: str, names: str) -> None:
 
 
 def _answer(folder: str, names: list[str]) -> dict[str, Any]:
+    """Return the result of ``convert``."""
     from transformers import AutoTokenizer
 
     slow = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

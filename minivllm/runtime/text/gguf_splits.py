@@ -1,11 +1,11 @@
-"""How byte-level vocabularies of GGUF files cut text into words before they merge bytes, by ``tokenizer.ggml.pre``.
+"""The splitting of text into words by byte-level vocabularies of GGUF files, by the key ``tokenizer.ggml.pre``.
 
-The names, and what each of them implies beside the cut, are llama.cpp's (src/llama-vocab.cpp).  The patterns are those
-of the tokenizer.json files that the names stand for.  llama.cpp's own engine spells some of them in another way, since
-it knows no classes of upper and lower case.
+The names and their further settings are llama.cpp's (src/llama-vocab.cpp).  The patterns are those of the
+tokenizer.json files that the names stand for.  llama.cpp spells some patterns differently, because its engine has no
+classes of upper and lower case.
 
-Normalisation is in no GGUF file, and llama.cpp does none.  The tokenizers that a name stands for do: Qwen, Cohere and
-GPT-NeoX compose characters (NFC).
+GGUF files do not store the normalization, and llama.cpp does not normalize.  The tokenizers of some names do: Qwen,
+Cohere and GPT-NeoX compose characters (NFC).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from minivllm.errors import shown
 
 
 class Split(NamedTuple):
-    """The cut of a ``pre`` name: ``patterns`` cut one after another, and what is between matches stays a word."""
+    """The splitting rule of a ``pre`` name.
+
+    The patterns are applied one after another.  Text between matches also forms a word."""
 
     patterns: tuple[str, ...]
-    bos: bool = False  # a prompt begins with BOS where the file has no add_bos_token
-    whole: bool = False  # a word that is a token stays whole, whatever the merges say
-    nfc: bool = False
+    bos: bool = False  # a prompt begins with BOS if the file has no add_bos_token
+    whole: bool = False  # a word that is a token is not divided, even if the merges would not make it
+    nfc: bool = False  # compose characters first
 
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -70,6 +72,7 @@ NAMES: dict[str, Split] = {}
 
 
 def _name(names: str, *patterns: str, bos: bool = False, whole: bool = False, nfc: bool = False) -> None:
+    """Add a rule to ``NAMES`` under each of some names."""
     NAMES.update(dict.fromkeys(names.split(), Split(patterns, bos, whole, nfc)))
 
 
@@ -127,7 +130,7 @@ _name(
 
 
 def split_named(name: str) -> Split | str:
-    """Return the cut that a ``pre`` name stands for, or what is wrong with the name."""
-    if (found := NAMES.get(name)) is not None:
-        return found
-    return f"tokenizer.ggml.pre={shown(name)}: want one of {', '.join(sorted(NAMES))}"
+    """Return the rule of a ``pre`` name, or the error message for an unknown name."""
+    if name in NAMES:
+        return NAMES[name]
+    return f"tokenizer.ggml.pre={shown(name)}: expected one of {', '.join(sorted(NAMES))}"

@@ -1,12 +1,13 @@
-"""The tokenizer in a GGUF file, as llama.cpp (src/llama-vocab.cpp) understands its keys ``tokenizer.ggml.*``.
+"""The tokenizer in a GGUF file, read from the keys ``tokenizer.ggml.*`` as llama.cpp (src/llama-vocab.cpp) does.
 
-Two kinds of vocabulary are read.  ``gpt2`` is byte-level BPE with merges in the file.  ``llama`` is BPE of
-sentencepiece, whose merges follow from the scores of its pieces.  Where a key is absent, llama.cpp's default counts.
-What the file cannot say, Unicode normalisation, follows from the name of the pre-tokenizer.
+Two kinds of vocabulary are supported.  ``gpt2`` is byte-level BPE with merges in the file.  ``llama`` is BPE of
+sentencepiece, whose merges are computed from the scores of its pieces.  An absent key has llama.cpp's default.  Unicode
+normalization, which the file does not store, follows from the name of the pre-tokenizer.
 
-Two readings differ for ``llama``.  After a token of the file's own that text spells, llama.cpp puts a space before the
-next word, as it is done here; sentencepiece does so for no user-defined token.  Scores that are logarithms of
-probabilities are those of a unigram model, and text is cut as that model does; llama.cpp takes them for ranks of BPE.
+For ``llama``, llama.cpp and sentencepiece differ.  llama.cpp adds a space before the word after a special or
+user-defined token of the file, and so does this module; sentencepiece does not after user-defined tokens.  Scores that
+are logarithms of probabilities belong to a unigram model, and this module divides text as that model does; llama.cpp
+treats them as ranks of BPE.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ from minivllm.errors import shown
 
 from .gguf_splits import Split, split_named
 
-SPACE = "\u2581"  # how sentencepiece spells a space
-MOST_WORK = 10**9  # sum of squares of the lengths of tokens, which are cut everywhere; 262,144 tokens have 2 * 10**7
-NO_TOKENIZER = "want one named by tokenizer, or skip_tokenizer_init=True"
-OTHERS = {  # tokenizer.ggml.model -> what it is
+SPACE = "\u2581"  # sentencepiece's spelling of a space
+# largest sum of squared token lengths, because ``merges_of`` divides each token at each position; a usual vocabulary of
+# 262,144 tokens has 2 * 10**7
+MOST_WORK = 10**9
+NO_TOKENIZER = "choose one with the option tokenizer, or set skip_tokenizer_init=True"
+OTHERS = {  # tokenizer.ggml.model -> its kind of vocabulary, which is not supported
     "bert": "WordPiece (WPM)", "t5": "unigram of sentencepiece (UGM)", "rwkv": "RWKV", "plamo2": "PLaMo 2",
     "gemma4": "Gemma 4", "hybriddna": "HybridDNA", "whitespace": "words between spaces", "no_vocab": "no vocabulary",
     "none": "no vocabulary",
@@ -41,57 +44,55 @@ class TokenKind(IntEnum):
     NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 
 
-PIECES = (TokenKind.NORMAL, TokenKind.UNUSED)  # of which sentencepiece makes text
+PIECES = (TokenKind.NORMAL, TokenKind.UNUSED)  # the kinds that sentencepiece finds in text
 SPECIAL = (TokenKind.CONTROL, TokenKind.UNKNOWN)
 
 
 class Vocabulary(NamedTuple):
-    """The checked keys of a file.  ``ids``: "bos" -> id."""
+    """The checked keys of a file."""
 
     file: GgufFile
     model: str  # "gpt2" or "llama"
     tokens: Sequence[str]
-    kinds: Sequence[int]
-    ids: Mapping[str, int]
+    kinds: Sequence[int]  # ``TokenKind`` of each token
+    ids: Mapping[str, int]  # role such as "bos" -> token id
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """Return the tokens with a role by transformers' names: "eos_token" -> "<|im_end|>"."""
+        """Return the tokens with a role, by transformers' names such as "eos_token"."""
         return {name: self.tokens[self.ids[role]] for name, role in ROLES.items() if role in self.ids}
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a truth value of the file."""
+        """Return a truth value of the file, or the default if the key is absent."""
         value = self.file.values.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, bool):
-            raise self.file.refuse(f"tokenizer.ggml.{key}={shown(value)}: want a truth value")
+            raise self.file.refuse(f"tokenizer.ggml.{key}={shown(value)}: expected a truth value")
         return value
 
 
 def read_vocabulary(file: GgufFile) -> Vocabulary:
-    """Read and check the tokens of a file.  ModelError for a kind of vocabulary that is not read here."""
+    """Return the checked vocabulary of a file.  ModelError for a kind of vocabulary that is not supported."""
     model = file.values.get("tokenizer.ggml.model")
+    if model is None:
+        raise file.refuse(f"holds no tokenizer (no tokenizer.ggml.model); {NO_TOKENIZER}")
     if not isinstance(model, str) or model not in ("gpt2", "llama"):
-        what = "holds no tokenizer (no tokenizer.ggml.model)"
-        if model is not None:
-            known = OTHERS.get(model, "not known") if isinstance(model, str) else "not known"
-            what = (
-                f"tokenizer.ggml.model={shown(model)} is {known}: want gpt2 (byte-level BPE) or llama (sentencepiece)"
-            )
-        raise file.refuse(f"{what}; {NO_TOKENIZER}")
-    tokens = _texts(file, "tokens")
-    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(tokens)]
+        kind = OTHERS.get(model, "not known") if isinstance(model, str) else "not known"
+        text = f"tokenizer.ggml.model={shown(model)} is {kind}: expected gpt2 (byte-level BPE) or llama (sentencepiece)"
+        raise file.refuse(f"{text}; {NO_TOKENIZER}")
+    tokens = [token or f"[EMPTY_{i}]" for i, token in enumerate(_texts(file, "tokens"))]
     if sum(len(token) ** 2 for token in tokens) > MOST_WORK:
-        raise file.refuse(f"its tokens are {sum(map(len, tokens))} characters long; want shorter ones")
+        raise file.refuse(f"its tokens are {sum(map(len, tokens))} characters long; expected shorter tokens")
     if len(set(tokens)) < len(tokens):
         first = {token: i for i, token in reversed(list(enumerate(tokens)))}
         twice = next(i for i, token in enumerate(tokens) if first[token] != i)
-        raise file.refuse(f"token {shown(tokens[twice])} has the ids {first[tokens[twice]]} and {twice}; want one")
+        raise file.refuse(f"token {shown(tokens[twice])} has the ids {first[tokens[twice]]} and {twice}; expected one id")
     kinds = _numbers(file, "token_type", len(tokens), int) or [int(TokenKind.NORMAL)] * len(tokens)
     kinds = [int(TokenKind.CONTROL) if token in END_TEXTS else kind for token, kind in zip(tokens, kinds, strict=True)]
     return Vocabulary(file, model, tokens, kinds, _ids(file, model, len(tokens)))
 
 
 def _texts(file: GgufFile, name: str) -> list[str]:
+    """Return a list of strings in the file.  ModelError if it is missing."""
     found = file.values.get(f"tokenizer.ggml.{name}")
     if not isinstance(found, list) or not found or not isinstance(found[0], str):
         raise file.refuse(f"lacks tokenizer.ggml.{name}, a list of strings; {NO_TOKENIZER}")
@@ -99,67 +100,79 @@ def _texts(file: GgufFile, name: str) -> list[str]:
 
 
 def _numbers(file: GgufFile, name: str, count: int, kind: type) -> Sequence[Any]:
-    """Return the numbers of tokens, () where the file has none."""
+    """Return the numbers of ``count`` tokens, or () if the file has none.  ModelError for a wrong type or length."""
     found = file.values.get(f"tokenizer.ggml.{name}")
     if found is None:
         return ()
-    found = found if isinstance(found, list) else found.tolist() if hasattr(found, "tolist") else None
-    if found is None or len(found) < count or not all(type(value) in (kind, int) for value in found):
-        raise file.refuse(f"tokenizer.ggml.{name}: want a number for each of the {count} tokens")
-    return found[:count]
+    numbers = found.tolist() if hasattr(found, "tolist") else found
+    valid = isinstance(numbers, list) and len(numbers) >= count
+    if not valid or not all(type(value) in (kind, int) for value in numbers):
+        raise file.refuse(f"tokenizer.ggml.{name}: expected a number for each of the {count} tokens")
+    return numbers[:count]
 
 
 def _ids(file: GgufFile, model: str, count: int) -> dict[str, int]:
-    """Return the ids that have a role; those of a ``llama`` file that names none are sentencepiece's."""
+    """Return the ids of roles.  A ``llama`` file without them has sentencepiece's default ids."""
     found = {"bos": 1, "eos": 2, "unknown": 0} if model == "llama" else {}
     found = {role: i for role, i in found.items() if i < count}
     for role in ROLES.values():
         key = f"tokenizer.ggml.{role}_token_id"
-        if (i := file.values.get(key)) is None:
+        i = file.values.get(key)
+        if i is None:
             continue
         if type(i) is int and 0 <= i < count:
             found[role] = i
-        elif role in ("bos", "eos"):  # others change no prompt, and files have -1 for "none"
-            raise file.refuse(f"{key}={shown(i)}: want an id below {count}")
+        elif role in ("bos", "eos"):  # other roles do not change prompts, and files use -1 for "none"
+            raise file.refuse(f"{key}={shown(i)}: expected an id below {count}")
     return found
 
 
 def build(vocabulary: Vocabulary, warn: Any) -> Any:
-    """Make a ``tokenizers.Tokenizer``.  ``warn`` is called with a text about what is only assumed."""
+    """Return a ``tokenizers.Tokenizer``.  ``warn`` is called with a text about an assumption."""
     from tokenizers import AddedToken
 
-    split = _split(vocabulary, warn) if vocabulary.model == "gpt2" else Split((), bos=True)
-    made = _byte_level(vocabulary, split) if vocabulary.model == "gpt2" else _sentencepiece(vocabulary)
-    named = [(token, kind) for token, kind in zip(vocabulary.tokens, vocabulary.kinds, strict=True) if kind in ADDED]
-    made.add_tokens([AddedToken(t, normalized=False, special=kind in SPECIAL) for t, kind in named])
-    made.post_processor = _around(vocabulary, split.bos)
-    return made
+    if vocabulary.model == "gpt2":
+        split = _split(vocabulary, warn)
+        backend = _byte_level(vocabulary, split)
+    else:
+        split = Split((), bos=True)
+        backend = _sentencepiece(vocabulary)
+    tokens = zip(vocabulary.tokens, vocabulary.kinds, strict=True)
+    added = [AddedToken(t, normalized=False, special=kind in SPECIAL) for t, kind in tokens if kind in ADDED]
+    backend.add_tokens(added)
+    backend.post_processor = _around(vocabulary, split.bos)
+    return backend
 
 
 ADDED = (*SPECIAL, TokenKind.USER)
 
 
 def _around(vocabulary: Vocabulary, bos: bool) -> Any:
-    """Return what puts BOS and EOS around a prompt.  ``bos``: whether BOS is put where the file does not say."""
+    """Return the processor that adds BOS and EOS to a prompt.  ``bos`` is the file's default for adding BOS."""
     from tokenizers import processors
 
-    roles = [role for role, default in (("bos", bos), ("eos", False)) if vocabulary.flag(f"add_{role}_token", default)]
+    defaults = {"bos": bos, "eos": False}
+    roles = [role for role, default in defaults.items() if vocabulary.flag(f"add_{role}_token", default)]
+    special = []
     for role in roles:
         if role not in vocabulary.ids:
             key = f"tokenizer.ggml.{role}_token_id"
-            raise vocabulary.file.refuse(f"prompts get a {role.upper()} token, but {key} is absent; want the id")
-    ids = {role: vocabulary.ids[role] for role in roles}
-    special = [{"id": role, "ids": [i], "tokens": [vocabulary.tokens[i]]} for role, i in ids.items()]
-    single = [*(role for role in roles if role == "bos"), "$A", *(role for role in roles if role == "eos")]
+            raise vocabulary.file.refuse(f"prompts get a {role.upper()} token, but {key} is absent; expected the id")
+        i = vocabulary.ids[role]
+        special.append({"id": role, "ids": [i], "tokens": [vocabulary.tokens[i]]})
+    before = ["bos"] if "bos" in roles else []
+    after = ["eos"] if "eos" in roles else []
+    single = [*before, "$A", *after]
     return processors.TemplateProcessing(single=single, pair=[*single, "$B:1"], special_tokens=special)
 
 
 def _split(vocabulary: Vocabulary, warn: Any) -> Split:
+    """Return the splitting rule of a ``gpt2`` file.  ModelError for an unknown name."""
     name = vocabulary.file.values.get("tokenizer.ggml.pre")
     if name is None or (isinstance(name, str) and not name):
         warn(
-            f"{vocabulary.file.path}: names no pre-tokenizer (tokenizer.ggml.pre), so text is cut as llama.cpp's "
-            "'default' does, which may not be how the model was trained; convert the model again"
+            f"{vocabulary.file.path}: names no pre-tokenizer (tokenizer.ggml.pre), so text is split by llama.cpp's "
+            "'default', which may differ from the model's training; convert the model again"
         )
         name = "default"
     found = split_named(name if isinstance(name, str) else repr(name))
@@ -169,28 +182,31 @@ def _split(vocabulary: Vocabulary, warn: Any) -> Split:
 
 
 def _byte_level(vocabulary: Vocabulary, split: Split) -> Any:
+    """Return the ``tokenizers.Tokenizer`` of a ``gpt2`` file."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     known = {token: i for i, token in enumerate(vocabulary.tokens)}
     merges = []
     for n, merge in enumerate(_texts(vocabulary.file, "merges")):
-        left, right = merge[: (cut := merge.find(" ", 1))], merge[cut + 1 :]
+        cut = merge.find(" ", 1)
+        left, right = merge[:cut], merge[cut + 1 :]
         if left not in known or right not in known or left + right not in known:
             raise vocabulary.file.refuse(
-                f"tokenizer.ggml.merges[{n}]={shown(merge)}: want two tokens that make a token"
+                f"tokenizer.ggml.merges[{n}]={shown(merge)}: expected two tokens that make a token"
             )
         merges.append((left, right))
-    made = Tokenizer(models.BPE(known, merges, ignore_merges=split.whole))
-    cuts = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    backend = Tokenizer(models.BPE(known, merges, ignore_merges=split.whole))
+    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
-    made.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, spell])
+    backend.decoder = decoders.ByteLevel()
     if split.nfc:
-        made.normalizer = normalizers.NFC()
-    return made
+        backend.normalizer = normalizers.NFC()
+    return backend
 
 
 def _sentencepiece(vocabulary: Vocabulary) -> Any:
+    """Return the ``tokenizers.Tokenizer`` of a ``llama`` file."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = vocabulary.tokens
@@ -199,28 +215,31 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
     unknown = tokens[vocabulary.ids["unknown"]] if "unknown" in vocabulary.ids else None
     scores = _scores(vocabulary)
     if _is_unigram(vocabulary, scores):
-        least = min(scores) - 1e6  # of tokens that sentencepiece finds in no text
+        least = min(scores) - 1e6  # score of tokens that sentencepiece does not find in text
         kinds = vocabulary.kinds
-        listed = [(t, s if kind in PIECES else least) for t, kind, s in zip(tokens, kinds, scores, strict=True)]
-        made = Tokenizer(models.Unigram(listed, vocabulary.ids.get("unknown"), of_bytes))
-        if of_bytes:  # text that is spelled like a byte token is cut, or the library would take it for one
-            made.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
+        pieces = [(t, s if kind in PIECES else least) for t, kind, s in zip(tokens, kinds, scores, strict=True)]
+        backend = Tokenizer(models.Unigram(pieces, vocabulary.ids.get("unknown"), of_bytes))
+        if of_bytes:  # split text that is spelled like a byte token, so that the library does not use the token for it
+            backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
     else:
         merges = merges_of(vocabulary, scores)
-        made = Tokenizer(models.BPE(known, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
+        backend = Tokenizer(models.BPE(known, merges, unk_token=unknown, fuse_unk=True, byte_fallback=of_bytes))
     steps: list[Any] = []
     if vocabulary.flag("remove_extra_whitespaces", False):
         steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     prefix = vocabulary.flag("add_space_prefix", True)
     if prefix:
         steps.append(normalizers.Prepend(SPACE))
-    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    backend.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
     back: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, *([decoders.Strip(" ", 1, 0)] if prefix else [])])
-    return made
+    if prefix:
+        back.append(decoders.Strip(" ", 1, 0))
+    backend.decoder = decoders.Sequence(back)
+    return backend
 
 
 def _scores(vocabulary: Vocabulary) -> Sequence[float]:
+    """Return the scores of all tokens.  ModelError if they are missing."""
     scores = _numbers(vocabulary.file, "scores", len(vocabulary.tokens), float)
     if not scores or not all(map(math.isfinite, scores)):
         raise vocabulary.file.refuse("lacks tokenizer.ggml.scores, a finite number for each token; " + NO_TOKENIZER)
@@ -228,12 +247,12 @@ def _scores(vocabulary: Vocabulary) -> Sequence[float]:
 
 
 def _is_unigram(vocabulary: Vocabulary, scores: Sequence[float]) -> bool:
-    """Return whether scores are logarithms of probabilities.  Those of BPE are ranks, which are whole numbers."""
+    """Return whether scores are logarithms of probabilities.  The scores of BPE are ranks, which are whole numbers."""
     return any(score != int(score) for score, kind in zip(scores, vocabulary.kinds, strict=True) if kind in PIECES)
 
 
 def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Return the pairs of pieces that make a piece, the best score first, as sentencepiece joins them."""
+    """Return the pairs of pieces that form a piece, in sentencepiece's order of merging, the best score first."""
     kinds = vocabulary.kinds
     pieces = {t: i for i, (t, kind) in enumerate(zip(vocabulary.tokens, kinds, strict=True)) if kind in PIECES}
     found = []

@@ -31,7 +31,7 @@ def check_growth(path: Path, backend: Any) -> None:
     longest = max(backend.get_vocab(with_added_tokens=True), key=len, default="")
     if len(longest) > MOST_TOKEN:
         raise ModelError(
-            f"{path}: a token of {len(longest)} characters, {shown(longest[:20])}...: want at most {MOST_TOKEN}"
+            f"{path}: a token of {len(longest)} characters, {shown(longest[:20])}...: expected at most {MOST_TOKEN}"
         )
     for part in PARTS:
         found = getattr(backend, part)
@@ -50,10 +50,10 @@ def _check_chain(path: Path, part: str, state: Mapping[str, Any]) -> None:
         if factor > MOST_GROWTH:
             raise ModelError(
                 f"{path}: the {part} can turn one character into {factor:.0f} (up to its step {steps}, "
-                f"{shown(step.get('type'))}): want at most {MOST_GROWTH}"
+                f"{shown(step.get('type'))}): expected at most {MOST_GROWTH}"
             )
         if steps > MOST_STEPS:
-            raise ModelError(f"{path}: the {part} has more than {MOST_STEPS} steps; want fewer")
+            raise ModelError(f"{path}: the {part} has more than {MOST_STEPS} steps; expected fewer")
 
 
 def _check_affix(path: Path, part: str, step: Mapping[str, Any]) -> None:
@@ -61,7 +61,7 @@ def _check_affix(path: Path, part: str, step: Mapping[str, Any]) -> None:
     for name in AFFIXES:
         value = step.get(name)
         if isinstance(value, str) and len(value) > MOST_AFFIX:
-            raise ModelError(f"{path}: {part}: {name} of {len(value)} characters: want at most {MOST_AFFIX}")
+            raise ModelError(f"{path}: {part}: {name} of {len(value)} characters: expected at most {MOST_AFFIX}")
 
 
 def _steps(state: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

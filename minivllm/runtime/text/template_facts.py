@@ -1,8 +1,8 @@
-"""Facts of a chat template that its syntax tree shows: what it prints, and in which form it reads messages.
+"""Facts about a chat template, found in its syntax tree: the text it prints, and the forms in which it reads messages.
 
-A published template reads the content of a message as text, as a list of parts, or as either; it reads the arguments of
-a tool call as JSON text, as a mapping, or as either; and it knows some roles and variables, and others not.  The facts
-let ``messages.fit`` give each template the form that it reads.
+A template reads the content of a message as text, as a list of parts, or as either.  It reads the arguments of a tool
+call as JSON text, as a mapping, or as either.  It supports some roles and variables.  With these facts ``messages.fit``
+passes messages to each template in the form that it reads.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ METHODS_OF_MAPPINGS = frozenset({"items", "keys", "values", "get"})
 
 @dataclass(frozen=True)
 class TemplateFacts:
-    """``written``: the text that a template may print; ``names``: the words that it looks up or compares with;
-    ``filters``: the names of its filters; ``variables``: the names that it reads from the caller; ``roles``: the roles
-    that it compares a message's role with; ``content`` and ``arguments``: the forms in which it reads those."""
+    """The facts about a template."""
 
-    written: tuple[str, ...] = ()
-    names: frozenset[str] = frozenset()
-    filters: frozenset[str] = frozenset()
-    variables: frozenset[str] = frozenset()
-    roles: frozenset[str] = frozenset()
-    content: str = TEXT
-    arguments: str = EITHER
-    prints_messages: bool = False  # as JSON, with all their keys
+    written: tuple[str, ...] = ()  # texts that it may print
+    names: frozenset[str] = frozenset()  # words that it looks up or compares with
+    filters: frozenset[str] = frozenset()  # names of its filters
+    variables: frozenset[str] = frozenset()  # variables that the caller may set
+    roles: frozenset[str] = frozenset()  # roles that it compares a message's role with
+    content: str = TEXT  # form in which it reads the content of a message
+    arguments: str = EITHER  # form in which it reads the arguments of a tool call
+    prints_messages: bool = False  # it prints whole messages as JSON
 
     @property
     def reads_calls(self) -> bool:
@@ -43,7 +41,7 @@ class TemplateFacts:
 
 
 def facts_of(environment: Any, source: str) -> TemplateFacts:
-    """Return the facts of a template's source.  Errors are those of jinja2's parser."""
+    """Return the facts about a template's source.  It raises the errors of jinja2's parser."""
     from jinja2 import meta, nodes
 
     tree = environment.parse(source)
@@ -63,27 +61,30 @@ def facts_of(environment: Any, source: str) -> TemplateFacts:
 
 
 class _Uses:
-    """How a template uses the fields of a message, followed through assignments, loops and macros.
+    """The uses of a message's fields in a template, followed through assignments, loops and macros.
 
-    Names are followed whatever their scope: a template that gives one name two meanings is read as having both."""
+    Scopes are ignored: if a template uses one name for two things, the name counts as both."""
 
     def __init__(self, tree: Any) -> None:
         from jinja2 import nodes
 
         self._nodes, self._tree = nodes, tree
-        self._aliases: dict[str, set[str]] = {}
+        self._aliases: dict[str, set[str]] = {}  # name in the template -> tracked fields that it may hold
         self._macros = {macro.name: macro for macro in tree.find_all(nodes.Macro)}
         while self._follow():
             pass
 
     def _follow(self) -> bool:
-        """Add the names that hold a tracked field; return whether there was a new one."""
+        """Add names that hold a tracked field, and return whether there are new ones."""
         before = sum(map(len, self._aliases.values()))
         for node in self._tree.find_all(self._nodes.Assign):
             self._alias(node.target, self._fields(node.node))
         for node in self._tree.find_all(self._nodes.For):
             fields = self._fields(node.iter)
-            self._alias(node.target, {CALL} if CALLS in fields else {MESSAGE} if MESSAGES in fields else set())
+            if CALLS in fields:
+                self._alias(node.target, {CALL})
+            elif MESSAGES in fields:
+                self._alias(node.target, {MESSAGE})
         for node in self._tree.find_all(self._nodes.Call):
             macro = self._macros.get(getattr(node.node, "name", ""))
             if macro is not None:
@@ -93,6 +94,7 @@ class _Uses:
 
     @staticmethod
     def _given(macro: Any, call: Any) -> Iterator[tuple[Any, Any]]:
+        """Yield each parameter of a macro with its argument in a call."""
         yield from zip(macro.args, call.args, strict=False)
         by_name = {param.name: param for param in macro.args}
         for keyword in call.kwargs:
@@ -100,6 +102,7 @@ class _Uses:
                 yield by_name[keyword.key], keyword.value
 
     def _alias(self, target: Any, fields: set[str]) -> None:
+        """Add fields to those that the name ``target`` may hold."""
         name = getattr(target, "name", None)
         if fields and isinstance(target, self._nodes.Name):
             self._aliases.setdefault(str(name), set()).update(fields)
@@ -112,7 +115,7 @@ class _Uses:
         key = self._key(node)
         if key is not None:
             return {key} if key in TRACKED else set()
-        if isinstance(node, n.Getitem):  # a place in a list, or a slice of it
+        if isinstance(node, n.Getitem):  # an element or a slice of a list
             found = self._fields(node.node)
             if isinstance(node.arg, n.Slice):
                 return found
@@ -129,7 +132,7 @@ class _Uses:
         return set()
 
     def _key(self, node: Any) -> str | None:
-        """Return the name by which ``x.name`` or ``x['name']`` looks something up."""
+        """Return the name in ``x.name`` or ``x['name']``, or None for other expressions."""
         if isinstance(node, self._nodes.Getattr):
             return str(node.attr)
         if isinstance(node, self._nodes.Getitem) and isinstance(node.arg, self._nodes.Const):
@@ -137,39 +140,51 @@ class _Uses:
         return None
 
     def _tested(self, field: str, *names: str) -> bool:
+        """Return whether the template applies one of the tests ``names`` to a field."""
         tests = self._tree.find_all(self._nodes.Test)
         return any(test.name in names and field in self._fields(test.node) for test in tests)
 
     def _looped(self, field: str) -> bool:
+        """Return whether the template loops over a field."""
         return any(field in self._fields(loop.iter) for loop in self._tree.find_all(self._nodes.For))
 
     def _loops_over_parts(self) -> bool:
         """Return whether a loop over content reads the type or the text of each part."""
         n = self._nodes
-        return any(
-            self._key(node) in ("type", "text") and getattr(node.node, "name", "") == getattr(loop.target, "name", None)
-            for loop in self._tree.find_all(n.For)
-            if CONTENT in self._fields(loop.iter)
-            for node in loop.find_all((n.Getattr, n.Getitem))
-        )
+        for loop in self._tree.find_all(n.For):
+            if CONTENT not in self._fields(loop.iter):
+                continue
+            part = getattr(loop.target, "name", None)
+            reads = (node for node in loop.find_all((n.Getattr, n.Getitem)) if self._reads_part(node))
+            if any(getattr(node.node, "name", "") == part for node in reads):
+                return True
+        return False
+
+    def _reads_part(self, node: Any) -> bool:
+        """Return whether an expression reads the type or the text of a value."""
+        return self._key(node) in ("type", "text")
 
     def _filtered(self, fields: set[str], names: frozenset[str]) -> bool:
+        """Return whether the template applies one of the filters ``names`` to one of the fields."""
         filters = self._tree.find_all(self._nodes.Filter)
         return any(one.name in names and fields & self._fields(one.node) for one in filters)
 
     def content(self) -> str:
         """Return the form in which the content of a message is read."""
-        n = self._nodes
-        indexed = any(
-            isinstance(node.node, n.Getitem)
-            and not isinstance(node.node.arg, n.Slice)
-            and CONTENT in self._fields(node.node.node)
-            and self._key(node) in ("type", "text")
-            for node in self._tree.find_all((n.Getattr, n.Getitem))
-        )
-        if not (self._loops_over_parts() or indexed or self._filtered({CONTENT}, OF_PARTS)):
+        if not (self._loops_over_parts() or self._indexes_parts() or self._filtered({CONTENT}, OF_PARTS)):
             return TEXT
         return EITHER if self._tested(CONTENT, "string") else PARTS
+
+    def _indexes_parts(self) -> bool:
+        """Return whether the template reads the type or the text of an element of content."""
+        n = self._nodes
+        for node in self._tree.find_all((n.Getattr, n.Getitem)):
+            element = node.node
+            if not self._reads_part(node) or not isinstance(element, n.Getitem) or isinstance(element.arg, n.Slice):
+                continue
+            if CONTENT in self._fields(element.node):
+                return True
+        return False
 
     def arguments(self) -> str:
         """Return the form in which the arguments of a tool call are read."""
@@ -177,11 +192,9 @@ class _Uses:
         if self._tested(ARGUMENTS, "string"):
             return EITHER
         whole = self._filtered({ARGUMENTS, CALL, CALLS}, frozenset({"tojson"}))
+        methods = [call.node for call in self._tree.find_all(n.Call) if isinstance(call.node, n.Getattr)]
         called = any(
-            isinstance(node.node, n.Getattr)
-            and node.node.attr in METHODS_OF_MAPPINGS
-            and ARGUMENTS in self._fields(node.node.node)
-            for node in self._tree.find_all(n.Call)
+            method.attr in METHODS_OF_MAPPINGS and ARGUMENTS in self._fields(method.node) for method in methods
         )
         parted = self._filtered({ARGUMENTS}, OF_MAPPINGS) or self._looped(ARGUMENTS)
         if whole or called or parted or self._tested(ARGUMENTS, "mapping"):
@@ -194,7 +207,9 @@ class _Uses:
         n = self._nodes
         for node in self._tree.find_all(n.Compare):
             sides = [node.expr, *(operand.expr for operand in node.ops)]
-            if any(ROLE in self._fields(side) for side in sides):
-                for side in sides:
-                    listed = side.items if isinstance(side, (n.List, n.Tuple)) else [side]
-                    yield from (one.value for one in listed if isinstance(one, n.Const) and isinstance(one.value, str))
+            if not any(ROLE in self._fields(side) for side in sides):
+                continue
+            for side in sides:
+                listed = side.items if isinstance(side, (n.List, n.Tuple)) else [side]
+                values = [item.value for item in listed if isinstance(item, n.Const)]
+                yield from (value for value in values if isinstance(value, str))

@@ -1,8 +1,7 @@
-"""Text to token ids and back, and chat templates, read from a model directory.
+"""The tokenizer and the chat templates of a model directory.
 
-Where there is a tokenizer.json the ``tokenizers`` library reads it and transformers, whose import costs a second, is
-not needed.  What transformers adds to the file is done here: the tokens of tokenizer_config.json and the conventions of
-chat templates.
+The ``tokenizers`` library reads tokenizer.json, so transformers, whose import takes a second, is not needed for it.
+This module adds the tokens of tokenizer_config.json and the conventions of chat templates, as transformers does.
 """
 
 from __future__ import annotations
@@ -29,21 +28,22 @@ from .template import ChatTemplate, chosen_template
 log = logging.getLogger("minivllm")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
-READ = ("*.json", "*.model", "*.txt", "*.jinja")  # what transformers may open
+READ = ("*.json", "*.model", "*.txt", "*.jinja")  # files that transformers may open
 MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
-NOT_UNICODE = "prompt is not valid Unicode: want text without lone surrogates"
-MOST_ENDS = 32  # ids that end an answer; the device holds no more
-MOST_FILLERS = 16  # templates whose special tokens stay worked out
+NOT_UNICODE = "prompt is not valid Unicode: expected text without lone surrogates"
+MOST_ENDS = 32  # most ids that end an answer, a limit of the device
+MOST_FILLERS = 16  # most cached ``ChatFiller`` objects
 
 
 def load_tokenizer(
     model_dir: str | Path, chat_template: str | None = None, eos: Sequence[int] | None = None
 ) -> Tokenizer:
-    """Return the tokenizer of a model directory; ModelError if there is none or its files are broken.
-    ``chat_template`` is the text, or the file, of a template in place of the model's; ConfigError if it is none.
-    ``eos``: end-of-sequence ids in place of those that the directory configures.
+    """Return the tokenizer of a model directory or GGUF file.  ModelError if it is missing or broken.
 
-    Code from the directory is never run (``trust_remote_code`` stays off).
+    ``chat_template`` is the text or the file of a template that replaces the model's.  ConfigError if it is not a
+    template.  ``eos`` has end-of-sequence ids that replace those of the directory.
+
+    Code from the directory is never run (``trust_remote_code`` is off).
     """
     folder = Path(model_dir)
     if is_gguf(folder):
@@ -58,11 +58,11 @@ def load_tokenizer(
             _configure(backend, named, special)
     except (AttributeError, TypeError, ValueError, OverflowError) as e:
         at = folder / "tokenizer_config.json"
-        raise ModelError(f"{at}: its added or special tokens are none ({describe_error(e)}); download it again") from e
+        raise ModelError(f"{at}: malformed added or special tokens ({describe_error(e)}); download it again") from e
     if backend is None:
         backend, slow, found = _converted(folder)
         special = found | special
-    if backend is not None:  # a limit or padding saved with the tokenizer is for training
+    if backend is not None:  # truncation and padding in the file are for training
         backend.no_truncation()
         backend.no_padding()
         check_growth(folder, backend)
@@ -73,7 +73,9 @@ def load_tokenizer(
 
 
 class Tokenizer:
-    """``backend`` is the ``tokenizers.Tokenizer``, or None where transformers has only a slow one for the model."""
+    """A tokenizer with the model's special tokens and chat templates.
+
+    ``backend`` is a ``tokenizers.Tokenizer``, or None if the model has only a slow tokenizer of transformers."""
 
     def __init__(
         self,
@@ -87,23 +89,24 @@ class Tokenizer:
         self.special_tokens = dict(special)  # "eos_token" -> "<|im_end|>"
         self._templates = ChatTemplates({DEFAULT: templates} if isinstance(templates, str) else templates or {})
         self._fillers: dict[str, ChatFiller] = {}
-        own = self.token_id(special["eos_token"]) if "eos_token" in special else None
-        # the model's own come first; the tokenizer's counts too: chat models name one in one file, one in the other
-        self.eos_ids = tuple(dict.fromkeys([*eos, *(() if own is None else (own,))]))
-        self._folder: Path | None = None  # where it was read from
+        own = self._special_id("eos_token")
+        # files of chat models may name different end-of-sequence tokens for the model and the tokenizer: all of them
+        # count
+        self.eos_ids = tuple(dict.fromkeys([*eos] if own is None else [*eos, own]))
+        self._folder: Path | None = None  # the source of the files
 
     @property
     def chat_templates(self) -> dict[str, str]:
-        """Return the chat templates by name; a single one is called ``default``."""
+        """Return the chat templates by name.  The name of a single template is ``default``."""
         return self._templates.sources
 
     @property
     def chat_template(self) -> str | None:
-        """Return the chat template of requests that name none; None if there is none."""
+        """Return the default chat template, or None."""
         return self.chat_templates.get(DEFAULT)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what ``from_json`` makes the same tokenizer of, in another process."""
+        """Return the fields for ``from_json``, which makes the same tokenizer in another process."""
         if self.backend is None:
             return {"folder": str(self._folder), "templates": self.chat_templates, "eos": list(self.eos_ids)}
         return {
@@ -115,6 +118,7 @@ class Tokenizer:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Tokenizer:
+        """Make a tokenizer from the fields of ``to_json``."""
         if "folder" in fields:
             made = load_tokenizer(fields["folder"], eos=fields["eos"])
             made._templates = ChatTemplates(fields["templates"])
@@ -130,8 +134,9 @@ class Tokenizer:
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text.  RequestError if it is not valid text."""
         if not isinstance(text, str):
-            raise RequestError(f"prompt of type {type(text).__name__}: want a string", "prompt")
+            raise RequestError(f"prompt of type {type(text).__name__}: expected a string", "prompt")
         if self.backend is not None:
             return self._encoded(text, add_special_tokens).ids
         try:
@@ -140,7 +145,7 @@ class Tokenizer:
             raise RequestError(NOT_UNICODE, "prompt") from e
 
     def _encoded(self, text: str, add_special_tokens: bool = False) -> Any:
-        """The ``tokenizers.Encoding`` of a text."""
+        """Return the ``tokenizers.Encoding`` of a text."""
         try:
             with panics_as(lambda why: RequestError(why, "prompt")):
                 return self.backend.encode(text, add_special_tokens=add_special_tokens)
@@ -148,7 +153,7 @@ class Tokenizer:
             raise RequestError(NOT_UNICODE, "prompt") from e
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Ids that are no token give no text.  Nothing is cleaned up: spaces before punctuation stay."""
+        """Return the text of token ids.  Unknown ids have no text.  Spaces before punctuation are kept."""
         ids = [int(i) for i in ids]
         if self.backend is not None:
             with panics_as(RequestError):
@@ -161,55 +166,57 @@ class Tokenizer:
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> dict[str, list[Any]]:
         """Return ``input_ids`` and ``attention_mask`` of a text, or of each text of a list, without padding."""
-        many = [self.encode(one, add_special_tokens) for one in ([text] if isinstance(text, str) else text)]
-        masks = [[1] * len(ids) for ids in many]
         if isinstance(text, str):
-            return {"input_ids": many[0], "attention_mask": masks[0]}
-        return {"input_ids": many, "attention_mask": masks}
+            ids = self.encode(text, add_special_tokens)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        batch = [self.encode(each, add_special_tokens) for each in text]
+        return {"input_ids": batch, "attention_mask": [[1] * len(ids) for ids in batch]}
 
     def __len__(self) -> int:
         return self.vocab_size
 
     def __bool__(self) -> bool:
-        return True  # also where the vocabulary is empty
+        return True  # also with an empty vocabulary
 
     @property
     def eos_token_id(self) -> int | None:
-        """Return the id of the tokenizer's end-of-sequence token; ``eos_ids`` has the model's other ones too."""
+        """Return the id of the tokenizer's end-of-sequence token, or None.  ``eos_ids`` also has the model's ids."""
         return self._special_id("eos_token")
 
     @property
     def bos_token_id(self) -> int | None:
-        """Return the id of the begin-of-sequence token; None if there is none."""
+        """Return the id of the begin-of-sequence token, or None."""
         return self._special_id("bos_token")
 
     @property
     def pad_token_id(self) -> int | None:
-        """Return the id of the padding token; None if there is none."""
+        """Return the id of the padding token, or None."""
         return self._special_id("pad_token")
 
     def _special_id(self, name: str) -> int | None:
+        """Return the id of a special token such as "eos_token", or None."""
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of a token ("Ġthe", "<0x0A>"); None if there is no such id."""
+        """Return the vocabulary's spelling of a token ("Ġthe", "<0x0A>"), or None for an unknown id."""
         if self.backend is not None:
             return self.backend.id_to_token(token_id)
         return self._slow.convert_ids_to_tokens(token_id) if token_id < len(self._slow) else None
 
     def token_id(self, token: str) -> int | None:
+        """Return the id of a token by the vocabulary's spelling, or None."""
         if self.backend is not None:
             return self.backend.token_to_id(token)
         return self._slow.get_vocab().get(token)
 
     @cached_property
     def vocab_size(self) -> int:
-        """Tokens that it knows, added ones included; the model's logits may be wider."""
+        """Return the number of tokens, including added tokens.  The model's logits may be wider."""
         return self.backend.get_vocab_size(with_added_tokens=True) if self.backend is not None else len(self._slow)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids that ``skip_special_tokens`` leaves out of the text."""
+        """Return the ids that ``skip_special_tokens`` omits from text."""
         if self.backend is None:
             return frozenset(self._slow.all_special_ids)
         return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
@@ -226,14 +233,15 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int] | str:
-        """Return the prompt of a conversation, as token ids or (``tokenize=False``) as text, as transformers makes it:
-        what a message spells like a special token is one.
+        """Return the prompt of a conversation, as token ids or (``tokenize=False``) as text.
 
-        ``add_generation_prompt``: whether the answer is begun; None is the same as True, or as False where
-        ``continue_final_message`` ends the prompt with the last message.  ``chat_template``: the name of one of the
-        model's, or the text of one; without it, ``tool_use`` is used for tools if the model has it.  ``variables`` are
-        further names for the template, such as ``enable_thinking``.  RequestError if the model has no template, the
-        messages are malformed, or the template refuses them.
+        As in transformers, text of a message that is spelled like a special token becomes the special token.
+
+        ``add_generation_prompt`` begins the answer.  None means True, or False with ``continue_final_message``, which
+        ends the prompt with the last message.  ``chat_template`` is the name of one of the model's templates, or the
+        text of a template.  Without it, the template ``tool_use`` is used for tools if the model has one.
+        ``variables`` are further variables of the template, such as ``enable_thinking``.  RequestError if the model has
+        no template, the messages are malformed, or the template refuses them.
         """
         filling = self._templates.prepare(
             messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
@@ -259,9 +267,10 @@ class Tokenizer:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> ChatPrompt:
-        """Return the prompt of a conversation in which nothing but the template's own text is a special token: what
-        messages, tools, documents and variables spell like one stays text.  ``encode_chat`` gives its ids.  Arguments
-        and errors are those of ``apply_chat_template``.
+        """Return the prompt of a conversation in which only text of the template can be a special token.
+
+        Text of messages, tools, documents and variables that is spelled like a special token stays text.
+        ``encode_chat`` returns the ids of the prompt.  Arguments and errors are those of ``apply_chat_template``.
         """
         filling = self._templates.prepare(
             messages, add_generation_prompt, continue_final_message, tools, documents, chat_template, variables
@@ -270,24 +279,28 @@ class Tokenizer:
         return replace(prompt, pieces=cut_at(prompt.pieces, filling.mark)) if filling.mark else prompt
 
     def encode_chat(self, prompt: ChatPrompt) -> list[int]:
-        """The ids of a prompt, in which ``prompt.special`` are the only special tokens."""
+        """Return the ids of a prompt, in which only ``prompt.special`` are special tokens."""
         if self.backend is None:
             ids = self.encode(prompt.text, add_special_tokens=False)
             wanted = [self.token_id(token) for token in prompt.special]
             if prompt.plain and [i for i in ids if i in self._kept_apart] == wanted:
                 return ids
             return [i for n, piece in enumerate(prompt.pieces) for i in self._encode_piece(piece, bool(n % 2))]
-        if (found := self._in_place(prompt)) is not None:
+        found = self._in_place(prompt)
+        if found is not None:
             return found
         backend, names = self._literal
         text = "".join(names[piece] if n % 2 else piece for n, piece in enumerate(prompt.pieces))
         return backend.encode(text, add_special_tokens=False).ids
 
     def _in_place(self, prompt: ChatPrompt) -> list[int] | None:
-        """The ids of the prompt's text, if the special tokens among them are the prompt's own, each in its place: an
-        added token that begins in the text before one may swallow it, while the caller's text spells another."""
+        """Return the ids of the prompt's text, or None if their special tokens are not exactly those of the prompt.
+
+        The positions are compared too.  An added token may begin in the text before a special token and contain it,
+        while text of the caller spells another special token."""
         found = self._encoded(prompt.text)
-        wanted, at = [], 0
+        wanted = []
+        at = 0
         for n, piece in enumerate(prompt.pieces):
             if n % 2:
                 wanted.append((self.token_id(piece), at, at + len(piece)))
@@ -296,25 +309,26 @@ class Tokenizer:
         if len(there) != len(wanted):
             return None
         for (i, begin, end), (token, first, last) in zip(there, wanted, strict=True):
-            if i != token or begin > first or end < last:  # one that takes spaces beside it is wider
+            if i != token or begin > first or end < last:  # a token that includes adjacent spaces is wider
                 return None
         return found.ids
 
     def _encode_piece(self, piece: str, special: bool) -> list[int]:
-        """Of a tokenizer that only transformers has."""
+        """Return the ids of a piece of a prompt, for a slow tokenizer of transformers."""
         if special:
             return [i for i in [self.token_id(piece)] if i is not None]
         ids = list(self._slow.encode(piece, add_special_tokens=False, split_special_tokens=True))
-        unknown = self.token_id(self.special_tokens.get("unk_token", ""))  # of characters that it does not know
+        unknown = self.token_id(self.special_tokens.get("unk_token", ""))  # stands for unknown characters
         if not (self._kept_apart - {unknown}).isdisjoint(ids):
             raise RequestError("messages: text is spelled like a special token, which this tokenizer cannot tell apart")
         return ids
 
     @cached_property
     def _kept_apart(self) -> frozenset[int]:
-        """Ids that no text of a caller becomes in a chat: special tokens, and added tokens that end an answer or that
-        the chat template writes.  Not tags in pairs (<think>, </think>): they are the markup of answers, which callers
-        send back with the conversation."""
+        """Return the ids that text of a caller cannot become in a chat.
+
+        They are special tokens, and added tokens that end an answer or that the chat template prints.  Pairs of tags
+        (<think>, </think>) are excluded, because callers send answers back with such tags."""
         if self.backend is None:
             return self.special_ids
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
@@ -325,16 +339,20 @@ class Tokenizer:
 
     @cached_property
     def _spellings(self) -> Spellings:
+        """Return the search for spellings of ``_kept_apart``."""
         words: list[str] = []
         if self.backend is not None:
             words = [t.content for t in self.backend.get_added_tokens_decoder().values() if t.single_word]
-        return Spellings([t for i in self._kept_apart if (t := self.token(i)) is not None], words)
+        tokens = [self.token(i) for i in self._kept_apart]
+        return Spellings([token for token in tokens if token is not None], words)
 
     @cached_property
     def _literal(self) -> tuple[Any, dict[str, str]]:
+        """Return the tokenizer and the spellings of ``without_spellings``, for the special tokens of this tokenizer."""
         return without_spellings(self.backend, self._spellings.tokens)
 
     def _filler_of(self, template: ChatTemplate) -> ChatFiller:
+        """Return the cached filler of a template."""
         found = self._fillers.get(template.source)
         if found is None:
             if len(self._fillers) >= MOST_FILLERS:
@@ -346,7 +364,7 @@ class Tokenizer:
 
 
 def _writes(written: Sequence[str], token: str) -> bool:
-    """Whether a template writes a token, whole or around the name of a role ("<|" + role + "|>")."""
+    """Return whether a template prints a token, as a whole or around the name of a role ("<|" + role + "|>")."""
     if any(token in text for text in written):
         return True
     for role in ROLES:
@@ -358,14 +376,15 @@ def _writes(written: Sequence[str], token: str) -> bool:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} if the file is not there."""
+    """Return the object in a JSON file, or {} without a file.  ModelError for other content."""
     found = files.read_json(path, files.PART, ModelError) if files.is_there(path) else {}
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: want a JSON object, found {type(found).__name__}")
+        raise ModelError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found
 
 
 def _read_backend(path: Path) -> Any:
+    """Return the ``tokenizers.Tokenizer`` of a tokenizer.json.  ModelError."""
     from tokenizers import Tokenizer as Backend
 
     files.check(path, files.LARGE, ModelError)
@@ -377,14 +396,15 @@ def _read_backend(path: Path) -> Any:
 
 
 def _content(token: Any) -> str:
-    """Return the text of a token that a file gives as text or as an object.  TypeError for another value."""
+    """Return the text of a token, which a file has as text or as an object.  TypeError for another value."""
     text = token.get("content", "") if isinstance(token, dict) else token
     if not isinstance(text, str):
-        raise TypeError(f"{shown(token)} is no token")
+        raise TypeError(f"{shown(token)} is not a token")
     return text
 
 
 def _added(token: Any, special: bool) -> Any:
+    """Return the ``tokenizers.AddedToken`` of a token in a file.  ``special`` is the default of the flag."""
     from tokenizers import AddedToken
 
     if not isinstance(token, dict):
@@ -394,9 +414,9 @@ def _added(token: Any, special: bool) -> Any:
 
 
 def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, str]) -> None:
-    """Add what tokenizer_config.json knows beyond tokenizer.json, as transformers 5 does.
+    """Add the tokens of tokenizer_config.json to those of tokenizer.json, as transformers 5 does.
 
-    Not add_bos_token and add_eos_token: there too they are for vocabularies without a tokenizer.json.
+    add_bos_token and add_eos_token are ignored, because they apply to vocabularies without a tokenizer.json.
     """
     there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
@@ -405,13 +425,13 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
-    named = [config[name] for name in special] + own + list(more.values() if isinstance(more, dict) else more)
-    named = [token for token in named if token is not None]
+    extra = list(more.values() if isinstance(more, dict) else more)
+    named = [token for token in (*(config[name] for name in special), *own, *extra) if token is not None]
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 
 def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
-    """Make the tokenizer that a GGUF file holds.  ``eos``: ids that end an answer instead of the file's own."""
+    """Return the tokenizer in a GGUF file.  ``eos`` has end-of-sequence ids that replace those of the file."""
     from .gguf_tokenizer import build, read_vocabulary
 
     file = read_gguf(path)
@@ -430,10 +450,11 @@ def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | 
 
 
 def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
-    """Return the tokenizer that transformers makes of other files as (``tokenizers.Tokenizer`` or None, the slow one
-    where transformers has no other, special tokens)."""
+    """Return the tokenizer that transformers makes from other files.
+
+    The result has a ``tokenizers.Tokenizer`` or None, a slow tokenizer if there is no other, and the special tokens."""
     if not any(files.is_there(folder / name) for name in OTHER_FILES):
-        raise ModelError(f"{folder} holds no tokenizer: want tokenizer.json, or set skip_tokenizer_init=True")
+        raise ModelError(f"{folder} has no tokenizer: expected tokenizer.json, or set skip_tokenizer_init=True")
     for path in sorted(p for pattern in READ for p in folder.glob(pattern)):
         files.check(path, files.LARGE, ModelError)
     found = convert(folder, NAMED)
@@ -453,17 +474,20 @@ def _converted(folder: Path) -> tuple[Any, Any, dict[str, str]]:
 def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates of a model directory by name.
 
-    Files named *.jinja come before chat_template.json, and that before tokenizer_config.json, where the templates are
-    one text, a list of {"name", "template"}, or a mapping."""
+    Files *.jinja take precedence over chat_template.json, and chat_template.json over tokenizer_config.json.  In JSON
+    the templates are one text, a list of {"name", "template"}, or a mapping."""
     found = _named_templates(config.get("chat_template"), folder)
     found |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"), folder)
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MOST_TEMPLATES]
     paths = {DEFAULT: folder / "chat_template.jinja", **{path.stem: path for path in more}}
     named = {name: files.read_text(path, error=ModelError) for name, path in paths.items() if files.is_there(path)}
-    return {name: found[name] for name in (DEFAULT,) if name in found} | named if named else found
+    if not named:
+        return found
+    return {name: found[name] for name in (DEFAULT,) if name in found} | named
 
 
 def _named_templates(value: Any, where: Path) -> dict[str, str]:
+    """Return the chat templates in a value of JSON, by name.  ModelError."""
     if value is None:
         return {}
     if isinstance(value, str):
@@ -472,16 +496,18 @@ def _named_templates(value: Any, where: Path) -> dict[str, str]:
         value = {one.get("name"): one.get("template") for one in value}
     texts = [text for pair in value.items() for text in pair] if isinstance(value, dict) else [None]
     if not all(isinstance(text, str) for text in texts):
-        want = 'a text, or a list of {"name": ..., "template": ...}'
-        raise ModelError(f"{where}: chat_template={shown(value)}: want {want}")
+        expected = 'a text, or a list of {"name": ..., "template": ...}'
+        raise ModelError(f"{where}: chat_template={shown(value)}: expected {expected}")
     return dict(value)
 
 
 def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
-    """Return the end-of-sequence ids of generation_config.json, which may be elsewhere (``generation``); without one,
-    of config.json.  Of a GGUF file its own.  ModelError if they are no ids."""
-    if generation is not None and (found := _read_json(generation).get("eos_token_id")) is not None:
-        return token_ids(found, str(generation))
+    """Return the end-of-sequence ids of a model directory or GGUF file.  ModelError if they are not ids.
+
+    generation_config.json (or the file ``generation``) takes precedence over config.json."""
+    ends = None if generation is None else _read_json(generation).get("eos_token_id")
+    if ends is not None:
+        return token_ids(ends, str(generation))
     if is_gguf(folder):
         return list(read_gguf(folder).ends)
     for name in ("generation_config.json", "config.json"):
@@ -492,8 +518,8 @@ def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
 
 
 def token_ids(found: Any, where: str) -> list[int]:
-    """Return an ``eos_token_id``, one id or several, as a list.  ModelError, which begins with ``where``."""
+    """Return the ids of an ``eos_token_id``, which is one id or a list.  ModelError, which begins with ``where``."""
     ids = found if isinstance(found, list) else [found]
     if len(ids) > MOST_ENDS or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-        raise ModelError(f"{where}: eos_token_id={shown(found)}: want at most {MOST_ENDS} token ids")
+        raise ModelError(f"{where}: eos_token_id={shown(found)}: expected at most {MOST_ENDS} token ids")
     return ids

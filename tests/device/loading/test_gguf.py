@@ -280,7 +280,9 @@ def test_a_file_is_served_with_the_tokenizer_in_it(tmp_path):
         (out,) = llm.generate([text], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
         assert len(out.outputs[0].token_ids) == 3
     written(path, "qwen3", PACKED)
-    with pytest.raises(ModelError, match=r"holds no tokenizer .*; want one named by tokenizer, or skip_tok"):
+    with pytest.raises(
+        ModelError, match=r"holds no tokenizer .*; choose one with the option tokenizer, or set skip_tok"
+    ):
         LLM(model=str(path), device="cpu")
 
 

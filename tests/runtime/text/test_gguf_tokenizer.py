@@ -277,17 +277,17 @@ def test_a_vocabulary_that_is_not_read_is_refused_by_name(tmp_path):
         assert what in refused(pieces, model=model), model
     assert "holds no tokenizer" in refused(pieces, model=None)
     for pre in ("kimi-k2", "afmoe", "gemma4", "Qwen2", "nonsense"):
-        assert f"tokenizer.ggml.pre={pre!r}: want one of a.x-4.0, bailingmoe" in refused(byte_level, pre)
+        assert f"tokenizer.ggml.pre={pre!r}: expected one of a.x-4.0, bailingmoe" in refused(byte_level, pre)
     twice = [*TOKENS[:-1], TOKENS[5]]
     assert f"has the ids 5 and {len(TOKENS) - 1}" in refused(byte_level, "qwen2", tokens=twice)
-    assert "merges[1]='no token': want two tokens" in refused(byte_level, "qwen2", merges=[MERGES[0], "no token"])
+    assert "merges[1]='no token': expected two tokens" in refused(byte_level, "qwen2", merges=[MERGES[0], "no token"])
     assert "lacks tokenizer.ggml.merges" in refused(byte_level, "qwen2", merges=None)
-    assert "token_type: want a number for each of the" in refused(byte_level, "qwen2", kinds=KINDS[:-5])
-    assert "scores: want a number for each of the" in refused(pieces, scores=[0.0])
+    assert "token_type: expected a number for each of the" in refused(byte_level, "qwen2", kinds=KINDS[:-5])
+    assert "scores: expected a number for each of the" in refused(pieces, scores=[0.0])
     assert "lacks tokenizer.ggml.scores, a finite number" in refused(pieces, scores=[float("nan")] * 266)
-    assert "bos_token_id=9999: want an id below" in refused(pieces, more=key("tokenizer.ggml.bos_token_id", 9999))
-    assert "add_space_prefix=1: want a truth" in refused(pieces, more=key("tokenizer.ggml.add_space_prefix", 1))
-    assert "want shorter ones" in refused(byte_level, "qwen2", tokens=["a" * 10**6, *TOKENS[1:]])
+    assert "bos_token_id=9999: expected an id below" in refused(pieces, more=key("tokenizer.ggml.bos_token_id", 9999))
+    assert "add_space_prefix=1: expected a truth" in refused(pieces, more=key("tokenizer.ggml.add_space_prefix", 1))
+    assert "expected shorter tokens" in refused(byte_level, "qwen2", tokens=["a" * 10**6, *TOKENS[1:]])
     assert "a token of 3000 characters" in refused(byte_level, "qwen2", tokens=[*TOKENS[:-1], "a" * 3000])
     no_bos = lambda path: write_vocabulary(path, "gpt2", TOKENS, KINDS, pre="llama-bpe", merges=MERGES)  # noqa: E731
     assert "prompts get a BOS token, but tokenizer.ggml.bos_token_id is absent" in refused(no_bos)

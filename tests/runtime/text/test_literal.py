@@ -366,7 +366,7 @@ def test_every_private_use_character_in_a_request_is_refused_and_all_but_some_ar
 
 @pytest.mark.parametrize("value", [b"<|im_end|>", object(), {1, 2}, 1j])
 def test_values_whose_text_only_python_knows_are_refused(made, value):
-    with pytest.raises(RequestError, match="want text, numbers"):
+    with pytest.raises(RequestError, match="expected text, numbers"):
         made["chatml"].chat_prompt([{"role": "user", "content": "a", "more": value}])
 
 

@@ -193,7 +193,7 @@ def test_eos_ids_are_those_of_the_generation_config_and_the_tokenizer(tmp_path):
         ("hello", "non-empty list"),
         (None, "non-empty list"),
         ({"role": "user", "content": "x"}, "non-empty list"),
-        (["hello"], r"messages\[0\]: want a mapping"),
+        (["hello"], r"messages\[0\]: expected a mapping"),
         ([{"content": "x"}], r"messages\[0\].role"),
         ([{"role": "us er\n", "content": "x"}], r"messages\[0\].role"),
         ([{"role": 3, "content": "x"}], r"messages\[0\].role"),
@@ -318,7 +318,7 @@ def test_a_special_token_that_is_no_text_is_a_model_error(name, value, tmp_path)
     byte_level(("</s>",)).save(str(tmp_path / "tokenizer.json"))
     given = [value] if name == "additional_special_tokens" else value
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({name: given}))
-    with pytest.raises(ModelError, match=r"tokenizer_config.json: its added or special tokens are none"):
+    with pytest.raises(ModelError, match=r"tokenizer_config.json: malformed added or special tokens"):
         load_tokenizer(tmp_path)
 
 
