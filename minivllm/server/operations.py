@@ -72,7 +72,7 @@ async def tokenize(request: Request, service: Service) -> Any:
     salt = tenant, ""
     if body.prompt is not None:
         special = body.add_special_tokens is not False
-        ids = await service.tokens.encode(body.prompt, special, salt, who=owner)
+        ids = await service.tokens.encode(body.prompt, special, salt, owner=owner)
     else:
         tool_choice = chat.tools.read_tools(body.tools, None, None)
         messages = chat.check_messages(body.messages)

@@ -331,7 +331,7 @@ def test_a_template_is_chosen_by_the_tools_or_by_its_name(place, tmp_path):
         assert ours.chat_prompt(ASK, True, **more).text == want
     again = Tokenizer.from_json(json.loads(json.dumps(ours.to_json())))
     assert again.chat_prompt(ASK, tools=[TOOL]).text == ours.chat_prompt(ASK, tools=[TOOL]).text
-    with pytest.raises(RequestError, match=r"want default, rag, tool_use") as refused:
+    with pytest.raises(RequestError, match=r"expected default, rag, tool_use") as refused:
         ours.chat_prompt(ASK, chat_template="tools")
     assert refused.value.param == "chat_template"
     with pytest.raises(RequestError, match=r"no place for them; name one that has, with chat_template: rag") as refused:

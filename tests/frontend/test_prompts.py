@@ -114,7 +114,7 @@ def test_every_way_into_a_chat_gives_the_same_prompt(llm):
     ("more", "want"),
     [
         ({"documents": [{"text": "x"}]}, "no place for them"),
-        ({"chat_template": "tool_use"}, "want default, or a Jinja template"),
+        ({"chat_template": "tool_use"}, "expected default, or a Jinja template"),
         ({"tool": [TOOL]}, "Did you mean 'tools'"),
         ({"enable_thinking": False}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "use only one of them"),

@@ -66,7 +66,7 @@ def test_a_token_as_long_as_a_book_is_refused(tmp_path):
     of_words = models.BPE({"a": 0}, [], end_of_word_suffix="w" * 1000)
     for folder in (long, folder_of(tmp_path / "added", added), folder_of(tmp_path / "w", Tokenizer(of_words))):
         kind, said = limited(lambda folder=folder: load_tokenizer(folder))
-        assert kind == "ModelError" and said.startswith(f"{folder}: ") and "want at most" in said
+        assert kind == "ModelError" and said.startswith(f"{folder}: ") and "expected at most" in said
 
 
 def test_steps_that_published_tokenizers_have_are_accepted(tmp_path):

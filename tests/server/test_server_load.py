@@ -176,16 +176,16 @@ class Words:
     """A protocol whose choices are texts; ``empty``: an event too where there is none."""
 
     def __init__(self, empty):
-        self.tells_empty = empty
+        self.sends_empty = empty
 
     def opening(self, answer):
         return []
 
     def choices(self, answer, number, piece):
-        if piece.text or piece.finish_reason or self.tells_empty:
+        if piece.text or piece.finish_reason or self.sends_empty:
             yield {"index": number, "text": piece.text, "reason": piece.finish_reason}
 
-    def spoken(self, number):
+    def text_choice(self, number):
         from minivllm.server.openai.generate import TEXT
 
         return {"index": number, "text": TEXT, "reason": None}

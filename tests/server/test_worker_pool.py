@@ -71,8 +71,8 @@ def test_a_template_that_never_ends_or_takes_gigabytes_is_refused_and_the_next_c
 
     async def test(tokens):
         want = await tokens.chat(chat_of("good"), None, True, None, NOBODY)
-        others = [tokens.chat(chat_of(f"good {i}"), None, True, None, ("b", ""), who="b") for i in range(3)]
-        refused = tokens.chat(chat_of("bad"), None, True, None, ("a", ""), who="a")
+        others = [tokens.chat(chat_of(f"good {i}"), None, True, None, ("b", ""), owner="b") for i in range(3)]
+        refused = tokens.chat(chat_of("bad"), None, True, None, ("a", ""), owner="a")
         found = await asyncio.gather(refused, *others, return_exceptions=True)
         assert isinstance(found[0], ApiError) and found[0].status == 400 and found[0].param == "messages"
         assert f"takes more {what}" in str(found[0]), found[0]
@@ -102,7 +102,7 @@ def test_errors_of_templates_and_messages_are_those_of_this_process():
         with pytest.raises(ApiError, match="refuses the messages: no such role") as refused:
             await tokens.chat([{"role": "tool", "content": "a"}], None, True, None, NOBODY)
         assert (refused.value.status, refused.value.param) == (400, "messages")
-        with pytest.raises(ApiError, match="want a string"):
+        with pytest.raises(ApiError, match="expected a string"):
             await tokens.chat([{"role": "user", "content": 5}], None, True, None, NOBODY)
         with pytest.raises(ApiError, match="maximum context length is 4096 tokens"):
             await tokens.chat(chat_of("a" * 50_000), None, True, {"twice": True}, NOBODY)

@@ -154,7 +154,8 @@ def fill(filling: Filling, special_tokens: Mapping[str, str], run: Callable[[Cal
 def _name(chat_template: Any) -> str | None:
     """Return the ``chat_template`` of a request.  RequestError if it is not text."""
     if chat_template is not None and not isinstance(chat_template, str):
-        raise RequestError(f"chat_template={shown(chat_template)}: expected a name or a Jinja template", "chat_template")
+        text = f"chat_template={shown(chat_template)}: expected a name or a Jinja template"
+        raise RequestError(text, "chat_template")
     return chat_template
 
 

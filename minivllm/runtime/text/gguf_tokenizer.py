@@ -84,8 +84,8 @@ def read_vocabulary(file: GgufFile) -> Vocabulary:
         raise file.refuse(f"its tokens are {sum(map(len, tokens))} characters long; expected shorter tokens")
     if len(set(tokens)) < len(tokens):
         first = {token: i for i, token in reversed(list(enumerate(tokens)))}
-        twice = next(i for i, token in enumerate(tokens) if first[token] != i)
-        raise file.refuse(f"token {shown(tokens[twice])} has the ids {first[tokens[twice]]} and {twice}; expected one id")
+        second, twice = next((i, token) for i, token in enumerate(tokens) if first[token] != i)
+        raise file.refuse(f"token {shown(twice)} has the ids {first[twice]} and {second}; expected one id")
     kinds = _numbers(file, "token_type", len(tokens), int) or [int(TokenKind.NORMAL)] * len(tokens)
     kinds = [int(TokenKind.CONTROL) if token in END_TEXTS else kind for token, kind in zip(tokens, kinds, strict=True)]
     return Vocabulary(file, model, tokens, kinds, _ids(file, model, len(tokens)))

@@ -320,7 +320,8 @@ def check_documents(documents: Any) -> list[dict[str, Any]] | None:
     if documents is None:
         return None
     if not isinstance(documents, (list, tuple)):
-        raise RequestError(f"documents={shown(documents)}: expected a list of mappings with title and text", "documents")
+        text = f"documents={shown(documents)}: expected a list of mappings with title and text"
+        raise RequestError(text, "documents")
     made = [_plain(document) for document in documents]
     for i, document in enumerate(made):
         if not isinstance(document, dict):

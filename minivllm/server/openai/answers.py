@@ -66,10 +66,10 @@ class Shaper:
     """Converts the log-probabilities of one answer to JSON: the first few on the event loop, the others in the worker
     pool.
 
-    ``who`` identifies the client, because the pool serves clients in turn."""
+    ``owner`` identifies the client, because the pool serves clients in turn."""
 
-    def __init__(self, pool: WorkerPool, tokenizer: Tokenizer | None, speller: Speller, who: str) -> None:
-        self.tokenizer, self._pool, self._speller, self._who = tokenizer, pool, speller, who
+    def __init__(self, pool: WorkerPool, tokenizer: Tokenizer | None, speller: Speller, owner: str) -> None:
+        self.tokenizer, self._pool, self._speller, self._owner = tokenizer, pool, speller, owner
         self._scores = AT_ONCE
         self._tokens = FEW
 
@@ -83,7 +83,7 @@ class Shaper:
             else:
                 spelling = {"as_ids": self._speller.as_ids, "detokenize": self._speller.detokenize}
                 columns = scored.cut(low, high).pack()
-                yield await self._pool.shape({"kind": kind, "top": top, **spelling}, columns, self._who)
+                yield await self._pool.shape({"kind": kind, "top": top, **spelling}, columns, self._owner)
 
     async def places(self, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None, shown: int) -> list[int]:
         """Return the position of each token in a text of ``shown`` characters (see ``Places``)."""
@@ -91,7 +91,7 @@ class Shaper:
             self._tokens -= len(tokens)
             found = places(self.tokenizer, tokens, skip, begin, prompt)
         else:
-            found = await self._pool.places(tokens, skip, begin, prompt, self._who)
+            found = await self._pool.places(tokens, skip, begin, prompt, self._owner)
         return np.minimum(found, shown).tolist()
 
 

@@ -61,8 +61,8 @@ def _warn_unread(service: Service, messages: Any, warnings: list[dict[str, str]]
 class Chat(Work):
     """One request for an answer to a conversation."""
 
-    tells_empty = False
-    silent: Mapping[str, Any] = {"delta": {}}
+    sends_empty = False
+    empty_choice: Mapping[str, Any] = {"delta": {}}
 
     @naming
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Chat(Work):
                 yield choice
             delta = {}
 
-    def spoken(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> dict[str, Any] | None:
         """Return the choice of a piece of text, with ``TEXT`` as the text, or None if a choice has more than text."""
         if self.body.logprobs or self.body.return_token_ids or not self._readers[number].plain:
             return None
@@ -171,10 +171,10 @@ def _chunk(number: int, delta: dict[str, Any]) -> dict[str, Any]:
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, who: str) -> list[int]:
+async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, owner: str) -> list[int]:
     """Return the token ids of a conversation, rendered by the model's chat template.
 
-    ``shown`` are the tools that the template shows to the model.  ``who`` identifies the client in the queue of the
+    ``shown`` are the tools that the template shows to the model.  ``owner`` identifies the client in the queue of the
     worker pool."""
     ids = await service.tokens.chat(
         messages,
@@ -184,7 +184,7 @@ async def render(service: Service, messages: Any, shown: Any, body: Any, salt: S
         salt,
         body.split_special_tokens is not False,
         bool(body.continue_final_message),
-        who,
+        owner,
         plain.check_documents(body.documents),
         body.chat_template,
     )

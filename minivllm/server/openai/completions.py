@@ -43,8 +43,8 @@ async def completions(request: Request, service: Service) -> Any:
 class Completion(Work):
     """One request for the continuations of prompts."""
 
-    tells_empty = True
-    silent: Mapping[str, Any] = {"text": ""}
+    sends_empty = True
+    empty_choice: Mapping[str, Any] = {"text": ""}
 
     @naming
     def __init__(self, service: Service, body: Any, state: dict[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Completion(Work):
         if not texts:
             return [prompt for prompt in self.prompts if not isinstance(prompt, str)]
         special = self.body.add_special_tokens is not False
-        ids = await self.service.tokens.encode_all(texts, special, self.params.salt, who=self.state["owner"])
+        ids = await self.service.tokens.encode_all(texts, special, self.params.salt, owner=self.state["owner"])
         encoded = iter(ids)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in self.prompts]
 
@@ -114,7 +114,7 @@ class Completion(Work):
             text = None  # the echoed text is decoded from the remaining tokens
         self.sent.append(text)
         if text is None:
-            text = await self.service.tokens.decode(ids, who=self.state["owner"])
+            text = await self.service.tokens.decode(ids, owner=self.state["owner"])
         self.echoed.append(text)
         return ids
 
@@ -182,7 +182,7 @@ class Completion(Work):
         reason = "length" if self.only_scores else None
         yield from self._in_parts(number, text, rows, placed, (reason, None), more)
 
-    def spoken(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> dict[str, Any] | None:
         """Return the choice of a piece of text, with ``TEXT`` as the text, or None if a choice has more than text."""
         body = self.body
         if body.logprobs is not None or body.return_token_ids or self.only_scores or number in self._unsent:

@@ -91,8 +91,8 @@ class ProtocolWork(Protocol):
     """One request of a protocol: its streams, and the choices of its answer in the protocol's shape."""
 
     speller: Speller
-    silent: Mapping[str, Any]  # the part of a stream's choice that stands for no text
-    tells_empty: bool  # a stream sends pieces with empty text
+    empty_choice: Mapping[str, Any]  # the part of a stream's choice that stands for no text
+    sends_empty: bool  # a stream sends pieces with empty text
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the streams of the request, to be closed by ``held``."""
@@ -100,7 +100,7 @@ class ProtocolWork(Protocol):
     def opening(self, answer: Answer) -> list[dict[str, Any]]:
         """Return the choices that a stream sends before the first piece."""
 
-    def spoken(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> dict[str, Any] | None:
         """Return what a stream sends for a piece of text of the choice ``number``, with ``TEXT`` as the text.
 
         None means that the choice depends on more than the text."""
@@ -178,7 +178,7 @@ class Answer:
         """Yield the chunks with the values of taps, which a stream sends after the text of all choices."""
         for number in range(len(self.streams) * self.n) if self.reads else ():
             rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
-            yield self._chunk({"index": number, **work.silent, **rest})
+            yield self._chunk({"index": number, **work.empty_choice, **rest})
 
     async def take(self, tell: Sequence[Tell] | None = None) -> list[tuple[int, TextPiece]]:
         """Wait for pieces of the streams and return each with the number of its choice, or [] at the end.
@@ -204,8 +204,8 @@ class Answer:
         choice_of, slices = work.choices, self.service.slices
         if opening := [encode(chunk) for chunk in self._opening(work)]:
             yield b"".join(opening)
-        tell = None
-        while pieces := await self.take(tell):
+        writers = None
+        while pieces := await self.take(writers):
             plain = not (self.warnings or self.continuous)
             events: list[bytes] = []
             until = slices.begin()
@@ -219,15 +219,15 @@ class Answer:
                         until = await slices.next()
             if events:
                 yield b"".join(events)
-            if plain and tell is None and direct is not None:
-                tell = self._tells(work, direct.write, before, behind)
+            if plain and writers is None and direct is not None:
+                writers = self._direct_writers(work, direct.write, before, behind)
         for chunk in self._tapped_choices(work):
             yield encode(chunk)
         if self.include_usage:
             yield encode({**self.head(), "choices": [], "usage": self.usage()})
         yield DONE
 
-    def _tells(
+    def _direct_writers(
         self, work: ProtocolWork, write: Callable[[bytes], bool], before: bytes, behind: bytes
     ) -> list[Tell] | None:
         """Return a function for each stream that writes the event of a piece of text, for ``streams.take``.
@@ -235,11 +235,11 @@ class Answer:
         None means that the choices have more than text at present."""
         around = []
         for number in range(len(self.streams) * self.n):
-            if (choice := work.spoken(number)) is None:
+            if (choice := work.text_choice(number)) is None:
                 return None
             left, right = dump(choice).split(dump(TEXT))
             around.append((before + left, right + behind))
-        empty = work.tells_empty
+        empty = work.sends_empty
 
         def of(first: int) -> Tell:
             def tell(sample: int, text: str, tokens: int) -> bool:
@@ -291,8 +291,8 @@ class Answer:
             chunk["usage"] = self.usage(self.sent) if self.continuous else None
         return chunk
 
-    async def whole(self, work: ProtocolWork, who: str) -> AsyncIterator[bytes]:
-        """Yield the answer as JSON, in pieces.  ``who`` identifies the client in the queue of the worker pool."""
+    async def whole(self, work: ProtocolWork, owner: str) -> AsyncIterator[bytes]:
+        """Yield the answer as JSON, in pieces.  ``owner`` identifies the client in the queue of the worker pool."""
         choices = await work.whole(self)
         for choice in choices if self.reads else ():
             order = self.streams[choice["index"] // self.n].order or range(self.n)
@@ -301,7 +301,7 @@ class Answer:
         if self.warnings:
             out["warnings"] = self.warnings
         tokens = self.service.tokens
-        shaper = Shaper(tokens.pool, tokens.tokenizer, work.speller, who)
+        shaper = Shaper(tokens.pool, tokens.tokenizer, work.speller, owner)
         async for piece in pieces(out, shaper, self.service.slices):
             yield piece
 
@@ -319,16 +319,16 @@ async def read_body(request: Request, service: Service, model: type[Any]) -> Any
 
     ApiError if it is wrong, or if the server cannot serve it now."""
     server = service.server
-    who = request.scope["state"]["owner"]
-    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, who)
-    return await checked(service, model, values, who)
+    owner = request.scope["state"]["owner"]
+    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner)
+    return await checked(service, model, values, owner)
 
 
-async def checked(service: Service, model: type[Any], values: Mapping[str, Any], who: str) -> Any:
+async def checked(service: Service, model: type[Any], values: Mapping[str, Any], owner: str) -> Any:
     """Return the values as a body.  A large form of its answer is computed by the worker pool."""
     body = read(model, values)
     if isinstance(body, Generation):
-        body._known_form = await service.tokens.pool.form(body, who)
+        body._known_form = await service.tokens.pool.form(body, owner)
     return body
 
 

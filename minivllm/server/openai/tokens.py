@@ -40,8 +40,8 @@ Ids = list[int] | np.ndarray
 class Tokens:
     """A tokenizer for the routes, or None for an engine that serves token ids only.
 
-    ``pool`` processes long texts, for each client ``who`` in turn (``FairSlots``).  Cached ids are shared only between
-    requests with the same salt."""
+    ``pool`` processes long texts, for each client ``owner`` in turn (``FairSlots``).  Cached ids are shared only
+    between requests with the same salt."""
 
     def __init__(self, tokenizer: Tokenizer | None, max_model_len: int, pool: WorkerPool | None = None) -> None:
         self.tokenizer = tokenizer
@@ -71,14 +71,14 @@ class Tokens:
             return text
         return text[: self.most] if side == "right" else text[-self.most :]
 
-    async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt", who: str = "") -> list[int]:
+    async def encode(self, text: str, special: bool, salt: Salt, param: str = "prompt", owner: str = "") -> list[int]:
         """Return the ids of a text, in which spellings of special tokens are special tokens.
 
         ``special`` adds the tokenizer's special tokens around the text.  ``salt`` limits the sharing of cached ids."""
-        return (await self.encode_all([text], special, salt, param, who))[0]
+        return (await self.encode_all([text], special, salt, param, owner))[0]
 
     async def encode_all(
-        self, texts: Sequence[str], special: bool, salt: Salt, param: str = "prompt", who: str = ""
+        self, texts: Sequence[str], special: bool, salt: Salt, param: str = "prompt", owner: str = ""
     ) -> list[list[int]]:
         """Return the ids of each text, as ``encode`` does.
 
@@ -99,17 +99,17 @@ class Tokens:
             else:
                 pooled.append(text)
         if pooled:
-            for text, ids in zip(pooled, await self.pool.encode(pooled, special, who), strict=True):
+            for text, ids in zip(pooled, await self.pool.encode(pooled, special, owner), strict=True):
                 found[text] = ids
                 self._keep(salt, (text, special), ids)
         return [found[text] for text in texts]
 
-    async def decode(self, ids: Ids, skip: bool = True, who: str = "") -> str:
+    async def decode(self, ids: Ids, skip: bool = True, owner: str = "") -> str:
         """Return the text of token ids.  ``skip`` omits special tokens."""
         tokenizer = self.need()
         if len(ids) < MANY:
             return tokenizer.decode(list(map(int, ids)), skip_special_tokens=skip)
-        return await self.pool.decode(ids, skip, who)
+        return await self.pool.decode(ids, skip, owner)
 
     @cached_property
     def around(self) -> tuple[list[int], list[int]]:
@@ -132,7 +132,7 @@ class Tokens:
         salt: Salt,
         split: bool = True,
         goes_on: bool = False,
-        who: str = "",
+        owner: str = "",
         documents: Any = None,
         template: str | None = None,
     ) -> list[int]:
@@ -162,12 +162,12 @@ class Tokens:
             self.check_length(" " * (len(asked) // 2), "messages")
         varies = any(map(VARYING.search, tokenizer.chat_templates.values()))
         if varies or len(asked) >= CACHED // 16:
-            return await self.pool.chat(asked, split, self.most, who)
+            return await self.pool.chat(asked, split, self.most, owner)
         key = (hashlib.sha256(asked).digest(), split)
         cached = self._kept.get(salt, key)
         if cached is not None:
             return cached.tolist()
-        ids = await self.pool.chat(asked, split, self.most, who)
+        ids = await self.pool.chat(asked, split, self.most, owner)
         self._keep(salt, key, ids)
         return ids
 

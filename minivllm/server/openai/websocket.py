@@ -98,7 +98,7 @@ class Connection:
         self.ending = False
 
     @property
-    def _who(self) -> str:
+    def _owner(self) -> str:
         """Return the owner of the connection's requests in the queues of the server."""
         return owner_of(self.tenant or "", self.socket.scope.get("client"))
 
@@ -174,7 +174,7 @@ class Connection:
                 return 1000
             ident = None
             try:
-                message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self._who, "body")
+                message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self._owner, "body")
                 ident = self._id(message)  # first, so that later errors have the id
                 check_text(raw, message)
                 self._take(message.get("type"), ident, message)
@@ -237,7 +237,7 @@ class Connection:
         if not isinstance(body, dict):
             raise ApiError(400, "body: expected an object, as over HTTP", "body")
         self.taken += 1
-        state = {**self.state, "tenant": self.tenant, "owner": self._who, "log": {}}
+        state = {**self.state, "tenant": self.tenant, "owner": self._owner, "log": {}}
         state["request_id"] = f"{self.state['request_id']}-{self.taken}"
         asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
         asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))
@@ -304,7 +304,7 @@ class Connection:
     async def _work(self, kind: str, ident: str, body: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Run a request and return the further members of its final message."""
         model, asked = KINDS[kind]
-        read = await checked(self.service, model, {"stream": True, **body}, self._who)
+        read = await checked(self.service, model, {"stream": True, **body}, self._owner)
         work = asked(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:
@@ -314,7 +314,7 @@ class Connection:
         """Queue the chunks of a stream, or return the whole answer as ``data``."""
         answer = await work.prepare(held)
         if not stream:
-            found = [piece async for piece in answer.whole(work, self._who)]
+            found = [piece async for piece in answer.whole(work, self._owner)]
             return {"data": b"".join(found).decode()}  # a message cannot be sent in parts
         async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
