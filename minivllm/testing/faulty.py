@@ -1,5 +1,7 @@
-"""Parts that fail on purpose, for tests of what a plug-in's fault may touch, and one that counts what it is told.  They
-are named as targets, so that a worker process can build them: ``minivllm.testing.faulty:Faulty``."""
+"""Plug-ins that fail on purpose, for tests of the effects of such a failure, and a processor that counts tokens.
+
+A worker process builds them by their target names, such as ``minivllm.testing.faulty:Faulty``.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from minivllm.plugins.attention.spec import SDPA
 from minivllm.plugins.sampler.default import DefaultSampler
 
 TARGETS = __name__
-FATAL_CHUNK = 63  # tokens; more than a preempted sequence of the tests ever computes again
+FATAL_CHUNK = 63  # tokens of a prompt; more than a preempted sequence of the tests computes again
 
 
 class Faulty(Processor):
-    """Fails where ``params.extra["fault"]`` says (bind, apply or commit); inactive without it."""
+    """A processor that raises in the method that ``params.extra["fault"]`` names: bind, apply or commit."""
 
     reads = frozenset({"fault"})
 
@@ -37,12 +39,15 @@ class Faulty(Processor):
             raise RuntimeError("boom in commit")
 
 
-FIRST_TALLY = 3  # the token of a row that has drawn none
+FIRST_TALLY = 3  # the first token of a row that counts its tokens
 
 
 class CountingProcessor(Processor):
-    """Rows with ``params.extra["tally"]`` draw token 3, then 4, 5 ...: the count of those that it was told of.  The
-    count is kept when a row is preempted, though ``commit`` hears of its tokens again."""
+    """A processor that makes rows with ``params.extra["tally"]`` draw token 3, then 4, 5 ...
+
+    It counts the tokens that ``commit`` receives.  The count is kept when a row is preempted, although ``commit`` then
+    receives the tokens of the row again.
+    """
 
     reads = frozenset({"tally"})
 
@@ -56,11 +61,11 @@ class CountingProcessor(Processor):
         logits.scatter_(1, FIRST_TALLY + state["count"][rows.slots][:, None], 1e4)
 
     def commit(self, tokens, count, rows, state):
-        state["count"].index_add_(0, rows.slots, count.long())  # a row that is there twice is heard twice
+        state["count"].index_add_(0, rows.slots, count.long())  # a row that is in the step twice counts twice
 
 
 class Unbound(Processor):
-    """Never has anything to do."""
+    """A processor that binds no row, so that ``apply`` must not be called."""
 
     def bind(self, params, prompt_len):
         return None
@@ -70,7 +75,7 @@ class Unbound(Processor):
 
 
 class Misshapen(Processor):
-    """Binds a value that does not fit its column if ``extra["wide"]``."""
+    """A processor whose values do not fit its column for rows with ``extra["wide"]``."""
 
     reads = frozenset({"wide"})
 
@@ -85,7 +90,7 @@ class Misshapen(Processor):
 
 
 class FaultyAttention(Sdpa):
-    """Fails in every step that brings a whole prompt of ``FATAL_CHUNK`` tokens."""
+    """An attention back end that raises in each step with a complete prompt of ``FATAL_CHUNK`` tokens."""
 
     spec = replace(SDPA, impl=f"{__name__}:FaultyAttention")
 
@@ -96,8 +101,10 @@ class FaultyAttention(Sdpa):
 
 
 class FaultySampler(DefaultSampler):
-    """Draws ``extra["token"]``, which may be none of the vocabulary, or writes no token if that is ``None``; leaves
-    tokens of a wrong shape if ``extra["misshapen"]``."""
+    """A sampler that draws ``extra["token"]``, which may be outside the vocabulary.
+
+    With ``extra["misshapen"]``, its output has a wrong shape.
+    """
 
     reads = DefaultSampler.reads | {"token", "misshapen"}
 
@@ -106,8 +113,8 @@ class FaultySampler(DefaultSampler):
 
     def bind(self, params, prompt_len):
         row = super().bind(params, prompt_len)
-        more = {name: params.extra[name] for name in ("token", "misshapen") if name in params.extra}
-        return Row({**row.values, **more}, row.variant)
+        own = {name: params.extra[name] for name in ("token", "misshapen") if name in params.extra}
+        return Row({**row.values, **own}, row.variant)
 
     def draw(self, logits, rows, state, out):
         super().draw(logits, rows, state, out)

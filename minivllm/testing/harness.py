@@ -1,4 +1,7 @@
-"""Runs a model without the engine: AttnMeta is built by hand over a cache whose blocks come in random order."""
+"""Tools that run a model without an engine: ``Harness`` in one process, ``Seat`` in a tensor-parallel group of threads.
+
+The steps have hand-made attention metadata over a cache whose blocks are in random order.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,10 @@ FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
 
 
 class Harness:
-    """One model, S slots; ``step`` feeds tokens to some slots and gives the logits of all of them.
+    """A model with a cache for the sequences in some slots.
 
-    Without a path the model stays as it is built, for who asks only what it consists of.
+    ``step`` appends tokens to some slots and returns their logits.  Without a path no weights are loaded, which is
+    enough to inspect the layers of the model.
     """
 
     def __init__(
@@ -53,7 +57,8 @@ class Harness:
         batch_invariant: bool = False,
     ) -> None:
         fmt = FORMATS[kv or dtype]()
-        self.block, self.device = block, device
+        self.block = block
+        self.device = device
         ctx = AttentionContext(device, dtype, fmt, block, slots, max_len, prepare_qk, batch_invariant)
         self.backend = backend(None, ctx)
         self.parts = ModelParts(
@@ -62,7 +67,7 @@ class Harness:
         if path is not None:
             self.parts.found = shapes.check(str(path), arch, cfg, self.parts, load_format, True, 1 << 50)
         self.model = build_model(arch, cfg, self.parts, path or "")
-        for module in self.parts.modules.values():  # what nothing fills must be seen
+        for module in self.parts.modules.values():  # so that a weight that is not loaded is noticed
             for tensor in module.tensors.values():
                 tensor.fill_(torch.nan if tensor.is_floating_point() else 1)
         if path is not None:
@@ -70,54 +75,66 @@ class Harness:
         groups = 1 + max(layer.group for layer in self.parts.layers)
         per_slot = -(-max_len // block)
         blocks = 1 + slots * per_slot
-        order = np.random.default_rng(seed).permuted(np.tile(np.arange(1, blocks), (groups, 1)), axis=1)
+        ascending = np.tile(np.arange(1, blocks), (groups, 1))
+        order = np.random.default_rng(seed).permuted(ascending, axis=1)
         self.table = order.reshape(groups, slots, per_slot).astype(np.int32)
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
-            layer.cache = {  # what nobody wrote must never be read
-                n: torch.full((blocks, *t.shape), torch.nan, dtype=getattr(torch, t.dtype), device=device)
-                for n, t in layout.tensors.items()
+            layer.cache = {  # NaN, so that a read of an unwritten slot is noticed
+                name: torch.full((blocks, *t.shape), torch.nan, dtype=getattr(torch, t.dtype), device=device)
+                for name, t in layout.tensors.items()
             }
-        self.known = [0] * slots
-        # a sequence longer than ``switch`` has another rotary embedding from its first token on: ``ends`` says how long
-        # it becomes, where a step does not bring it all
-        self.switch, self.ends, self.rope_rows = arch.switch(cfg), [0] * slots, max_len + 1
-        self.taps: Any = None  # of all steps (``model.StepTaps``)
-        self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # what is one tensor for all steps, as in the engine
+        self.known = [0] * slots  # tokens in each slot
+        # a sequence longer than ``switch`` has another rotary embedding for all of its tokens; ``ends`` has the final
+        # length of a sequence that comes in several steps
+        self.switch = arch.switch(cfg)
+        self.ends = [0] * slots
+        self.rope_rows = max_len + 1
+        self.taps: Any = None  # ``model.StepTaps`` for all steps
+        self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # the block table, the same tensor in all steps
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
-        """slot -> tokens; returns slot -> logits [tokens, V]."""
+        """Run a step with slot -> new tokens, and return slot -> logits [tokens, V]."""
         logits, order = self.logits(feed)
-        return dict(zip(order, logits.split([len(feed[s]) for s in order]), strict=True))
+        return dict(zip(order, logits.split([len(feed[slot]) for slot in order]), strict=True))
 
     def logits(
         self, feed: Mapping[int, Sequence[int]], wanted: Sequence[int] | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """Logits of all tokens of a step [T, V], or of the ``wanted`` ones if the model takes indices; their slots in
-        order."""
-        order = sorted(feed, key=lambda s: len(feed[s]) != 1)
-        for s in order:
-            self.known[s] += len(feed[s])
-        meta = make_meta([(s, len(feed[s]), self.known[s]) for s in order], self.table, self.block, self.device)
+        """Run a step with slot -> new tokens, and return the logits [T, V] and the slots in order of their rows.
+
+        ``wanted`` has indices of the tokens whose logits are computed, for a model that accepts them.  None means all.
+        """
+        order = sorted(feed, key=lambda slot: len(feed[slot]) != 1)
+        for slot in order:
+            self.known[slot] += len(feed[slot])
+        rows = [(slot, len(feed[slot]), self.known[slot]) for slot in order]
+        meta = make_meta(rows, self.table, self.block, self.device)
         keep_tensors(self.kept, meta, ("table",))
         position = meta.position
         if self.switch is not None:
-            first = [max(self.known[s], self.ends[s]) > self.switch for s in order]
-            meta.position = position + self.rope_rows * torch.tensor(first, device=self.device)[meta.row]
+            long = [max(self.known[slot], self.ends[slot]) > self.switch for slot in order]
+            meta.position = position + self.rope_rows * torch.tensor(long, device=self.device)[meta.row]
         self.backend.plan(meta, GraphKey())
-        ids = torch.tensor([t for s in order for t in feed[s]], device=self.device)
+        ids = torch.tensor([token for slot in order for token in feed[slot]], device=self.device)
         with torch.inference_mode():
             pick = None if wanted is None else torch.tensor(wanted, device=self.device)
             hidden = self.model(StepTensors(ids, position, meta, pick, self.taps))
             return self.model.logits(hidden).float(), order
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
-        """Logits [tokens, V] of a sequence that comes in several steps, cut before the tokens of these numbers."""
-        edges, self.ends[slot] = [0, *cuts, len(tokens)], len(tokens)
-        return torch.cat([self.step({slot: tokens[a:b]})[slot] for a, b in itertools.pairwise(edges)])
+        """Return the logits [tokens, V] of a sequence that comes in several steps.
+
+        ``cuts`` has the index of the first token of each step after the first one.
+        """
+        self.ends[slot] = len(tokens)
+        edges = itertools.pairwise([0, *cuts, len(tokens)])
+        return torch.cat([self.step({slot: tokens[start:end]})[slot] for start, end in edges])
 
     def greedy(self, slot: int, prompt: Sequence[int], n: int) -> list[int]:
-        logits, tokens = self.step({slot: prompt})[slot], []
+        """Return the n most likely tokens after a prompt."""
+        logits = self.step({slot: prompt})[slot]
+        tokens: list[int] = []
         for _ in range(n):
             tokens.append(int(logits[-1].argmax()))
             logits = self.step({slot: tokens[-1:]})[slot]
@@ -125,34 +142,44 @@ class Harness:
 
 
 class Seat:
-    """One process of a tensor-parallel group that threads play (``device.layers.communicator.Communicator``).  All of
-    them get what only rank 0 needs."""
+    """A rank of a tensor-parallel group whose ranks are threads (a ``device.layers.communicator.Communicator``).
+
+    All ranks get the results that in a real group only rank 0 gets.
+    """
 
     def __init__(self, rank: int, sent: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size, self.sent, self.barrier = rank, len(sent), sent, barrier
+        self.rank = rank
+        self.size = len(sent)
+        self.sent = sent  # the tensor of each rank
+        self.barrier = barrier
         self.peers = None
 
     def all_reduce(self, x: torch.Tensor) -> None:
+        """Replace x by the sum over all ranks."""
         x.copy_(torch.stack(self.all_of(x)).sum(0))
 
     def gather(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the first ``width`` columns of the tensors of all ranks, side by side."""
         return torch.cat(self.all_of(x), dim=1)[:, :width]
 
     def all_of(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Return the tensors of all ranks."""
         self.sent[self.rank] = x.clone()
         self.barrier.wait()
-        found = list(self.sent)
-        self.barrier.wait()  # before anyone overwrites what the others read
-        return found
+        tensors = list(self.sent)
+        self.barrier.wait()  # no rank may overwrite its tensor before all ranks have read it
+        return tensors
 
 
 def seats(n: int) -> list[Seat]:
-    sent, barrier = [None] * n, threading.Barrier(n, timeout=60)
+    """Return the n ranks of a group."""
+    sent = [None] * n
+    barrier = threading.Barrier(n, timeout=60)
     return [Seat(rank, sent, barrier) for rank in range(n)]
 
 
 def play(seats: Sequence[Seat], calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Results of calls that wait for each other, one for each seat; raises the error that came first."""
+    """Run a call for each rank in a thread, and return the results; raise the error that occurred first."""
     results: list[Any] = [None] * len(calls)
     errors: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""KV formats beyond the sizes at which a grid or a packed index would end, and what ``load`` gave before."""
+"""Tests of KV formats with large sizes, which may exceed a grid or a packed index, and of the results of ``load``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from minivllm.core.interfaces.attention import AttnSpec
 
 from .base import since
 
-HEADS, DIMS, TOKENS, SLOTS = 40, (192, 256, 576), 700, 70_000
-MOST = 1 << 26  # elements of a cache
+HEADS = 40  # KV heads of a layer
+DIMS = (192, 256, 576)  # elements of a head
+TOKENS = 700  # tokens of a step
+SLOTS = 70_000  # slots of a cache
+MOST = 1 << 26  # elements of a cache at most
 
 
 class KVFormatSizes:
-    """Part of ``KVFormatConformance``."""
+    """The tests of large sizes in ``KVFormatConformance``."""
 
     if TYPE_CHECKING:
         blocks: Any
@@ -30,34 +33,43 @@ class KVFormatSizes:
         place: Any
         sizes: Any
         spec_of: Any
-        _stored: Any
+        _check_store: Any
         _values: Any
 
     def _large(self) -> Iterator[tuple[AttnSpec, int, int]]:
-        """(layer, tokens of a step, slots of the cache).  Heads and sizes that a test class narrows stay so."""
-        sizes, usual = self.sizes, self.usual()
-        heads, dims = (sizes[name] for name in ("kv_heads", "dims"))
-        some = dims[len(dims) // 2]
-        if "kv_heads" in usual:
-            yield AttnSpec(HEADS, HEADS, some, some), 9, 64
-        for dim in DIMS if "dims" in usual else ():
-            yield AttnSpec(heads[0], heads[0], dim, dim), 9, 64
-        yield AttnSpec(heads[0], heads[0], some, some), TOKENS, 2 * TOKENS
-        yield AttnSpec(heads[0], heads[0], dims[0], dims[0]), 9, min(SLOTS, MOST // (heads[0] * dims[0]))
+        """Yield (layer, tokens of a step, slots of the cache) of each test.
+
+        If a test class sets ``kv_heads`` or ``dims``, larger values of them are not tested.
+        """
+        heads = self.sizes["kv_heads"][0]
+        dims = self.sizes["dims"]
+        least = dims[0]
+        middle = dims[len(dims) // 2]
+        default = self.usual()
+        if "kv_heads" in default:
+            yield AttnSpec(HEADS, HEADS, middle, middle), 9, 64
+        if "dims" in default:
+            for dim in DIMS:
+                yield AttnSpec(heads, heads, dim, dim), 9, 64
+        yield AttnSpec(heads, heads, middle, middle), TOKENS, 2 * TOKENS
+        yield AttnSpec(heads, heads, least, least), 9, min(SLOTS, MOST // (heads * least))
 
     def usual(self) -> set[str]:
-        """Those of the sizes that no test class has set."""
+        """Return which of ``kv_heads`` and ``dims`` still have the value of the suite."""
 
-        def first(name: str) -> Any:
-            return next(vars(c)[name] for c in reversed(type(self).__mro__) if name in vars(c))
+        def default(name: str) -> Any:
+            return next(vars(cls)[name] for cls in reversed(type(self).__mro__) if name in vars(cls))
 
-        return {name for name in ("kv_heads", "dims") if getattr(self, name) is first(name)}
+        return {name for name in ("kv_heads", "dims") if getattr(self, name) is default(name)}
 
     @since(1, 0)
     def test_sizes_of_large_models_and_caches(self) -> None:
-        """40 heads, heads of 192 to 576 elements, 700 tokens in a step, slots beyond 2**16: what is stored comes back,
-        and nothing else changes."""
-        block, dtype = self.block(16), self.dtypes()[0]
+        """Check 40 heads, heads of 192 to 576 elements, 700 tokens in a step, and slots beyond 2**16.
+
+        Stored values come back, and nothing else changes.
+        """
+        block = self.block(16)
+        dtype = self.dtypes()[0]
         for spec, tokens, slots in self._large():
             torch.manual_seed(tokens)
             fmt = self.build()
@@ -67,20 +79,21 @@ class KVFormatSizes:
             blocks = max(-(-slots // block), -(-tokens // block) + 2)
             cache = self.cache(layout, blocks, fill=True)
             last = blocks * block - 1
-            at = torch.cat([torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block])
-            given = self._values(fmt, spec, "normal", tokens, dtype)
-            what = f"{dtype}, {tokens} tokens in {blocks} blocks of {block}, {spec}"
-            self._stored(fmt, spec, block, cache, given, at, what)
+            chosen = torch.cat([torch.tensor([last]), torch.randperm(last - block)[: tokens - 1] + block])
+            values = self._values(fmt, spec, "normal", tokens, dtype)
+            case = f"{dtype}, {tokens} tokens in {blocks} blocks"
+            self._check_store(fmt, spec, block, cache, values, chosen, case)
 
     @since(1, 0)
     def test_what_load_gave_stays_as_it_is(self) -> None:
-        """A back end may hold what it loaded while it loads more, of other blocks or of another layer."""
-        spec, block, fmt = self.spec_of(small=True), self.block(), self.build()
-        cache = self.cache(fmt.layout(spec, block), 6, fill=True)
-        one, two = (torch.tensor(at, device=self.place()) for at in ([1, 2], [4, 3]))
+        """Check that a second ``load`` does not change the result of the first one, which a back end may still use."""
+        spec = self.spec_of(small=True)
+        fmt = self.build()
+        cache = self.cache(fmt.layout(spec, self.block()), 6, fill=True)
+        first, second = (torch.tensor(blocks, device=self.place()) for blocks in ([1, 2], [4, 3]))
         for dtype in (torch.float32, torch.bfloat16):
-            got = fmt.load(cache, one, dtype)
-            kept = [x.clone() for x in got]
-            fmt.load(cache, two, dtype)
-            same = all(torch.equal(a, b) for a, b in zip(got, kept, strict=True))
-            assert same, f"load of other blocks writes into what load gave before, {dtype}"
+            loaded = fmt.load(cache, first, dtype)
+            copies = [x.clone() for x in loaded]
+            fmt.load(cache, second, dtype)
+            same = all(torch.equal(x, copy) for x, copy in zip(loaded, copies, strict=True))
+            assert same, f"load of other blocks changes the result of an earlier load, {dtype}"

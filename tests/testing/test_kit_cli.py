@@ -337,7 +337,7 @@ def test_bind_that_returns_a_number_is_told_what_is_wanted():
             "overrides grid(info)",
         ),
         ("quantizers_late:ScalesOfThreeBits", "test_what_lives_on_the_device_is_told", "may override scale_bits"),
-        ("kvformats:Truncates", "test_what_is_stored_comes_back_and_nothing_else_changes", "overrides allowed(fmt, x)"),
+        ("kvformats:Truncates", "test_what_is_stored_comes_back_and_nothing_else_changes", "override allowed(fmt, x)"),
         (
             "kvformats_sizes:Trips",
             "test_the_layout_says_what_is_allocated",
