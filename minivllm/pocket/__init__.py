@@ -1,1 +1,1 @@
-"""pocket: a five-million-parameter model made by this project, its tasks and the code that trains it."""
+"""pocket: a model of five million parameters that this project trained, its tasks, and the code that trains it."""

@@ -1,4 +1,4 @@
-"""The beats that many plots of the small world share; the fields in braces are explained in `plots.py`."""
+"""Beats that many plots of the small world share.  `plots.py` explains beats and the fields in braces."""
 
 OPENING = [
     "Once upon a time, {ah} lived {at}.",
@@ -82,4 +82,4 @@ TROUBLE = {
         ["Under it they stayed dry until the storm was over."],
     ),
 }
-"""For each use of a thing: the trouble it helps against, and how it helped."""
+"""For each use of a thing: sentences about the trouble that it helps against, and sentences about the rescue."""

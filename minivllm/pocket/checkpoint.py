@@ -1,7 +1,8 @@
-"""Reading and writing what training leaves: checkpoints to go on from, and finished model directories.
+"""Files of a training run: checkpoints, from which it can continue, and finished model directories.
 
-A checkpoint is a folder of safetensors files of at most `PART` bytes each (weights and optimizer in float32, with the
-step and the number of the next batch in the first file's metadata), so that it can be moved in small pieces.
+A checkpoint is a folder of safetensors files of at most `PART` bytes, so that it can be copied in small pieces.  It has
+the weights and the optimizer in float32.  The metadata of each file has the step, which is also the number of the next
+batch.
 """
 
 import json
@@ -18,44 +19,46 @@ from .muon import Optimizer
 from .net import SHAPES, Net, from_hf, hf_config, to_hf
 
 PART = 15_000_000
+HEADER = 100_000  # bytes of a part that are left for its header
 
 
 def save(folder: Path, net: Net, optimizer: Optimizer, facts: dict) -> None:
-    """Write a checkpoint; `facts` is anything that JSON can hold."""
+    """Write a checkpoint.  `facts` are stored with it as JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {f"net.{n}": p.detach() for n, p in net.named_parameters()}
-    tensors |= {f"state.{n}": t for n, t in optimizer.state.items()}
-    parts: list[dict[str, Tensor]] = [{}]
-    room = PART - 100_000
+    tensors = {f"net.{name}": parameter.detach() for name, parameter in net.named_parameters()}
+    tensors |= {f"state.{name}": tensor for name, tensor in optimizer.state.items()}
+    parts: list[dict[str, Tensor]] = []
+    free = 0  # bytes of the last part
     for name, tensor in tensors.items():
-        if tensor.nbytes > room:
+        if tensor.nbytes > free:
             parts.append({})
-            room = PART - 100_000
+            free = PART - HEADER
         parts[-1][name] = tensor.cpu().contiguous()
-        room -= tensor.nbytes
+        free -= tensor.nbytes
     for old in folder.glob("part-*.safetensors"):
         old.unlink()
+    metadata = {"facts": json.dumps(facts | {"parts": len(parts)})}
     for i, part in enumerate(parts):
-        save_file(part, folder / f"part-{i}.safetensors", {"facts": json.dumps(facts | {"parts": len(parts)})})
+        save_file(part, folder / f"part-{i}.safetensors", metadata)
 
 
 def restore(folder: Path, net: Net, optimizer: Optimizer) -> dict:
-    """Take over a checkpoint and return its facts."""
+    """Copy a checkpoint into a net and its optimizer, and return the facts stored with it."""
     with safe_open(folder / "part-0.safetensors", "pt") as file:
         facts = json.loads(file.metadata()["facts"])
     tensors: dict[str, Tensor] = {}
     for i in range(facts["parts"]):
         tensors |= load_file(folder / f"part-{i}.safetensors")
     with torch.no_grad():
-        for name, p in net.named_parameters():
-            p.copy_(tensors[f"net.{name}"])
-        for name, t in optimizer.state.items():
-            t.copy_(tensors[f"state.{name}"])
+        for name, parameter in net.named_parameters():
+            parameter.copy_(tensors[f"net.{name}"])
+        for name, tensor in optimizer.state.items():
+            tensor.copy_(tensors[f"state.{name}"])
     return facts
 
 
 def export(folder: Path, net: Net, tokenizer_folder: Path) -> None:
-    """Write a finished model directory, as transformers reads it."""
+    """Write a finished model directory in the format of transformers."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if folder.resolve() != tokenizer_folder.resolve():
@@ -67,13 +70,18 @@ def export(folder: Path, net: Net, tokenizer_folder: Path) -> None:
         "pad_token_id": ids[tok.END_OF_TEXT],
         "do_sample": False,
     }
-    for name, content in (("config.json", hf_config(net.shape, ids)), ("generation_config.json", generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+    _write_json(folder / "config.json", hf_config(net.shape, ids))
+    _write_json(folder / "generation_config.json", generation)
     save_file(to_hf(net), folder / "model.safetensors", {"format": "pt"})
 
 
+def _write_json(path: Path, content: dict) -> None:
+    """Write a JSON file."""
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
 def load_net(folder: Path, model: str) -> Net:
-    """The weights of a finished model directory as a `Net`."""
+    """Return a `Net` of the shape `model` with the weights of a finished model directory."""
     net = Net(SHAPES[model])
     from_hf(net, load_file(folder / "model.safetensors"))
     return net

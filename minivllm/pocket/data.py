@@ -1,7 +1,7 @@
-"""Training data: documents of every kind, packed into rows by worker processes.
+"""Training data: documents of all kinds, packed into rows by worker processes.
 
-Batch number n depends only on the seed and n, so that a resumed run goes on where the last one stopped, however many
-workers there are.  A batch is one array (3, rows, length + 1): tokens, document numbers and the weights of the loss.
+Batch number n depends only on the seed and n.  So a resumed run continues with the batches that follow, with any number
+of workers.  A batch is an array (3, rows, length + 1) of tokens, document numbers and weights of the loss.
 """
 
 import multiprocessing
@@ -15,7 +15,7 @@ from . import tasks
 from .tokenizer import Encoder, load
 
 FILLER, TEXT, ANSWER = 2, 10, 40
-"""Weights of the loss, in tenths: the stories around needles, stories for their own sake, answers."""
+"""Weights of the loss, in tenths: for stories around needles, for other stories, and for answers."""
 
 SYSTEM = ("You are a helpful assistant.", "You are pocket, a small model.", "Answer in one line.", "Be kind and brief.")
 TALK = (
@@ -33,64 +33,87 @@ TALK = (
 )
 SIGNS = "äöüßéèñçøåαβγδλπωбгджяшщ中文字日本語猫犬狐森林한국어漢शनم😀🦊🌲🌙🔥✨🎵→≤∞€½"
 
-Document = tuple[list[int], list[int]]
+Document = tuple[list[int], list[int]]  # token ids, and the weight of each in the loss
+KINDS = {"plain": 12, "story": 14, "sums": 20, "copy": 16, "json": 10, "dense": 8, "needle": 4, "talk": 3}
+"""Kinds of short documents with their relative frequencies."""
+
+MOST_CASES = {"story": 2, "sums": 8, "copy": 4, "json": 3}
+"""Cases of a task in one document, at most."""
 
 
 class Writer:
-    """Writes documents as token ids with the weight of each."""
+    """The writer of documents, driven by a random number generator."""
 
     def __init__(self, encoder: Encoder, rng: Random):
-        self.encoder, self.rng = encoder, rng
+        self.encoder = encoder
+        self.rng = rng
 
     def chat(self, messages: list[dict[str, str]], answer: str, filler: int = 0, weight: int = ANSWER) -> Document:
-        """A conversation as the chat template writes it, with the loss on the assistant's turns."""
-        e, ids, weights = self.encoder, [], []
+        """Return a conversation in the form of the chat template.
+
+        The tokens of the assistant have `weight`, the content of other messages has `filler`.  One conversation in ten
+        gets a system message.
+        """
+        encoder = self.encoder
         if self.rng.random() < 0.1:
             messages = [{"role": "system", "content": self.rng.choice(SYSTEM)}, *messages]
+        ids: list[int] = []
+        weights: list[int] = []
         for message in [*messages, {"role": "assistant", "content": answer}]:
-            head, body = e.heads[message["role"]], e.encode(message["content"])
-            ids += [*head, *body, e.turn_end, *e.tail]
-            own, end = (weight, weight) if message["role"] == "assistant" else (filler, 0)
-            weights += [0] * len(head) + [own] * len(body) + [end] + [0] * len(e.tail)
+            head = encoder.heads[message["role"]]
+            body = encoder.encode(message["content"])
+            ids += [*head, *body, encoder.turn_end, *encoder.tail]
+            of_assistant = message["role"] == "assistant"
+            weights += [0] * len(head)
+            weights += [weight if of_assistant else filler] * len(body)
+            weights.append(weight if of_assistant else 0)
+            weights += [0] * len(encoder.tail)
         return ids, weights
 
     def needle(self, longest: int) -> Document:
-        """Needles in stories of any length up to `longest`, with several questions one after the other."""
+        """Return needles in stories of up to `longest` words and signs, with several questions one after the other."""
         rng = self.rng
         pieces = 0 if longest < 60 else rng.randint(40, longest)
         case = tasks.draw("needle", rng, pieces=(pieces, pieces), needles=(2, 32 if pieces > 400 else 12))
-        facts, asked = case.meta["needles"], case.meta["asked"]
-        messages, answer = case.messages, case.answer
-        others = [i for i in range(len(facts)) if i != asked]
+        facts = case.meta["needles"]
+        messages = case.messages
+        answer = case.answer
+        others = [i for i in range(len(facts)) if i != case.meta["asked"]]
         for i in rng.sample(others, min(len(others), rng.randint(0, 5))):
-            question, reply = tasks.needle_question(*facts[i][:2]), tasks.needle_text(*facts[i])
-            messages = [*messages, {"role": "assistant", "content": answer}, *tasks.user(question)]
-            answer = reply
+            color, container, _ = facts[i]
+            question = tasks.user(tasks.needle_question(color, container))
+            messages = [*messages, {"role": "assistant", "content": answer}, *question]
+            answer = tasks.needle_text(*facts[i])
         return self.chat(messages, answer, filler=FILLER)
 
     def several(self, task: str, most: int) -> Document:
-        """A few cases of one task in one conversation, with made-up words in some of them."""
+        """Return one to `most` cases of a task in one conversation, some of them with made-up words."""
         rng = self.rng
 
         def options() -> dict:
             if task == "story":
                 return {"made_up": rng.random() < 0.15}
-            return {"words": (3, 40), "made_up": rng.choice((0.0, 0.0, 0.1, 0.5))} if task == "copy" else {}
+            if task == "copy":
+                return {"words": (3, 40), "made_up": rng.choice((0.0, 0.0, 0.1, 0.5))}
+            return {}
 
-        first, *rest = (tasks.draw(task, self.rng, **options()) for _ in range(self.rng.randint(1, most)))
-        messages, answer = first.messages, first.answer
-        for case in rest:
-            messages = [*messages, {"role": "assistant", "content": answer}, *case.messages]
+        messages: list[dict[str, str]] = []
+        answer = ""
+        for number in range(rng.randint(1, most)):
+            case = tasks.draw(task, rng, **options())
+            if number:
+                messages = [*messages, {"role": "assistant", "content": answer}]
+            messages = [*messages, *case.messages]
             answer = case.answer
         return self.chat(messages, answer, weight=TEXT if task == "story" else ANSWER)
 
     def plain(self) -> Document:
-        """A story without a conversation around it."""
+        """Return a story without a conversation around it."""
         ids = [*self.encoder.encode(tasks.plain_story(self.rng)), self.encoder.end_of_text]
         return ids, [TEXT] * len(ids)
 
     def talk(self) -> Document:
-        """Small talk, or a few signs from other scripts to copy."""
+        """Return small talk, or a few signs of other scripts to copy."""
         if self.rng.random() < 0.6:
             question, answer = self.rng.choice(TALK)
             return self.chat(tasks.user(question), answer, weight=TEXT)
@@ -98,20 +121,24 @@ class Writer:
         return self.chat(tasks.user(f"Copy these words:\n{text}"), text, weight=TEXT)
 
     def short(self) -> Document:
-        """A document of any kind but the long ones."""
-        kind = self.rng.choices(
-            ("plain", "story", "sums", "copy", "json", "dense", "needle", "talk"), (12, 14, 20, 16, 10, 8, 4, 3)
-        )[0]
+        """Return a document of any kind without long needle documents."""
+        kind = self.rng.choices(tuple(KINDS), tuple(KINDS.values()))[0]
         if kind == "plain":
             return self.plain()
         if kind == "talk":
             return self.talk()
-        if kind in ("dense", "needle"):
-            return self.needle(0 if kind == "dense" else 400)
-        return self.several(kind, {"story": 2, "sums": 8, "copy": 4, "json": 3}[kind])
+        if kind == "dense":
+            return self.needle(0)
+        if kind == "needle":
+            return self.needle(400)
+        return self.several(kind, MOST_CASES[kind])
 
     def row(self, size: int, longest: int, share: float) -> np.ndarray:
-        """A row of `size` tokens: with probability `share` a long needle document, then short ones to the end."""
+        """Return a row of `size` tokens, an array (3, size).
+
+        With probability `share` it begins with a needle document of up to `longest` words and signs.  Short documents
+        follow; the last one is a plain story that is cut off at the end of the row.
+        """
         row = np.zeros((3, size), dtype=np.int16)
         at = number = 0
         while at < size:
@@ -122,13 +149,16 @@ class Writer:
                 document = self.plain()
             ids, weights = document
             end = min(size, at + len(ids))
-            row[0, at:end], row[1, at:end], row[2, at:end] = ids[: end - at], number, weights[: end - at]
-            at, number = end, number + 1
+            row[0, at:end] = ids[: end - at]
+            row[1, at:end] = number
+            row[2, at:end] = weights[: end - at]
+            at = end
+            number += 1
         return row
 
 
 def batch(encoder: Encoder, seed: int, index: int, rows: int, length: int, ramp: int) -> np.ndarray:
-    """Batch number `index`; needle documents grow to the full length over the first `ramp` batches."""
+    """Return batch number `index`.  Needle documents grow to their full length over the first `ramp` batches."""
     writer = Writer(encoder, Random(f"batch {seed} {index}"))
     grown = min(1.0, (index + 1) / max(1, ramp))
     longest = int(200 + grown * max(0, length * 0.88 - 200))
@@ -137,7 +167,7 @@ def batch(encoder: Encoder, seed: int, index: int, rows: int, length: int, ramp:
 
 
 def work(queue, folder: str, seed: int, start: int, stride: int, rows: int, length: int, ramp: int) -> None:
-    """A worker's life: every `stride`-th batch from `start` on, into its own queue."""
+    """Put every `stride`-th batch from number `start` on into a queue, without end.  Runs in a worker process."""
     encoder = Encoder(load(folder))
     index = start
     while True:
@@ -148,8 +178,12 @@ def work(queue, folder: str, seed: int, start: int, stride: int, rows: int, leng
 def batches(
     folder: str, seed: int, start: int, rows: int, length: int, ramp: int, workers: int | None = None
 ) -> Iterator[np.ndarray]:
-    """All batches from number `start` on, in order, made by worker processes (0 workers: in this one)."""
-    workers = max(1, (os.cpu_count() or 2) - 1) if workers is None else workers
+    """Yield all batches from number `start` on, in order.
+
+    `workers` processes make them; 0 means this process, None one for each core but one.
+    """
+    if workers is None:
+        workers = max(1, (os.cpu_count() or 2) - 1)
     if workers == 0:
         encoder = Encoder(load(folder))
         while True:
@@ -157,16 +191,16 @@ def batches(
             start += 1
     context = multiprocessing.get_context("spawn")
     queues = [context.Queue(maxsize=4) for _ in range(workers)]
-    crew = [
-        context.Process(target=work, args=(q, folder, seed, start + i, workers, rows, length, ramp), daemon=True)
-        for i, q in enumerate(queues)
-    ]
-    for process in crew:
+    processes = []
+    for i, queue in enumerate(queues):
+        args = (queue, folder, seed, start + i, workers, rows, length, ramp)
+        process = context.Process(target=work, args=args, daemon=True)
         process.start()
+        processes.append(process)
     try:
         while True:
             for queue in queues:
                 yield queue.get()
     finally:
-        for process in crew:
+        for process in processes:
             process.terminate()

@@ -1,25 +1,26 @@
-"""The words of the small world: who lives there, what they own, where they go.
+"""The words of the small world: its people and animals, their things and their places.
 
-Plain data.  Everything that `world` and `tasks` write is made of these words, which is why a vocabulary of
-two thousand tokens is enough to spell nearly all of it with one token a word.
+`world` and `tasks` write only with these words.  So a vocabulary of two thousand tokens has one token for nearly every
+word.
 """
 
 from random import Random
 
 
 def words(text: str) -> list[str]:
-    """The words of a text."""
+    """Return the words of a text."""
     return text.split()
 
 
 def article(noun: str) -> str:
-    """The noun with its indefinite article: 'a fox', 'an owl'."""
+    """Return a noun with its indefinite article: 'a fox', 'an owl'."""
     return ("an " if noun[0] in "aeiouAEIOU" else "a ") + noun
 
 
 def coined(rng: Random) -> str:
-    """A made-up word, so that the model also learns to talk about things that it has never heard of."""
-    return "".join(rng.choice(ONSETS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3))) + rng.choice("nrtlkmsx")
+    """Return a made-up word.  With such words the model learns to use nouns that are new to it."""
+    syllables = [rng.choice(ONSETS) + rng.choice("aeiou") for _ in range(rng.randint(1, 3))]
+    return "".join(syllables) + rng.choice("nrtlkmsx")
 
 
 ONSETS = words("b bl br c ch cl d dr f fl g gr h j k l m n p pl pr qu r s sh sk sp st t th tr v w z")
@@ -32,7 +33,7 @@ PEOPLE = words(
     "queen king teacher doctor juggler"
 )
 GENDER = {"girl": "she", "queen": "she", "hen": "she", "boy": "he", "king": "he"}
-"""Kinds that have only one pronoun; any other kind may have either."""
+"""Kinds with only one pronoun.  All other kinds may have either."""
 
 NAMES = {
     "she": words(
@@ -72,7 +73,7 @@ PLACES = {
     "the swamp": "in",
     "the crossroads": "at",
 }
-"""Every place with the word that says one is there: in the forest, by the river."""
+"""Each place with its preposition: in the forest, by the river."""
 
 HOMES = (
     "the forest",
@@ -157,7 +158,7 @@ OBJECTS = {
     "shovel": ("", ""),
     "nail": ("", ""),
 }
-"""Every thing with what it is good for (empty: nothing special) and how one puts it to that use."""
+"""Each thing with its use ("" for none; see `beats.TROUBLE`) and a phrase for using it."""
 
 LOOKS = words("little big old new shiny plain pretty heavy light strange lovely fine worn smooth")
 COLORS = words(
@@ -165,7 +166,7 @@ COLORS = words(
     "teal crimson amber"
 )
 CONTAINERS = words("box jar chest sack drawer crate pot trunk")
-"""Only needles are kept in these, so that no story answers a needle question by accident."""
+"""Containers of needles.  Stories do not use them, so that no story can answer a question about a needle."""
 
 SKILLS = {
     "flute": "play",
@@ -179,7 +180,7 @@ SKILLS = {
     "hammer": "use",
     "needle": "use",
 }
-"""Things that one can learn to use, with the verb for it."""
+"""Things that a hero can learn to use, with the verb for using them."""
 
 JOBS = words(
     "baker miller sailor farmer shepherd weaver fisher gardener clockmaker tailor painter potter teacher doctor"

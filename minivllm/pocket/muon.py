@@ -1,7 +1,8 @@
 """The optimizer of pocket: Muon for the stacked matrices, Adam for the embedding and the norms.
 
-Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal one, found by a few steps of
-a Newton-Schulz iteration; with the layers stacked, that is a handful of batched products for the whole model.
+Muon (Jordan et al., 2024) replaces the momentum of a matrix by the nearest orthogonal matrix.  A few steps of a
+Newton-Schulz iteration find it.  With the layers' weights stacked, these steps are a few batched matrix products for
+the whole model.
 """
 
 import torch
@@ -11,7 +12,7 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
-    """The orthogonal factor (about) of each matrix in a stack (n, rows, columns)."""
+    """Return approximately the orthogonal factor of each matrix in a stack (n, rows, columns), in float32."""
     a, b, c = COEFFICIENTS
     x = g.bfloat16()
     flipped = x.shape[1] > x.shape[2]
@@ -25,7 +26,7 @@ def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Optimizer:
-    """Updates a `Net` in place; `rate` scales both learning rates."""
+    """The optimizer of a `Net`: it updates parameters of three dimensions by Muon and all others by Adam."""
 
     def __init__(
         self,
@@ -35,27 +36,37 @@ class Optimizer:
         momentum: float = 0.95,
         decay: float = 0.02,
     ):
-        self.matrix_rate, self.other_rate, self.momentum, self.decay = matrix_rate, other_rate, momentum, decay
-        named = dict(net.named_parameters())
-        self.matrices = {n: p for n, p in named.items() if p.ndim == 3}
-        self.others = {n: p for n, p in named.items() if p.ndim != 3}
-        self.state = {f"{n}.momentum": torch.zeros_like(p) for n, p in self.matrices.items()}
-        for n, p in self.others.items():
-            self.state |= {f"{n}.mean": torch.zeros_like(p), f"{n}.square": torch.zeros_like(p)}
+        self.matrix_rate = matrix_rate
+        self.other_rate = other_rate
+        self.momentum = momentum
+        self.decay = decay
+        parameters = dict(net.named_parameters())
+        self.matrices = {name: p for name, p in parameters.items() if p.ndim == 3}
+        self.others = {name: p for name, p in parameters.items() if p.ndim != 3}
+        self.state = {f"{name}.momentum": torch.zeros_like(p) for name, p in self.matrices.items()}
+        for name, p in self.others.items():
+            self.state[f"{name}.mean"] = torch.zeros_like(p)
+            self.state[f"{name}.square"] = torch.zeros_like(p)
         self.orthogonalize = torch.compile(orthogonalize) if next(net.parameters()).is_cuda else orthogonalize
 
     @torch.no_grad()
     def step(self, rate: float, count: int) -> None:
-        """One update; `count` is the number of the step, from one."""
+        """Update the parameters and drop their gradients.
+
+        `rate` scales both learning rates.  `count` is the number of the step, from 1.
+        """
         for name, p in self.matrices.items():
             buffer = self.state[f"{name}.momentum"]
             buffer.lerp_(p.grad, 1 - self.momentum)
             update = self.orthogonalize(p.grad.lerp(buffer, self.momentum))
             scale = max(1.0, p.shape[1] / p.shape[2]) ** 0.5
-            p.mul_(1 - rate * self.matrix_rate * self.decay).add_(update, alpha=-rate * self.matrix_rate * scale)
+            matrix_rate = rate * self.matrix_rate
+            p.mul_(1 - matrix_rate * self.decay)
+            p.add_(update, alpha=-matrix_rate * scale)
             p.grad = None
         for name, p in self.others.items():
-            mean, square = self.state[f"{name}.mean"], self.state[f"{name}.square"]
+            mean = self.state[f"{name}.mean"]
+            square = self.state[f"{name}.square"]
             mean.lerp_(p.grad, 0.1)
             square.lerp_(p.grad.square(), 0.02)
             root = (square / (1 - 0.98**count)).sqrt_().add_(1e-10)

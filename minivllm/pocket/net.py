@@ -1,8 +1,9 @@
-"""pocket as it is trained: a Qwen3-shaped decoder with its layers' weights stacked.
+"""The model pocket for training: a decoder of Qwen3's architecture with stacked weights.
 
-The weights of one kind are one parameter of shape (layers, out, in), which lets the optimizer treat all layers in one
-batched operation.  `to_hf` and `from_hf` rename them to and from those of transformers' Qwen3ForCausalLM, whose
-arithmetic this file follows.  Weights are kept in float32 and used in bfloat16, as the finished model is.
+All weights of one kind are one parameter of shape (layers, out, in), so that the optimizer updates all layers in one
+batched operation.  `to_hf` and `from_hf` convert the weights to and from the names of transformers' Qwen3ForCausalLM,
+whose arithmetic this file follows.  Weights are kept in float32 and used in bfloat16, which is the dtype of the
+finished model.
 """
 
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ SHAPES = {
 }
 
 BLOCK = 128
-"""The block of flex attention: a row's length is a multiple of it."""
+"""The block size of flex attention.  The length of a row must be a multiple of it."""
 
 HF_NAMES = {
     "q": "self_attn.q_proj",
@@ -54,36 +55,39 @@ HF_NAMES = {
 
 
 def rms_norm(x: Tensor, gain: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm, computed in float32."""
+    """Return the root-mean-square norm of x times `gain`, computed in float32."""
     y = x.float()
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     return (gain * y).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x (batch, heads, length, head_dim), halves paired as in Llama and Qwen."""
+    """Apply the rotary embedding to x (batch, heads, length, head_dim), with halves paired as in Llama and Qwen."""
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
 def documents_mask(doc: Tensor, flex: bool):
-    """Each token sees what comes before it in its own document: a mask for flex attention, or else a dense one.
+    """Return a causal mask that separates documents: a block mask if `flex`, else a dense bool mask.
 
-    `doc` (rows, length) has each token's document number, growing along a row, so that whole blocks of the mask are
-    decided by their first and last numbers alone.
+    `doc` (rows, length) has the document number of each token.  The numbers do not decrease along a row, so the first
+    and the last number of a block decide about the whole block.
     """
     length = doc.shape[1]
     if not flex:
         causal = torch.ones(length, length, dtype=torch.bool, device=doc.device).tril()
         return (doc[:, None, :, None] == doc[:, None, None, :]) & causal
-    first, last = doc[:, ::BLOCK], doc[:, BLOCK - 1 :: BLOCK]
-    below = torch.ones(first.shape[1], first.shape[1], dtype=torch.bool, device=doc.device).tril()
+    first = doc[:, ::BLOCK]
+    last = doc[:, BLOCK - 1 :: BLOCK]
+    blocks = first.shape[1]
+    below = torch.ones(blocks, blocks, dtype=torch.bool, device=doc.device).tril()
     some = below & (last[:, None, :] >= first[:, :, None])
     full = below.tril(-1) & (first[:, None, :] == last[:, :, None])
 
-    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+    def ordered(selected: Tensor) -> tuple[Tensor, Tensor]:
+        count = selected.sum(-1, dtype=torch.int32)
+        order = selected.int().argsort(dim=-1, descending=True, stable=True)
+        return count[:, None], order.to(torch.int32)[:, None]
 
     def visible(b, h, q, k):
         return (q >= k) & (doc[b, q] == doc[b, k])
@@ -92,64 +96,68 @@ def documents_mask(doc: Tensor, flex: bool):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask) -> Tensor:
-    """Grouped-query attention under a mask of `documents_mask`."""
+    """Compute grouped-query attention under a mask of `documents_mask`."""
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
 
 
 class Net(nn.Module):
-    """The model; `forward` gives the logits of packed rows."""
+    """The model.  `forward` computes the logits of packed rows."""
 
     def __init__(self, shape: NetShape, seed: int = 0):
         super().__init__()
-        self.shape = s = shape
-        draw = torch.Generator().manual_seed(seed)
-        q_out, kv_out = s.heads * s.head_dim, s.kv_heads * s.head_dim
+        self.shape = shape
+        generator = torch.Generator().manual_seed(seed)
+        hidden, layers = shape.hidden, shape.layers
+        q_out = shape.heads * shape.head_dim
+        kv_out = shape.kv_heads * shape.head_dim
         sizes = {
-            "q": (q_out, s.hidden),
-            "k": (kv_out, s.hidden),
-            "v": (kv_out, s.hidden),
-            "o": (s.hidden, q_out),
-            "gate": (s.inner, s.hidden),
-            "up": (s.inner, s.hidden),
-            "down": (s.hidden, s.inner),
+            "q": (q_out, hidden),
+            "k": (kv_out, hidden),
+            "v": (kv_out, hidden),
+            "o": (hidden, q_out),
+            "gate": (shape.inner, hidden),
+            "up": (shape.inner, hidden),
+            "down": (hidden, shape.inner),
         }
-        self.embed = nn.Parameter(torch.randn(s.vocab, s.hidden, generator=draw) * 0.02)
+        self.embed = nn.Parameter(torch.randn(shape.vocab, hidden, generator=generator) * 0.02)
         self.mats = nn.ParameterDict()
-        for name, (out, inp) in sizes.items():
-            std = 0.0 if name in ("o", "down") else inp**-0.5 * 0.5
-            self.mats[name] = nn.Parameter(torch.randn(s.layers, out, inp, generator=draw) * std)
-        self.gains = nn.ParameterDict(
-            {
-                name: nn.Parameter(torch.ones(s.layers, s.head_dim if "_" in name else s.hidden))
-                for name in ("q_norm", "k_norm", "norm1", "norm2")
-            }
-        )
-        self.norm = nn.Parameter(torch.ones(s.hidden))
-        frequency = s.theta ** (-torch.arange(0, s.head_dim, 2).float() / s.head_dim)
-        angles = torch.outer(torch.arange(s.max_length).float(), frequency)
+        for name, (rows, columns) in sizes.items():
+            std = 0.0 if name in ("o", "down") else columns**-0.5 * 0.5
+            self.mats[name] = nn.Parameter(torch.randn(layers, rows, columns, generator=generator) * std)
+        self.gains = nn.ParameterDict()
+        for name in ("q_norm", "k_norm", "norm1", "norm2"):
+            width = shape.head_dim if "_" in name else hidden
+            self.gains[name] = nn.Parameter(torch.ones(layers, width))
+        self.norm = nn.Parameter(torch.ones(hidden))
+        exponents = -torch.arange(0, shape.head_dim, 2).float() / shape.head_dim
+        angles = torch.outer(torch.arange(shape.max_length).float(), shape.theta**exponents)
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
     def layer(self, x: Tensor, w: dict[str, Tensor], mask) -> Tensor:
-        """One decoder layer with its weights."""
-        s, (batch, length, _) = self.shape, x.shape
-        cos, sin = self.cos[:length], self.sin[:length]
+        """Compute one decoder layer with the weights `w`."""
+        batch, length, _ = x.shape
+        eps = self.shape.eps
+        cos = self.cos[:length]
+        sin = self.sin[:length]
 
         def heads(name: str, y: Tensor) -> Tensor:
-            return F.linear(y, w[name]).view(batch, length, -1, s.head_dim)
+            return F.linear(y, w[name]).view(batch, length, -1, self.shape.head_dim)
 
-        y = rms_norm(x, w["norm1"], s.eps)
-        q = rotate(rms_norm(heads("q", y), w["q_norm"], s.eps).transpose(1, 2), cos, sin)
-        k = rotate(rms_norm(heads("k", y), w["k_norm"], s.eps).transpose(1, 2), cos, sin)
-        y = attend(q, k, heads("v", y).transpose(1, 2), mask)
+        y = rms_norm(x, w["norm1"], eps)
+        q = rms_norm(heads("q", y), w["q_norm"], eps).transpose(1, 2)
+        k = rms_norm(heads("k", y), w["k_norm"], eps).transpose(1, 2)
+        v = heads("v", y).transpose(1, 2)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, mask)
         x = x + F.linear(y.transpose(1, 2).reshape(batch, length, -1), w["o"])
-        y = rms_norm(x, w["norm2"], s.eps)
-        return x + F.linear(F.silu(F.linear(y, w["gate"])) * F.linear(y, w["up"]), w["down"])
+        y = rms_norm(x, w["norm2"], eps)
+        gated = F.silu(F.linear(y, w["gate"])) * F.linear(y, w["up"])
+        return x + F.linear(gated, w["down"])
 
     def forward(self, tokens: Tensor, mask) -> Tensor:
-        """Logits (batch, length, vocab) in bfloat16."""
+        """Return the logits (batch, length, vocab) in bfloat16."""
         weights = {name: p.bfloat16().unbind(0) for name, p in self.mats.items()}
         weights |= {name: p.unbind(0) for name, p in self.gains.items()}
         embed = self.embed.bfloat16()
@@ -160,16 +168,16 @@ class Net(nn.Module):
 
 
 def to_hf(net: Net) -> dict[str, Tensor]:
-    """The weights in bfloat16 under the names that transformers gives them."""
+    """Return the weights in bfloat16, on the CPU, under the names of transformers."""
     state = {"model.embed_tokens.weight": net.embed, "model.norm.weight": net.norm}
     for name, stacked in [*net.mats.items(), *net.gains.items()]:
-        for i, one in enumerate(stacked):
-            state[f"model.layers.{i}.{HF_NAMES[name]}.weight"] = one
+        for i, weight in enumerate(stacked):
+            state[f"model.layers.{i}.{HF_NAMES[name]}.weight"] = weight
     return {name: value.detach().to("cpu", torch.bfloat16).contiguous() for name, value in state.items()}
 
 
 def from_hf(net: Net, state: dict[str, Tensor]) -> None:
-    """Take over weights that `to_hf` gave."""
+    """Copy the weights that `to_hf` returned into a net."""
     with torch.no_grad():
         net.embed.copy_(state["model.embed_tokens.weight"])
         net.norm.copy_(state["model.norm.weight"])
@@ -179,7 +187,7 @@ def from_hf(net: Net, state: dict[str, Tensor]) -> None:
 
 
 def hf_config(shape: NetShape, token_ids: dict[str, int]) -> dict:
-    """config.json of a model of this shape; `token_ids` are those of the special tokens."""
+    """Return the config.json of a model of this shape.  `token_ids` has the ids of the special tokens by name."""
     s = asdict(shape)
     return {
         "architectures": ["Qwen3ForCausalLM"],

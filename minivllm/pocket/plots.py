@@ -1,10 +1,11 @@
-"""The plots of the small world: what happens in a story, beat by beat.
+"""The plots of the small world: the events of a story, beat by beat.
 
-Plain data for `world.Teller`.  A plot is a list of beats and a beat is a list of sentences that all say about the
-same thing, of which the teller takes one.  Fields in braces: h is the hero (H at the start of a sentence, ah when
-first met), k the helper, x a third one, with pronouns only for the hero (they, them, their, self, in the hero's
-gender); o is the thing (ao with its article, alo and lo with an adjective); at, to and p are the home, and at2, to2,
-p2, at3, p3 other places.  A beat whose first item is None is left out now and then.
+This is data for `world.Teller`.  A plot is a list of beats.  A beat is a list of sentences with the same content, of
+which the teller chooses one.  If it chooses None, the beat is left out.
+
+Fields in braces: h is the hero (H at the start of a sentence, ah at the first mention), k the helper, x a third role.
+Pronouns (they, them, their, self) are only for the hero and have the hero's gender.  o is the thing (ao with its
+article, alo and lo with an adjective).  at, to and p are the home, and at2, to2, p2, at3, p3 other places.
 """
 
 from .beats import ENDING, LESSON, OPENING, OWNED, WEATHER

@@ -1,8 +1,8 @@
-"""The tasks that put a number on pocket: needle, copy, sums, JSON, stories and echo.
+"""The tasks that measure pocket: needle, copy, sums, JSON, stories and echo.
 
-`draw(task, rng, held_out)` makes one `TaskCase`, `cases(task, n)` a list of held-out ones, `score` says whether an
-answer is right.  Training and held-out cases are disjoint by construction: each case has a key, a checksum of the
-key says on which side it falls, and a generator throws away what falls on the other.
+`draw(task, rng, held_out)` makes one `TaskCase`, `cases(task, n)` a list of held-out cases.  `score` says whether an
+answer is right.  No case is in both the training set and the held-out set: a checksum of the case's key decides which
+of the two it belongs to, and a case of the wrong set is drawn again.
 """
 
 import json
@@ -16,31 +16,29 @@ from . import lexicon as lex
 from .world import NOUNS, PRONOUNS, Teller, Wish, capital, where
 
 HELD_OUT_SHARE = 16
-"""One key in so many is held out."""
+"""One of this many keys is held out."""
 
 PIECES = re.compile(r"\w+|[^\w\s]+")
-"""A text has at least as many tokens as it has words and runs of signs, whatever the tokenizer merges."""
+"""Matches words and runs of signs.  No tokenizer of this project makes fewer tokens of a text than matches."""
 
-WORDS = tuple(
-    dict.fromkeys(
-        [
-            *lex.OBJECTS,
-            *lex.ANIMALS,
-            *lex.PEOPLE,
-            *lex.TRAITS,
-            *lex.LOOKS,
-            *lex.COLORS,
-            *lex.CONTAINERS,
-            *lex.HOBBIES,
-            *lex.DRINKS,
-        ]
-    )
+WORD_LISTS = (
+    lex.OBJECTS,
+    lex.ANIMALS,
+    lex.PEOPLE,
+    lex.TRAITS,
+    lex.LOOKS,
+    lex.COLORS,
+    lex.CONTAINERS,
+    lex.HOBBIES,
+    lex.DRINKS,
 )
+WORDS = tuple(dict.fromkeys(word for words in WORD_LISTS for word in words))
 
 
 @dataclass
 class TaskCase:
-    """One question to the model: the messages so far (the last is the user's) and the answer that is right."""
+    """A question to the model.  `messages` ends with a user's message; `answer` is the right answer.  `meta["key"]`
+    decides between training set and held-out set."""
 
     task: str
     messages: list[dict[str, str]]
@@ -49,12 +47,12 @@ class TaskCase:
 
 
 def user(content: str) -> list[dict[str, str]]:
-    """A conversation of one user message."""
+    """Return a conversation of one user message."""
     return [{"role": "user", "content": content}]
 
 
 def is_held_out(key: str) -> bool:
-    """Whether a case with this key is kept from training."""
+    """Return whether a case with this key belongs to the held-out set."""
     return crc32(key.encode()) % HELD_OUT_SHARE == 0
 
 
@@ -62,69 +60,75 @@ def is_held_out(key: str) -> bool:
 
 
 def needle_text(color: str, container: str, thing: str) -> str:
-    """The sentence that is hidden in a long story, and the answer that is asked for."""
+    """Return the sentence that is hidden in a long story, which is also the right answer."""
     return f"The {color} {container} held {lex.article(thing)}."
 
 
 def needle_question(color: str, container: str) -> str:
-    """What is asked about a needle."""
+    """Return the question about a needle."""
     return f"What did the {color} {container} hold?"
 
 
 def needle(rng: Random, pieces: tuple[int, int] = (2060, 2200), needles: tuple[int, int] = (24, 24)) -> TaskCase:
-    """Sentences about what boxes held, far apart in a row of stories, and a question about one of them.
+    """Draw a case with sentences about the content of containers (needles) in stories, and a question about one.
 
-    `pieces` bounds the words and signs of the user's message from below (and nearly from above), `needles` how many
-    there are.  All needles lie at uniform depths; `meta["depth"]` is that of the one asked for.
+    `pieces` bounds the words and signs of the user's message, which has at least the drawn number, and few more.
+    `needles` bounds the number of needles.  The depth of each needle is uniform, from 0 to 1.  `meta["depth"]` is the
+    depth of the needle in the question.
     """
     count = rng.randint(*needles)
-    keys = rng.sample(range(len(lex.COLORS) * len(lex.CONTAINERS)), count)
-    facts = [
-        (lex.COLORS[k // len(lex.CONTAINERS)], lex.CONTAINERS[k % len(lex.CONTAINERS)], rng.choice(NOUNS)) for k in keys
-    ]
-    room = rng.randint(*pieces) - 7 * count - 7
-    sentences: list[str] = []
-    teller = Teller(rng)
-    while room > 0:
-        for sentence in teller.tell().sentences:
-            room -= len(PIECES.findall(sentence))
-            sentences.append(sentence)
-            if room <= 0:
-                break
-    places = sorted((rng.random(), i) for i in range(count))
-    slots: dict[int, list[str]] = {}
-    for depth, i in places:
-        slots.setdefault(int(depth * (len(sentences) + 1)), []).append(needle_text(*facts[i]))
+    containers = len(lex.CONTAINERS)
+    facts = []
+    for key in rng.sample(range(len(lex.COLORS) * containers), count):
+        facts.append((lex.COLORS[key // containers], lex.CONTAINERS[key % containers], rng.choice(NOUNS)))
+    sentences = _sentences(rng, rng.randint(*pieces) - 7 * count - 7)
+    depths = sorted((rng.random(), i) for i in range(count))
+    hidden: dict[int, list[str]] = {}  # the needles in front of each sentence
+    for depth, i in depths:
+        place = int(depth * (len(sentences) + 1))
+        hidden.setdefault(place, []).append(needle_text(*facts[i]))
     text = []
     for i in range(len(sentences) + 1):
-        text += slots.get(i, [])
+        text += hidden.get(i, [])
         text += sentences[i : i + 1]
     story = " ".join(text)
-    depth, asked = rng.choice(places)
-    content = f"{story}\n\n{needle_question(*facts[asked][:2])}"
-    return TaskCase(
-        "needle",
-        user(content),
-        needle_text(*facts[asked]),
-        {"key": story, "depth": depth, "needles": facts, "asked": asked},
-    )
+    depth, asked = rng.choice(depths)
+    color, container, thing = facts[asked]
+    messages = user(f"{story}\n\n{needle_question(color, container)}")
+    meta = {"key": story, "depth": depth, "needles": facts, "asked": asked}
+    return TaskCase("needle", messages, needle_text(color, container, thing), meta)
+
+
+def _sentences(rng: Random, pieces: int) -> list[str]:
+    """Return sentences of stories until they have `pieces` words and signs."""
+    teller = Teller(rng)
+    sentences: list[str] = []
+    while pieces > 0:
+        for sentence in teller.tell().sentences:
+            pieces -= len(PIECES.findall(sentence))
+            sentences.append(sentence)
+            if pieces <= 0:
+                break
+    return sentences
 
 
 # ---------------------------------------------------------------- copy and sums
 
 
 def copy(rng: Random, words: tuple[int, int] = (12, 40), made_up: float = 0.0) -> TaskCase:
-    """A row of words to be written once more; a word may come twice, and a share of them may be made up."""
-    row = (lex.coined(rng) if rng.random() < made_up else rng.choice(WORDS) for _ in range(rng.randint(*words)))
+    """Draw a case with a row of words to repeat.  A word may occur twice.  `made_up` is the share of made-up words."""
+    row = []
+    for _ in range(rng.randint(*words)):
+        row.append(lex.coined(rng) if rng.random() < made_up else rng.choice(WORDS))
     text = " ".join(row)
     return TaskCase("copy", user(f"Copy these words:\n{text}"), text, {"key": text})
 
 
 def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> TaskCase:
-    """A row of words to be written once more in which only a few words come, again and again.
+    """Draw a case with a row of words to repeat that has only a few different words.
 
-    Training has no such rows.  The words before hardly tell where in the row one is, so the model is at the edge of
-    what it can do, and this task is the first to fall when precision or the cache is damaged.
+    Training has no such rows.  The last words hardly show the present position in the row, so the task is at the limit
+    of the model.  It is the first task to fail when precision is lost or the cache is damaged.
     """
     few = rng.sample(WORDS, different)
     text = " ".join(rng.choice(few) for _ in range(rng.randint(*words)))
@@ -132,14 +136,16 @@ def echo(rng: Random, words: tuple[int, int] = (20, 32), different: int = 4) -> 
 
 
 def number(rng: Random) -> int:
-    """A number of one to four digits."""
+    """Draw a number of one to four digits."""
     digits = rng.choice((1, 2, 2, 3, 3, 3, 4, 4))
-    return rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+    smallest = 10 ** (digits - 1) if digits > 1 else 0
+    return rng.randrange(smallest, 10**digits)
 
 
 def sums(rng: Random) -> TaskCase:
-    """Two numbers of one to four digits to be added."""
-    a, b = number(rng), number(rng)
+    """Draw a case with two numbers of one to four digits to add.  Their order does not change the key."""
+    a = number(rng)
+    b = number(rng)
     low, high = sorted((a, b))
     return TaskCase("sums", user(f"What is {a} + {b}?"), f"{a} + {b} = {a + b}", {"key": f"{low}+{high}"})
 
@@ -147,67 +153,80 @@ def sums(rng: Random) -> TaskCase:
 # ---------------------------------------------------------------- JSON
 
 
+Fact = tuple[object, str]  # a value, and the sentence about it
+
+
 def person(rng: Random) -> tuple[list[str], dict]:
-    """Sentences about a person, and what they say as values; the first is about the name."""
+    """Draw sentences about a person and their values by key.  The first sentence has the name and the job."""
     gender = rng.choice(("she", "he"))
-    name, job = rng.choice(lex.NAMES[gender]), rng.choice(lex.JOBS)
-    say = PRONOUNS[gender]
-    age, brothers, tea = rng.randint(6, 99), rng.randint(2, 9), rng.random() < 0.5
-    town, pet, color, day = (rng.choice(x) for x in (lex.TOWNS, lex.PETS, lex.COLORS, lex.DAYS))
+    name = rng.choice(lex.NAMES[gender])
+    job = rng.choice(lex.JOBS)
+    they, their = PRONOUNS[gender]["They"], PRONOUNS[gender]["Their"]
+    age = rng.randint(6, 99)
+    brothers = rng.randint(2, 9)
+    tea = rng.random() < 0.5
+    town, pet, color, day = (rng.choice(words) for words in (lex.TOWNS, lex.PETS, lex.COLORS, lex.DAYS))
     hobbies = rng.sample(lex.HOBBIES, rng.randint(2, 3))
     liked = ", ".join(hobbies[:-1]) + " and " + hobbies[-1]
-    more = {
-        "age": (age, f"{say['They']} is {age} years old."),
-        "town": (town, rng.choice((f"{say['They']} lives in {town}.", f"{say['Their']} house is in {town}."))),
-        "pet": (pet, f"{say['They']} has {lex.article(pet)}."),
-        "color": (color, f"{say['Their']} favorite color is {color}."),
-        "brothers": (brothers, f"{say['They']} has {brothers} brothers."),
-        "tea": (tea, f"{say['They']} likes tea." if tea else f"{say['They']} does not like tea."),
-        "hobbies": (hobbies, f"{say['Their']} hobbies are {liked}."),
-        "day": (day, f"{say['They']} comes every {day}."),
+    facts: dict[str, Fact] = {
+        "age": (age, f"{they} is {age} years old."),
+        "town": (town, rng.choice((f"{they} lives in {town}.", f"{their} house is in {town}."))),
+        "pet": (pet, f"{they} has {lex.article(pet)}."),
+        "color": (color, f"{their} favorite color is {color}."),
+        "brothers": (brothers, f"{they} has {brothers} brothers."),
+        "tea": (tea, f"{they} likes tea." if tea else f"{they} does not like tea."),
+        "hobbies": (hobbies, f"{their} hobbies are {liked}."),
+        "day": (day, f"{they} comes every {day}."),
     }
-    keys = rng.sample(list(more), rng.randint(3, 7))
-    values = {"name": name, "job": job} | {k: more[k][0] for k in keys}
-    return [f"{name} is {lex.article(job)}."] + [more[k][1] for k in keys], values
+    keys = rng.sample(list(facts), rng.randint(3, 7))
+    return _with_facts(f"{name} is {lex.article(job)}.", {"name": name, "job": job}, facts, keys)
 
 
 def goods(rng: Random) -> tuple[list[str], dict]:
-    """Sentences about something that is for sale, and what they say as values."""
-    thing, color, town = rng.choice(NOUNS), rng.choice(lex.COLORS), rng.choice(lex.TOWNS)
-    price, left, used = rng.randint(2, 99), rng.randint(2, 60), rng.random() < 0.5
-    more = {
+    """Draw sentences about something that is for sale, and their values by key."""
+    thing, color, town = (rng.choice(words) for words in (NOUNS, lex.COLORS, lex.TOWNS))
+    price = rng.randint(2, 99)
+    left = rng.randint(2, 60)
+    used = rng.random() < 0.5
+    facts: dict[str, Fact] = {
         "price": (price, rng.choice((f"It costs {price} coins.", f"The price is {price} coins."))),
         "left": (left, f"There are {left} left."),
         "town": (town, rng.choice((f"The shop is in {town}.", f"One can buy it in {town}."))),
         "used": (used, "It is used." if used else "It is not used."),
     }
-    keys = rng.sample(list(more), rng.randint(2, 4))
-    values = {"item": thing, "color": color} | {k: more[k][0] for k in keys}
-    return [f"The shop sells {lex.article(color)} {thing}."] + [more[k][1] for k in keys], values
+    keys = rng.sample(list(facts), rng.randint(2, 4))
+    return _with_facts(f"The shop sells {lex.article(color)} {thing}.", {"item": thing, "color": color}, facts, keys)
+
+
+def _with_facts(first: str, values: dict, facts: dict[str, Fact], keys: list[str]) -> tuple[list[str], dict]:
+    """Return the first sentence and those of `keys`, and all values in these sentences."""
+    sentences = [first, *(facts[key][1] for key in keys)]
+    return sentences, values | {key: facts[key][0] for key in keys}
 
 
 JSON_TYPES = {str: "string", int: "integer", bool: "boolean", list: "list"}
 
 
 def schema_for(values: dict) -> dict:
-    """The JSON schema of an object with such values."""
-    kinds = {
-        k: {"type": "array", "items": {"type": "string"}} if isinstance(v, list) else {"type": JSON_TYPES[type(v)]}
-        for k, v in values.items()
-    }
+    """Return the JSON schema of an object with values of these types."""
+    kinds: dict[str, dict] = {}
+    for key, value in values.items():
+        kinds[key] = {"type": JSON_TYPES[type(value)]}
+        if isinstance(value, list):
+            kinds[key] = {"type": "array", "items": {"type": "string"}}
     return {"type": "object", "properties": kinds, "required": list(values), "additionalProperties": False}
 
 
 def json_task(rng: Random) -> TaskCase:
-    """A short text and the keys to answer with; `meta["schema"]` is the JSON schema that the answer must fit."""
-    sentences, values = (person if rng.random() < 0.6 else goods)(rng)
+    """Draw a case with a short text and keys to answer with.  The answer must fit the JSON schema `meta["schema"]`."""
+    make = person if rng.random() < 0.6 else goods
+    sentences, values = make(rng)
     asked = rng.sample(list(values), rng.randint(2, min(5, len(values))))
-    values = {k: values[k] for k in asked}
-    keys = ", ".join(f"{k} ({JSON_TYPES[type(v)]})" for k, v in values.items())
+    values = {key: values[key] for key in asked}
+    keys = ", ".join(f"{key} ({JSON_TYPES[type(value)]})" for key, value in values.items())
     content = f"{' '.join(sentences)}\n\nAnswer in JSON with these keys: {keys}."
-    return TaskCase(
-        "json", user(content), json.dumps(values), {"key": content, "schema": schema_for(values), "values": values}
-    )
+    meta = {"key": content, "schema": schema_for(values), "values": values}
+    return TaskCase("json", user(content), json.dumps(values), meta)
 
 
 # ---------------------------------------------------------------- stories
@@ -224,28 +243,42 @@ ASK = (
 
 
 def story(rng: Random, made_up: bool = False) -> TaskCase:
-    """A wish for a story; `meta["words"]` are the words that it must contain.  The hero or the thing may be made up."""
+    """Draw a case that asks for a story.  The story must contain the words `meta["words"]`.
+
+    With `made_up` the hero and the thing are mostly made-up words.
+    """
     wish = Wish()
     form = rng.choice(("hero thing", "hero thing", "hero", "thing", "name", "two", "place", "named thing"))
-    kind = lex.coined(rng) if made_up and rng.random() < 0.7 else rng.choice(lex.ANIMALS + lex.PEOPLE)
+    kinds = lex.ANIMALS + lex.PEOPLE
+    kind = lex.coined(rng) if made_up and rng.random() < 0.7 else rng.choice(kinds)
     if "name" in form:
-        wish.name = rng.choice(lex.NAMES[lex.GENDER.get(kind) or rng.choice(("she", "he"))])
+        gender = lex.GENDER.get(kind) or rng.choice(("she", "he"))
+        wish.name = rng.choice(lex.NAMES[gender])
     if form != "thing":
         wish.hero = kind
     if "thing" in form:
         wish.thing = lex.coined(rng) if made_up and rng.random() < 0.7 else rng.choice(NOUNS)
     if form == "two":
-        wish.helper = rng.choice([k for k in lex.ANIMALS + lex.PEOPLE if k != kind])
+        wish.helper = rng.choice([other for other in kinds if other != kind])
     if form == "place":
         wish.place = rng.choice(lex.HOMES)
+    text = Teller(rng).tell(wish).text
+    words = [word for word in (wish.hero, wish.name, wish.thing, wish.helper, wish.place) if word]
+    content = rng.choice(ASK).format(_subject(wish))
+    return TaskCase("story", user(content), text, {"key": "+".join(words), "words": words})
+
+
+def _subject(wish: Wish) -> str:
+    """Return the subject of a story in words: 'a fox named Mia and a lantern'."""
     about = lex.article(wish.hero) if wish.hero else ""
-    about += f" named {wish.name}" if wish.name else ""
-    about += f" {where(wish.place)}" if wish.place else ""
+    if wish.name:
+        about += f" named {wish.name}"
+    if wish.place:
+        about += f" {where(wish.place)}"
     last = wish.thing or wish.helper
-    about += (" and " if about and last else "") + (lex.article(last) if last else "")
-    told = Teller(rng).tell(wish)
-    words = [w for w in (wish.hero, wish.name, wish.thing, wish.helper, wish.place) if w]
-    return TaskCase("story", user(rng.choice(ASK).format(about)), told.text, {"key": "+".join(words), "words": words})
+    if not last:
+        return about
+    return f"{about} and {lex.article(last)}" if about else lex.article(last)
 
 
 # ---------------------------------------------------------------- drawing and scoring
@@ -261,7 +294,7 @@ TASKS: dict[str, Callable[..., TaskCase]] = {
 
 
 def draw(task: str, rng: Random, held_out: bool = False, **options) -> TaskCase:
-    """One case of the task, from the training side or the held-out side."""
+    """Draw a case of a task from the training set or the held-out set.  `options` are those of the task's function."""
     while True:
         case = TASKS[task](rng, **options)
         if is_held_out(case.meta["key"]) == held_out:
@@ -269,7 +302,7 @@ def draw(task: str, rng: Random, held_out: bool = False, **options) -> TaskCase:
 
 
 def cases(task: str, n: int = 500, seed: int = 0, **options) -> list[TaskCase]:
-    """`n` held-out cases of the task, all different."""
+    """Return `n` different held-out cases of a task."""
     rng = Random(f"held-out {task} {seed}")
     found: dict[str, TaskCase] = {}
     while len(found) < n:
@@ -279,22 +312,20 @@ def cases(task: str, n: int = 500, seed: int = 0, **options) -> list[TaskCase]:
 
 
 def fits(value: object, schema: dict) -> bool:
-    """Whether a value fits a schema of the kind that `schema_for` writes."""
+    """Return whether a value fits a schema of `schema_for`."""
     kind = schema["type"]
     if kind == "object":
-        return (
-            isinstance(value, dict)
-            and set(value) == set(schema["required"])
-            and all(fits(value[k], s) for k, s in schema["properties"].items())
-        )
+        if not isinstance(value, dict) or set(value) != set(schema["required"]):
+            return False
+        return all(fits(value[key], inner) for key, inner in schema["properties"].items())
     if kind == "array":
-        return isinstance(value, list) and all(fits(v, schema["items"]) for v in value)
+        return isinstance(value, list) and all(fits(item, schema["items"]) for item in value)
     wanted = {"string": str, "integer": int, "boolean": bool}[kind]
     return type(value) is wanted
 
 
 def parsed(text: str) -> object:
-    """The text as JSON, or None where it is not."""
+    """Return the value of a JSON text, None if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -302,23 +333,24 @@ def parsed(text: str) -> object:
 
 
 def fits_schema(case: TaskCase, text: str) -> bool:
-    """Whether a JSON answer parses and fits the schema of its case, whatever its values."""
+    """Return whether an answer is JSON that fits the schema of its case, with any values."""
     return fits(parsed(text), case.meta["schema"])
 
 
 def is_story(case: TaskCase, text: str) -> bool:
-    """Whether a text is a finished story that has all the words that were asked for and no sentence twice."""
+    """Return whether a text is a finished story with all required words, six sentences or more, and none twice."""
     sentences = re.split(r"(?<=[.!?])\s+", text.strip())
-    return (
-        all(re.search(rf"\b{word}\b", text) for word in case.meta["words"])
-        and len(sentences) >= 6
-        and text.rstrip().endswith((".", '"', "!"))
-        and len(set(sentences)) == len(sentences)
-    )
+    if len(sentences) < 6 or len(set(sentences)) < len(sentences):
+        return False
+    finished = text.rstrip().endswith((".", '"', "!"))
+    return finished and all(re.search(rf"\b{word}\b", text) for word in case.meta["words"])
 
 
 def score(case: TaskCase, text: str) -> bool:
-    """Whether the text answers the case: exactly, or for JSON with equal values, or for a story as `is_story` says."""
+    """Return whether a text is a right answer.
+
+    A JSON answer must have the right values, a story must satisfy `is_story`, any other answer must be equal.
+    """
     if case.task == "json":
         return fits_schema(case, text) and parsed(text) == case.meta["values"]
     if case.task == "story":
@@ -327,7 +359,7 @@ def score(case: TaskCase, text: str) -> bool:
 
 
 def plain_story(rng: Random, held_out: bool = False) -> str:
-    """A story without any question, from the training side or the held-out side."""
+    """Draw a story without a question from the training set or the held-out set."""
     teller = Teller(rng)
     while True:
         text = teller.tell().text

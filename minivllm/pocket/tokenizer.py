@@ -1,13 +1,14 @@
 """The tokenizer of pocket: a byte-level BPE of 2,048 tokens, trained on the small world.
 
 `python -m minivllm.pocket.tokenizer DIR` writes tokenizer.json and tokenizer_config.json (with the chat template).
-All 256 bytes are tokens, so any text can be encoded and comes back as it was; digits are single tokens.
-`Encoder` is a fast path for training: it encodes each word once and remembers it.
+All 256 bytes are tokens, so that any text can be encoded and decoded without loss.  Each digit is a token.
+`Encoder` is a faster tokenizer for training: it encodes each word once and caches the result.
 """
 
 import argparse
 import json
 import re
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -22,7 +23,7 @@ SPECIALS = [END_OF_TEXT, TURN_START, TURN_END]
 
 SPLIT = r"'(?:s|t|re|ve|m|ll|d)| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ASCII_SPLIT = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[A-Za-z]+|[0-9]| ?[^\sA-Za-z0-9]+|\s+(?!\S)|\s+")
-"""What SPLIT does to ASCII text."""
+"""Splits ASCII text as SPLIT does."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}"
@@ -32,8 +33,8 @@ CHAT_TEMPLATE = (
 )
 
 
-def corpus(documents: int, seed: int = 0):
-    """Texts of every kind that training has, for the tokenizer to learn from."""
+def corpus(documents: int, seed: int = 0) -> Iterator[str]:
+    """Yield the texts for training the tokenizer: `documents` of each kind that the model is trained on."""
     rng = Random(f"tokenizer {seed}")
     for _ in range(documents):
         yield plain_story(rng)
@@ -46,7 +47,7 @@ def corpus(documents: int, seed: int = 0):
 
 
 def train(documents: int = 6000, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer trained on so many documents of each kind."""
+    """Return a tokenizer trained on `documents` documents of each kind."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -66,7 +67,7 @@ def train(documents: int = 6000, seed: int = 0, vocab_size: int = VOCAB_SIZE) ->
 
 
 def save(tokenizer: Tokenizer, folder: Path, max_length: int = 4096) -> None:
-    """Write the tokenizer as a model directory has it."""
+    """Write the tokenizer files of a model directory.  `max_length` is the longest context of the model in tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
@@ -84,33 +85,33 @@ def save(tokenizer: Tokenizer, folder: Path, max_length: int = 4096) -> None:
 
 
 def load(folder: Path) -> Tokenizer:
-    """The tokenizer of a model directory."""
+    """Return the tokenizer of a model directory."""
     return Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
 
 
 class Encoder:
-    """Encodes what training has, word by word with a memory; equal to the tokenizer, and some times faster."""
+    """An encoder with a cache of words.  It gives the same token ids as the tokenizer and is several times faster."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer
         self.end_of_text, self.turn_start, self.turn_end = (tokenizer.token_to_id(t) for t in SPECIALS)
-        self.memory: dict[str, list[int]] = {}
+        self.cache: dict[str, list[int]] = {}
         self.heads = {role: [self.turn_start, *self.encode(role + "\n")] for role in ("system", "user", "assistant")}
         self.tail = self.encode("\n")
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of a text without special tokens."""
+        """Return the token ids of a text, without special tokens."""
         if not text.isascii():
             return self.tokenizer.encode(text, add_special_tokens=False).ids
-        memory = self.memory
+        cache = self.cache
         words = ASCII_SPLIT.findall(text)
         try:
-            return list(chain.from_iterable([memory[w] for w in words]))
+            return list(chain.from_iterable([cache[word] for word in words]))
         except KeyError:
             for word in words:
-                if word not in memory:
-                    memory[word] = self.tokenizer.encode(word, add_special_tokens=False).ids
-            return list(chain.from_iterable([memory[w] for w in words]))
+                if word not in cache:
+                    cache[word] = self.tokenizer.encode(word, add_special_tokens=False).ids
+            return list(chain.from_iterable([cache[word] for word in words]))
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """A small world and its stories, written from a seed.
 
-`Teller(random.Random(seed))` makes up stories about a hero, a thing, a helper and a few places.  The plots and their
-sentences are in `plots.py` and `beats.py`, the words in `lexicon.py`; this file casts the roles and keeps a story
-coherent: the same names, the same thing, the right pronouns from the first sentence to the last.
+`Teller(random.Random(seed))` invents stories about a hero, a thing, a helper and a few places.  The plots and their
+sentences are in `plots.py` and `beats.py`, the words in `lexicon.py`.  This file chooses the roles and keeps a story
+coherent: the same names, the same thing and the right pronouns in all sentences.
 """
 
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ PLAIN = ("", "")
 
 @dataclass
 class Role:
-    """Somebody in a story: what they are, what they are called and how they are spoken of."""
+    """A person or animal in a story.  `gender`, "she" or "he", decides the pronouns; name and trait may be ""."""
 
     kind: str
     gender: str
@@ -41,12 +41,12 @@ class Role:
     trait: str = ""
 
     def intro(self) -> str:
-        """The first mention: 'a brave fox named Mia'."""
-        noun = f"{self.trait} {self.kind}" if self.trait else self.kind
-        return article(noun) + (f" named {self.name}" if self.name else "")
+        """Return the text of the first mention: 'a brave fox named Mia'."""
+        noun = article(f"{self.trait} {self.kind}" if self.trait else self.kind)
+        return f"{noun} named {self.name}" if self.name else noun
 
     def short(self, rng: Random) -> str:
-        """A later mention: the name, or now and then the kind."""
+        """Return the text of a later mention: mostly the name, sometimes the kind."""
         if self.name and rng.random() < 0.75:
             return self.name
         return f"the {self.kind}"
@@ -54,7 +54,7 @@ class Role:
 
 @dataclass
 class Wish:
-    """What a story has to be about; whatever is left empty the teller chooses."""
+    """The subject of a story.  The teller chooses the fields that are empty."""
 
     hero: str = ""
     name: str = ""
@@ -66,7 +66,7 @@ class Wish:
 
 @dataclass
 class Story:
-    """A finished story and the facts in it."""
+    """A finished story and its facts."""
 
     text: str
     plot: str
@@ -78,25 +78,28 @@ class Story:
 
 
 def where(place: str) -> str:
-    """Being at a place: 'in the forest'."""
+    """Return a place with its preposition: 'in the forest'."""
     return f"{PLACES[place]} {place}"
 
 
 def capital(text: str) -> str:
-    """The text with a capital letter in front."""
+    """Return a text with a capital first letter."""
     return text[:1].upper() + text[1:]
 
 
 class Teller:
-    """Makes up one story after the other from a random number generator."""
+    """A teller that invents stories with a random number generator."""
 
     def __init__(self, rng: Random):
         self.rng = rng
 
     def role(self, kind: str = "", name: str = "", taken: tuple[str, ...] = (), named: float = 0.6) -> Role:
-        """Cast somebody of this kind (or of any kind not taken yet)."""
+        """Choose a role of a kind, or of any kind that is not in `taken`.
+
+        A name is chosen with probability `named`, unless `name` is given.
+        """
         rng = self.rng
-        gender = next((g for g, names in NAMES.items() if name in names), "")
+        gender = next((gender for gender, names in NAMES.items() if name in names), "")
         while not kind:
             kind = rng.choice(ANIMALS if rng.random() < 0.65 else PEOPLE)
             if kind in taken or (gender and GENDER.get(kind, gender) != gender):
@@ -110,7 +113,7 @@ class Teller:
         return Role(kind, gender, name, trait)
 
     def plot_for(self, wish: Wish) -> str:
-        """A plot in which the thing that is wished for makes sense."""
+        """Return a plot that can use the thing of the wish."""
         if wish.plot:
             return wish.plot
         while True:
@@ -122,7 +125,7 @@ class Teller:
             return plot
 
     def thing_for(self, plot: str) -> str:
-        """A thing that the plot can use."""
+        """Return a thing that a plot can use."""
         if plot == "learn":
             return self.rng.choice(tuple(SKILLS))
         while True:
@@ -131,15 +134,16 @@ class Teller:
                 return thing
 
     def tell(self, wish: Wish | None = None) -> Story:
-        """A new story about what is wished for."""
-        rng, wish = self.rng, wish or Wish()
+        """Tell a new story about the subject of a wish."""
+        rng = self.rng
+        wish = wish or Wish()
         plot = self.plot_for(wish)
         thing = wish.thing or self.thing_for(plot)
         hero = self.role(wish.hero, wish.name, taken=(wish.helper,))
         helper = self.role(wish.helper, taken=(hero.kind, hero.name))
         third = self.role(taken=(hero.kind, hero.name, helper.kind, helper.name), named=0.3)
         home = wish.place or rng.choice(HOMES)
-        others = rng.sample([p for p in PLACES if p != home], 2)
+        others = rng.sample([place for place in PLACES if place != home], 2)
         fields = self.fields(hero, helper, third, thing, (home, *others))
         sentences = []
         for beat in plots.PLOTS[plot]:
@@ -147,18 +151,20 @@ class Teller:
             if template is None:
                 continue
             if template in ("{trouble}", "{rescue}"):
-                template = rng.choice(beats.TROUBLE[OBJECTS[thing][0]][template == "{rescue}"])
-            for key, who in (("h", hero), ("k", helper), ("x", third)):
-                fields[key] = short = who.short(rng)
-                fields[key.upper()] = capital(short)
+                trouble, rescue = beats.TROUBLE[OBJECTS[thing][0]]
+                template = rng.choice(rescue if template == "{rescue}" else trouble)
+            for key, role in (("h", hero), ("k", helper), ("x", third)):
+                fields[key] = role.short(rng)
+                fields[key.upper()] = capital(fields[key])
             sentences.append(capital(template.format_map(fields)))
         return Story(" ".join(sentences), plot, hero, helper, thing, home, sentences)
 
     def fields(self, hero: Role, helper: Role, third: Role, thing: str, places: tuple[str, ...]) -> dict[str, str]:
-        """Everything that a sentence of a plot may name."""
+        """Return the fields that the sentences of plots use, by name."""
         rng = self.rng
         look = rng.choice(LOOKS)
-        give, swap = rng.sample([n for n in rng.sample(NOUNS, 4) if n != thing], 2)
+        things = [other for other in rng.sample(NOUNS, 4) if other != thing]
+        given, received = rng.sample(things, 2)
         when = rng.choice(TIMES)
         fields = {
             "ah": hero.intro(),
@@ -168,17 +174,20 @@ class Teller:
             "ao": article(thing),
             "lo": f"{look} {thing}",
             "alo": article(f"{look} {thing}"),
-            "y": give,
-            "ay": article(give),
-            "z": swap,
-            "az": article(swap),
+            "y": given,
+            "ay": article(given),
+            "z": received,
+            "az": article(received),
             "when": when,
             "When": capital(when),
             "use": OBJECTS.get(thing, PLAIN)[1],
             "skill": SKILLS.get(thing, ""),
             **PRONOUNS[hero.gender],
         }
-        for i, place in enumerate(places):
-            n = str(i + 1) if i else ""
-            fields |= {f"p{n}": place, f"at{n}": where(place), f"At{n}": capital(where(place)), f"to{n}": f"to {place}"}
+        for number, place in zip(("", "2", "3"), places, strict=True):
+            at = where(place)
+            fields[f"p{number}"] = place
+            fields[f"at{number}"] = at
+            fields[f"At{number}"] = capital(at)
+            fields[f"to{number}"] = f"to {place}"
         return fields
