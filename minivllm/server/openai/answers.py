@@ -21,7 +21,7 @@ import numpy as np
 from minivllm.server.http.sse import dump
 from minivllm.server.link.scored import Scored
 
-from . import logprobs
+from . import JsonObject, logprobs
 from .logprobs import Speller
 from .offsets import Places
 
@@ -102,8 +102,9 @@ def shaped(kind: str, rows: Iterator[logprobs.ScoredToken], top: int, speller: S
     if kind == "completion":
         columns = logprobs.completion(rows, top, speller)
         return [dump(columns[name])[1:-1] for name in ("top_logprobs", "tokens", "token_logprobs")]
-    found: list[Any] = logprobs.prompt(rows, speller) if kind == "prompt" else logprobs.chat(rows, top, speller)
-    return [dump(found)[1:-1]]
+    if kind == "prompt":
+        return [dump(logprobs.prompt(rows, speller))[1:-1]]
+    return [dump(logprobs.chat(rows, top, speller))[1:-1]]
 
 
 def places(tokenizer: Tokenizer | None, tokens: Sequence[int], skip: bool, begin: int, prompt: str | None) -> Any:
@@ -171,7 +172,7 @@ class CompletionScores:
         yield b"]}"
 
 
-async def pieces(answer: dict[str, Any], shaper: Shaper, slices: Slices) -> AsyncIterator[bytes]:
+async def pieces(answer: JsonObject, shaper: Shaper, slices: Slices) -> AsyncIterator[bytes]:
     """Yield the JSON of an answer in pieces of at least ``PIECE`` bytes, except for the last piece."""
     held: list[bytes] = []
     size = 0
@@ -215,6 +216,9 @@ async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncItera
         yield dump(value)
 
 
-def _has_leaf(value: dict[str, Any]) -> bool:
+def _has_leaf(value: JsonObject) -> bool:
     """Return whether an object has a ``WrittenInParts`` inside."""
-    return any(hasattr(one, "parts") or (isinstance(one, dict) and _has_leaf(one)) for one in value.values())
+    objects = [inner for inner in value.values() if isinstance(inner, dict)]
+    if any(map(_has_leaf, objects)):
+        return True
+    return any(hasattr(inner, "parts") for inner in value.values())

@@ -18,6 +18,7 @@ from minivllm.errors import RequestError, suggest
 from minivllm.server.errors import ApiError
 from minivllm.validation import faults
 
+from . import JsonObject
 from .field_table import CHAT, COMPLETION, DETOKENIZE, FORM, REQUIRED, TOKENIZE, declared_by
 from .fields import Translation, check_required, translate
 
@@ -32,10 +33,10 @@ class Generation(Body):
     """The body of a request that generates tokens.  A field that is null counts as absent."""
 
     _translation: Translation | None = PrivateAttr(None)
-    _known_form: dict[str, Any] | None = PrivateAttr(None)
+    _known_form: JsonObject | None = PrivateAttr(None)
 
     @property
-    def known_form(self) -> dict[str, Any] | None:
+    def known_form(self) -> JsonObject | None:
         """Return the form of the answer if the worker pool has computed it already, else None."""
         return self._known_form
 
@@ -47,7 +48,7 @@ class Generation(Body):
 
 def _model(name: str, base: type[Any], *routes: str) -> Any:
     """Return a model with the fields that the table of fields declares for exactly these routes."""
-    declared: dict[str, Any] = {}
+    declared: JsonObject = {}
     for field in declared_by(*routes).values():
         default = ... if field.type in REQUIRED else None
         declared[field.name] = (field.type, Field(default, description=field.text or None))

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from minivllm.runtime.text import messages as plain
 from minivllm.server.errors import ApiError
 
-from . import fields, logprobs, tools
+from . import JsonObject, Warnings, fields, logprobs, tools
 from .answers import TokenScores
 from .bodies import ChatBody, named, naming, sent_names
 from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, respond
@@ -35,7 +35,7 @@ async def chat_completions(request: Request, service: Service) -> Any:
     return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[JsonObject]:
     """Return a checked copy of a conversation.  ApiError or RequestError (400) names the place that is wrong."""
     listed = messages if isinstance(messages, list) else []
     if len(listed) > MOST_MESSAGES:
@@ -49,7 +49,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     return plain.check_messages(messages)
 
 
-def _warn_unread(service: Service, messages: Any, warnings: list[dict[str, str]]) -> None:
+def _warn_unread(service: Service, messages: Any, warnings: Warnings) -> None:
     """Add a warning for each key of a message that no chat template of the model mentions."""
     tokenizer = service.tokens.tokenizer
     sources = [] if tokenizer is None else list(tokenizer.chat_templates.values())
@@ -102,7 +102,7 @@ class Chat(Work):
         """Return a new reader for the text of one choice."""
         return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices with the role, and with the echoed message, which a stream sends first."""
         self._readers = [self._reader() for _ in range(self.n)]
         deltas = [{"role": self.role, "content": ""}]
@@ -110,7 +110,7 @@ class Chat(Work):
             deltas.append({"content": self.echoed})
         return [_chunk(number, delta) for delta in deltas for number in range(self.n)]
 
-    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
         """Yield the choices of a piece: the text at once, and its scores a few at a time."""
         reader, rows, body = self._readers[number], piece.logprobs, self.body
         delta = reader.deltas(piece.text, piece.finish_reason)
@@ -118,8 +118,8 @@ class Chat(Work):
         for low, high in parts or [(0, 0)]:
             choice = _chunk(number, delta)
             if body.logprobs:
-                found = [] if rows is None else logprobs.chat(rows.rows(low, high), self.top, self.speller)
-                choice["logprobs"] = {"content": found, "refusal": None}
+                new = () if rows is None else rows.rows(low, high)
+                choice["logprobs"] = {"content": logprobs.chat(new, self.top, self.speller), "refusal": None}
             last = not parts or high == parts[-1][1]
             ends = last and piece.finish_reason is not None
             if last:
@@ -132,13 +132,13 @@ class Chat(Work):
                 yield choice
             delta = {}
 
-    def text_choice(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> JsonObject | None:
         """Return the choice of a piece of text, with ``TEXT`` as the text, or None if a choice has more than text."""
         if self.body.logprobs or self.body.return_token_ids or not self._readers[number].plain:
             return None
         return _chunk(number, {"content": TEXT})
 
-    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+    async def whole(self, answer: Answer) -> list[JsonObject]:
         """Return the choices of the answer once it is complete."""
         while await answer.take():
             pass
@@ -150,14 +150,14 @@ class Chat(Work):
             answer.more["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
         return [self._whole_choice(number, stream, sample) for number, sample in enumerate(order)]
 
-    def _whole_choice(self, number: int, stream: Any, sample: int) -> dict[str, Any]:
+    def _whole_choice(self, number: int, stream: Any, sample: int) -> JsonObject:
         """Return the choice ``number`` of a complete answer, made from a sample of its stream."""
         text, reader = stream.texts[sample], self._reader()
         reader.deltas(text.text, text.finish_reason or "stop")
         message = reader.message(self.role)
         if self.echoed:
             message["content"] = self.echoed + (message["content"] or "")
-        choice: dict[str, Any] = {"index": number, "message": message, "logprobs": None}
+        choice: JsonObject = {"index": number, "message": message, "logprobs": None}
         if self.body.logprobs and stream.scored is not None:
             choice["logprobs"] = {"content": TokenScores("chat", stream.scored[sample], self.top), "refusal": None}
         choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
@@ -166,7 +166,7 @@ class Chat(Work):
         return choice
 
 
-def _chunk(number: int, delta: dict[str, Any]) -> dict[str, Any]:
+def _chunk(number: int, delta: JsonObject) -> JsonObject:
     """Return a choice of a stream that does not end with its delta."""
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 

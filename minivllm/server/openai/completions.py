@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from minivllm.server.errors import ApiError
 
-from . import answers, logprobs
+from . import JsonObject, answers, logprobs
 from .answers import Stretch, TokenScores
 from .bodies import CompletionBody, named, naming, sent_names
 from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, respond
@@ -98,7 +98,8 @@ class Completion(Work):
         if not texts:
             return [prompt for prompt in self.prompts if not isinstance(prompt, str)]
         special = self.body.add_special_tokens is not False
-        ids = await self.service.tokens.encode_all(texts, special, self.params.salt, owner=self.state["owner"])
+        owner = self.state["owner"]
+        ids = await self.service.tokens.encode_all(texts, special, self.params.salt, owner=owner)
         encoded = iter(ids)
         return [next(encoded) if isinstance(prompt, str) else prompt for prompt in self.prompts]
 
@@ -118,12 +119,12 @@ class Completion(Work):
         self.echoed.append(text)
         return ids
 
-    def _choice(self, number: int, text: str, scores: Any, reason: str | None, stop: Any) -> dict[str, Any]:
+    def _choice(self, number: int, text: str, scores: Any, reason: str | None, stop: Any) -> JsonObject:
         """Return a choice.  A choice that ends also has the reason why it stopped."""
         choice = {"index": number, "text": text, "logprobs": scores, "finish_reason": reason}
         return choice if reason is None else {**choice, "stop_reason": stop}
 
-    def _shape(self, rows: list[tuple[ScoredToken, int]]) -> dict[str, Any] | None:
+    def _shape(self, rows: list[tuple[ScoredToken, int]]) -> JsonObject | None:
         """Return the ``logprobs`` of tokens with their positions, or None if the request does not ask for them."""
         if self.body.logprobs is None:
             return None
@@ -138,21 +139,24 @@ class Completion(Work):
     def _placed(self, at: int) -> Placed:
         """Return the counter of positions for an answer to the prompt ``at``."""
         begin = len(self.echoed[at]) if self.body.echo else 0
-        return Placed(Places(self.service.tokens.tokenizer, self.params.skip_special_tokens, begin), begin)
+        places = Places(self.service.tokens.tokenizer, self.params.skip_special_tokens, begin)
+        return Placed(places, begin)
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: Answer) -> list[JsonObject]:
         """Set up the state of a stream.  It sends nothing before the first piece."""
         numbers = range(len(self.ids) * self.n)
-        self._rows = [] if self.body.logprobs is None else [self._placed(number // self.n) for number in numbers]
+        self._rows: list[Placed] = []
+        if self.body.logprobs is not None:
+            self._rows = [self._placed(number // self.n) for number in numbers]
         # choices that have not sent their prompt, and choices that have not sent the ids of their prompt
         self._unsent = set(numbers) if self.body.echo or self.only_scores else set()
         self._without_ids = set(numbers) if self.body.return_token_ids else set()
         return []
 
-    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
         """Yield the choices of a piece: the echoed prompt if it is the first piece, then the new text."""
         at, body = number // self.n, self.body
-        more: dict[str, Any] = {"token_ids": []} if body.return_token_ids else {}
+        more: JsonObject = {"token_ids": []} if body.return_token_ids else {}
         if number in self._without_ids:
             self._without_ids.discard(number)
             more["prompt_token_ids"] = list(map(int, self.ids[at]))
@@ -164,13 +168,13 @@ class Completion(Work):
             return
         if body.return_token_ids:
             more["token_ids"] = piece.token_ids
-        reason, stop = piece.finish_reason, piece.stop_reason
+        end = piece.finish_reason, piece.stop_reason
         if body.logprobs is None:
-            yield self._choice(number, piece.text, None, reason, stop) | more
+            yield self._choice(number, piece.text, None, *end) | more
         else:
-            yield from self._in_parts(number, piece.text, piece.logprobs, self._rows[number], (reason, stop), more)
+            yield from self._in_parts(number, piece.text, piece.logprobs, self._rows[number], end, more)
 
-    def _prompt_choices(self, answer: Answer, number: int, more: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _prompt_choices(self, answer: Answer, number: int, more: JsonObject) -> Iterator[JsonObject]:
         """Yield the choices with the echoed prompt and its scores, which arrive with the first token."""
         at = number // self.n
         text = self.echoed[at] if self.body.echo else ""
@@ -178,11 +182,12 @@ class Completion(Work):
         if self.body.echo and self.body.logprobs is not None:
             stretch = self._prompt_stretch(at, answer.streams[at])
             rows = stretch.scored
-            placed = Placed(Places(self.service.tokens.tokenizer, stretch.skip, 0, stretch.prompt))
+            places = Places(self.service.tokens.tokenizer, stretch.skip, 0, stretch.prompt)
+            placed = Placed(places)
         reason = "length" if self.only_scores else None
         yield from self._in_parts(number, text, rows, placed, (reason, None), more)
 
-    def text_choice(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> JsonObject | None:
         """Return the choice of a piece of text, with ``TEXT`` as the text, or None if a choice has more than text."""
         body = self.body
         if body.logprobs is not None or body.return_token_ids or self.only_scores or number in self._unsent:
@@ -196,8 +201,8 @@ class Completion(Work):
         rows: Scored | None,
         placed: Placed | None,
         end: tuple[Any, Any],
-        more: dict[str, Any],
-    ) -> Iterator[dict[str, Any]]:
+        more: JsonObject,
+    ) -> Iterator[JsonObject]:
         """Yield a choice with ``text`` and ``more``, and further choices with the rest of its scores.
 
         ``end`` is the finish reason and the stop reason, which the last of the choices has."""
@@ -207,12 +212,15 @@ class Completion(Work):
             settled: list[Any] = []
             if placed is not None:
                 final = last and (end[0] is not None or placed is not self._rows[number])
-                settled = placed.take(() if rows is None else rows.rows(low, high), text, final)
+                new = () if rows is None else rows.rows(low, high)
+                settled = placed.take(new, text, final)
             reason, stop = end if last else (None, None)
-            yield {**self._choice(number, text, self._shape(settled), reason, stop), **more}
-            text, more = "", {}
+            choice = self._choice(number, text, self._shape(settled), reason, stop)
+            yield {**choice, **more}
+            text = ""
+            more = {}
 
-    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+    async def whole(self, answer: Answer) -> list[JsonObject]:
         """Return the choices of the answer once it is complete."""
         while await answer.take():
             pass
@@ -231,7 +239,7 @@ class Completion(Work):
                 choices.append(choice)
         return choices
 
-    def _whole_choice(self, at: int, rank: int, stream: Stream, sample: int) -> dict[str, Any]:
+    def _whole_choice(self, at: int, rank: int, stream: Stream, sample: int) -> JsonObject:
         """Return the choice with the given rank for the prompt ``at``, made from a sample of its stream."""
         number, text = at * self.n + rank, stream.texts[sample]
         prompt = self.echoed[at] if self.body.echo else ""

@@ -20,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from minivllm.core import declared_params
 
+from . import JsonObject
+
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "detokenize"  # routes
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
@@ -62,44 +64,47 @@ class StreamOptions(BaseModel):
 # ---- types -----------------------------------------------------------------------------------------------------------
 
 
-def _list_of(items: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _list_of(items: JsonObject, **more: Any) -> JsonObject:
     """Return the JSON Schema of a list."""
     return {"type": "array", **more, "items": items}
 
 
-def _optional(*schemas: dict[str, Any]) -> Any:
+def _optional(*schemas: JsonObject) -> Any:
     """Return a type that pydantic does not check and documents as any of ``schemas``, or null.
 
     The server checks lists and objects itself, because pydantic reports every wrong element of a list as an error."""
-    return Annotated[Any, WithJsonSchema({"anyOf": [*schemas, {"type": "null"}]})]
+    return Annotated[Any, WithJsonSchema({"anyOf": [*schemas, NULL]})]
 
 
-STRING, OBJECT, TOKEN = {"type": "string"}, {"type": "object"}, {"type": "integer", "minimum": 0}
-BOOL, INT, FLOAT, TEXT = bool | None, int | None, float | None, str | None
-DICT, IDS, OBJECTS = _optional(OBJECT), _optional(_list_of(TOKEN)), _optional(_list_of(OBJECT))
+NULL = {"type": "null"}
+STRING = {"type": "string"}
+OBJECT = {"type": "object"}
+TOKEN = {"type": "integer", "minimum": 0}
+BOOL = bool | None
+INT = int | None
+FLOAT = float | None
+TEXT = str | None
+DICT = _optional(OBJECT)
+IDS = _optional(_list_of(TOKEN))
+OBJECTS = _optional(_list_of(OBJECT))
 TEXTS = _optional(_list_of(STRING), STRING)
 CHOICE = _optional({"enum": ["none", "auto", "required"]}, OBJECT)
-TAP = {
-    "type": "object", "required": ["point"], "additionalProperties": False,
-    "properties": {
-        "point": STRING, "read": {"enum": ["mean", "last", None]},
-        "add": {"anyOf": [STRING, {"type": "null"}]}, "scale": {"anyOf": [{"type": "number"}, {"type": "null"}]},
-    },
-}  # fmt: skip
+TAP_FIELDS = {
+    "point": STRING,
+    "read": {"enum": ["mean", "last", None]},
+    "add": {"anyOf": [STRING, NULL]},
+    "scale": {"anyOf": [{"type": "number"}, NULL]},
+}
+TAP = {"type": "object", "required": ["point"], "additionalProperties": False, "properties": TAP_FIELDS}
 TAPS = _optional(_list_of(TAP))
-MESSAGE = {
-    "type": "object", "required": ["role"],
-    "properties": {
-        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-        "content": {"anyOf": [STRING, _list_of(OBJECT), {"type": "null"}]},
-    },
-}  # fmt: skip
+ROLE = {"enum": ["system", "developer", "user", "assistant", "tool"]}
+CONTENT = {"anyOf": [STRING, _list_of(OBJECT), NULL]}
+MESSAGE = {"type": "object", "required": ["role"], "properties": {"role": ROLE, "content": CONTENT}}
 MESSAGES = Annotated[Any, WithJsonSchema(_list_of(MESSAGE, minItems=1))]
 ANY_MESSAGES = Annotated[Any, WithJsonSchema(_list_of(OBJECT))]
 TOKENS = Annotated[Any, WithJsonSchema(_list_of(TOKEN))]
-PROMPT = Annotated[
-    Any, WithJsonSchema({"anyOf": [STRING, _list_of(STRING), _list_of(TOKEN), _list_of(_list_of(TOKEN))]})
-]
+PROMPTS = [STRING, _list_of(STRING), _list_of(TOKEN), _list_of(_list_of(TOKEN))]
+PROMPT = Annotated[Any, WithJsonSchema({"anyOf": PROMPTS})]
 REQUIRED = (MESSAGES, PROMPT, TOKENS)  # types of fields that a body must have
 
 
@@ -113,7 +118,7 @@ def _temperature_of(do_sample: Any) -> float | None:
     return None if do_sample else 0.0
 
 
-def _grammar(value: Any) -> dict[str, Any]:
+def _grammar(value: Any) -> JsonObject:
     """Return the form of a grammar: text in GBNF or Lark, or TGI's object with ``type`` and ``value``."""
     if not isinstance(value, dict):
         return {"grammar": value}
@@ -125,7 +130,7 @@ def _grammar(value: Any) -> dict[str, Any]:
     return {kind: inner}
 
 
-def _format(value: Any) -> dict[str, Any]:
+def _format(value: Any) -> JsonObject:
     """Return the form of Ollama's ``format``: the word "json" or a JSON schema."""
     if value == "json":
         return {"json_object": True}

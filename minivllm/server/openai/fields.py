@@ -18,6 +18,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.structured import FORMS
 from minivllm.server.errors import ApiError
 
+from . import JsonObject, Warnings
 from .field_table import (
     ALIAS,
     BEAM_PARAMETERS,
@@ -51,8 +52,8 @@ class Translation:
     ``sent`` maps a field of this server to the name under which the client sent it.  ``endless`` is set if the client
     requested as many tokens as the context can hold."""
 
-    values: dict[str, Any]
-    warnings: list[dict[str, str]] = field(default_factory=list)
+    values: JsonObject
+    warnings: Warnings = field(default_factory=list)
     sent: dict[str, str] = field(default_factory=dict)
     endless: bool = False
 
@@ -188,7 +189,7 @@ def _set_mirostat(body: Translation, name: str, version: Any) -> None:
         raise ApiError(400, f"{name}={_shown(version)}: expected 0, 1 or 2", name)
 
 
-def _merge_form(body: Translation, name: str, part: dict[str, Any]) -> None:
+def _merge_form(body: Translation, name: str, part: JsonObject) -> None:
     """Add one alias's part to the form of the answer, such as guided_whitespace_pattern to guided_json.
 
     ApiError (400) if the body has ``structured_outputs`` itself, two forms, or two values of one part."""
@@ -198,10 +199,14 @@ def _merge_form(body: Translation, name: str, part: dict[str, Any]) -> None:
         body.sent.setdefault(FORM, name)
         return
     other = body.sent.get(FORM, FORM)
-    merged = {**form, **part} if FORM in body.sent else {}
+    error = ApiError(400, f"{name} and {other} contradict each other: send only one of them", name)
+    if FORM not in body.sent:
+        raise error
+    merged = {**form, **part}
     forms = merged.keys() & set(FORMS)
-    if not merged or len(forms) > 1 or any(form.get(key, value) != value for key, value in part.items()):
-        raise ApiError(400, f"{name} and {other} contradict each other: send only one of them", name)
+    differs = any(form.get(key, value) != value for key, value in part.items())
+    if differs or len(forms) > 1:
+        raise error
     body.values[FORM] = merged
 
 
@@ -217,15 +222,15 @@ def check_required(values: Mapping[str, Any], model: Any) -> None:
             raise ApiError(400, f"{name} is missing, and {row.name} is not supported: {row.text}", name)
 
 
-def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[dict[str, str]]]:
+def check(body: Any, reads: Sequence[str] = ()) -> tuple[JsonObject, Warnings]:
     """Return the parameters of ``SamplingParams`` among a body's further fields, and the warnings of the answer.
 
     ``reads`` lists the parameters that a processor, the sampler or a strategy of this engine reads; those of other
     packages are returned in ``extra``.  ApiError (400) for refused and misspelled names."""
     translation = getattr(body, "_translation", None)
     warnings = [] if translation is None else [*translation.warnings]
-    parameters: dict[str, Any] = {}
-    extra: dict[str, Any] = {}
+    parameters: JsonObject = {}
+    extra: JsonObject = {}
     unknown: list[str] = []
     for name, value in (body.model_extra or {}).items():
         row = OTHER.get(name)
@@ -254,15 +259,14 @@ def check(body: Any, reads: Sequence[str] = ()) -> tuple[dict[str, Any], list[di
     return parameters, warnings[:MOST]
 
 
-def _drop_unread(
-    parameters: dict[str, Any], warnings: list[dict[str, str]], reads: Sequence[str], sent: Mapping[str, str]
-) -> None:
+def _drop_unread(parameters: JsonObject, warnings: Warnings, reads: Sequence[str], sent: Mapping[str, str]) -> None:
     """Remove the parameters that no part of this engine reads and that clients send by habit.  Warn of their values."""
     unread = [name for name in OPTIONAL if name in parameters and name not in reads]
     for name in unread:
         if parameters.pop(name) != NEUTRAL.get(name):
             reason = f"no sampler, processor or strategy of this server reads {name}"
-            warnings += [_warning(shown, reason) for shown in dict.fromkeys((sent.get(name, name), name))]
+            names = dict.fromkeys((sent.get(name, name), name))
+            warnings += [_warning(shown, reason) for shown in names]
     if parameters.get("beam_width") is not None or parameters.get("use_beam_search") not in (None, False):
         return
     for name in BEAM_PARAMETERS:
@@ -296,7 +300,8 @@ def _similar(name: str, model: Any, search: bool) -> str:
     found = by_letters.get(_letters(name), "")
     if found or not search:
         return found
-    return next(iter(difflib.get_close_matches(name[:64], names, n=1, cutoff=SIMILARITY)), "")
+    close = difflib.get_close_matches(name[:64], names, n=1, cutoff=SIMILARITY)
+    return close[0] if close else ""
 
 
 def _letters(name: str) -> str:

@@ -28,6 +28,7 @@ from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
 
+from . import JsonObject, Warnings
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
 
@@ -97,18 +98,18 @@ class ProtocolWork(Protocol):
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the streams of the request, to be closed by ``held``."""
 
-    def opening(self, answer: Answer) -> list[dict[str, Any]]:
+    def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices that a stream sends before the first piece."""
 
-    def text_choice(self, number: int) -> dict[str, Any] | None:
+    def text_choice(self, number: int) -> JsonObject | None:
         """Return what a stream sends for a piece of text of the choice ``number``, with ``TEXT`` as the text.
 
         None means that the choice depends on more than the text."""
 
-    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[dict[str, Any]]:
+    def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
         """Yield what a stream sends for a piece of the choice ``number``, each time with at most ``SCORES`` scores."""
 
-    async def whole(self, answer: Answer) -> list[dict[str, Any]]:
+    async def whole(self, answer: Answer) -> list[JsonObject]:
         """Return the choices of an answer without a stream.
 
         Their log-probabilities are converted to JSON later (``answers.WrittenInParts``)."""
@@ -128,19 +129,19 @@ class Answer:
     n: int
     include_usage: bool = False  # a stream ends with a chunk of the usage
     continuous: bool = False  # every chunk of a stream has the usage so far
-    warnings: list[dict[str, str]] = field(default_factory=list)
-    more: dict[str, Any] = field(default_factory=dict)  # further members of an answer, or of a stream's first chunks
+    warnings: Warnings = field(default_factory=list)
+    more: JsonObject = field(default_factory=dict)  # further members of an answer, or of a stream's first chunks
     hidden: bool = False  # the answer does not show the generated text
     reads: Sequence[tuple[str, str]] = ()  # points of the model that the request reads, and the kind of pooling
     energy: bool = False  # the usage reports joules
     sent: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self) -> dict[str, Any]:
+    def head(self) -> JsonObject:
         """Return the members that all chunks of an answer share."""
         return {"id": self.id, "object": self.object, "created": self.created, "model": self.model}
 
-    def usage(self, sent: int | None = None) -> dict[str, Any]:
+    def usage(self, sent: int | None = None) -> JsonObject:
         """Return the token counts of an answer, and its joules if the request asks for them.
 
         ``sent`` is the number of generated tokens that a running stream has sent; None means all of a complete
@@ -149,7 +150,7 @@ class Answer:
         completion = sum(s.completion_tokens for s in self.streams) if sent is None else sent
         if self.hidden:
             completion = 0
-        counts: dict[str, Any] = {
+        counts: JsonObject = {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
@@ -159,22 +160,22 @@ class Answer:
             counts["energy"] = self._joules(completion)
         return counts
 
-    def _joules(self, completion: int) -> dict[str, Any]:
+    def _joules(self, completion: int) -> JsonObject:
         """Return the joules of all prompts together, or None if the joules of a prompt are unknown."""
         known = [s.metrics.joules for s in self.streams if s.metrics.joules is not None]
         joules = sum(known) if len(known) == len(self.streams) else None
         each = None if joules is None or not completion else joules / completion
         return {"joules": joules, "joules_per_output_token": each, "counter": self.service.client.info.energy}
 
-    def tapped(self, number: int, sample: int) -> list[dict[str, Any]]:
+    def tapped(self, number: int, sample: int) -> list[JsonObject]:
         """Return the values that the branch ``sample`` has read for the choice ``number``, after its end."""
         found = self.streams[number // self.n].tapped.get(sample, ())
-        return [
-            {"point": point, "read": how, "values": numbers(values)}
-            for (point, how), values in zip(self.reads, found, strict=False)
-        ]
+        taps = []
+        for (point, pooling), values in zip(self.reads, found, strict=False):
+            taps.append({"point": point, "read": pooling, "values": numbers(values)})
+        return taps
 
-    def _tapped_choices(self, work: ProtocolWork) -> Iterator[dict[str, Any]]:
+    def _tapped_choices(self, work: ProtocolWork) -> Iterator[JsonObject]:
         """Yield the chunks with the values of taps, which a stream sends after the text of all choices."""
         for number in range(len(self.streams) * self.n) if self.reads else ():
             rest = {"logprobs": None, "finish_reason": None, "taps": self.tapped(number, number % self.n)}
@@ -254,7 +255,7 @@ class Answer:
 
         return [of(at * self.n) for at in range(len(self.streams))]
 
-    async def chunks(self, work: ProtocolWork) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self, work: ProtocolWork) -> AsyncIterator[JsonObject]:
         """Yield the chunks of a stream, each with one choice."""
         slices = self.service.slices
         for chunk in self._opening(work):
@@ -270,23 +271,24 @@ class Answer:
         if self.include_usage:
             yield {**self.head(), "choices": [], "usage": self.usage()}
 
-    def _opening(self, work: ProtocolWork) -> Iterator[dict[str, Any]]:
+    def _opening(self, work: ProtocolWork) -> Iterator[JsonObject]:
         """Yield the chunks before the first piece."""
         for choice in work.opening(self):
             yield {**self._chunk(choice), **self.more}
 
-    def _chunks(self, work: ProtocolWork, pieces: Sequence[tuple[int, TextPiece]]) -> Iterator[dict[str, Any]]:
+    def _chunks(self, work: ProtocolWork, pieces: Sequence[tuple[int, TextPiece]]) -> Iterator[JsonObject]:
         """Yield the chunks of some pieces."""
         for number, piece in pieces:
             self.sent += len(piece.token_ids)
             for choice in work.choices(self, number, piece):
                 yield self._chunk(choice)
 
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _chunk(self, choice: JsonObject) -> JsonObject:
         """Return a chunk with one choice.  The first chunk of a stream also has the warnings."""
         chunk = {**self.head(), "choices": [choice]}
         if self.warnings:
-            chunk["warnings"], self.warnings = self.warnings, []
+            chunk["warnings"] = self.warnings
+            self.warnings = []
         if self.include_usage:
             chunk["usage"] = self.usage(self.sent) if self.continuous else None
         return chunk
@@ -295,9 +297,11 @@ class Answer:
         """Yield the answer as JSON, in pieces.  ``owner`` identifies the client in the queue of the worker pool."""
         choices = await work.whole(self)
         for choice in choices if self.reads else ():
-            order = self.streams[choice["index"] // self.n].order or range(self.n)
-            choice["taps"] = self.tapped(choice["index"], order[choice["index"] % self.n])
-        out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None, **self.more}
+            prompt, rank = divmod(choice["index"], self.n)
+            order = self.streams[prompt].order or range(self.n)
+            choice["taps"] = self.tapped(choice["index"], order[rank])
+        out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None}
+        out.update(self.more)
         if self.warnings:
             out["warnings"] = self.warnings
         tokens = self.service.tokens
@@ -355,14 +359,15 @@ async def open_streams(
     """Open one stream for each prompt, with the same taps, to be closed by ``held``.
 
     If the engine refuses a prompt, all streams are closed and the error of the first refused prompt is raised."""
-    client, request_id, log = service.client, state["request_id"], state["log"]
+    client, log = service.client, state["log"]
     # the log line of a client that leaves before the streams are open
-    log.update(prompt_tokens=sum(len(ids) for ids, _ in prompts), completion_tokens=0)
+    log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
+    log["completion_tokens"] = 0
     opening: list[asyncio.Task[Stream]] = []
     try:
         for number, (ids, params) in enumerate(prompts):
-            name, owner = f"{request_id}-{number}", state["owner"]
-            asked = client.stream(ids, params, name, pieces=pieces, owner=owner, taps=taps, energy=energy)
+            name = f"{state['request_id']}-{number}"
+            asked = client.stream(ids, params, name, pieces=pieces, owner=state["owner"], taps=taps, energy=energy)
             opening.append(asyncio.create_task(asked))
             await asyncio.sleep(0)  # sending a prompt's parameters takes time, so other requests run in between
         opened = await asyncio.gather(*opening, return_exceptions=True)
@@ -377,13 +382,11 @@ async def open_streams(
         await end(client.abort, streams)
         for stream in streams:
             service.metrics.finished(stream)
-        log.update(
-            prompt_tokens=sum(s.prompt_tokens for s in streams),
-            completion_tokens=sum(s.completion_tokens for s in streams),
-            cached_tokens=sum(s.cached_tokens for s in streams),
-            finished=sorted({text.finish_reason or "abort" for s in streams for text in s.texts}),
-            **_slowest(streams),
-        )
+        log["prompt_tokens"] = sum(s.prompt_tokens for s in streams)
+        log["completion_tokens"] = sum(s.completion_tokens for s in streams)
+        log["cached_tokens"] = sum(s.cached_tokens for s in streams)
+        log["finished"] = sorted({text.finish_reason or "abort" for s in streams for text in s.texts})
+        log.update(_slowest(streams))
 
     held.push_async_callback(close)
     for one in opened:

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 
 from minivllm.runtime.text.detokenize import ALPHABET
 
+from . import JsonObject
+
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
     from minivllm.server.link.scored import ScoredToken
@@ -116,10 +118,10 @@ class Speller:
         return "bytes:" + "".join(f"\\x{b:02x}" for b in self.bytes(token))
 
 
-def chat(rows: Iterable[ScoredToken], top: int, speller: Speller) -> list[dict[str, Any]]:
+def chat(rows: Iterable[ScoredToken], top: int, speller: Speller) -> list[JsonObject]:
     """Return the elements of ``logprobs.content`` of a chat, with the ``top`` most likely tokens of each row."""
 
-    def score(token: int, value: float) -> dict[str, Any]:
+    def score(token: int, value: float) -> JsonObject:
         return {"token": speller.text(token), "logprob": _score(value), "bytes": speller.bytes(token)}
 
     content = []
@@ -129,14 +131,14 @@ def chat(rows: Iterable[ScoredToken], top: int, speller: Speller) -> list[dict[s
     return content
 
 
-def prompt(rows: Iterable[ScoredToken], speller: Speller) -> list[dict[str, Any] | None]:
+def prompt(rows: Iterable[ScoredToken], speller: Speller) -> list[JsonObject | None]:
     """Return ``prompt_logprobs`` in vLLM's shape: for each token a map from token ids to scores, the token's own first.
 
     The first token of a prompt has no score, so its element is None."""
     return [_prompt_row(row, speller) if row.rank else None for row in rows]
 
 
-def _prompt_row(row: ScoredToken, speller: Speller) -> dict[str, Any]:
+def _prompt_row(row: ScoredToken, speller: Speller) -> JsonObject:
     """Return the scores of one token of a prompt.  Tokens of equal probability have the same rank."""
     scores = {str(row.token): _ranked(row.chosen, row.rank, speller.text(row.token))}
     rank = 0
@@ -152,7 +154,7 @@ def _prompt_row(row: ScoredToken, speller: Speller) -> dict[str, Any]:
     return scores
 
 
-def _ranked(value: float, rank: int, text: str) -> dict[str, Any]:
+def _ranked(value: float, rank: int, text: str) -> JsonObject:
     """Return one score of ``prompt_logprobs``."""
     return {"logprob": _score(value), "rank": rank, "decoded_token": text}
 

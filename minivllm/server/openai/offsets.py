@@ -88,6 +88,7 @@ class Placed:
         found = self._waiting + [(row, self._places.next(row.token)) for row in rows]
         count = len(found)
         if not final:
-            count = next((number for number, (_, at) in enumerate(found) if at > self._shown), count)
+            later = (number for number, (_, at) in enumerate(found) if at > self._shown)
+            count = next(later, count)
         self._waiting = found[count:]
         return [(row, min(at, self._shown)) for row, at in found[:count]]

@@ -10,6 +10,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import suggest
 from minivllm.server.errors import ApiError
 
+from . import JsonObject, Warnings
 from .field_table import CHAT, COMPLETION, FORM, declared_by
 from .tools import COMPACT, Tools
 
@@ -64,9 +65,9 @@ def make_params(
     return params
 
 
-def _declared_values(body: Any, info: EngineInfo, server: ServerConfig) -> dict[str, Any]:
+def _declared_values(body: Any, info: EngineInfo, server: ServerConfig) -> JsonObject:
     """Return the parameters of the declared fields that a body sets, with lists and objects checked."""
-    values: dict[str, Any] = {}
+    values: JsonObject = {}
     for name, parameter in PASSED.items():
         value = getattr(body, name)
         if value is None:
@@ -139,7 +140,7 @@ def asked_tokens(body: Any, least: int = 1) -> int | None:
     return next(iter(asked.values()), None)
 
 
-def limited(asked: int | None, most: int | None, warnings: list[dict[str, str]], sent: Mapping[str, str]) -> int | None:
+def limited(asked: int | None, most: int | None, warnings: Warnings, sent: Mapping[str, str]) -> int | None:
     """Return the requested length of an answer, at most ``most``, the limit of the ``[sampling]`` table.
 
     A request for more adds a warning under the field name that the client used (``sent``)."""
@@ -157,7 +158,7 @@ def note_default(answer: Any, default: int | None) -> None:
         answer.warnings.append({"field": "max_tokens", "message": note})
 
 
-def whole_form(body: Any, tools: Tools | None = None) -> dict[str, Any] | None:
+def whole_form(body: Any, tools: Tools | None = None) -> JsonObject | None:
     """Return the form that the text of an answer must have, from the body or from forced tool calls.
 
     None means any text.  ApiError (400) if both request a form."""
@@ -173,7 +174,7 @@ def whole_form(body: Any, tools: Tools | None = None) -> dict[str, Any] | None:
     return structured(calls)
 
 
-def form_of(body: Any) -> dict[str, Any] | None:
+def form_of(body: Any) -> JsonObject | None:
     """Return the form in ``structured_outputs`` or ``response_format``.  None means any text.
 
     ApiError (400) if both fields set a form, or if this engine has no grammars."""
@@ -188,7 +189,7 @@ def form_of(body: Any) -> dict[str, Any] | None:
     return None if form is None else structured(form)
 
 
-def _form_of_format(asked: dict[str, Any]) -> dict[str, Any] | None:
+def _form_of_format(asked: JsonObject) -> JsonObject | None:
     """Return the form of a ``response_format``.  None means any text.  ApiError (400) for a malformed one.
 
     OpenAI's place of a schema is ``json_schema.schema``.  Other servers accept it next to ``type``, and also with
@@ -226,7 +227,7 @@ def _check_keys(values: Mapping[str, Any], at: str, keys: Sequence[str]) -> None
             raise ApiError(400, text, place)
 
 
-def structured(form: dict[str, Any]) -> dict[str, Any]:
+def structured(form: JsonObject) -> JsonObject:
     """Return a form unchanged.  ApiError (400) if the engine has no grammars."""
     if FORM not in {field.name for field in fields(SamplingParams)}:
         raise ApiError(400, "this engine does not support structured outputs: describe the form in the prompt", FORM)

@@ -8,6 +8,8 @@ from typing import Any
 from minivllm.runtime.text.messages import text_of
 from minivllm.server.errors import ApiError
 
+from . import JsonObject
+
 SIDES = (None, "left", "right")
 
 
@@ -48,12 +50,12 @@ def begins_answer(body: Any) -> bool:
     return False
 
 
-def answer_role(messages: Sequence[dict[str, Any]], body: Any) -> str:
+def answer_role(messages: Sequence[JsonObject], body: Any) -> str:
     """Return the role of the answer: "assistant", or the role of the last message if the answer continues it."""
     return "assistant" if begins_answer(body) else str(messages[-1].get("role"))
 
 
-def last_content(messages: Sequence[dict[str, Any]], body: Any) -> str:
+def last_content(messages: Sequence[JsonObject], body: Any) -> str:
     """Return the text of the last message for ``echo``, or "" without ``echo`` or if the answer has another role."""
     last = messages[-1]
     if body.echo and last.get("role") == answer_role(messages, body):

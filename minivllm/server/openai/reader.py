@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from . import tools
+from . import JsonObject, tools
 from .calls import Begun, Distinct, Ended, Named, Said, ToolCall, Written
 
 
@@ -38,12 +38,12 @@ class Reader:
         """Return whether all text is content of the message."""
         return self._parser is None
 
-    def deltas(self, text: str, reason: str | None) -> dict[str, Any]:
+    def deltas(self, text: str, reason: str | None) -> JsonObject:
         """Return the delta of a message for new text, or {} if the text adds nothing yet.
 
         ``reason`` is the finish reason, with the last text of the choice."""
         content: list[str] = []
-        calls: dict[int, dict[str, Any]] = {}
+        calls: dict[int, JsonObject] = {}
         for part in self._found(text, reason):
             if self._whole and not self._asked.parallel:  # only one call is allowed
                 break
@@ -84,10 +84,10 @@ class Reader:
         found = list(self._parser.feed(text, reason is not None and cut is None))
         return found if cut is None else [*found, *cut()]
 
-    def message(self, role: str = "assistant") -> dict[str, Any]:
+    def message(self, role: str = "assistant") -> JsonObject:
         """Return the message of all deltas so far."""
         content = "".join(self._content)
-        message: dict[str, Any] = {"role": role, "content": content, "refusal": None}
+        message: JsonObject = {"role": role, "content": content, "refusal": None}
         if self._whole:
             message["tool_calls"] = [_call(self._calls[number], text) for number, text in self._whole.items()]
             message["content"] = content.strip() or None
@@ -121,6 +121,6 @@ def end_of_calls(asked: tools.Tools, parser: Any) -> Callable[[int, str], bool] 
     return ended
 
 
-def _call(call: ToolCall | Begun, arguments: str) -> dict[str, Any]:
+def _call(call: ToolCall | Begun, arguments: str) -> JsonObject:
     """Return a call in the shape of OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

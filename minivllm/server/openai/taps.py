@@ -86,7 +86,7 @@ def _read_tap(at: str, tap: Any, server: ServerConfig, adds: list[Tap], reads: l
             raise ApiError(400, f"{at}: {brief(point)} is read twice by {read}; expected each once", "taps")
         reads.append((point, read))
     scale = tap.get("scale")
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not _finite(scale)):
+    if scale is not None and not _finite(scale):
         raise _wrong(f"{at}.scale", "a finite number")
     if scale is not None and add is None:
         raise ApiError(400, f'{at}.scale: expected only with "add"', "taps")
@@ -98,8 +98,10 @@ def _read_tap(at: str, tap: Any, server: ServerConfig, adds: list[Tap], reads: l
             raise _wrong(f"{at}.add: {add}{SUFFIX}", "finite numbers in the range of float32") from None
 
 
-def _finite(number: float) -> bool:
-    """Return whether a number is finite as a float.  A whole number of hundreds of digits is not."""
+def _finite(number: Any) -> bool:
+    """Return whether a value is a number that is finite as a float.  A whole number of hundreds of digits is not."""
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return False
     try:
         return math.isfinite(number)
     except OverflowError:
@@ -140,7 +142,8 @@ def read_npy(data: bytes) -> np.ndarray:
     except (ValueError, SyntaxError, EOFError, OverflowError, MemoryError, RecursionError, TypeError):
         raise ValueError("not an array that numpy.save wrote") from None
     rest = data[stream.tell() :]
-    if dtype.kind not in "fiu" or len(shape) != 1 or shape[0] < 1 or shape[0] * dtype.itemsize != len(rest):
+    one_list = dtype.kind in "fiu" and len(shape) == 1 and shape[0] >= 1
+    if not one_list or shape[0] * dtype.itemsize != len(rest):
         raise ValueError("expected one list of numbers")
     return np.frombuffer(rest, dtype)
 

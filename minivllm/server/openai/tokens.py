@@ -249,6 +249,8 @@ def _bad_prompt(fault: str) -> ApiError:
 
 def _range(ids: Ids) -> tuple[int, int]:
     """Return the least and the largest of the ids, (0, 0) for no ids."""
+    if not len(ids):
+        return 0, 0
     if isinstance(ids, np.ndarray):
-        return (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-    return min(ids, default=0), max(ids, default=0)
+        return int(ids.min()), int(ids.max())
+    return min(ids), max(ids)

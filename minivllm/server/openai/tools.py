@@ -25,6 +25,7 @@ from minivllm.core.json_schema.references import pointer
 from minivllm.errors import ConfigError, shown, suggest
 from minivllm.server.errors import ApiError, printable
 
+from . import JsonObject
 from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of
 
 MOST = 128  # most tools of a request
@@ -144,14 +145,15 @@ def parser_of(name: str) -> Callable[[], CallParser]:
 def _overlap(text: str, tag: str) -> int:
     """Return the number of characters at the end of a text that may be the beginning of a tag."""
     longest = min(len(tag) - 1, len(text))
-    return next((count for count in range(longest, 0, -1) if text.endswith(tag[:count])), 0)
+    counts = (count for count in range(longest, 0, -1) if text.endswith(tag[:count]))
+    return next(counts, 0)
 
 
 @dataclass(frozen=True)
 class Tools:
     """The tools of a request and the choice: ``none``, ``auto``, ``required`` or ``named`` (only ``function``)."""
 
-    listed: list[dict[str, Any]]
+    listed: list[JsonObject]
     choice: str
     function: str = ""
     parallel: bool = True
@@ -162,11 +164,11 @@ class Tools:
         return self.only is None or name in self.only
 
     @property
-    def shown(self) -> list[dict[str, Any]] | None:
+    def shown(self) -> list[JsonObject] | None:
         """Return the tools that the chat template shows to the model, or None."""
         return self.listed if self.listed and self.choice != "none" else None
 
-    def form(self) -> dict[str, Any] | None:
+    def form(self) -> JsonObject | None:
         """Return the form (structured outputs) that forces the calls, or None if no call is forced."""
         if self.choice == "named":
             _measure([self._of(self.function)])
@@ -174,25 +176,21 @@ class Tools:
         if self.choice != "required":
             return None
         _measure([tool["function"] for tool in self.listed])
-        definitions: dict[str, Any] = {}
-        calls: list[dict[str, Any]] = []
+        definitions: JsonObject = {}
+        calls: list[JsonObject] = []
         for number, tool in enumerate(self.listed):
             function = tool["function"]
             definitions[f"t{number}"] = _moved(_parameters(function), f"#/$defs/t{number}")
+            members = {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/t{number}"}}
             calls.append(
-                {
-                    "type": "object",
-                    "required": ["name", "arguments"],
-                    "additionalProperties": False,
-                    "properties": {"name": {"const": function["name"]}, "arguments": {"$ref": f"#/$defs/t{number}"}},
-                }
+                {"type": "object", "required": [*members], "additionalProperties": False, "properties": members}
             )
-        schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
+        schema: JsonObject = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
         if not self.parallel:
             schema["maxItems"] = 1
         return {"json": schema, **COMPACT}
 
-    def _of(self, name: str) -> dict[str, Any]:
+    def _of(self, name: str) -> JsonObject:
         """Return the function of a name."""
         return next(tool["function"] for tool in self.listed if tool["function"]["name"] == name)
 
@@ -289,7 +287,7 @@ def _check_tool(at: str, tool: Any) -> None:
             raise ApiError(400, f"{at}.function.{str(key)[:64]}: unknown field.{near}", "tools")
 
 
-def _allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[str]]:
+def _allowed(choice: JsonObject, names: Sequence[str]) -> tuple[str, list[str]]:
     """Return the mode and the names of a choice of type ``allowed_tools``.
 
     The shape is {"type": "allowed_tools", "allowed_tools": {"mode", "tools": [{"type", "function": {"name"}}]}}.  As in
@@ -313,7 +311,7 @@ def _allowed(choice: dict[str, Any], names: Sequence[str]) -> tuple[str, list[st
     return mode, found
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+def _parameters(function: Mapping[str, Any]) -> JsonObject:
     """Return the schema of the arguments of a function: an object.
 
     Undeclared properties are forbidden unless ``strict`` is false or the schema allows them."""
@@ -336,7 +334,7 @@ def _measure(functions: Sequence[Mapping[str, Any]]) -> None:
         raise ApiError(400, f"tools: schemas of {size} bytes; expected at most {MOST_BYTES} together", "tools")
 
 
-def _moved(schema: dict[str, Any], place: str) -> dict[str, Any]:
+def _moved(schema: JsonObject, place: str) -> JsonObject:
     """Return a copy of a schema as the definition at a place of a larger schema, with its own references adjusted."""
     moved = copy.deepcopy(schema)
     for node in schemas(moved):

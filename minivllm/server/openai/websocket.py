@@ -39,6 +39,7 @@ from minivllm.server.http.body import check_text, parse_object
 from minivllm.server.http.sse import supervise
 from minivllm.validation import is_text
 
+from . import JsonObject
 from .bodies import ChatBody, CompletionBody
 from .chat import Chat
 from .completions import Completion
@@ -69,7 +70,7 @@ class _Asked:
     The work and the final message are two tasks, so the second task reports the end of the first, even if the work is
     cancelled before it has started."""
 
-    work: asyncio.Task[dict[str, Any]]
+    work: asyncio.Task[JsonObject]
     answer: asyncio.Task[None] | None = None
     cancelled: bool = False
 
@@ -91,7 +92,7 @@ class Connection:
         self.server: ServerConfig = service.server
         self.running: dict[str, _Asked] = {}
         self.ended: dict[str, None] = {}  # in the order of their ends
-        self.out: asyncio.Queue[dict[str, Any]] = asyncio.Queue(WAITING)
+        self.out: asyncio.Queue[JsonObject] = asyncio.Queue(WAITING)
         self.state: dict[str, Any] = socket.scope["state"]
         self.tenant: str | None = None
         self.taken = 0  # requests so far
@@ -204,7 +205,7 @@ class Connection:
                 await self.socket.send_text(json.dumps({"type": "error", "id": None, **error.body()}))
         return self.tenant is not None
 
-    def _id(self, message: dict[str, Any]) -> str | None:
+    def _id(self, message: JsonObject) -> str | None:
         """Return the id of a message, or None for the message with the key.  ApiError for a malformed id."""
         ident = message.get("id")
         if ident is None and message.get("type") == "auth":
@@ -213,7 +214,7 @@ class Connection:
             raise ApiError(400, f"id: expected a text of 1 to {LONGEST_ID} characters", "id")
         return ident
 
-    def _take(self, kind: Any, ident: str | None, message: dict[str, Any]) -> None:
+    def _take(self, kind: Any, ident: str | None, message: JsonObject) -> None:
         """Start or cancel the request of a message.  ApiError if the message is malformed or the id is in use."""
         if kind == "auth":
             return
@@ -252,7 +253,7 @@ class Connection:
 
     async def _answer(self, kind: str, ident: str, asked: _Asked, state: dict[str, Any]) -> None:
         """Wait for the end of a request's work, write the log line, queue the final message and free the id."""
-        last: dict[str, Any] = {"type": "done", "id": ident}
+        last: JsonObject = {"type": "done", "id": ident}
         log = state["log"]
         start = time.monotonic()
         try:
@@ -263,20 +264,13 @@ class Connection:
             if self.ending:
                 log["gone"] = True
             status = last["error"]["code"] if last["type"] == "error" else 200
-            logs.event(
-                "request",
-                request_id=state["request_id"],
-                client_id=errors.printable(ident),
-                path=PATH,
-                kind=kind,
-                status=status,
-                ms=round(1e3 * (time.monotonic() - start), 1),
-                **log,
-            )
+            ids = {"request_id": state["request_id"], "client_id": errors.printable(ident)}
+            ms = round(1e3 * (time.monotonic() - start), 1)
+            logs.event("request", **ids, path=PATH, kind=kind, status=status, ms=ms, **log)
         await self._say_last(last)
         del self.running[ident]
 
-    def _final_message(self, ident: str, asked: _Asked, state: dict[str, Any]) -> dict[str, Any]:
+    def _final_message(self, ident: str, asked: _Asked, state: dict[str, Any]) -> JsonObject:
         """Return the final message of a request whose work has ended."""
         if asked.cancelled and asked.work.cancelled():
             state["log"]["cancelled"] = True
@@ -289,7 +283,7 @@ class Connection:
                 logs.log.error("request %s failed", state["request_id"], exc_info=exc)
             return {"type": "error", "id": ident, **error.body()}
 
-    async def _say_last(self, message: dict[str, Any]) -> None:
+    async def _say_last(self, message: JsonObject) -> None:
         """Queue the final message of an id, or an error without an id.
 
         No other task runs between the queueing and the return, so the id is free when the client reads the message."""
@@ -301,16 +295,17 @@ class Connection:
             if len(self.ended) > ENDED_IDS:
                 del self.ended[next(iter(self.ended))]
 
-    async def _work(self, kind: str, ident: str, body: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    async def _work(self, kind: str, ident: str, body: JsonObject, state: dict[str, Any]) -> JsonObject:
         """Run a request and return the further members of its final message."""
         model, asked = KINDS[kind]
         read = await checked(self.service, model, {"stream": True, **body}, self._owner)
         work = asked(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:
-            return await supervise(self._send(work, held, bool(read.stream), ident), _never, self.service.door, seconds)
+            sending = self._send(work, held, bool(read.stream), ident)
+            return await supervise(sending, _never, self.service.door, seconds)
 
-    async def _send(self, work: Any, held: AsyncExitStack, stream: bool, ident: str) -> dict[str, Any]:
+    async def _send(self, work: Any, held: AsyncExitStack, stream: bool, ident: str) -> JsonObject:
         """Queue the chunks of a stream, or return the whole answer as ``data``."""
         answer = await work.prepare(held)
         if not stream:
