@@ -14,13 +14,13 @@ A name has one meaning in a process.  A plug-in that declares a known name diffe
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from minivllm.errors import PluginError
-from minivllm.registration.fresh import import_target
 from minivllm.registration.parameters import Param
 from minivllm.registration.spec import ASKED
 
@@ -50,7 +50,9 @@ def builtin() -> Mapping[str, Declaration]:
     found: dict[str, Declaration] = {}
     for kind, name, target in BUILTINS:
         if kind in ASKED:
-            _add(found, import_target(target).params, f"{kind} {name!r}")
+            module, _, attribute = target.partition(":")
+            spec = getattr(importlib.import_module(module), attribute)
+            _add(found, spec.params, f"{kind} {name!r}")
     return found
 
 

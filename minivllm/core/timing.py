@@ -146,15 +146,16 @@ class StepClock:
             for i, name in enumerate(PARTS):
                 span = self.part[row, i]
                 args = {"rows": int(self.rows[row]), "tokens": int(self.tokens[row])}
-                event = {
-                    "name": name,
-                    "ph": "X",
-                    "ts": at * 1e6,
-                    "dur": span * 1e6,
-                    "pid": 0,
-                    "tid": i,
-                    "args": args,
-                }
-                events.append(event)
+                events.append(
+                    {
+                        "name": name,
+                        "ph": "X",
+                        "ts": at * 1e6,
+                        "dur": span * 1e6,
+                        "pid": 0,
+                        "tid": i,
+                        "args": args,
+                    }
+                )
                 at += span
         Path(path).write_text(json.dumps({"traceEvents": events}))

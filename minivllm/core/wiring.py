@@ -43,8 +43,7 @@ def wiring_from_json(text: str) -> Wiring:
     cache, speculation = values["cache"], values["speculation"]
     if speculation["draft_model"] is not None:
         speculation["draft_model"] = _second_model(speculation["draft_model"])
-    own_models = values["own_models"]
-    values["own_models"] = {name: _second_model(model) for name, model in own_models.items()}
+    values["own_models"] = {k: _second_model(model) for k, model in values["own_models"].items()}
     cache["groups"] = tuple(map(tuple, cache["groups"]))
     values["cache"] = CacheWiring(**cache)
     steps = values["steps"]

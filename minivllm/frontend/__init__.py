@@ -1,1 +1,2 @@
-"""The front doors ``LLM`` and ``AsyncLLM``: text to requests of the engine, its tokens to text."""
+"""The Python interfaces ``LLM`` and ``AsyncLLM``: they convert text to requests of the engine, and its tokens to
+text."""

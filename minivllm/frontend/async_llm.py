@@ -1,11 +1,11 @@
-"""The asynchronous front door: many coroutines, one engine thread.
+"""The asynchronous interface: many coroutines use one engine thread.
 
 event loop                      engine thread
 ──────────                      ─────────────
 generate ──add──► inbox ──────► engine.add
                                 engine.step ... engine.step
 pieces ◄── queue ◄── call_soon_threadsafe ◄── publish
-cancel ──abort──► ends ───────► engine.abort   (before the inbox is looked at, and the next step is planned)
+cancel ──abort──► urgent inbox ► engine.abort   (before other items of the inbox, and before the next step)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minivllm.core.external_calls import refusal, refuse_within
@@ -35,9 +36,9 @@ log = logging.getLogger("minivllm")
 
 
 class AsyncLLM(FrontDoor):
-    """``async for piece in llm.generate(prompt, params)``.  Options are those of ``LLM``.
+    """The asynchronous engine: ``async for piece in llm.generate(prompt, params)``.  Options are those of ``LLM``.
 
-    Abandoning the iterator (or cancelling its task) aborts the request: its blocks are free within a step.
+    Leaving the loop, or cancelling its task, aborts the request.  Its blocks are free within a step.
     """
 
     live = True
@@ -49,13 +50,16 @@ class AsyncLLM(FrontDoor):
         self._loop = JobLoop(self.engine)
         self._thread = self._loop.start()
 
-    # ---- the event loop's side -----------------------------------------------------------------------------------
+    # ---- on the event loop ---------------------------------------------------------------------------------------
 
     async def generate(
         self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, taps: Any = None
     ) -> AsyncIterator[StreamOutput]:
-        """Pieces as they come; the last has ``finished`` and the whole ``output``.  ``taps``: a list of ``Tap``.
-        RequestError if it is refused."""
+        """Yield pieces of the answer as tokens are generated.  The last piece has ``finished`` and the complete
+        ``output``.
+
+        ``taps`` is a list of ``Tap``.  RequestError if the request is refused.
+        """
         from .prompts import params_for, taps_for
         from .requests import Tracked
 
@@ -64,19 +68,20 @@ class AsyncLLM(FrontDoor):
         queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = params_for(default, 1)[0]
-        put = lambda piece: _post(loop, queue, piece)  # noqa: E731
+        put = partial(_call, loop, queue.put_nowait)
         tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=taps_for(taps, 1)[0])
 
         if params.structured_outputs is not None:
             try:
                 await asyncio.to_thread(tracked.prepare, self.engine)
-            except KeyboardInterrupt as e:  # of a grammar plug-in, on that thread
+            except KeyboardInterrupt as e:  # raised by a grammar plug-in on its thread
                 raise refusal(e) from e
 
-        gone = False
+        abandoned = False
 
         def add() -> None:
-            if gone:
+            """Add the request, on the engine's thread."""
+            if abandoned:
                 return
             try:
                 self._recorder.tally.next_batch()
@@ -86,6 +91,7 @@ class AsyncLLM(FrontDoor):
                 put(refusal(e))
 
         def leave() -> None:
+            """Abort the request, on the engine's thread."""
             if self.engine.requests.get(tracked.request.id) is tracked.request:
                 self.engine.abort(tracked.request.id)
 
@@ -99,7 +105,7 @@ class AsyncLLM(FrontDoor):
                 if piece.finished:
                     return
         finally:
-            gone = True
+            abandoned = True
             if tracked.request.finished is None:
                 self._send(leave, ends=True)
 
@@ -111,67 +117,76 @@ class AsyncLLM(FrontDoor):
         split_special_tokens: bool = True,
         **template: Any,
     ) -> AsyncIterator[StreamOutput]:
-        """Stream the answer to a conversation; further keywords and ``split_special_tokens`` as in ``LLM.chat``."""
+        """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of
+        ``LLM.chat``."""
         check_template_keywords(template, ("add_generation_prompt", "taps"))
         taps = template.pop("taps", None)
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
         return self.generate(prompt, sampling_params, request_id, taps)
 
     def abort(self, request_id: str) -> None:
-        """End a request; unknown ids are ignored.  Any thread may call it, but for the engine's own."""
+        """End a request.  Unknown ids are ignored.  Any thread except the engine's own may call it."""
         self._refuse_within("abort")
         self._loop.abort(request_id)
 
     async def stats(self) -> dict[str, Any]:
-        """As ``LLM.stats``, taken between two steps."""
+        """Return the same as ``LLM.stats``, taken between two steps."""
         return await self._ask(self.engine.stats)
 
     async def bill_of_materials(self) -> dict[str, Any]:
-        """As ``LLM.bill_of_materials``, with the results as they are between two steps."""
-        await asyncio.to_thread(self._recorder.prepare)  # reads files, asks git: not on the engine's thread
+        """Return the same as ``LLM.bill_of_materials``, with the results between two steps."""
+        await asyncio.to_thread(self._recorder.prepare)  # reads files and runs git, which would delay steps
         return await self._ask(self._recorder.bill_of_materials)
 
     async def record(self, path: str | os.PathLike[str]) -> None:
-        """As ``LLM.record``."""
+        """Write the bill of materials, as ``LLM.record`` does."""
         await asyncio.to_thread(self._recorder.write, path, await self.bill_of_materials())
 
     async def start_profile(self) -> None:
+        """Start a torch profiler trace of everything that the executor runs."""
         await self._ask(lambda: self.engine.call("profile_start"))
 
     async def stop_profile(self, path: str = "minivllm-profile.json") -> str:
+        """End the profiler trace, write it as a Chrome trace, and return its path."""
         await self._ask(lambda: self.engine.call("profile_stop", {"path": path}))
         return path
 
     async def _ask(self, question: Callable[[], Any]) -> Any:
-        """Run something on the engine's thread and bring the answer back."""
+        """Run a function on the engine's thread and return its result."""
         self._refuse_within("a question")
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[Any] = loop.create_future()
 
         def run() -> None:
+            """Call the function and send its result to the event loop."""
+            value: Any = None
+            error: BaseException | None = None
             try:
-                value, error = question(), None
+                value = question()
             except Exception as e:
-                value, error = None, e
-            except BaseException as e:  # a future takes it for its own end, or that of the event loop
-                value, error = None, refusal(e)
+                error = e
+            except BaseException as e:  # in a future, it would cancel the future or stop the event loop
+                error = refusal(e)
             _call(loop, _settle, answer, value, error)
 
         self._send(run)
         return await answer
 
     def _send(self, run: Callable[[], object], adds: str = "", ends: bool = False) -> None:
-        """Have the engine's thread do something.  ``ends``: it ends a request, so it goes before all that waits, and no
-        matter if the engine has stopped meanwhile."""
+        """Run a function on the engine's thread.  EngineDeadError if the engine has stopped.
+
+        ``ends`` means that the function ends a request.  It then precedes all waiting functions, and is ignored if the
+        engine has stopped.
+        """
         if not self._loop.send(run, adds, ends) and not ends:
             raise EngineDeadError(self.engine.dead or STOPPED)
 
     async def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer; RequestError without one.  A coroutine, as in vLLM."""
+        """Return the model's tokenizer.  RequestError if there is none.  It is a coroutine, as in vLLM."""
         return self._tokenizer()
 
     def close(self, timeout: float = 10.0) -> None:
-        """Abort what runs, end the thread, give the memory back; idempotent."""
+        """Abort running requests, end the thread and free the memory.  A second call does nothing."""
         self._refuse_within("close")
         self._loop.inbox.close()
         self._thread.join(timeout)
@@ -181,26 +196,29 @@ class AsyncLLM(FrontDoor):
         self._recorder.close()
 
     async def __aenter__(self) -> AsyncLLM:
+        """Return the engine."""
         return self
 
     async def __aexit__(self, *_: Any) -> None:
+        """Close the engine."""
         await asyncio.to_thread(self.close)
 
-    def _refuse_within(self, what: str) -> None:
-        """RequestError on the engine's own thread, where only a function that the engine calls can ask for anything:
-        it would wait for itself."""
+    def _refuse_within(self, method: str) -> None:
+        """Raise RequestError on the engine's own thread, where external code would wait for itself."""
         if threading.current_thread() is self._thread:
-            refuse_within(self.engine.within or "a step", what)
+            refuse_within(self.engine.within or "a step", method)
 
 
 class _EngineJob(NamedTuple):
-    number: int  # jobs in the order in which they were sent
-    adds: str  # the id of the request that it adds
+    """A function to run on the engine's thread."""
+
+    number: int  # jobs are numbered in the order in which they are sent
+    adds: str  # id of the request that the job adds, or ""
     run: Callable[[], object]
 
 
 class JobLoop(TurnLoop):
-    """Runs an engine and what is sent to its thread.  A job that raises ends nothing but itself."""
+    """Runs an engine and the jobs that are sent to its thread.  A job that raises does not affect anything else."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -208,14 +226,17 @@ class JobLoop(TurnLoop):
         self._numbers = itertools.count()
 
     def send(self, run: Callable[[], object], adds: str = "", ends: bool = False) -> bool:
-        """From any thread; False if the loop takes nothing more.  What ``ends`` a request overtakes the others."""
+        """Send a job, from any thread.  Return False if the loop has ended.  A job that ``ends`` a request precedes the
+        others."""
         return self.inbox.put(_EngineJob(next(self._numbers), adds, run), urgent=ends)
 
     def abort(self, request_id: str) -> bool:
-        """From any thread: end a request, also one that is still to be added, whose stream ends as any other does."""
+        """End a request, from any thread, even if the job that adds it still waits.  Its stream ends in the usual
+        way."""
         number = next(self._numbers)
 
         def end() -> None:
+            """Abort the request.  If it was not added yet, add it first, so that its stream ends."""
             if self.engine.abort(request_id):
                 return
             job = self.inbox.remove(lambda job: job.adds == request_id and job.number < number)
@@ -229,35 +250,37 @@ class JobLoop(TurnLoop):
 
     @property
     def over(self) -> bool:
+        """Return whether the loop must end."""
         return self.inbox.closed
 
     def turn(self, wait: float | None) -> bool:
+        """Wait for jobs, run them, and run a step.  Return False if there was nothing to compute."""
         self.inbox.wait(wait)
         self.do_jobs()
         try:
             return not self.engine.dead and self.engine.busy and self.engine.step()
-        except RequestError:  # another thread called the engine, whose turn it is not
+        except RequestError:  # another thread is in a method of the engine
             log.exception("the engine's thread met an error")
             return False
 
     def leave(self, error: BaseException | None) -> None:
+        """Refuse further jobs, and run the waiting ones, which then report that the engine has stopped."""
         self.inbox.close()
-        self.do_jobs()  # what came last is refused, not forgotten
+        self.do_jobs()
 
     def do_jobs(self) -> None:
-        while (job := self.inbox.take()) is not None:
+        """Run all waiting jobs."""
+        job = self.inbox.take()
+        while job is not None:
             try:
                 job.run()
             except (Exception, KeyboardInterrupt):
                 log.exception("the engine's thread met an error")
-
-
-def _post(loop: asyncio.AbstractEventLoop, queue: asyncio.Queue, piece: Any) -> None:
-    _call(loop, queue.put_nowait, piece)
+            job = self.inbox.take()
 
 
 def _call(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
-    """Run something on an event loop that may have been closed meanwhile."""
+    """Call a function on an event loop, which may have been closed in the meantime."""
     try:
         loop.call_soon_threadsafe(*call)
     except RuntimeError:
@@ -265,9 +288,12 @@ def _call(loop: asyncio.AbstractEventLoop, *call: Any) -> None:
 
 
 def _settle(answer: asyncio.Future, value: Any, error: BaseException | None) -> None:
+    """Set the result or the exception of a future, unless it was cancelled."""
     if answer.cancelled():
         return
+    if isinstance(error, StopIteration):  # a future cannot hold a StopIteration
+        error = RuntimeError(describe_error(error))
     if error is None:
         answer.set_result(value)
-    else:  # a future refuses to hold a StopIteration
-        answer.set_exception(RuntimeError(describe_error(error)) if isinstance(error, StopIteration) else error)
+    else:
+        answer.set_exception(error)

@@ -1,4 +1,4 @@
-"""The engine of a configuration: the parts are chosen, the model is loaded, the executor started."""
+"""Build the engine of a configuration: choose the plug-ins, load the model, start the executor."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from minivllm.config import EngineConfig, Loaded
     from minivllm.config.resolve import Resolved
     from minivllm.core.engine.engine import Engine
-    from minivllm.core.interfaces.executor import Capacity, Part, Wiring
+    from minivllm.core.interfaces.executor import Capacity, Executor, Part, Wiring
+    from minivllm.runtime.energy.account import EnergyAccount
     from minivllm.runtime.structured.service import Grammars, NoGrammars
     from minivllm.runtime.text.tokenizer import Tokenizer
 
@@ -25,17 +26,22 @@ log = logging.getLogger("minivllm")
 
 
 def build_engine(loaded: Loaded, live: bool = False) -> tuple[Engine, Resolved, Tokenizer | None]:
-    """Choose the parts, load the model, start the executor.  ``live``: for clients whose time is the real one.
-    PluginError names a part of another package that raises meanwhile."""
+    """Choose the plug-ins, load the model and start the executor.
+
+    ``live`` means that clients use real time.  PluginError names an external plug-in that raises an unexpected
+    exception.
+    """
     try:
         return _build(loaded, live)
     except Exception as exc:
-        if fault := part_fault(exc):
+        fault = part_fault(exc)
+        if fault is not None:
             raise fault from exc
         raise
 
 
 def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | None]:
+    """Build the engine, as ``build_engine`` does, but let unexpected exceptions of plug-ins pass."""
     from minivllm.config.resolve import resolve
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
@@ -46,14 +52,12 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.runtime.hooks.figures import PluginFigures
     from minivllm.runtime.hooks.manager import HookManager
 
-    from .energy import counter_of
-
     config = loaded.engine
     resolved = resolve(config, Catalog.discover(), loaded.origins)
     tokenizer, eos_ids = open_tokenizer(resolved)
     wiring = replace(resolved.wiring, eos_ids=eos_ids)
     parts = resolved.parts
-    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # a wrong one is refused before a model loads
+    hooks = HookManager.make(resolved.hooks) if resolved.hooks else None  # before the model, so that errors come early
     grammars: Any = None
     executor = refuse_own_clock(build_part("executor", parts["executor"]), parts["executor"].name, live)
     try:
@@ -87,7 +91,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
         if hooks is not None:
             EngineHooks(hooks, {seam: part.name for seam, part in parts.items()}, engine).started()
     except BaseException:
-        executor.stop()  # what it had taken is given back
+        executor.stop()  # frees the memory
         if grammars is not None:
             grammars.close()
         raise
@@ -95,7 +99,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
 
 
 def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...]]:
-    """Return the tokenizer, None if none is wanted, and the end-of-sequence ids.  ModelError, ConfigError."""
+    """Return the tokenizer, or None if none is needed, and the end-of-sequence ids.  ModelError or ConfigError."""
     from minivllm.config.places import end_ids
     from minivllm.runtime.text.tokenizer import load_tokenizer
 
@@ -107,12 +111,14 @@ def open_tokenizer(resolved: Resolved) -> tuple[Tokenizer | None, tuple[int, ...
 
 
 def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]:
-    """Return the sampling defaults of generation_config.json without those that no part of this engine reads: a request
-    that sets one is refused.  The others are logged."""
+    """Return the sampling defaults of generation_config.json that some plug-in of the engine reads.
+
+    A request that sets a parameter which no plug-in reads is refused.  Dropped defaults are logged.
+    """
     from minivllm.core.engine.strategies import own_names
     from minivllm.core.interfaces.params import PROCESSED
 
-    reads = own_names(engine.strategies).union(*(made.reads for _, made in engine.processors))
+    reads = own_names(engine.strategies).union(*(processor.reads for _, processor in engine.processors))
     unread = [name for name in defaults if name in PROCESSED and name not in reads]
     if unread:
         log.warning("generation_config.json: no processor or sampler here reads %s: not applied", ", ".join(unread))
@@ -120,27 +126,48 @@ def sampling_read(defaults: Mapping[str, Any], engine: Engine) -> dict[str, Any]
 
 
 def listen(engine: Engine, resolved: Resolved) -> None:
-    """What counts joules, and use if the machine's owner has switched that on, begins to listen."""
+    """Start counting energy and usage, where they are enabled."""
     from minivllm.runtime import usage
 
     if engine.energy is not None:
         engine.energy.attach(engine, resolved.windows)
     if usage.is_on():
-        several = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
-        parts = {seam: [part.name] for seam, part in resolved.parts.items()}
-        parts |= {seam: [part.name for part in found] for seam, found in several.items()}
-        usage.UsageCounter(engine, resolved.config.model, parts)
+        lists = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
+        names = {seam: [part.name] for seam, part in resolved.parts.items()}
+        names |= {seam: [part.name for part in parts] for seam, parts in lists.items()}
+        usage.UsageCounter(engine, resolved.config.model, names)
+
+
+def counter_of(option: str, executor: Executor, name: str) -> EnergyAccount | None:
+    """Return the energy counter of an engine whose executor has started, or None with ``energy=off``.
+
+    ConfigError if the machine has no such counter, because energy is never estimated.
+    """
+    if option == "off":
+        return None
+    from minivllm.runtime.energy.account import EnergyAccount
+    from minivllm.runtime.energy.counters import open_counter
+
+    try:
+        return EnergyAccount(open_counter(option, lambda: executor.call("devices")))
+    except NotImplementedError:
+        problem = f"the executor {name} does not report its devices"
+    except OSError as exc:
+        problem = str(exc)
+    want = "energy=off, or rapl:FOLDER if Linux's powercap is mounted elsewhere"
+    raise ConfigError(f"energy={option}: {problem}; want {want}")
 
 
 def check_own_models(wiring: Wiring, capacity: Capacity, name: str) -> None:
-    """ConfigError for a processor with a model of its own where the executor runs none."""
+    """Raise ConfigError for a processor with a second model if the executor does not support that."""
     if wiring.own_models and not capacity.own_models:
-        who = f"{next(iter(wiring.own_models))}: it has a model of its own"
-        raise ConfigError(f"{who}, which the executor {name} runs not; use another executor")
+        processor = next(iter(wiring.own_models))
+        problem = f"it has a model of its own, which the executor {name} does not run"
+        raise ConfigError(f"{processor}: {problem}; use another executor")
 
 
 def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
-    """The executor, which has not started; ConfigError where clients live in real time and it does not."""
+    """Return the executor, which has not started.  ConfigError if clients use real time and the executor does not."""
     if live and executor.now is not None:
         raise ConfigError(
             f"executor={name} has a clock of its own, and servers and AsyncLLM keep real time: "
@@ -150,7 +177,10 @@ def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
 
 
 def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:
-    """The window of each KV group.  Where second models keep their KV in the blocks of the first group, it has none."""
+    """Return the attention window of each KV group.
+
+    If second models store their keys and values in the blocks of the first group, that group has no window.
+    """
     wiring, (first, *others) = resolved.wiring, resolved.windows
     shared = wiring.own_models or wiring.speculation.draft_model is not None
     return (None if shared else first, *others)
@@ -159,7 +189,7 @@ def windows_kept(resolved: Resolved) -> tuple[int | None, ...]:
 def make_grammars(
     config: EngineConfig, part: Part | None, tokenizer: Tokenizer | None, eos_ids: Sequence[int], width: int
 ) -> Grammars | NoGrammars:
-    """Who compiles for structured output, or says why nobody does."""
+    """Return the service that compiles grammars, or an object that explains why there is none."""
     from minivllm.config.resolve import NO_GRAMMAR
     from minivllm.runtime.structured.service import Grammars, NoGrammars, default_threads
     from minivllm.runtime.text.vocabulary import token_bytes
@@ -173,6 +203,7 @@ def make_grammars(
         return NoGrammars("needs an end-of-sequence token, by which an answer ends, and the model names none")
 
     def context() -> GrammarContext:
+        """Return the vocabulary, which takes long to compute, at its first use."""
         return GrammarContext(token_bytes(tokenizer, width), width, eos, default_threads())
 
     return Grammars(

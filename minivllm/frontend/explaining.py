@@ -1,4 +1,4 @@
-"""What a configuration would choose, and why: the choices are made as the engine makes them, and nothing is loaded."""
+"""Explain the plug-ins that a configuration would choose.  They are chosen as for the engine, but nothing is loaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explanation:
-    """What ``LLM`` with the same arguments would be made of, and why.  Loads no weights.
+    """Return the plug-ins of an ``LLM`` with the same arguments, and the reasons.  No weights are loaded.
 
-    A configuration that nothing suits gives an explanation with an ``error``; one that is wrong raises, as ``LLM`` does
-    (ConfigError, ModelError, or PluginError for a name that is unknown or a plug-in whose spec is broken).
+    If no plug-in is suitable, the explanation has an ``error``.  A wrong configuration raises, as in ``LLM``:
+    ConfigError, ModelError, or PluginError for an unknown name or a broken spec.
     """
     from minivllm.device.hardware import prepare_environment
 
@@ -29,7 +29,10 @@ def explain(model: Any = None, *, config: Any = None, **options: Any) -> Explana
 
 
 def explain_loaded(loaded: Loaded, catalog: Catalog | None = None, weights: bool = False) -> Explanation:
-    """``weights``: also what the weights would take, as notes of the quantizer; the model is built without memory."""
+    """Return the explanation of a loaded configuration.
+
+    ``weights`` adds notes about the size of the weights; the model is built without memory.
+    """
     catalog = (Catalog.discover() if catalog is None else catalog).allow(loaded.engine.allow_targets)
     try:
         resolved = resolve(loaded.engine, catalog, loaded.origins, weights=False)
@@ -42,19 +45,22 @@ def explain_loaded(loaded: Loaded, catalog: Catalog | None = None, weights: bool
         from minivllm.config.weights import weights_explained
         from minivllm.device.hardware import find_device
 
-        told = weights_explained(resolved.wiring, find_device(loaded.engine.device).sm)
-        found = replace(found, notes=(*found.notes, *((f"quantizer.{what}", sentence) for what, sentence in told)))
+        lines = weights_explained(resolved.wiring, find_device(loaded.engine.device).sm)
+        notes = [(f"quantizer.{name}", sentence) for name, sentence in lines]
+        found = replace(found, notes=(*found.notes, *notes))
     return found
 
 
 def imported(explanation: Explanation) -> Explanation:
-    """Import each chosen implementation, as the engine would: a spec can promise a class that is not there."""
-    found, error = [], explanation.error
+    """Import each chosen implementation, as the engine would, because a spec may name a class that does not exist."""
+    selections = []
+    error = explanation.error
     for selection in explanation.selections:
         try:
             if selection.chosen is not None:
                 explanation.catalog[selection.kind].load(selection.chosen)
         except PluginError as exc:
-            selection, error = selection.without(exc), error or exc
-        found.append(selection)
-    return Explanation(tuple(found), explanation.notes, explanation.catalog, error)
+            selection = selection.without(exc)
+            error = error or exc
+        selections.append(selection)
+    return replace(explanation, selections=tuple(selections), error=error)

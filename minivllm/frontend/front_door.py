@@ -8,25 +8,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.config import EngineConfig, Loaded, RunConfig, load_config
+from minivllm.config import SEAMS, EngineConfig, Loaded, RunConfig, load_config
+from minivllm.config.values import ALIASES, SEVERAL
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.device.hardware import prepare_environment
 from minivllm.errors import ConfigError, RequestError
-
-from .classes import named
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
 def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded:
-    """Return a config (a path or a list of paths, a mapping, EngineConfig, Loaded or None) with options laid over it.
+    """Return a configuration with ``options`` over it.  ``config`` is a path, a list of paths, a mapping, an
+    EngineConfig, a Loaded or None.
 
     Notes, such as dropped options of another plug-in, become warnings.  ConfigError for a config of another type.
     """
     if isinstance(config, Loaded):
         if options:
-            raise ConfigError(f"options {sorted(options)} beside a loaded config; give them to load_config")
+            raise ConfigError(f"options {sorted(options)} with a loaded config; pass them to load_config")
         return config
     options = named(options)
     if config is None or isinstance(config, Mapping):
@@ -41,19 +41,56 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
         raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
     for note in loaded.notes:
         warnings.warn(note, stacklevel=stacklevel)
-    return replace(loaded, run=RunConfig())  # what runs is what the caller gives
+    return replace(loaded, run=RunConfig())  # the caller passes the prompts
+
+
+def named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace the classes in options, such as ``LLM(evictor=MyEvictor, hooks=[Watch])``, by targets.
+
+    The source code of each class is read now, because a notebook may change it before a record is written.
+    """
+    found = dict(options)
+    for key, value in options.items():
+        name = ALIASES.get(key, key)
+        if name in SEAMS:
+            found[key] = _named(value)
+        elif name in SEVERAL and isinstance(value, (list, tuple)):
+            found[key] = [_named(choice) for choice in value]
+    return found
+
+
+def _named(value: Any) -> Any:
+    """Replace a class by its target, also as the name or among the preferred names in a table."""
+    if isinstance(value, type):
+        from minivllm.frontend.record.live import source_of_class
+        from minivllm.registration.given import give
+
+        return give(value, source_of_class)
+    if not isinstance(value, Mapping):
+        return value
+    table = dict(value)
+    if "name" in table:
+        table["name"] = _named(table["name"])
+    prefer = table.get("prefer")
+    if isinstance(prefer, (list, tuple)):
+        table["prefer"] = [_named(name) for name in prefer]
+    return table
 
 
 class FrontDoor:
-    """The engine of a configuration, with tokenizer and record.  ``resolved`` has the chosen parts and the reasons."""
+    """The engine of a configuration, with its tokenizer and record.  ``resolved`` holds the chosen plug-ins and the
+    reasons."""
 
-    live = False  # requests come at any real time: an executor with another clock is refused
+    live = False  # True if requests arrive in real time; an executor with a simulated clock is then refused
 
     def __init__(
         self, model: Any, config: Any, record: str | os.PathLike[str] | None, options: Mapping[str, Any]
     ) -> None:
-        named = options if model is None else {**options, "model": model}
-        self._loaded = load(config, named, stacklevel=4)  # a warning names the line that made the front door
+        """Load the configuration and build the engine.  ``record`` is the file to which the run is recorded, or
+        None."""
+        if model is not None:
+            options = {**options, "model": model}
+        self._loaded = load(config, options, stacklevel=4)  # a warning names the line of the caller
         prepare_environment()  # before torch is imported
         from minivllm.frontend.record.recorder import RunRecorder
 
@@ -65,15 +102,20 @@ class FrontDoor:
         self._recorder.begin(self.resolved, self.engine)
 
     def _tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.  RequestError if there is none."""
         if self.tokenizer is None:
             raise RequestError("there is no tokenizer; drop skip_tokenizer_init", "tokenizer")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters of a call that gives none: those of the model's generation_config.json (option
-        ``generation_config``), with the ``[sampling]`` table laid over them."""
+        """Return the sampling parameters of a call without any.
+
+        They are those of the model's generation_config.json (option ``generation_config``), overridden by the
+        ``[sampling]`` table.
+        """
         return SamplingParams.make(**{**self.resolved.sampling, **self._loaded.sampling})
 
     def tap_points(self) -> dict[str, int]:
-        """Return the width of each point of the model that a ``Tap`` may name; empty for a model without points."""
+        """Return the width of each point of the model that a ``Tap`` may name.  It is empty for a model without
+        points."""
         return dict(self.engine.capacity.taps or {})

@@ -1,4 +1,4 @@
-"""The offline front door: prompts in, outputs back, the engine's loop run by the caller's thread."""
+"""The synchronous interface: prompts in, outputs back.  The caller's thread runs the engine."""
 
 from __future__ import annotations
 
@@ -37,11 +37,14 @@ def render_chat(
     chat_template: str | None = None,
     chat_template_kwargs: Any = None,
 ) -> dict[str, Any]:
-    """Return a conversation as a prompt, made by the model's chat template; the arguments are those of ``LLM.chat``.
-    RequestError if there is no template, or on bad messages."""
+    """Return a conversation as a prompt, rendered by the model's chat template.  The arguments are those of
+    ``LLM.chat``.
+
+    RequestError if there is no template, or if the messages are malformed.
+    """
     if tokenizer is None:
         raise RequestError("chat needs a tokenizer; drop skip_tokenizer_init", "messages")
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "tools": tools,
         "documents": documents,
         "chat_template": chat_template,
@@ -49,74 +52,81 @@ def render_chat(
         "variables": chat_template_kwargs,
     }
     if split_special_tokens:
-        prompt = tokenizer.chat_prompt(messages, add_generation_prompt, **asked)
+        prompt = tokenizer.chat_prompt(messages, add_generation_prompt, **options)
         return {"prompt": prompt.text, "prompt_token_ids": tokenizer.encode_chat(prompt)}
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False, **asked)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt, tokenize=False, **options)
     return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
 
 TEMPLATE_KEYWORDS = ("continue_final_message", "tools", "documents", "chat_template", "chat_template_kwargs")
 
 
-def check_template_keywords(given: Iterable[str], others: Sequence[str] = ()) -> None:
-    """Check the keywords of a chat; RequestError for one that is none of ``TEMPLATE_KEYWORDS`` or ``others``."""
+def check_template_keywords(names: Iterable[str], others: Sequence[str] = ()) -> None:
+    """Check the keywords of a chat.  RequestError for a keyword that is not in ``TEMPLATE_KEYWORDS`` or ``others``."""
     known = (*TEMPLATE_KEYWORDS, *others)
-    for name in given:
+    for name in names:
         if name not in known:
             hint = CHAT_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
             raise RequestError(f"chat: unknown keyword {shown(name)}; {hint}", name)
 
 
-# keywords of vLLM's ``LLM.chat`` and of other libraries that mean nothing here
+# keywords of vLLM's ``LLM.chat`` and of other libraries that this engine does not have -> hint
 CHAT_HINTS = {
     "lora_request": "adapters are not served",
     "mm_processor_kwargs": "this engine serves text",
-    "chat_template_content_format": "the form of content that the template reads is found from its text",
-    "enable_thinking": "put it into chat_template_kwargs",
+    "chat_template_content_format": "the content format is determined from the text of the template",
+    "enable_thinking": "pass it in chat_template_kwargs",
     "tokenize": "the prompt is always tokenized; see LLM.tokenizer.apply_chat_template",
 }
 
 
 class LLM(FrontDoor):
-    """``LLM(model="pocket")``, ``LLM(config="exp.toml")``, ``LLM(model=..., attention="sdpa",
-    scheduler={"name": "fcfs", "options": {...}})``.  Options are the fields of ``EngineConfig``.
+    """An engine for one thread (``AsyncLLM`` serves many): ``LLM(model="pocket")``, ``LLM(config="exp.toml")``,
+    ``LLM(model=..., attention="sdpa", scheduler={"name": "fcfs", "options": {...}})``.
 
-    ``record``: a .json file that ``close`` writes, with the bill of materials, the results, and the requests, so that
-    ``minivllm run`` can run them again.  Use as a context manager or call ``close``; one thread at a time (``AsyncLLM``
-    serves many).
+    Options are the fields of ``EngineConfig``.  ``record`` is a .json file that ``close`` writes.  It contains the bill
+    of materials, the results, and the requests, so that ``minivllm run`` can run them again.  Use ``LLM`` as a context
+    manager, or call ``close``.
     """
 
     def __init__(
         self, model: Any = None, *, config: Any = None, record: str | os.PathLike[str] | None = None, **options: Any
     ) -> None:
+        """Build the engine."""
         super().__init__(model, config, record, options)
-        self._left: deque[str] = deque()  # requests whose stream was forgotten in the middle of a step
+        self._abandoned: deque[str] = deque()  # ids to abort, whose stream was deleted during a step
 
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(
         self, prompts: Any = None, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None, **other: Any
     ) -> list[RequestOutput]:
-        """Complete prompts: a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these; one
-        SamplingParams or one each; a list of ``Tap`` for all, or a list of them each.  Outputs come in the order of the
-        prompts.  RequestError (and nothing is run) if one is refused; a request that fails later has finish_reason
-        "error" and says why in ``error``.  Keywords of vLLM's are accepted as None (``lora_request=None``)."""
+        """Complete prompts and return the outputs in the order of the prompts.
+
+        ``prompts`` is a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these.  ``sampling_params`` is
+        a SamplingParams, or a list with one for each prompt.  ``taps`` is a list of ``Tap`` for all prompts, or a list
+        of such lists.  Keywords of vLLM are accepted if they are None (``lora_request=None``).
+
+        RequestError if a prompt is refused; then nothing runs.  A request that fails later has finish_reason "error"
+        and a message in ``error``.
+        """
         from .prompts import check_call, is_one_prompt, params_for, taps_for
         from .requests import Tracked
 
         check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps"))
         if hasattr(prompts, "tolist"):  # a tensor or an array
             prompts = prompts.tolist()
-        one = is_one_prompt(prompts)
-        if not one and not isinstance(prompts, Iterable):
+        single = is_one_prompt(prompts)
+        if not single and not isinstance(prompts, Iterable):
             raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
-        items = [prompts] if one else list(prompts)
-        params = params_for(self._given(sampling_params), len(items))
+        items = [prompts] if single else list(prompts)
+        params = params_for(self._params_or_default(sampling_params), len(items))
+        all_taps = taps_for(taps, len(items))
         bar = _bar(len(items)) if use_tqdm else None
-        done = None if bar is None else lambda t: bar.update(1)
+        done = None if bar is None else lambda _: bar.update(1)
         tracked = [
-            Tracked(p, sp, self.tokenizer, done=done, taps=own)
-            for p, sp, own in zip(items, params, taps_for(taps, len(items)), strict=True)
+            Tracked(prompt, params_, self.tokenizer, done=done, taps=taps_)
+            for prompt, params_, taps_ in zip(items, params, all_taps, strict=True)
         ]
         with contextlib.nullcontext() if bar is None else bar:
             self._run(tracked)
@@ -132,31 +142,37 @@ class LLM(FrontDoor):
         taps: Any = None,
         **template: Any,
     ) -> list[RequestOutput]:
-        """Answer a conversation ([{"role": ..., "content": ...}, ...]) or a list of them, through the chat template.
+        """Answer a conversation ([{"role": ..., "content": ...}, ...]), or a list of conversations, with the chat
+        template.
 
-        ``tools``: a list of functions as JSON schemas; ``documents``: a list of mappings; ``chat_template``: the name
-        of one of the model's templates, or the text of one; ``chat_template_kwargs``: variables of the template;
-        ``continue_final_message``: go on with the last message, where ``add_generation_prompt`` is None or False.
+        ``tools`` is a list of functions as JSON schemas, and ``documents`` a list of mappings.  ``chat_template`` is
+        the name of one of the model's templates, or the text of a template; ``chat_template_kwargs`` are its variables.
+        ``continue_final_message`` continues the last message; it requires that ``add_generation_prompt`` is None or
+        False.  ``taps`` is as in ``generate``.
 
-        What a message spells like a special token stays text, so that none can end its turn; with
-        ``split_special_tokens=False`` it is the token, as with transformers' ``apply_chat_template``.  ``taps`` as in
-        ``generate``.  RequestError for other keywords, and for messages that are malformed."""
+        Text in a message that looks like a special token remains text, so that no message can end its turn.  With
+        ``split_special_tokens=False`` it becomes the special token, as in transformers' ``apply_chat_template``.
+        RequestError for other keywords, and for malformed messages.
+        """
         check_template_keywords(template)
         many = bool(messages) and isinstance(messages, Sequence) and all(isinstance(m, (list, tuple)) for m in messages)
         prompts = [
-            render_chat(self.tokenizer, one, add_generation_prompt, split_special_tokens, **template)
-            for one in (messages if many else [messages])
+            render_chat(self.tokenizer, conversation, add_generation_prompt, split_special_tokens, **template)
+            for conversation in (messages if many else [messages])
         ]
         return self.generate(prompts, sampling_params, use_tqdm, taps)
 
     def stream(self, prompt: Any, sampling_params: Any = None, taps: Any = None) -> OutputStream:
-        """Pieces of one answer as its tokens come; leaving the loop early, or ``close``, aborts the request.  ``taps``:
-        a list of ``Tap``; what is read comes with the last piece."""
+        """Return an iterator over pieces of one answer, as tokens are generated.
+
+        Leaving the loop early, or ``close``, aborts the request.  ``taps`` is a list of ``Tap``; their values are in
+        the last piece.
+        """
         from .prompts import params_for, taps_for
         from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
-        params = params_for(self._given(sampling_params), 1)[0]
+        params = params_for(self._params_or_default(sampling_params), 1)[0]
         tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=taps_for(taps, 1)[0])
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
@@ -169,163 +185,176 @@ class LLM(FrontDoor):
     def chat_stream(
         self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True, **template: Any
     ) -> OutputStream:
-        """Stream the answer to a conversation; further keywords and ``split_special_tokens`` as in ``chat``."""
+        """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of ``chat``."""
         check_template_keywords(template, ("add_generation_prompt", "taps"))
         taps = template.pop("taps", None)
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
         return self.stream(prompt, sampling_params, taps)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``); RequestError without one."""
+        """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``).  RequestError if there is
+        none."""
         return self._tokenizer()
 
-    def _given(self, params: Any) -> Any:
-        """Return the sampling parameters of a call, the default ones if it gives none."""
+    def _params_or_default(self, params: Any) -> Any:
+        """Return the sampling parameters of a call, or the defaults if they are None."""
         return self.get_default_sampling_params() if params is None else params
 
     def _run(self, tracked: list[Any]) -> None:
+        """Run requests to their end.  If one is refused or the call is interrupted, abort all of them."""
         refuse_within(self.engine.within, "generate")
         added = []
         self._recorder.tally.next_batch()
         try:
-            for i, t in enumerate(tracked):
+            for i, t in enumerate(tracked, 1):
                 try:
                     t.prepare(self.engine)
-                    added.append(t)  # before: an interrupt may come once it is there
+                    added.append(t)  # first, because an interrupt may come directly after add_to
                     with uninterrupted():
                         t.add_to(self.engine)
                         self._recorder.tally.watch(t)
                 except RequestError as e:
-                    raise (
-                        e if len(tracked) == 1 else RequestError(f"prompt {i + 1} of {len(tracked)}: {e}", e.param)
-                    ) from e
-            waited_for = deque(tracked)
+                    if len(tracked) == 1:
+                        raise
+                    raise RequestError(f"prompt {i} of {len(tracked)}: {e}", e.param) from e
+            unfinished = deque(tracked)
 
             def done() -> bool:
-                while waited_for and waited_for[0].told:
-                    waited_for.popleft()
-                return not waited_for
+                """Return whether all requests have ended."""
+                while unfinished and unfinished[0].ended:
+                    unfinished.popleft()
+                return not unfinished
 
             self._turns(done)
-        except BaseException:  # refused, interrupted or dead: nothing of this call stays behind
+        except BaseException:
             with uninterrupted():
                 for t in added:
                     self._forget(t.request)
             raise
 
     def _forget(self, request: Any) -> None:
-        """Abort a request of this call; unless it is another one's that has the same id, or another thread is in a
-        step, after which it is aborted."""
-        found = self.engine.requests.get(request.id)
-        if found is None or found is not request:
+        """Abort a request of this call, now or, if another thread runs a step, after that step."""
+        if self.engine.requests.get(request.id) is not request:  # the id may belong to another request
             return
         try:
             self.engine.abort(request.id)
         except RequestError:
-            self._left.append(request.id)
+            self._abandoned.append(request.id)
 
     def _turns(self, done: Callable[[], bool]) -> None:
-        """Turns of the engine until it is ``done``; no signal cuts one in two."""
+        """Run steps until ``done`` returns True.  Signals are handled between steps only."""
         while not done():
             worked = True
-            with uninterrupted() as came:
-                while worked and not came and not done():
-                    while self._left:
-                        self.engine.abort(self._left.popleft())
+            with uninterrupted() as signals:
+                while worked and not signals and not done():
+                    while self._abandoned:
+                        self.engine.abort(self._abandoned.popleft())
                     worked = self.engine.step()
             if not worked:
                 time.sleep(LOOK if settles(self.engine) else self.engine.idle())
 
-    # ---- care ----------------------------------------------------------------------------------------------------
+    # ---- inspection and maintenance ------------------------------------------------------------------------------
 
     def explain(self, seam: str | None = None, all: bool = False) -> str:
-        """What was wired and why."""
+        """Return the chosen plug-ins and the reasons, as text."""
         return self.resolved.explain(seam, all)
 
     @property
     def selections(self) -> tuple[Selection, ...]:
-        """Each choice with its candidates and the reasons against them, in the order in which they were made."""
+        """Return each choice of a plug-in with its candidates and the reasons against them, in the order of the
+        choices."""
         return self.resolved.selections
 
     def stats(self) -> dict[str, Any]:
-        """Counts of requests, tokens and blocks, and median milliseconds of each part of a step."""
+        """Return counts of requests, tokens and blocks, and the median milliseconds of each part of a step."""
         return self.engine.stats()
 
     def bill_of_materials(self) -> dict[str, Any]:
-        """What was wired, from which distribution, version and source, with which options, and why; the machine, the
-        versions, git, a fingerprint over what decides the tokens, and the results so far.  JSON: what ``record``
-        writes.  Takes some 100 ms the first time."""
+        """Return the content of a record as JSON values.
+
+        It contains each plug-in with its distribution, version, source, options and reasons; the machine, library
+        versions and the state of git; a fingerprint of everything that determines the tokens; and the results so far.
+        The first call takes about 100 ms.
+        """
         return self._recorder.bill_of_materials()
 
     def record(self, path: str | os.PathLike[str]) -> None:
-        """Write the bill of materials with the results so far; ``minivllm diff`` compares two of them."""
+        """Write the bill of materials with the results so far.  ``minivllm diff`` compares two such files."""
         self._recorder.write(path)
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
-        """The steps so far, part by part, as a Chrome trace."""
+        """Write the stored steps as a Chrome trace, part by part."""
         self.engine.clock.chrome_trace(os.fspath(path))
 
     def check(self) -> None:
-        """Walk every block table and every KV block; AssertionError names what does not add up.  MINIVLLM_CHECK=1 does
-        it after every step."""
+        """Check every block table and every KV block.  AssertionError names an inconsistency.
+
+        MINIVLLM_CHECK=1 does this after every step.
+        """
         self.engine.check()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix that no running request uses; results do not change, the next prompts compute
+        """Remove every cached prefix that no running request uses.  Results do not change, but the next prompts compute
         all of their tokens."""
         self.engine.reset_prefix_cache()
 
     def start_profile(self) -> None:
-        """Begin a torch profiler trace of everything the executor runs."""
+        """Start a torch profiler trace of everything that the executor runs."""
         self.engine.call("profile_start")
 
     def stop_profile(self, path: str | os.PathLike[str] = "minivllm-profile.json") -> str:
-        """End it and write a Chrome trace; returns the path."""
+        """End the profiler trace, write it as a Chrome trace, and return its path."""
         self.engine.call("profile_stop", {"path": os.fspath(path)})
         return os.fspath(path)
 
     def close(self) -> None:
-        """Give the memory back, and write the record if one was asked for; idempotent."""
+        """Free the memory, and write the record if the user requested one.  A second call does nothing."""
         self.engine.stop()
         self._recorder.close()
 
     def __enter__(self) -> LLM:
+        """Return the engine."""
         return self
 
     def __exit__(self, *_: Any) -> None:
+        """Close the engine."""
         self.close()
 
 
 class OutputStream:
-    """An iterator over the pieces of one request.  Several may be read in turns: each drives the same engine."""
+    """An iterator over the pieces of one request.  Several may be read alternately; reading any of them runs the shared
+    engine."""
 
     def __init__(self, llm: LLM, tracked: Any, pieces: deque[StreamOutput]) -> None:
         self._llm, self._tracked, self._pieces = llm, tracked, pieces
 
     def __iter__(self) -> OutputStream:
+        """Return the iterator itself."""
         return self
 
     def __next__(self) -> StreamOutput:
-        self._llm._turns(lambda: bool(self._pieces) or self._tracked.told)
+        """Run the engine until there is a piece, and return it."""
+        self._llm._turns(lambda: bool(self._pieces) or self._tracked.ended)
         if not self._pieces:
             raise StopIteration
         return self._pieces.popleft()
 
     def close(self) -> None:
-        """Abort what still runs; idempotent."""
+        """Abort the request if it still runs.  A second call does nothing."""
         if self._tracked.request.finished is None:
             with uninterrupted():
                 self._llm.engine.abort(self._tracked.request.id)
             self._pieces.clear()
 
     def __del__(self) -> None:
-        if self._llm.engine.within:  # it may be forgotten anywhere, in a step too
-            self._llm._left.append(self._tracked.request.id)
+        """Abort the request of a deleted iterator."""
+        if self._llm.engine.within:  # Python may delete the iterator during a step
+            self._llm._abandoned.append(self._tracked.request.id)
         else:
             self.close()
 
 
-# What applications handle in Python beside Ctrl-C: a polite end, an alarm by which a call is to end, and their own.
+# Signals besides Ctrl-C for which applications often have Python handlers.
 SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGALRM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)
 )
@@ -333,33 +362,46 @@ SIGNALS = tuple(
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[list[tuple[Any, ...]]]:
-    """Signals take effect at the end of the block: what their handlers raise, KeyboardInterrupt or any other exception,
-    would cut a step in two, and one that is half done leaves the engine in doubt.  Gives the list of those that have
-    come."""
-    came: list[tuple[Any, ...]] = []
+    """Delay the handlers of signals until the end of the block.  Yield the list of signals that have arrived.
+
+    A handler may raise KeyboardInterrupt or any other exception.  In the middle of a step, that would leave the engine
+    in an inconsistent state.
+    """
+    arrived: list[tuple[Any, ...]] = []
     if threading.current_thread() is not threading.main_thread():
-        yield came
+        yield arrived
         return
-    before: dict[int, Any] = {n: handler for n in SIGNALS if callable(handler := signal.getsignal(n))}
-    hold = lambda *args: came.append(args)  # noqa: E731
+    handlers: dict[int, Any] = {}
+    for number in SIGNALS:
+        handler = signal.getsignal(number)
+        if callable(handler):
+            handlers[number] = handler
+
+    def hold(*args: Any) -> None:
+        """Store a signal."""
+        arrived.append(args)
+
     try:
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
-        for number in before.keys() - {signal.SIGINT}:
+        handlers[signal.SIGINT] = signal.signal(signal.SIGINT, hold)
+        for number in handlers.keys() - {signal.SIGINT}:
             signal.signal(number, hold)
-        yield came
+        yield arrived
     finally:
-        with contextlib.ExitStack() as each:  # from the last to the first, all of them, whatever one raises
-            for args in reversed(came):
-                if callable(handler := before[args[0]]):
-                    each.callback(handler, *args)
-            for number, handler in before.items():
+        # The stack calls all of these, the last one first, even if one of them raises.  First all handlers are
+        # restored, SIGINT before the others; then the handlers of the stored signals run in their order.
+        with contextlib.ExitStack() as stack:
+            for args in reversed(arrived):
+                if callable(handlers[args[0]]):
+                    stack.callback(handlers[args[0]], *args)
+            for number, handler in handlers.items():
                 if number != signal.SIGINT:
-                    each.callback(signal.signal, number, handler)
-            if signal.SIGINT in before:
-                each.callback(signal.signal, signal.SIGINT, before[signal.SIGINT])
+                    stack.callback(signal.signal, number, handler)
+            if signal.SIGINT in handlers:
+                stack.callback(signal.signal, signal.SIGINT, handlers[signal.SIGINT])
 
 
 def _bar(total: int) -> Any:
+    """Return a progress bar over requests."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc="requests", dynamic_ncols=True)

@@ -1,8 +1,9 @@
-"""The loop that runs an engine on one thread, and how other threads reach it.
+"""The loop that runs an engine on one thread, and the inbox through which other threads reach it.
 
-    any thread ──► Inbox or socket ──► turn: what has come, Engine.step, what there is to tell ──► turn ──► ...
+    any thread ──► Inbox or socket ──► turn: read new items, Engine.step, send results ──► turn ──► ...
 
-``AsyncLLM`` puts functions into the inbox (``JobLoop``), the server frames (``server.link.engine_loop.EngineLoop``).
+``AsyncLLM`` puts functions into the inbox (``JobLoop``); the server puts frames
+(``server.link.engine_loop.EngineLoop``).
 """
 
 from __future__ import annotations
@@ -25,16 +26,17 @@ log = logging.getLogger("minivllm")
 
 
 class Inbox(Generic[T]):
-    """Items that any thread puts in and one takes out.  A closed one takes nothing in; what it has can be taken."""
+    """A queue that any thread puts items into and one thread takes them out of.  A closed inbox accepts no more items,
+    but its items can still be taken."""
 
     def __init__(self) -> None:
-        self._urgent: deque[T] = deque()  # overtakes the rest
+        self._urgent: deque[T] = deque()  # taken before the others
         self._items: deque[T] = deque()
         self._arrived = threading.Condition()
         self.closed = False
 
     def put(self, item: T, urgent: bool = False) -> bool:
-        """False if it is closed."""
+        """Append an item.  Return False if the inbox is closed."""
         with self._arrived:
             if not self.closed:
                 (self._urgent if urgent else self._items).append(item)
@@ -42,12 +44,13 @@ class Inbox(Generic[T]):
             return not self.closed
 
     def take(self) -> T | None:
-        """The next one, or None."""
+        """Remove and return the next item, or None."""
         with self._arrived:
-            return self._urgent.popleft() if self._urgent else self._items.popleft() if self._items else None
+            queue = self._urgent or self._items
+            return queue.popleft() if queue else None
 
     def remove(self, wanted: Callable[[T], bool]) -> T | None:
-        """Take out the first that is not urgent and is ``wanted``."""
+        """Remove and return the first item that is not urgent and for which ``wanted`` returns True, or None."""
         with self._arrived:
             found = next(filter(wanted, self._items), None)
             if found is not None:
@@ -55,20 +58,23 @@ class Inbox(Generic[T]):
             return found
 
     def wait(self, seconds: float | None) -> None:
-        """Until there is something, or it is closed, at most that long; None: however long."""
+        """Wait until there is an item or the inbox is closed, for at most ``seconds``.  None means no limit."""
         with self._arrived:
             if not (self._urgent or self._items or self.closed) and seconds != 0.0:
                 self._arrived.wait(seconds)
 
     def close(self) -> None:
+        """Accept no more items, and wake the waiting thread."""
         with self._arrived:
             self.closed = True
             self._arrived.notify()
 
 
 def settles(engine: Engine) -> bool:
-    """Behind the last step of a busy time, look at the counter of joules, which tells late; whether it was waited for
-    and is to be looked at again in ``LOOK`` seconds."""
+    """Read the energy counter after the last step of a busy period, because it reports late.
+
+    Return True if it must be read again in ``LOOK`` seconds.
+    """
     if engine.energy is None or not engine.energy.settling:
         return False
     engine.energy.look()
@@ -76,60 +82,66 @@ def settles(engine: Engine) -> bool:
 
 
 class TurnLoop:
-    """Turn after turn until ``over``.  A subclass says what a turn is, and what is left to do once all have been told.
+    """Runs turns until ``over``.  A subclass defines a turn, and the work after the last one.
 
-    Code that is not the engine's cannot end the loop: whatever it raises was told to its request by then, and of that
-    a KeyboardInterrupt alone comes here.  Anything else is a fault of the loop itself, or came from another thread:
-    which requests it concerns nobody knows, so the loop ends, and everyone who waits is told why.
+    External code cannot end the loop.  Whatever it raises was reported to its request, and only a KeyboardInterrupt
+    reaches this loop as well.  Any other exception is a bug of the loop or comes from another thread.  It is then
+    unknown which requests it affects, so the loop ends, and all requests receive the error.
     """
 
-    longest: float = 1.0  # seconds that an idle turn waits, between looks at the executor
+    longest: float = 1.0  # seconds that an idle turn waits before the executor is checked again
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     @property
     def over(self) -> bool:
+        """Return whether the loop must end."""
         raise NotImplementedError
 
     def turn(self, wait: float | None) -> bool:
-        """What has come (the first is waited for that long), and one step; False if there was nothing to run."""
+        """Read new items, waiting up to ``wait`` seconds for the first, and run one step.  Return False if there was
+        nothing to run."""
         raise NotImplementedError
 
     def leave(self, error: BaseException | None) -> None:
-        """The engine takes nothing more and has ended its requests, because of ``error`` if the loop met one."""
+        """Finish after the engine has ended its requests.  ``error`` is the exception that ended the loop, or None."""
         raise NotImplementedError
 
     def patience(self) -> float:
-        """Seconds to wait for something after a turn in which nothing ran."""
+        """Return the seconds to wait for an item after a turn in which nothing ran."""
         if settles(self.engine):
             return LOOK
         return self.engine.idle() if self.engine.busy and not self.engine.dead else self.longest
 
     def start(self) -> threading.Thread:
-        """Run on a thread of its own."""
+        """Run the loop on a new thread, and return the thread."""
         thread = threading.Thread(target=self.run, name="minivllm-engine", daemon=True)
         thread.start()
         return thread
 
     def run(self) -> None:
-        worked, why = False, STOPPED
+        """Run turns until the loop ends, then end all requests."""
+        worked = False
+        reason = STOPPED
         error: BaseException | None = None
         while not self.over:
             try:
                 worked = self.turn(0.0 if worked else self.patience())
                 if not worked and not self.engine.busy:
                     self.engine.watch()
-            except KeyboardInterrupt:  # raised by a plug-in, whose request was told: Ctrl-C does not come here
+            except KeyboardInterrupt:  # raised by a plug-in, as Ctrl-C reaches only the main thread
                 log.exception("the engine's loop met an interrupt")
-            except EngineDeadError as e:  # nobody is there any more
-                why, error = str(e), e
+            except EngineDeadError as e:
+                reason = str(e)
+                error = e
                 break
             except BaseException as e:
-                why, error = f"the engine's thread ended: {describe_error(e)}", e
-                log.critical(why, exc_info=e)
+                reason = f"the engine's thread ended: {describe_error(e)}"
+                error = e
+                log.critical(reason, exc_info=e)
                 break
         try:
-            self.engine.fail_all(why)
+            self.engine.fail_all(reason)
         finally:
             self.leave(error)

@@ -1,4 +1,5 @@
-"""What a caller gives, read: prompts to token ids, and one ``SamplingParams`` for each of them."""
+"""Convert the arguments of a call: prompts to token ids, and sampling parameters to one ``SamplingParams`` per
+prompt."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 SCALE, NEGATIVE, NEGATIVE_IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_ids"
-MOST_NEGATIVE = 32768  # characters: what a server has time to encode between two turns
-MOST_WORDS = 1024  # in ``bad_words`` that are looked at here; more are refused by who reads them
+MOST_NEGATIVE = 32768  # largest number of characters, because a server encodes them between two turns
+MOST_WORDS = 1024  # number of ``bad_words`` that are encoded here; the processor refuses longer lists
 
 
 TEXT_ONLY = "this engine serves text and reads no images, audio or video"
-# keys of a prompt in vLLM and elsewhere that would change the answer
+# keys of a prompt in vLLM and other engines that would change the answer -> reason of the refusal
 REFUSED = {
     **dict.fromkeys(
         (
@@ -44,36 +45,36 @@ REFUSED = {
     "lora_request": "adapters are not served",
 }
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
-# keywords of vLLM's ``LLM.generate`` that mean nothing here
+# keywords of vLLM's ``LLM.generate`` that this engine does not have -> hint
 CALL_HINTS = {
     "lora_request": "adapters are not served",
     "prompt_token_ids": 'pass a prompt {"prompt_token_ids": [...]}, or the list of ids itself',
     "guided_options_request": "use structured_outputs in SamplingParams",
     "prompt_adapter_request": "adapters are not served",
     "priority": "use priority in SamplingParams",
-    "tokenization_kwargs": "pass token ids, tokenized as you want them",
+    "tokenization_kwargs": "tokenize the prompt yourself and pass token ids",
 }
 
 
 class PromptInput(NamedTuple):
-    """A prompt that was read: its text if it is known, token ids (i32 [n]), and the salt of its cached prefixes."""
+    """A prompt that was read: its text (None if unknown), token ids (i32 [n]), and the salt of its cached prefixes."""
 
     text: str | None
     ids: np.ndarray
     cache_salt: str | None = None
 
 
-def check_call(given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Check the keywords of ``generate`` that it does not have; None is accepted for a keyword of vLLM's.  RequestError
-    for any other."""
-    for name, value in given.items():
+def check_call(keywords: Mapping[str, Any], known: Sequence[str]) -> None:
+    """Check the unknown keywords of ``generate``.  Keywords of vLLM are accepted if they are None.  RequestError for
+    any other."""
+    for name, value in keywords.items():
         if name not in CALL_HINTS or value is not None:
             hint = CALL_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
             raise RequestError(f"generate: unknown keyword {shown(name)}; {hint}", name)
 
 
 def _check_keys(prompt: Mapping[Any, Any]) -> None:
-    """RequestError for a key that says something and is not read."""
+    """Raise RequestError for a key of a prompt that is not read and whose value is not empty."""
     for key, value in prompt.items():
         if key in KEYS or value is None:
             continue
@@ -86,8 +87,8 @@ def _check_keys(prompt: Mapping[Any, Any]) -> None:
 
 
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
-    """Return a prompt that is given as a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids`` and
-    perhaps ``cache_salt``.  RequestError names the key that is wrong."""
+    """Return a prompt from a string, token ids, or a mapping with ``prompt`` or ``prompt_token_ids`` and optionally
+    ``cache_salt``.  RequestError names the wrong key."""
     text, salt = None, None
     if isinstance(prompt, Mapping):
         _check_keys(prompt)
@@ -100,7 +101,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
                 raise RequestError(f"prompt_token_ids={shown(ids)}: want a list of token ids", "prompt_token_ids")
             text, prompt = prompt.get("prompt"), ids
             if text is not None and not isinstance(text, str):
-                raise RequestError(f"prompt={shown(text)} beside prompt_token_ids: want its text", "prompt")
+                raise RequestError(f"prompt={shown(text)} with prompt_token_ids: want the text of these", "prompt")
         elif prompt.get("prompt") is not None:
             prompt = prompt["prompt"]
         else:
@@ -123,7 +124,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
 
 
 def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
-    """Return the parameters with the salt of a prompt.  RequestError if they have another one."""
+    """Return the parameters with the salt of a prompt.  RequestError if they have a different salt."""
     if salt is None or params.cache_salt == salt:
         return params
     if params.cache_salt is not None:
@@ -132,9 +133,12 @@ def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
 
 
 def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """The parameters with token ids in place of a negative prompt, and of the words in ``bad_words``: as they are spelt
-    at the beginning of a text and after a space, which most vocabularies tell apart."""
-    # one that nothing weighs, or that comes twice, is refused by its name
+    """Return the parameters with token ids instead of texts, for a negative prompt and for the words in ``bad_words``.
+
+    A bad word is encoded both as the beginning of a text and after a space, because most vocabularies distinguish
+    these.
+    """
+    # A negative prompt without a scale, or in both forms, remains and is refused later by its name.
     if {NEGATIVE, SCALE} <= params.extra.keys() and NEGATIVE_IDS not in params.extra and tokenizer is not None:
         text = params.extra[NEGATIVE]
         if len(text) > MOST_NEGATIVE:
@@ -165,7 +169,7 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
 
 
 def is_one_prompt(prompts: Any) -> bool:
-    """A single prompt rather than a list of them."""
+    """Return whether the value is a single prompt and not a list of prompts."""
     if isinstance(prompts, (str, Mapping)):
         return True
     if isinstance(prompts, np.ndarray):
@@ -174,7 +178,7 @@ def is_one_prompt(prompts: Any) -> bool:
 
 
 def params_for(params: Any, n: int) -> list[SamplingParams]:
-    """One SamplingParams per prompt from one, a list of them, a mapping, or None."""
+    """Return one SamplingParams per prompt, from a SamplingParams, a list of them, a mapping, or None."""
     if params is None:
         params = SamplingParams()
     if isinstance(params, Mapping):
@@ -185,21 +189,29 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
         raise RequestError(
             f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
         )
-    made = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
-    if len(made) != n:
-        raise RequestError(f"{len(made)} sampling_params for {n} prompts; want one, or one each", "sampling_params")
-    return made
+    converted = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
+    if len(converted) != n:
+        count = len(converted)
+        raise RequestError(f"{count} sampling_params for {n} prompts; want one, or one each", "sampling_params")
+    return converted
 
 
 def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
-    """The taps of each of n prompts, from a list of ``Tap`` for all of them, a list of such lists, or None."""
-    given = () if taps is None else taps
-    if not isinstance(given, (list, tuple)):
-        raise RequestError(f"taps of {type(taps).__name__}; want a list of Tap, or one for each prompt", "taps")
-    if all(isinstance(tap, Tap) for tap in given):
-        return [tuple(given)] * n
-    if not all(isinstance(own, (list, tuple)) and all(isinstance(tap, Tap) for tap in own) for own in given):
-        raise RequestError(f"taps={shown(taps)}: want a list of Tap, or one for each prompt", "taps")
-    if len(given) != n:
-        raise RequestError(f"{len(given)} lists of taps for {n} prompts; want one list, or one each", "taps")
-    return [tuple(own) for own in given]
+    """Return the taps of each of n prompts, from a list of ``Tap`` for all of them, a list of such lists, or None."""
+    if taps is None:
+        return [()] * n
+    want = "want a list of Tap, or one for each prompt"
+    if not isinstance(taps, (list, tuple)):
+        raise RequestError(f"taps of {type(taps).__name__}; {want}", "taps")
+    if _are_taps(taps):
+        return [tuple(taps)] * n
+    if not all(isinstance(element, (list, tuple)) and _are_taps(element) for element in taps):
+        raise RequestError(f"taps={shown(taps)}: {want}", "taps")
+    if len(taps) != n:
+        raise RequestError(f"{len(taps)} lists of taps for {n} prompts; want one list, or one each", "taps")
+    return [tuple(element) for element in taps]
+
+
+def _are_taps(values: Sequence[Any]) -> bool:
+    """Return whether all values are taps."""
+    return all(isinstance(value, Tap) for value in values)

@@ -1,4 +1,4 @@
-"""A request of ``LLM`` or ``AsyncLLM``: what the engine gets of it, and the text that its caller gets."""
+"""A request of ``LLM`` or ``AsyncLLM``: its conversion for the engine, and the text that its caller receives."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class StreamOutput:
-    """A piece of a stream: ``delta`` is the new text of sample ``index``, ``token_ids`` its new tokens.  The last piece
-    of a request has ``finished`` set and carries the whole ``output``."""
+    """A piece of a stream: the new text (``delta``) and new tokens of sample ``index``.  The last piece of a request
+    has ``finished`` set and contains the complete ``output``."""
 
     request_id: str
     index: int
@@ -42,8 +42,8 @@ class StreamOutput:
 
 
 class Tracked(RequestText):
-    """A request of an engine in this process, and its text.  ``stream``: called with a StreamOutput for each piece as
-    it comes; ``done``: called once it has ended."""
+    """A request of an engine in this process, and its text.  ``stream`` is called with a StreamOutput for each new
+    piece.  ``done`` is called once after the request has ended."""
 
     def __init__(
         self,
@@ -55,15 +55,16 @@ class Tracked(RequestText):
         done: Callable[[Tracked], None] | None = None,
         taps: tuple[Tap, ...] = (),
     ) -> None:
+        """Convert the prompt and the parameters.  RequestError if they are malformed."""
         if request_id is not None and flaw(request_id):
             raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
         text, ids, salt = read_prompt(prompt, tokenizer)
         params = with_salt(with_token_ids(params, tokenizer), salt)
         super().__init__(params, tokenizer, params.width, time.monotonic())
         self.stream, self.done = stream, done
-        self.told = False  # all has been said
+        self.ended = False  # the last piece was passed on
         self._energy: Any = None  # energy.account.EnergyAccount
-        # branches that may turn out to be no part of the answer: nothing is streamed before all have ended
+        # Some branches may not be outputs.  Nothing is then streamed before all branches have ended.
         self.late = params.width > params.n or params.beam_width is not None
         self.request = Request(
             request_id or uuid.uuid4().hex,
@@ -79,25 +80,27 @@ class Tracked(RequestText):
         )
 
     def prepare(self, engine: Engine) -> None:
-        """What takes time before the engine can have it, so not on the engine's thread: its grammar.  RequestError if
-        that is refused."""
+        """Compile the grammar of the request.  It takes time, so it must not run on the engine's thread.  RequestError
+        if the grammar is refused."""
         params = self.request.params
         if params.structured_outputs is not None and self.request.grammar is None:
             self.request.grammar = engine.grammars.compile(params.structured_outputs, params.salt)
 
     def add_to(self, engine: Engine) -> None:
-        """RequestError if the engine refuses it."""
+        """Add the request to an engine.  RequestError if the engine refuses it."""
         self.prepare(engine)
         self._energy = engine.energy
         engine.add(self.request)
 
     def _sink(self, seq: Seq, ids: list[int], ended: Finish | None) -> str | None:
+        """Receive new tokens from the engine.  Return the stop string that was found, or None."""
         before = len(self.texts[seq.sample].token_ids)
         logprobs = None if self.params.logprobs is None else seq.logprobs[before:]
         return self._take(seq.sample, ids, ended, logprobs)
 
     def _take(self, sample: int, ids: list[int], ended: Finish | None, logprobs: Any = None) -> str | None:
-        """``accept``, and a piece of the stream; the stop string that was found."""
+        """Add tokens to the text of a sample, and stream the new text.  Return the stop string that was found, or
+        None."""
         delta = self.accept(sample, ids, ended, logprobs)
         if delta is None:
             return None
@@ -107,17 +110,18 @@ class Tracked(RequestText):
         return delta.stopped
 
     def _ended(self, request: Request) -> None:
-        """Its last words wait until its joules are known, where they are counted."""
+        """Finish the request after the engine.  If energy is counted, wait until its energy is known."""
         if self._energy is None:
             self._done(request)
         else:
             self._energy.when_known(request, partial(self._done, request))
 
     def _done(self, request: Request) -> None:
-        self.told = True
+        """Finish the request.  If that fails, stream the error as the last piece, for which the reader waits."""
+        self.ended = True
         try:
             self._finish(request)
-        except BaseException as e:  # who reads a stream waits for its last piece, whatever became of the text
+        except BaseException as e:
             if self.stream is not None:
                 error = f"its output could not be made: {describe_error(e)}"
                 last = RequestOutput(request.id, request.text, request.prompt.tolist(), [], True, error=error)
@@ -125,6 +129,7 @@ class Tracked(RequestText):
             raise
 
     def _finish(self, request: Request) -> None:
+        """Store the metrics, end the texts of all samples, stream the last pieces and call ``done``."""
         self.order = [seq.sample for seq in request.answer]
         self.metrics = RequestMetrics(
             request.arrival,
@@ -138,9 +143,10 @@ class Tracked(RequestText):
         )
         for seq in request.sequences:
             text = self.texts[seq.sample]
-            if seq.error is not None and text.finish_reason is not None:  # its strategy failed on all that had ended
-                text.finish_reason, text.stop_reason = "error", None
-            # aborted or failed if it is still open: what was held back comes out
+            if seq.error is not None and text.finish_reason is not None:  # the strategy failed after the sample ended
+                text.finish_reason = "error"
+                text.stop_reason = None
+            # A sample that is still open was aborted or failed.  Stream the text that was withheld.
             self._take(seq.sample, [], Finish(seq.finish_reason or "abort", seq.stop_reason))
         if self.stream is not None:
             for out in self.output().outputs if self.late else ():
@@ -151,14 +157,14 @@ class Tracked(RequestText):
             self.done(self)
 
     def output(self) -> RequestOutput:
-        """The answer so far; complete once the request is done."""
+        """Return the answer so far.  It is complete once the request has ended."""
         r = self.request
         outputs = [text.output() for text in self.answer]
         if r.tapped is not None:
             by_sample = {seq.sample: seq for seq in r.sequences}
             for out, text in zip(outputs, self.answer, strict=True):
                 out.taps = values_of(by_sample[text.index], len(text.token_ids) or None)
-        if self.late and self.order is not None:  # they were ranked
+        if self.late and self.order is not None:  # outputs are numbered by rank
             outputs = [
                 replace(out, index=i, score=s.score, cumulative_logprob=s.cumulative_logprob)
                 for i, (out, s) in enumerate(zip(outputs, r.answer, strict=True))

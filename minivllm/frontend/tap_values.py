@@ -1,4 +1,4 @@
-"""What a request has read at points of the model, as arrays by point: for results and for the server's frames."""
+"""The values that a request has read at points of the model, as arrays, for results and for the server's frames."""
 
 from __future__ import annotations
 
@@ -15,31 +15,37 @@ if TYPE_CHECKING:
 
 
 def values_of(seq: Seq, tokens: int | None = None) -> dict[str, np.ndarray] | None:
-    """What a sequence has read, f32 [positions, width] by point; None if its request reads nothing.  ``tokens``: no
-    more than for so many generated tokens."""
-    taps, parts = seq.request.tapped, parts_of(seq, tokens)
+    """Return the values that a sequence has read, f32 [positions, width] by point.  None if its request reads nothing.
+
+    ``tokens`` limits the result to the values of so many generated tokens.
+    """
+    taps = seq.request.tapped
+    parts = parts_of(seq, tokens)
     if taps is None or parts is None:
         return None
-    return {name: _whole(parts[name], width) for name, width in taps.read.values()}
+    return {name: _joined(parts[name], width) for name, width in taps.read.values()}
 
 
-def _whole(parts: TapParts, width: int) -> np.ndarray:
-    """One array, which is a copy where there are several, or where a branch shares it."""
+def _joined(parts: TapParts, width: int) -> np.ndarray:
+    """Return the parts as one array.  It is a copy if there are several parts, or if a branch shares one."""
     if not parts.shared and len(parts.own) == 1:
         return parts.own[0]
     return np.concatenate([np.empty((0, width), np.float32), *parts.shared, *parts.own])
 
 
 class TapParts(NamedTuple):
-    """Views, f32 [n, width] each, one after another: what a branch shares with the first sequence, then its own."""
+    """Array views f32 [n, width], in order: first those that a branch shares with the first sequence, then its own."""
 
     shared: list[np.ndarray]
     own: list[np.ndarray]
 
 
 def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
-    """``values_of`` without a copy: the values of a long prompt are large, and all branches share them."""
-    request, own, head = seq.request, seq.tap_values, seq.request.sequences[0].tap_values
+    """Return the same as ``values_of`` without copies, because the values of a long prompt are large and all branches
+    share them."""
+    request = seq.request
+    own = seq.tap_values
+    head = request.sequences[0].tap_values
     taps = request.tapped
     if taps is None or not taps.read:
         return None
@@ -62,18 +68,19 @@ def parts_of(seq: Seq, tokens: int | None = None) -> dict[str, TapParts] | None:
 
 
 def _first(parts: Iterable[np.ndarray], most: int) -> list[np.ndarray]:
-    """The first ``most`` rows, without parts that have none."""
-    kept = []
+    """Return the first ``most`` rows of the parts, without empty parts."""
+    found = []
     for part in parts:
         if most <= 0:
             break
         if len(part):
-            kept.append(part[:most])
+            found.append(part[:most])
             most -= len(part)
-    return kept
+    return found
 
 
 def _scored(request: Request) -> list[np.ndarray]:
-    """Logits at the tokens of a scored prompt but the last: of the branch that has most of them."""
+    """Return the logits at the tokens of a scored prompt, except the last token.  They are those of the branch that has
+    the most."""
     parts = [seq.tap_values.scored for seq in request.sequences if seq.tap_values is not None]
     return max(parts, key=lambda rows: sum(map(len, rows)), default=[])

@@ -1,4 +1,4 @@
-"""From token ids to text, for every front door: ``LLM``, ``AsyncLLM`` (``requests.Tracked``), the server (``Stream``).
+"""Convert token ids to text, for ``LLM``, ``AsyncLLM`` (``requests.Tracked``) and the server (``Stream``).
 
 an engine's sink ──┐                                       ┌──► StreamOutput, RequestOutput
                    ├──► RequestText.accept ──► TextDelta ──┤
@@ -20,18 +20,20 @@ if TYPE_CHECKING:
 
 
 class RequestText:
-    """The text of one request: what its samples have said, why each ended, which of them are the answer.
+    """The text of one request: the text of each sample, the reasons why samples ended, and the samples of the answer.
 
-    ``samples``: how many tokens may come for.  ``arrival``: seconds of ``time.monotonic``.  ``scored``: each
-    ``SequenceText`` keeps the log-probabilities that were asked for; False where a subclass keeps them.
+    ``samples`` is the number of samples that may receive tokens.  ``arrival`` is in seconds of ``time.monotonic``.
+    ``scored`` means that each ``SequenceText`` stores the requested log-probabilities; it is False in a subclass that
+    stores them elsewhere.
 
-    Invariant: a sample is in ``open`` until it has a ``finish_reason``, and nothing is added to its text afterwards.
-    ``order``: known once the request has ended, the samples of the answer, best first.
+    Invariant: a sample is in ``open`` until it has a ``finish_reason``; its text does not change afterwards.  ``order``
+    lists the samples of the answer, best first, once the request has ended.
     """
 
     def __init__(
         self, params: SamplingParams, tokenizer: Tokenizer | None, samples: int, arrival: float, scored: bool = True
     ) -> None:
+        """Create an empty text for each sample."""
         self.params = params
         self.texts = [SequenceText(tokenizer, params, i, scored) for i in range(samples)]
         self.open = set(range(samples))
@@ -45,9 +47,9 @@ class RequestText:
         ended: Finish | None = None,
         logprobs: Sequence[TokenLogprobs] | None = None,
     ) -> TextDelta | None:
-        """The text of new tokens of a sample, and why it ended if it did; None if it had ended before.
+        """Add tokens to a sample.  Return the new text and whether the sample ended, or None if it had ended before.
 
-        A stop string that is found here (``TextDelta.stopped``) ends the sample whatever ``ended`` says.
+        A stop string that is found in the text (``TextDelta.stopped``) ends the sample, whatever ``ended`` is.
         """
         if sample not in self.open:
             return None
@@ -63,10 +65,10 @@ class RequestText:
 
     @property
     def answer(self) -> list[SequenceText]:
-        """The samples of the answer, best first; the first ``n`` as they are while the request runs."""
+        """Return the samples of the answer, best first.  While the request runs, these are its first ``n`` samples."""
         return self.texts[: self.params.n] if self.order is None else [self.texts[i] for i in self.order]
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens of all samples so far; those behind a stop string are not counted."""
+        """Return the number of tokens of all samples so far.  Tokens after a stop string do not count."""
         return sum(len(text.token_ids) for text in self.texts)

@@ -59,7 +59,7 @@ def test_keys_that_say_nothing_are_taken_and_token_ids_come_before_text():
     read = read_prompt({"prompt": "a", "prompt_token_ids": [1, 2], **empty}, None)
     assert read.text == "a" and read.ids.tolist() == [1, 2] and read.cache_salt is None
     assert read_prompt({"prompt": np.array([3])}, None).ids.tolist() == [3]
-    with pytest.raises(RequestError, match="its text"):
+    with pytest.raises(RequestError, match="want the text of these"):
         read_prompt({"prompt": 5, "prompt_token_ids": [1]}, None)
 
 

@@ -194,5 +194,5 @@ def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, val
 def test_an_executor_that_runs_no_second_model_is_refused_at_the_start(pair, monkeypatch):
     start = Local.start
     monkeypatch.setattr(Local, "start", lambda self, wiring: replace(start(self, wiring), own_models=False))
-    with pytest.raises(ConfigError, match="a model of its own, which the executor minivllm/local runs not"):
+    with pytest.raises(ConfigError, match="a model of its own, which the executor minivllm/local does not run"):
         LLM(**options(pair))
