@@ -40,7 +40,7 @@ Judgement = tuple[str, str]  # ("equal" | "refused" | "no such config" | "wrong"
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model as a directory and as an object of transformers, with its logits for a prompt."""
+    """A model to test: its directory, the same model in transformers, and the expected logits of a prompt."""
 
     path: Path
     hf: Any
@@ -72,8 +72,8 @@ class ModelConformance(ModelTaps):
         return small_config(cls.config_class, **values)
 
     def variants(self) -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
-        """Return the config values to test, as axis -> name -> fields to set.  Each variant alone, and one variant of
-        each axis together, must equal transformers or be refused."""
+        """Return the config values to test, as axis -> name -> fields to set.  With each variant alone, and with one
+        variant of each axis together, logits must equal those of transformers, or the config must be refused."""
         return VARIANTS
 
     def harness(self, path: Path, **more: Any) -> Harness:
@@ -103,7 +103,7 @@ class ModelConformance(ModelTaps):
         return claimed[0] if claimed else pytest.skip("claims no floating dtype that is known here")
 
     def case(self, cls: Any, path: Path, *, seed: int = 0, shard: str | None = None, **values: Any) -> ModelCase:
-        """Save a random model of a small config and return its case.
+        """Save a random model of a small config, and return it with its expected logits.
 
         ``values`` are config fields.  ``shard="20KB"`` splits the weights over several files of at most that size.
         """
@@ -112,6 +112,11 @@ class ModelConformance(ModelTaps):
             self.check_size(cls, cfg)
             hf = tiny_model(cfg, seed, cls)
             return self.case_of(save(hf, path, shard), hf)
+
+    def cases(self, tmp_path: Path) -> Iterator[tuple[str, ModelCase]]:
+        """Yield (architecture, random model) of each architecture."""
+        for name, cls in self.families().items():
+            yield name, self.case(cls, tmp_path / name)
 
     def check_size(self, cls: Any, cfg: Any) -> None:
         """Fail at once if a config makes a large model: the tests build hundreds, which would take hours."""
@@ -131,7 +136,7 @@ class ModelConformance(ModelTaps):
         )
 
     def case_of(self, path: Path, hf: Any, tokens: Sequence[int] = PROMPT, dtype: str = "") -> ModelCase:
-        """Return the case of a saved model.
+        """Return a saved model with its expected logits, which transformers computes, and their tolerance.
 
         In half precision the tolerance is four times the error that transformers makes in that dtype.  An empty
         ``dtype`` means the most exact claimed one.
@@ -151,7 +156,7 @@ class ModelConformance(ModelTaps):
             return cls.from_pretrained(path, dtype=getattr(torch, dtype), attn_implementation=attention).eval()
 
     def difference(self, got: Tensor, case: ModelCase) -> str:
-        """Describe how logits [tokens, vocabulary] differ from a case; empty if they are within its tolerance."""
+        """Describe how logits [tokens, vocabulary] differ from the expected ones; empty if within the tolerance."""
         finite = got.isfinite().all(-1)
         if not finite.all():
             return f"logits of {int((~finite).sum())} of {len(got)} positions are not finite"
@@ -168,15 +173,15 @@ class ModelConformance(ModelTaps):
         )
 
     def check_logits(self, got: Tensor, case: ModelCase, label: str) -> None:
-        """Fail if logits differ from a case; ``label`` begins the message."""
+        """Fail if logits differ from the expected ones; ``label`` begins the message."""
         wrong = self.difference(got, case)
         assert not wrong, f"{label}: {wrong}"
 
     def judge(self, cls: Any, path: Path, values: Mapping[str, Any], cuts: Sequence[int] = ()) -> Judgement:
-        """Judge the plug-in on a config with some fields set, and return the judgement with its reason.
+        """Compare the plug-in with transformers on a config with some fields set, and return (status, reason).
 
-        With ``cuts`` the prompt also comes in several steps, cut before the tokens of these numbers.  A difference is
-        tried again with other weights if rounding alone moves the logits of this model.
+        With ``cuts`` the prompt is also computed in several steps, cut before the tokens of these numbers.  If rounding
+        alone changes the logits of the model much, a difference does not count, and other random weights are tried.
         """
         for seed in range(3):
             try:
@@ -210,7 +215,7 @@ class ModelConformance(ModelTaps):
         return {name: values for axis in self.variants().values() for name, values in axis.items()}
 
     def verdicts(self, cls: Any, tmp_path: Path) -> dict[str, Judgement]:
-        """Judge the plain config and each variant alone."""
+        """Return (status, reason) of the plain config and of each variant alone, by name (see ``judge``)."""
         found = {}
         for i, (name, values) in enumerate({"the plain config": {}, **self.named_variants()}.items()):
             found[name] = self.judge(cls, tmp_path / f"{cls.__name__}-{i}", values, (5, 6, 23))
@@ -297,8 +302,7 @@ class ModelConformance(ModelTaps):
         """Check that a model that takes logits indices returns the hidden states of these tokens, in the order of the
         indices, one of which comes twice.  The other tokens must still enter the cache."""
         supported = []
-        for name, cls in self.families().items():
-            case = self.case(cls, tmp_path / name)
+        for _, case in self.cases(tmp_path):
             harness = self.harness(case.path)
             supported.append(takes_logits_indices(harness.model))
             if supported[-1]:
@@ -307,7 +311,7 @@ class ModelConformance(ModelTaps):
             pytest.skip("takes no logits indices: returns the hidden states of all tokens")
 
     def _check_indices(self, harness: Harness, tolerance: float) -> None:
-        """Compare the logits of some tokens with those of the same tokens among all."""
+        """Compare the logits of a step with logits indices with those of the same step without them."""
         indices = [len(PROMPT), 3, 0, len(PROMPT), 7]  # slot 1 comes first: its only token has index 0
         got, _ = harness.logits({0: PROMPT, 1: [9]}, indices)
         assert len(got) == len(indices), f"{len(indices)} hidden states are requested, the model returns {len(got)}"
@@ -385,8 +389,7 @@ class ModelConformance(ModelTaps):
     def test_processes_that_share_a_model_compute_it_together(self, tmp_path: Path) -> None:
         """Check that two tensor-parallel ranks, simulated by two threads, compute the logits of the whole model.  Each
         holds one shard of every split layer; sizes come from ``parts.heads`` and the splits."""
-        for name, cls in self.families().items():
-            case = self.case(cls, tmp_path / name)
+        for name, case in self.cases(tmp_path):
             group = seats(2)
             try:
                 shares = [self.harness(case.path, group=seat) for seat in group]
@@ -401,12 +404,11 @@ class ModelConformance(ModelTaps):
     def test_each_checkpoint_tensor_does_what_it_does_in_transformers(self, tmp_path: Path) -> None:
         """Check that a change of one checkpoint tensor has the same effect as in transformers, for each tensor: so it
         is used once and in the right place."""
-        for name, cls in self.families().items():
-            case = self.case(cls, tmp_path / name)
+        for name, case in self.cases(tmp_path):
             seen = Seen()
             for tensor in edits(case.path, lambda t: t + 0.3 * torch.randn(t.shape)):
                 got = self.harness(case.path).step({0: PROMPT})[0]
-                changed = self.case_of(case.path, self._reload(case.path, cls))
+                changed = self.case_of(case.path, self._reload(case.path, type(case.hf)))
                 self.check_logits(got, changed, f"{name}: after a change of {tensor}")
                 effect = (changed.want - case.want).abs().max()
                 seen["effect"] += bool(effect > 10 * changed.tolerance)
@@ -416,8 +418,8 @@ class ModelConformance(ModelTaps):
     def test_a_tensor_that_is_missing_misshapen_or_unknown_is_refused_by_name(self, tmp_path: Path) -> None:
         """Check that a checkpoint with a missing, cut or unknown tensor is refused with an error that names the tensor.
         A weight that is silently left out would keep the old contents of its memory."""
-        for name, cls in self.families().items():
-            path = self.case(cls, tmp_path / name).path
+        for name, case in self.cases(tmp_path):
+            path = case.path
             for fault, change in (("missing", lambda t: None), ("cut short", lambda t: t[:-1].clone())):
                 for tensor in edits(path, change):
                     self._refuses(path, tensor, f"{name}: {tensor} is {fault}")
@@ -467,8 +469,8 @@ class ModelConformance(ModelTaps):
         """Check that the plug-in reads every config field.  A field that no code reads is a setting that is silently
         ignored; if that is right, name the field in the trait ``ignores``."""
         ignores = set(self.spec.traits.get("ignores", ()))
-        for name, cls in self.families().items():
-            path = self.case(cls, tmp_path / name).path
+        for name, case in self.cases(tmp_path):
+            path = case.path
             cfg = open_checkpoint(str(path)).from_transformers()
             fields = {k for k in vars(cfg) if not k.startswith("_")}
             stale = sorted(ignores - fields)
@@ -492,7 +494,7 @@ class ModelConformance(ModelTaps):
             seen.require(equal=8)
 
     def _changes(self, cls: Any) -> Iterator[dict[str, Any]]:
-        """Yield the fields to set for another value of a number of the plain config, of a rope or of a window."""
+        """Yield fields to set that change one number of the plain config, or of a rope or window variant."""
         for key, value in vars(self.config(cls)).items():
             if key not in UNCHANGED:
                 yield from ({key: new} for new in other_values(value))
@@ -526,7 +528,7 @@ class ModelConformance(ModelTaps):
 
 
 def _surplus(names: list[str]) -> set[str]:
-    """Return names of tensors that no checkpoint of this model has: of another layer, or with another ending."""
+    """Return names of tensors that this model does not have: of a layer too many, or with another ending."""
     first = names[0]
     layer = next(name for name in names if re.search(r"\.1\.", name))
     surplus = {first + "_surplus", re.sub(r"\.1\.", ".7.", layer), layer + ".surplus.weight"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,10 @@ class Passed:
 
 
 class ModelTaps(SpecConformance):
-    """Part of the suite of model architectures."""
+    """The tests of taps; part of ``ModelConformance``."""
 
-    families: Callable[..., Mapping[str, Any]]
-    case: Callable[..., Any]
+    cases: Callable[..., Iterator[tuple[str, Any]]]
     harness: Callable[..., Harness]
-    difference: Callable[..., str]
 
     @since(2, 1)
     def test_each_point_passes_once_and_what_comes_back_goes_on(self, tmp_path: Path) -> None:
@@ -56,8 +54,7 @@ class ModelTaps(SpecConformance):
         width], and continues with the returned tensor.  Taps that change nothing leave the logits as they are; a vector
         added at a point changes them, also if only one point is tapped."""
         tapped = False
-        for name, cls in self.families().items():
-            case = self.case(cls, tmp_path / name)
+        for name, case in self.cases(tmp_path):
             harness = self.harness(case.path)
             points = tap_points(harness.model)
             if points:
@@ -87,7 +84,7 @@ class ModelTaps(SpecConformance):
             assert far <= tolerance, f"{name}: {point} is off by {far:.1e} when tapped alone"
 
     def _tapped_logits(self, harness: Harness, taps: Passed) -> Tensor:
-        """Return the logits of a step of new sequences with taps."""
+        """Return the logits of a step that starts new sequences, with taps."""
         harness.known = [0] * len(harness.known)
         harness.taps = taps
         return harness.logits(FEED)[0]

@@ -55,7 +55,7 @@ class Shown(QueueView):
 
 
 class Taken(QueueView):
-    """Some rows of a view; the view's columns are read when those of the rows are."""
+    """Some rows of a view.  Each access to a column reads it from that view."""
 
     def __init__(self, view: QueueView, index: np.ndarray) -> None:
         self.__dict__.update(_view=view, _index=index)

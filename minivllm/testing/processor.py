@@ -51,10 +51,9 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
         return logits
 
     def exercise(self, instance: Processor) -> Any:
-        stage = Stage(self, 2)
-        stage.host = stage._worker = instance
-        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
-        return super().exercise(instance), stage.apply([1], torch.linspace(-3, 3, self.vocab)[None]).tolist()
+        logits = torch.linspace(-3, 3, self.vocab)[None]
+        changed = self.used_stage(instance).apply([1], logits)
+        return super().exercise(instance), changed.tolist()
 
     def check(self, got: Tensor, s: SampledSeq, seen: Seen) -> None:
         """Compare one row with the reference, or with the properties of all processors if there is none."""
@@ -196,7 +195,7 @@ class ProcessorConformance(ProcessorSizes, SamplingConformance):
             )
 
     def _changes_a_logit(self, params: SamplingParams) -> bool:
-        """Return whether the processor changes a logit after a history of ``histories``."""
+        """Return whether the processor changes a logit after any of the histories of ``histories``."""
         random_logits = normal_logits(np.random.default_rng(1), 3, self.vocab)
         for prompt, output in histories(self.vocab).values():
             for logits in (random_logits, torch.zeros(self.vocab)):

@@ -115,7 +115,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         return claimed[0] if claimed else pytest.skip("claims no floating dtype that is known here")
 
     def info(self, rows: Sequence[int], inp: int, **more: Any) -> ModuleInfo:
-        """Return a linear module with parts of these output rows; ``more`` are other fields."""
+        """Return the description of a linear layer whose parts (such as q, k and v) have these numbers of output rows.
+
+        ``inp`` is the number of inputs, ``more`` are other fields.
+        """
         names = "qkvabc" if len(rows) > 1 else [""]
         parts = tuple(zip(names, rows, strict=False))
         defaults = {"dtype": self.dtype(), "device": self.place(), "kind": "linear", "name": "layers.3.attn.qkv"}
@@ -130,7 +133,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
             return None
 
     def fill(self, scheme: WeightScheme, info: ModuleInfo, weights: Mapping[str, Tensor]) -> WeightScheme:
-        """Load the parts of a weight, in the order of the mapping."""
+        """Load the parts of a weight into a scheme, in the order of the mapping, and return the scheme."""
         for part, weight in weights.items():
             for param, tensor in self.checkpoint_tensors(info, part, weight).items():
                 scheme.load(param, tensor, part)
@@ -183,14 +186,14 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
             seen.require(merged=15, odd=10, square=2, **dict.fromkeys(data.FILLS, 2))
 
     def _hold(self, fill: str, rows: list, inp: int, kind: str, dtype: str, stored: str, seed: int) -> list[str]:
-        """Check one module, and return the names of the hard cases that it was."""
+        """Check the weight of one random module, and return the names of the hard cases that it belongs to."""
         torch.manual_seed(seed)
         info = self.info(rows, inp or sum(rows), dtype=dtype, kind=kind, bias=seed % 3 == 0)
         scheme = self.scheme(info)
         if scheme is None:
             return ["refused"] if kind == "linear" else []
         low, high = written.sizes(self.spec, self.sizes, dtype, stored)
-        weight = data.FILLS[fill](info.out_features, info.in_features, low, high).to(getattr(torch, stored))
+        weight = data.filled(fill, info, low, high).to(getattr(torch, stored))
         parts = list(data.by_part(weight, info).items())
         order = torch.randperm(len(parts)).tolist()
         self.fill(scheme, info, dict(parts[i] for i in order))
@@ -251,7 +254,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized((*data.SHAPES, data.LONG), dtype=dtype, bias=True):
                 torch.manual_seed(4)
-                weight = data.FILLS["rows of all sizes"](info.out_features, info.in_features, *self.sizes)
+                weight = data.filled("rows of all sizes", info, *self.sizes)
                 self._check_products(info, weight)
 
     def _check_products(self, info: ModuleInfo, weight: Tensor) -> None:
@@ -288,10 +291,11 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         )
 
     def _held(self, scheme: WeightScheme, info: ModuleInfo, weight: Tensor) -> tuple[Tensor, float]:
-        """Return the held weight, float64, and the relative error of reading it.
+        """Return the weight that a scheme holds, float64, and the relative error of this result.
 
-        In half precision the product with the identity is rounded.  Then a float32 scheme is read instead, if it holds
-        the same weight."""
+        In half precision the product with the identity is rounded.  Then the result is that of a float32 scheme,
+        without error, if it holds the same weight.
+        """
         own = data.dequantized(scheme, info)
         if info.dtype == "float32":
             return own, 0.0
@@ -309,7 +313,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
         for dtype in self.values("dtype", *data.DTYPES):
             for info in self.quantized(dtype=dtype):
                 scheme = self.loaded(info, torch.full((info.out_features, info.in_features), 0.01))
-                got = scheme.apply(torch.full((3, info.in_features), 100.0, dtype=dtype_of(info), device=info.device))
+                got = scheme.apply(100 * data.ones(3, info))
                 off = (got.double() - info.in_features).abs().max() / info.in_features
                 assert off <= 0.3, f"{info.parts}, {dtype}: {info.in_features} x 100 x 0.01 gives {got[0, 0]}"
 
@@ -348,7 +352,7 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                     pytest.fail(f"{info.parts}: loads a part of another name")
             scheme = self.loaded(info, random_weight(info))
             with pytest.raises(MinivllmError):
-                scheme.apply(torch.ones(1, inp, dtype=dtype_of(info), device=info.device), adapter=object())
+                scheme.apply(data.ones(1, info), adapter=object())
                 pytest.fail("an adapter is silently ignored")
 
     @since(1, 0)
@@ -416,7 +420,10 @@ class QuantizerConformance(Memory, QuantizerSizes, QuantizerExperts, SpecConform
                 pytest.fail(f"{name}=['layer.0.*'] matches no module and is not refused")
 
     def _quantizer_without(self, option: str, pattern: str, matches: bool) -> Quantizer:
-        """Return a quantizer with a pattern, after a check that it leaves out layer 0 only if the pattern matches."""
+        """Return a quantizer with a pattern in an option that names modules to leave unquantized.
+
+        Fail if it leaves out layer 1, or if it does not leave out layer 0 although the pattern ``matches`` that.
+        """
         quantizer = self.build(*self.context(), options={**self.options, option: [pattern]})
         first, second = (quantizer.scheme(self.info((32,), 64, name=f"layers.{i}.mlp.down")) for i in (0, 1))
         assert second is not None, f"{option}={[pattern]} leaves out layers.1.mlp.down"

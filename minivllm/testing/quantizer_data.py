@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -45,10 +45,11 @@ def fields(traits: Mapping[str, Any], model: Mapping[str, Any]) -> dict[str, Any
 
 
 def step(weight: Tensor, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
-    """Return the distance of neighbouring numbers of a format at each element of a weight [out, in].
+    """Return the distance between neighbouring numbers of a format at each element of a weight [out, in].
 
-    The scale of a row makes its largest element the largest number of the format.  With a ``table`` each ``group`` of
-    inputs has a scale, and group 0 means the whole row.
+    ``bits``, ``exponent`` and ``table`` describe the numbers, as the traits of a spec do.  The scale of a row makes its
+    largest element the largest number of the format.  With a ``table`` each ``group`` of inputs has a scale, and group
+    0 means the whole row.
     """
     if table:
         return _table_step(weight, torch.tensor(table, dtype=torch.float64), group)
@@ -72,10 +73,10 @@ def _table_step(weight: Tensor, table: Tensor, group: int) -> Tensor:
 
 
 def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] = (), group: int = 0) -> Tensor:
-    """Return a weight [out, in] of numbers of a format, times a power of two for each row.
+    """Return a random weight [out, in] that a format can hold exactly.
 
-    Every 16th element is the largest number, so that it is in each row and group.  For float8 this is 1.75 times a
-    power of two.
+    Its elements are numbers of the format, multiplied by a power of two for each row.  Every 16th element is the
+    largest number, so that each row and group contains it.  For float8 it is 1.75 times a power of two.
     """
     shape = (info.out_features, info.in_features)
     top: float = 2 ** (bits - 1) - 1
@@ -95,9 +96,10 @@ def grid(info: ModuleInfo, bits: int, exponent: int = 0, table: Sequence[float] 
 
 
 def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor | float:
-    """Return how far the rounding of the rows of x may move products, in units of their allowed relative error.
+    """Return the extra tolerance of each product [tokens, out] of a scheme that rounds its inputs x.
 
-    The result is 0 for a format that uses x as it is (without the trait ``inputs``).
+    The unit is 6 eps of the dtype of x, the relative tolerance of other products.  The result is 0 for a format that
+    does not round x (without the trait ``inputs``).
     """
     if "inputs" not in traits:
         return 0.0
@@ -105,25 +107,36 @@ def input_rounding(x: Tensor, held: Tensor, traits: Mapping[str, Any]) -> Tensor
     return 1.01 * (moved @ held.abs().T) / (6 * torch.finfo(x.dtype).eps)
 
 
+def ones(tokens: int, info: ModuleInfo) -> Tensor:
+    """Return inputs of ones [tokens, in]."""
+    return torch.ones(tokens, info.in_features, dtype=dtype_of(info), device=info.device)
+
+
+def identity(info: ModuleInfo) -> Tensor:
+    """Return the identity matrix [in, in], whose product is the transposed weight."""
+    return torch.eye(info.in_features, dtype=dtype_of(info), device=info.device)
+
+
 def dequantized(scheme: WeightScheme, info: ModuleInfo) -> Tensor:
     """Return the weight that a scheme multiplies by, float64 [out, in] on the CPU.
 
     It is the product with the identity matrix, so it is rounded to the dtype of the products.
     """
-    identity = torch.eye(info.in_features, dtype=dtype_of(info), device=info.device)
-    return scheme.apply(identity).double().cpu().T.contiguous()
+    return scheme.apply(identity(info)).double().cpu().T.contiguous()
 
 
 def by_part(weight: Tensor, info: ModuleInfo) -> dict[str, Tensor]:
     """Split a merged weight [out, in] into part -> rows."""
-    return dict(zip(dict(info.parts), weight.split([rows for _, rows in info.parts]), strict=True))
+    sizes = dict(info.parts)
+    return dict(zip(sizes, weight.split(list(sizes.values())), strict=True))
 
 
 def cut(weight: Tensor, info: ModuleInfo, shard: Shard) -> Tensor:
     """Return the shard of a merged weight that a process holds."""
     if info.split == "row":
         return weight.chunk(shard.size, 1)[shard.rank]
-    return torch.cat([rows.chunk(shard.size)[shard.rank] for rows in by_part(weight, info).values()])
+    parts = by_part(weight, info).values()
+    return torch.cat([rows.chunk(shard.size)[shard.rank] for rows in parts])
 
 
 def compare(held: Tensor, want: Tensor, tolerance: Tensor, info: ModuleInfo, what: str) -> None:
@@ -154,9 +167,9 @@ def inputs(tokens: int, info: ModuleInfo) -> Iterator[tuple[str, Tensor]]:
 
 
 def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
-    """Return the product of a scheme, after a check that ``out`` gets it too and that no call changes other tensors.
+    """Return the product of a scheme with inputs x [tokens, in], after some checks.
 
-    A call may write neither to x nor to a product that was returned before.
+    A call with ``out`` must write the same product there.  A call may change neither x nor an earlier product.
     """
     before = x.clone()
     got = scheme.apply(x)
@@ -181,34 +194,51 @@ def product(scheme: WeightScheme, x: Tensor, what: str) -> Tensor:
 
 def alone(scheme: WeightScheme, x: Tensor, got: Tensor, what: str) -> None:
     """Fail unless some rows of a product have the same bits when they are computed without the other rows."""
-    for start, end in {(0, 1), (len(x) // 2, len(x) // 2 + 1), (len(x) // 3, len(x))}:
-        same = torch.equal(scheme.apply(x[start:end]), got[start:end])
-        assert same, f"{what}: rows {start} to {end} have other bits by themselves"
+    n = len(x)
+    middle = n // 2
+    for start, end in {(0, 1), (middle, middle + 1), (n // 3, n)}:
+        part = scheme.apply(x[start:end])
+        assert torch.equal(part, got[start:end]), f"{what}: rows {start} to {end} have other bits by themselves"
 
 
 def storages() -> dict[int, int]:
     """Return the memory of all tensors of this process, as address -> bytes."""
     gc.collect()
-    found = [o.untyped_storage() for o in gc.get_objects() if type(o) in (Tensor, Parameter) and _has_memory(o)]
-    return {s.data_ptr(): s.nbytes() for s in found if s.nbytes()}
+    tensors = [o for o in gc.get_objects() if type(o) in (Tensor, Parameter)]
+    found = {}
+    for tensor in tensors:
+        if _has_memory(tensor):
+            storage = tensor.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return {address: size for address, size in found.items() if size}
 
 
 def _has_memory(t: Tensor) -> bool:
     return t.layout is torch.strided and t.device.type != "meta"
 
 
-def _outliers(rows: int, inp: int, *sizes: float) -> Tensor:
-    w = torch.randn(rows, inp)
-    w[torch.arange(rows), torch.randint(inp, (rows,))] *= 1000
-    return w
+FILLS = (
+    "normal", "rows of all sizes", "zero rows among normal", "outliers among normal", "positive", "huge", "tiny",
+)  # fmt: skip
 
 
-FILLS: dict[str, Callable[..., Tensor]] = {  # (rows, inputs, the smallest numbers, the largest) -> weight
-    "normal": lambda rows, inp, low, high: torch.randn(rows, inp),
-    "rows of all sizes": lambda rows, inp, low, high: torch.randn(rows, inp) * torch.logspace(-2, 1, rows)[:, None],
-    "zero rows among normal": lambda rows, inp, low, high: torch.randn(rows, inp) * (torch.rand(rows, 1) < 0.5),
-    "outliers among normal": _outliers,
-    "positive": lambda rows, inp, low, high: torch.rand(rows, inp) + 0.5,
-    "huge": lambda rows, inp, low, high: torch.randn(rows, inp).clamp_(-4, 4) * high,
-    "tiny": lambda rows, inp, low, high: torch.randn(rows, inp) * low,
-}
+def filled(fill: str, info: ModuleInfo, low: float, high: float) -> Tensor:
+    """Return a random weight, float32 [out, in], of a kind of numbers among ``FILLS``.
+
+    ``low`` is the size of numbers of a tiny weight, ``high`` that of a huge one.
+    """
+    rows, inp = info.out_features, info.in_features
+    if fill == "positive":
+        return torch.rand(rows, inp) + 0.5
+    weight = torch.randn(rows, inp)
+    if fill == "rows of all sizes":
+        weight *= torch.logspace(-2, 1, rows)[:, None]
+    elif fill == "zero rows among normal":
+        weight *= torch.rand(rows, 1) < 0.5
+    elif fill == "outliers among normal":
+        weight[torch.arange(rows), torch.randint(inp, (rows,))] *= 1000
+    elif fill == "huge":
+        weight = weight.clamp(-4, 4) * high
+    elif fill == "tiny":
+        weight *= low
+    return weight

@@ -40,7 +40,7 @@ class QuantizerExperts:
             pytest.skip("leaves experts as they are, or reads them from a checkpoint in its own format")
 
     def _check_experts(self, parts: tuple, inp: int) -> bool:
-        """Check one module with these parts of each expert; return False if it is left unquantized."""
+        """Check a module with these parts (name, rows) of each expert; return False if it is left unquantized."""
         names = [(f"{e}.{part}".rstrip("."), rows) for e in range(COUNT) for part, rows in parts]
         like = self.info((1,), inp, kind="experts", name="layers.3.mlp.experts.down", experts=COUNT)
         info = replace(like, parts=tuple(names))
@@ -50,10 +50,9 @@ class QuantizerExperts:
         weight = data.random_weight(info)
         backwards = reversed(data.by_part(weight, info).items())
         self.fill(scheme, info, dict(backwards))
-        identity = torch.eye(inp, dtype=data.dtype_of(info), device=info.device)
         for e, rows in enumerate(weight.double().chunk(COUNT)):
             expert = self.info((len(rows),), inp)
-            held = scheme.expert(identity, e).double().cpu().T.contiguous()
+            held = scheme.expert(data.identity(info), e).double().cpu().T.contiguous()
             tolerance = self.step(rows, expert) * 0.502 + 1e-6
             if info.dtype != "float32":
                 tolerance = tolerance + 1e-2 * rows.abs()

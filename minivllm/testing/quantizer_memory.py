@@ -13,19 +13,19 @@ from torch import Tensor
 from minivllm.core.interfaces.quantizer import ModuleInfo, WeightScheme
 
 from .base import since
-from .quantizer_data import dtype_of, storages
+from .quantizer_data import dtype_of, ones, storages
 
 USED = (1, 3, 65, 300, 1)  # tokens of the products after which memory is measured
 SLACK = 8192  # bytes that may lie beside the tensors: a workspace, never a copy
-ELEMENTS = 512 * 256  # of the weight
+ELEMENTS = 512 * 256  # of the weight in this test
 
 
 def check_bits(bits: int, scale_bits: float, tensors: Mapping[str, Tensor], elements: int) -> None:
-    """Fail unless the weight takes the claimed bits an element, and scales and zero points at most ``scale_bits``.
+    """Fail unless a weight takes the claimed ``bits`` an element, and scales and zero points at most ``scale_bits``.
 
-    ``elements`` is their number in the weight.  The largest tensors, until ``bits`` an element have come together,
-    count as the weight, which may lie in two planes.  The remaining tensors are scales and zero points.  A single
-    tensor may hold weights and scales together.
+    ``elements`` is the number of elements of the weight.  The largest tensors, until ``bits`` an element have come
+    together, count as the weight, which may lie in two planes.  The remaining tensors are scales and zero points.  A
+    single tensor may hold weights and scales together.
     """
     used = {name: 8 * t.numel() * t.element_size() / elements for name, t in tensors.items()}
     total = sum(used.values())
@@ -83,7 +83,7 @@ class Memory:
         for n in tokens:
             for mode in (True, False):
                 with torch.inference_mode(mode):
-                    x = torch.ones(n, info.in_features, dtype=dtype_of(info), device=info.device)
+                    x = ones(n, info)
                     scheme.apply(x)
                     scheme.apply(x, x.new_empty(n, info.out_features))
 

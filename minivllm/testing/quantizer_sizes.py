@@ -14,7 +14,7 @@ TOKENS = (1, 1200)
 
 
 class QuantizerSizes:
-    """Part of ``QuantizerConformance``."""
+    """The tests of sizes and of loading; part of ``QuantizerConformance``."""
 
     if TYPE_CHECKING:
         checkpoint_tensors: Any

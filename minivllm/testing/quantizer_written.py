@@ -18,6 +18,7 @@ from minivllm.registration.spec import ANY, Spec, allows
 GROUP = 32
 BLOCK = 128  # rows, and inputs, of a block that has one float8 scale
 TOP = 7  # largest 4-bit code around 0
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -48,7 +49,8 @@ def largest(weight: Tensor) -> Tensor:
 
     The last group may be shorter.
     """
-    return torch.stack([group.abs().amax(1) for group in weight.split(GROUP, dim=1)], dim=1)
+    groups = weight.abs().split(GROUP, dim=1)
+    return torch.stack([group.amax(1) for group in groups], dim=1)
 
 
 def per_input(groups: Tensor, weight: Tensor) -> Tensor:
@@ -58,8 +60,9 @@ def per_input(groups: Tensor, weight: Tensor) -> Tensor:
 
 def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return (codes from -7 to 7 [out, in], scales float32 [out, groups]) of a weight."""
-    scale = (largest(weight.float()) / TOP).clamp(min=TINY)
-    steps = weight.float() / per_input(scale, weight)
+    weight = weight.float()
+    scale = (largest(weight) / TOP).clamp(min=TINY)
+    steps = weight / per_input(scale, weight)
     return steps.round().clamp(-TOP, TOP).long(), scale
 
 
@@ -88,10 +91,10 @@ def _awq(weight: Tensor) -> dict[str, Tensor]:
 def awq_words(codes: Tensor) -> Tensor:
     """Pack 4-bit codes [n, out] into int32 words [n, out / 8].
 
-    The fields of a word, low bits first, hold outputs 0, 2, 4, 6, 1, 3, 5, 7 of its 8.
+    The fields of a word, low bits first, hold its 8 outputs in the order ``AWQ_ORDER``.
     """
-    by_field = codes.unflatten(1, (-1, 8))[:, :, [0, 2, 4, 6, 1, 3, 5, 7]]
-    return packed(by_field.flatten(1), 4)
+    by_word = codes.unflatten(1, (-1, 8))
+    return packed(by_word[:, :, AWQ_ORDER].flatten(1), 4)
 
 
 def _compressed(weight: Tensor) -> dict[str, Tensor]:
@@ -102,9 +105,10 @@ def _compressed(weight: Tensor) -> dict[str, Tensor]:
 
 def _fp8(weight: Tensor) -> dict[str, Tensor]:
     """Return a weight in float8 with the same scale in all blocks."""
-    scale = (weight.float().abs().amax() / 448).clamp(min=TINY)
+    weight = weight.float()
+    scale = (weight.abs().amax() / 448).clamp(min=TINY)
     blocks = [-(-n // BLOCK) for n in weight.shape]
-    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    codes = (weight / scale).to(torch.float8_e4m3fn)
     return {"weight": codes, "weight_scale_inv": scale.expand(blocks).clone()}
 
 
@@ -114,13 +118,15 @@ def _fp8_step(weight: Tensor) -> Tensor:
 
 
 def _int8(weight: Tensor) -> dict[str, Tensor]:
-    largest = weight.float().abs().amax(1).clamp(min=TINY * 127)
-    codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
-    return {"weight": codes, "SCB": largest}
+    weight = weight.float()
+    top = weight.abs().amax(1).clamp(min=TINY * 127)
+    codes = (weight / top[:, None] * 127).round()
+    return {"weight": codes.to(torch.int8), "SCB": top}
 
 
 def _int8_step(weight: Tensor) -> Tensor:
-    return (weight.double().abs().amax(1, keepdim=True) / 127).expand_as(weight)
+    top = weight.double().abs().amax(1, keepdim=True)
+    return (top / 127).expand_as(weight)
 
 
 def _q8_0(weight: Tensor) -> dict[str, Tensor]:
@@ -129,12 +135,12 @@ def _q8_0(weight: Tensor) -> dict[str, Tensor]:
     scale = (groups.abs().amax(-1, keepdim=True) / 127).half()
     steps = groups / scale.float().clamp(min=torch.finfo(torch.float16).tiny)
     codes = steps.round().clamp(-127, 127).to(torch.int8)
-    blocks = torch.cat((scale.view(torch.uint8), codes.view(torch.uint8)), dim=-1)
-    return {"q8_0": blocks.flatten(1)}
+    parts = [t.view(torch.uint8) for t in (scale, codes)]
+    return {"q8_0": torch.cat(parts, dim=-1).flatten(1)}
 
 
 def _q8_0_step(weight: Tensor) -> Tensor:
-    """Return the largest distance of neighbouring numbers: rounding to float16 may make a scale larger."""
+    """Return an upper bound of the distance of neighbouring numbers: a scale may be rounded up to float16."""
     scale = largest(weight.double()) / 127 * (1 + 2.0**-10) + 2.0**-24
     return per_input(scale, weight)
 
@@ -158,7 +164,7 @@ WRITTEN: Mapping[str, WrittenMethod] = {
 
 
 def methods(spec: Spec) -> Any:
-    """Return the limit of a quantizer on the methods of checkpoints that it reads."""
+    """Return the methods of quantized checkpoints that a quantizer reads, as a limit of its spec."""
     return ANY if spec.limits == ANY else spec.limits["checkpoint"]
 
 
@@ -173,9 +179,9 @@ def sizes(spec: Spec, default: tuple[float, float], *dtypes: str) -> tuple[float
 
 
 def of(spec: Spec) -> WrittenMethod | None:
-    """Return the method that writes checkpoints for a quantizer.
+    """Return the method by which the kit writes checkpoints for a quantizer.
 
-    None means that the quantizer quantizes plain weights, or that no method here writes its checkpoints.
+    None means that the quantizer reads plain weights, or a method that is not in ``WRITTEN``.
     """
     limit = methods(spec)
     return None if allows(limit, "none") else WRITTEN.get(min(limit))

@@ -41,6 +41,11 @@ TRIED: tuple[dict[str, Any], ...] = (  # keywords that send a row through each b
 SEED, POSITION, SAMPLE = torch.eye(3, dtype=torch.int64)  # steps of a key (seed, position, sample)
 
 
+def _keys(seed: Tensor, position: Tensor) -> Tensor:
+    """Return keys i64 [n, 3] of sample 0."""
+    return torch.stack([seed, position, torch.zeros_like(seed)], 1)
+
+
 def _new_sequence(params: SamplingParams, logits: Tensor, seed: int = 0) -> SampledSeq:
     """Return a sequence whose history is a single token 0."""
     return SampledSeq(params, (0,), (), logits, seed=seed)
@@ -66,13 +71,12 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return out.tokens
 
     def exercise(self, instance: Sampler) -> Any:
-        stage = Stage(self, 2)
-        stage.host = stage._worker = instance
-        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        stage = self.used_stage(instance)
+        logits = torch.linspace(-1, 1, self.vocab)[None]
         draws = []
         for seed in range(9):
             stage.seed[:] = seed
-            draws.append(stage.draw([1], torch.linspace(-1, 1, self.vocab)[None]).item())
+            draws.append(stage.draw([1], logits).item())
         return super().exercise(instance), draws
 
     def temperature(self, params: SamplingParams) -> float:
@@ -98,7 +102,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         return must, may, torch.where(may, prob, 0.0) / prob[may].sum()
 
     def limited(self, params: SamplingParams, prob: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens that must be drawable, and that may be, by the limits that the sampler reads."""
+        """Return the masks of ``must_and_may`` for probabilities f64 [V], by the limits that the sampler reads."""
         if params.mirostat_tau is not None and "mirostat_tau" in self.reads:
             return surprising(prob, params)
         if params.typical_p == 1 or "typical_p" not in self.reads:
@@ -143,7 +147,8 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def keys(self, n: int, start: int = 0) -> Tensor:
         """Return keys [n, 3] as users make them: small seeds, each over all positions of a sequence."""
         i = torch.arange(n)
-        return torch.stack([start + i // (MAX_LEN - 2), 1 + i % (MAX_LEN - 2), torch.zeros_like(i)], 1)
+        positions = MAX_LEN - 2
+        return _keys(start + i // positions, 1 + i % positions)
 
     def check(self, params: SamplingParams, logits: Tensor, n: int, others: Sequence = (), start: int = 0) -> bool:
         """Draw n tokens and compare them with the reference; return whether it gives probabilities."""
@@ -341,7 +346,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
             assert same, f"{asked}: drew {sorted(drawn)}; expected one of 4, 13, 50, always the same"
 
     def _others(self) -> tuple[SampledSeq, ...]:
-        """Return a sequence with each keywords of ``tried_rows``."""
+        """Return a sequence for each element of ``tried_rows``."""
         logits = torch.linspace(-1, 1, 67)
         return tuple(_new_sequence(SamplingParams.make(**asked), logits) for asked in self.tried_rows())
 
@@ -409,7 +414,7 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
     def _pairs(self, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield (difference, keys [n, 3], keys [n, 3]); a pair shares no key with another."""
         i = torch.arange(n)
-        base = torch.stack([4 * i + 11, 1 + i % (MAX_LEN - 3), torch.zeros_like(i)], 1)
+        base = _keys(4 * i + 11, 1 + i % (MAX_LEN - 3))
         yield "position and the next", base, base + POSITION
         yield "seed and the next", base, base + SEED
         yield "seed and seed + 2**32", base, base + (SEED << 32)
@@ -425,12 +430,12 @@ class SamplerConformance(SamplerSizes, Batches, SamplingConformance):
         self._check_pairs(self._pairs(1 << 17))
 
     def _far_pairs(self, n: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yield pairs like ``_pairs``, of keys that become equal if a key is packed or cut to fewer bits.
+        """Yield pairs like ``_pairs``, whose keys become equal in a sampler that stores a key in fewer bits.
 
         Positions go up to 2**16 if no draw reads a history.
         """
         i = torch.arange(n)
-        base = torch.stack([4 * i + 11, 1 + i % 17, torch.zeros_like(i)], 1)
+        base = _keys(4 * i + 11, 1 + i % 17)
         yield "seed and its negative", base, base * torch.tensor([-1, 1, 1])
         yield "seed and the seed without its sign bit", base - (SEED << 62) * 2, base
         powers = range(5, 17 if self._without_history() else 6)

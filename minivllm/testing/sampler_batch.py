@@ -71,7 +71,7 @@ class Batches:
             yield SampledSeq(SamplingParams.make(**asked), (0,), (), kinds[i % len(kinds)], seed=i)
 
     def _check_drawn_from(self, seq: SampledSeq, crowd: Sequence[SampledSeq]) -> None:
-        """Compare ``drawn_from`` of a row alone with the same row before and after others."""
+        """Compare the result of ``drawn_from`` for a row alone with that for the row before and after others."""
         alone = self._distribution([seq], 0)
         for batch, before, after in (
             ("before two others", (), crowd[:2]),

@@ -16,18 +16,24 @@ from minivllm.core.interfaces.params import SamplingParams
 NEAR = 1e-4  # masses so close to top_p or min_p may fall on either side, as float32 cannot decide
 TINY = 1e-300  # keeps a sum from being 0
 
-LIMITS: tuple[dict[str, Any], ...] = (
-    *({"top_k": k} for k in (1, 2, 3, 11, 12, 13)), *({"top_p": x} for x in (0.01, 0.3, 0.5, 0.97, 0.99999)),
-    *({"min_p": x} for x in (0.6, 0.75, 0.9, 1.0)), *({"typical_p": x} for x in (0.05, 0.4, 0.9)),
-    *({"mirostat_tau": x} for x in (1.6, 1.75, 1.9)),
+_ALONE = {
+    "top_k": (1, 2, 3, 11, 12, 13), "top_p": (0.01, 0.3, 0.5, 0.97, 0.99999), "min_p": (0.6, 0.75, 0.9, 1.0),
+    "typical_p": (0.05, 0.4, 0.9), "mirostat_tau": (1.6, 1.75, 1.9),
+}  # fmt: skip
+_TOGETHER = (
     {"temperature": 2.0, "top_p": 0.5}, {"temperature": 0.1, "top_p": 0.5}, {"temperature": 2.0, "min_p": 0.9},
     {"temperature": 0.1, "min_p": 0.3}, {"top_k": 4, "top_p": 0.6}, {"min_p": 0.8, "top_p": 0.6},
     {"temperature": 2.0, "top_k": 9, "top_p": 0.7, "min_p": 0.8},
 )  # fmt: skip
+LIMITS: list[dict[str, Any]] = [{name: value} for name, values in _ALONE.items() for value in values]
+LIMITS += _TOGETHER
 
 
 def top_mass(mass: Tensor, most: float) -> int:
-    """Return how many tokens, in order and at least one, reach a mass; the token that crosses it counts."""
+    """Return how many tokens, the first ones of probabilities ``mass`` f64 [n], reach a total probability.
+
+    The count is at least one, and includes the token that crosses the total ``most``.
+    """
     before = mass.cumsum(0) - mass
     return max(int((before < most).sum()), 1)
 
@@ -39,7 +45,8 @@ def kept(prob: Tensor, p: SamplingParams, least_p: float, mass_p: float, wide: b
     kept.  ``wide`` makes top-p count the mass of all tokens that tie at the edge of top-k.
     """
     alive = (prob >= min(least_p, 1.0) * prob.max()) & (prob > 0)
-    order = torch.argsort(torch.where(alive, prob, -1.0), descending=True, stable=True)[: int(alive.sum())]
+    ranked = torch.argsort(torch.where(alive, prob, -1.0), descending=True, stable=True)
+    order = ranked[: int(alive.sum())]
     if 0 < p.top_k < len(order):
         edge = prob[order[p.top_k - 1]]
         count = int((prob[order] >= edge).sum()) if wide else p.top_k
@@ -75,10 +82,14 @@ def nearest(prob: Tensor, mass_p: float) -> tuple[Tensor, Tensor]:
 
 def surprising(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
     """Return the tokens of mirostat's first draw: at most 2 tau bits of surprise, and the best token in any case."""
+    possible = prob > 0
     bits = -prob.log2()
-    inner, may = ((bits <= 2 * params.mirostat_tau + by) & (prob > 0) for by in (-NEAR, NEAR))
+    most = 2 * params.mirostat_tau
+    must = possible & (bits <= most - NEAR)
+    may = possible & (bits <= most + NEAR)
     best = prob == prob.max()
-    must = inner | best if best.sum() == 1 else inner
+    if best.sum() == 1:
+        must = must | best
     return must, may | best
 
 
@@ -94,7 +105,7 @@ def supports(prob: Tensor, p: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def typical_supports(prob: Tensor, params: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Return the tokens that typical-p, and then the other limits, keep."""
+    """Return the tokens that typical-p, and then min-p, top-k and top-p, keep of probabilities f64 [V]."""
     must = prob > 0
     may = prob < 0
     for by in (-NEAR, 0.0, NEAR):

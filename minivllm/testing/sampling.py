@@ -44,8 +44,9 @@ MOST_COMMITTED = 12  # tokens of one commit of a row
 
 
 class SamplingConformance(DeclaringOnRows, SpecConformance):
-    """The kit has values and references of the standard sampling parameters.  Override ``params`` (values to test) and
-    ``wrong_params`` (values to refuse) for a plug-in that reads other parameters."""
+    """The tests for processors and samplers alike.  The kit has values and references of the standard sampling
+    parameters.  Override ``params`` (values to test) and ``wrong_params`` (values to refuse) for a plug-in that reads
+    other parameters."""
 
     vocab = 67  # width of the logits: not a multiple of 32
 
@@ -92,7 +93,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
             pytest.skip(f"no values known of {', '.join(unknown)}: override params()")
 
     def keywords(self, vocab: int) -> st.SearchStrategy[dict[str, Any]]:
-        """Return a strategy for keywords of SamplingParams that the plug-in reads.
+        """Return a hypothesis strategy that draws keywords of SamplingParams that the plug-in reads.
 
         A bias never comes together with penalties, as their order is not specified.
         """
@@ -113,7 +114,14 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
 
     def exercise(self, instance: Any) -> Any:
         row = check_row_type(self.bound(instance, SamplingParams()), "")
-        return sorted(instance.reads), sorted(instance.columns()), None if row is None else (row.variant, str(row))
+        bound = None if row is None else (row.variant, str(row))
+        return sorted(instance.reads), sorted(instance.columns()), bound
+
+    def used_stage(self, instance: Any) -> Stage:
+        """Return a stage with a sequence in slot 1, for an instance that both binds and works."""
+        stage = Stage(self, 2, instance=instance)
+        stage.join([1], [SampledSeq(SamplingParams(), (1, 2, 3), (4, 4), torch.zeros(self.vocab))])
+        return stage
 
     def _same(self, got: Tensor, want: Tensor, s: SampledSeq, what: str) -> None:
         """Fail unless two outputs of a sequence are equal bit for bit."""
@@ -184,7 +192,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
                 self._check_refusal(instance, name, {"extra": {name: value}}, False)
 
     def _check_refusal(self, instance: Any, name: str, asked: Mapping[str, Any], required: bool) -> None:
-        """Bind parameters that must be refused if ``required``, and else may be refused or served."""
+        """Bind parameters, which must be refused by ``name`` if ``required``, and may else be refused or served."""
         try:
             row = self.bound(instance, SamplingParams.make(**asked))
         except RequestError as e:
@@ -294,7 +302,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def _life(self, seqs: Sequence[SampledSeq], seed: int, **how: Any) -> list[Tensor]:
-        """Return the outputs of three steps, and the columns at the end."""
+        """Return the outputs of three steps of some sequences, and their columns at the end."""
         rng = np.random.default_rng(seed)
         stage = Stage(self, len(seqs) + 1, **how)
         slots = list(range(len(seqs), 0, -1))
@@ -313,7 +321,7 @@ class SamplingConformance(DeclaringOnRows, SpecConformance):
         @self.for_all(20, st.data(), st.integers(0, 2**20))
         def holds(data: Any, seed: int) -> None:
             seqs = self.sequences(data, 3)
-            fused = self._life(seqs, seed, fused=True)
+            fused = self._life(seqs, seed, instance=self.make(self.vocab))
             fresh = self._life(seqs, seed, fresh=True)
             for step, (a, b) in enumerate(zip(fused, fresh, strict=True)):
                 differ = [i for i in range(len(seqs)) if not torch.equal(a[i], b[i])]

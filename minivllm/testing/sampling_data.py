@@ -19,8 +19,9 @@ GROUPS = (PENALTIES, ("logit_bias",), BANS, ("temperature_schedule",), (*DRAWS, 
 
 
 def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], vocab: int) -> Keywords | None:
-    """Return a strategy for keywords that a plug-in reads: standard ones, or an element of its own ``params``.
+    """Return a hypothesis strategy that draws keywords of SamplingParams that a plug-in reads.
 
+    They are standard parameters that are tested together, or an element of ``params``, the plug-in's own values.
     None means that the kit has no values for any parameter that it reads.
     """
     found = []
@@ -39,7 +40,7 @@ def keywords_of(reads: Collection[str], params: Sequence[Mapping[str, Any]], voc
 
 
 class Noted(dict[str, Any]):
-    """``SamplingParams.extra`` that records in ``names`` which parameters code looks up."""
+    """A dict for ``SamplingParams.extra`` that records in ``names`` which parameters code looks up."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -64,13 +65,13 @@ def unlike(logits: Tensor) -> list[Tensor]:
     One token is certain, all tokens are alike, all logits are much larger, much smaller or far apart, or only one token
     is possible.
     """
-    finite = logits.isfinite()
     certain = logits.clone()
     certain[int(logits.argmax()) - 1] = 60.0
     single = torch.full_like(logits, -torch.inf)
     single[0] = 1.0
-    level = torch.where(finite, 0.0, logits)
-    return [certain, level, torch.zeros_like(logits), logits + 50, logits - 300, 20 * logits, logits.flip(0), single]
+    level = torch.where(logits.isfinite(), 0.0, logits)
+    moved = [logits + 50, logits - 300, 20 * logits, logits.flip(0)]
+    return [certain, level, torch.zeros_like(logits), *moved, single]
 
 
 def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -99,7 +100,7 @@ def histories(vocab: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def make_sequences(data: Any, n: int, vocab: int, keywords: Callable[[int], Keywords]) -> list[SampledSeq]:
-    """Draw n sequences with such parameters, tokens that repeat, and some logits of -inf and 0."""
+    """Draw n sequences with parameters from ``keywords``, repeated tokens, and some logits of -inf and 0."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     return [_make_sequence(data, rng, vocab, keywords) for _ in range(n)]
 
@@ -108,7 +109,9 @@ def _make_sequence(data: Any, rng: np.random.Generator, vocab: int, keywords: Ca
     params = SamplingParams.make(**data.draw(keywords(vocab)))
     favourites = [0, vocab - 1, *rng.integers(0, vocab, 3).tolist()]
     length = data.draw(st.integers(1, MAX_LEN - 5))
-    tokens = np.where(rng.random(length) < 0.5, rng.choice(favourites, length), rng.integers(0, vocab, length))
+    repeats = rng.random(length) < 0.5
+    repeated = rng.choice(favourites, length)
+    tokens = np.where(repeats, repeated, rng.integers(0, vocab, length))
     words = [word[:-1] for word in params.bad_words or () if 1 < len(word) <= length]
     if words and rng.random() < 0.7:  # at random, the start of a bad word would hardly ever end the tokens
         word = words[rng.integers(len(words))]

@@ -57,7 +57,7 @@ VALUES: dict[str, tuple] = {  # standard parameter -> values that change somethi
 
 
 def values_of(name: str, vocab: int) -> st.SearchStrategy[Any]:
-    """Return a strategy for values of a standard sampling parameter that change something."""
+    """Return a hypothesis strategy for values of a standard sampling parameter that change something."""
     token = st.integers(0, vocab - 1) | st.sampled_from([0, vocab - 1])
     if name == "logit_bias":
         bias = st.floats(-100, 100, width=32)
@@ -137,8 +137,8 @@ class RowSuite(Protocol):
 class Stage:
     """Slots of a small engine with their columns and token histories, and two instances of the plug-in.
 
-    Like in the engine, one instance binds and the other works.  ``fresh`` makes a new instance for each call, ``fused``
-    makes one instance bind and work; neither may change results.  ``history`` is the largest number of tokens that is
+    Like in the engine, one instance binds and the other works.  ``fresh`` makes a new instance for each call.  A passed
+    ``instance`` both binds and works.  Neither may change results.  ``history`` is the largest number of tokens that is
     stored of a slot.  ``garbage`` is a seed for stale numbers, and 0 means zeros.
     """
 
@@ -149,7 +149,7 @@ class Stage:
         *,
         vocab: int = 0,
         fresh: bool = False,
-        fused: bool = False,
+        instance: Any = None,
         garbage: int = 0,
         max_len: int = MAX_LEN,
         history: int = LONGEST,
@@ -159,8 +159,8 @@ class Stage:
         self.fresh = fresh
         self.max_len = max_len
         self.device = torch.device(suite.place())
-        self.host = suite.make(self.vocab, max_len)
-        self._worker = self.host if fused else suite.make(self.vocab, max_len)
+        self.host = suite.make(self.vocab, max_len) if instance is None else instance
+        self._worker = suite.make(self.vocab, max_len) if instance is None else instance
         self.commits = type(self.host).commit is not Processor.commit
         self.state = ProcessorState(self._worker, slots, self.device)
         shape = (slots, min(max_len, history) + 1)
@@ -213,7 +213,7 @@ class Stage:
     def accept(self, slots: Sequence[int], tokens: Any, count: Any = None, variant: int = 0) -> None:
         """Write tokens [N, k] to the histories and commit the first ``count`` [N] of each row.
 
-        None means that all are accepted.  Rejected tokens stay in the history beyond its end.
+        A ``count`` of None means that all are accepted.  Rejected tokens stay in the history beyond its end.
         """
         slots = np.asarray(slots)
         new = self._on_device(np.asarray(tokens))

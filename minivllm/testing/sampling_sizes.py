@@ -19,16 +19,16 @@ from .kept import Lasting
 from .sampling_rows import SampledSeq, Stage, normal_logits, some_prompt, stack_logits
 from .waiting import no_wait
 
-ROWS = 150  # of a step
+ROWS = 150  # rows of a large step
 WIDE = 2500  # tokens of a vocabulary in which limits keep many
 ENTRIES = (17, 40, 65, 129, 257, 300)  # lengths of lists in a request
 LENGTHS = (4, 5, 6, 9, 16, 17, 33)  # tokens of a bad word, and of an n-gram
-HISTORY = 3000  # tokens
+HISTORY = 3000  # tokens of a long prompt
 FAR = (0, 1 << 8, 1 << 12, 1 << 15, 1 << 16, 1 << 17)  # tokens whose noise is equal if their lane is cut to few bits
 
 
 class SamplingSizes(Lasting):
-    """Tests for processors and samplers alike."""
+    """The tests of sizes for processors and samplers alike."""
 
     if TYPE_CHECKING:
         alone: Any
@@ -75,10 +75,7 @@ class SamplingSizes(Lasting):
         params = SamplingParams.make(**{"seed": number, **tried[number % len(tried)]})
         ids = tuple(rng.integers(0, self.vocab, 4 + number % 7).tolist())
         seq = SampledSeq(params, ids[:3], ids[3:], normal_logits(rng, 2, self.vocab), seed=number)
-        stage = Stage(self, 1)  # type: ignore[arg-type]
-        stage.host = stage._worker = instance
-        stage.join([0], [seq])
-        self.output(stage, [0], seq.logits[None])
+        self.alone(seq, instance=instance)
 
     @since(1, 0)
     def test_many_rows_get_what_each_gets_alone(self) -> None:
@@ -103,7 +100,7 @@ def _token(i: int) -> int:
 
 
 class ProcessorSizes(SamplingSizes):
-    """Part of ``ProcessorConformance``."""
+    """The tests of sizes in ``ProcessorConformance``."""
 
     if TYPE_CHECKING:
         check: Any
@@ -123,7 +120,7 @@ class ProcessorSizes(SamplingSizes):
             yield "allowed_token_ids", {"allowed_token_ids": tokens}, (3,)
         for n in LENGTHS:
             word = [_token(i) for i in range(n)]
-            # all tokens of the word but the last came, or the first of them is another
+            # the history ends with the word without its last token, or with another first token
             for tail in (word[:-1], [word[1], *word[1:-1]]):
                 yield "bad_words", {"bad_words": [word]}, tuple(tail)
                 yield "no_repeat_ngram_size", {"no_repeat_ngram_size": n}, (*word, 1, *tail)
@@ -166,7 +163,7 @@ class ProcessorSizes(SamplingSizes):
 
 
 class SamplerSizes(SamplingSizes):
-    """Part of ``SamplerConformance``."""
+    """The tests of sizes in ``SamplerConformance``."""
 
     @since(1, 0)
     def test_limits_that_keep_many_tokens_keep_all_of_them(self) -> None:

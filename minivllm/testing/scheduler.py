@@ -288,8 +288,8 @@ class SchedulerConformance(PolicyKeys, Lasting, SpecConformance):
     def once_more(self, instance: SchedulerPolicy, number: int) -> None:
         """Serve four requests that arrive, wait, run and end.
 
-        Their ids, tenants, priorities, lengths and targets are new in each round, so that a policy that stores any of
-        them for ever grows."""
+        Their ids, tenants, priorities, lengths and targets are new in each call, so that a policy that never deletes
+        them grows."""
         now = 10.0 * number
         new = 4 * number + np.arange(4)
         columns = dict.fromkeys(("prompt", "known", "predicted_out", "max_out"), (7 + new).astype(np.int32))
@@ -424,6 +424,6 @@ def _add(
 
 
 def _later(name: str) -> Callable[[], float]:
-    """Return a clock of ``time`` that is a day ahead."""
+    """Return a function of ``time`` whose clock is a day ahead of the real one."""
     real = getattr(time, name)
     return lambda: real() + 86399.37

@@ -43,7 +43,7 @@ def _stop_ids(params: SamplingParams) -> set[int]:
 def answer(prompt, params: SamplingParams, sample: int = 0, max_len: int = 256) -> tuple[list[int], str]:
     """Return the expected token ids and finish reason of a sample.
 
-    A ``choose_fn`` counts as a function that chooses the likeliest token, which otherwise only sample 0 draws.
+    Sample 0 draws the likeliest tokens.  A ``choose_fn`` is assumed to choose them too, for every sample.
     """
     tokens = list(prompt)
     end = min(len(tokens) + params.max_tokens, max_len)

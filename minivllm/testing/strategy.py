@@ -57,7 +57,7 @@ class StrategyConformance(Declaring, Lasting, StepwiseConformance):
         """Return a request for n outputs that this strategy takes.
 
         It has ``beam_width=n`` if the strategy reads that.  If the strategy takes no request without the parameters
-        that its spec declares, its numbers have other values than their defaults."""
+        that its spec declares, the numeric ones have other values than their defaults."""
         strategy = self.build()
         wide = {"beam_width": n} if "beam_width" in strategy.reads else {}
         plain = SamplingParams(n=n, max_tokens=6, ignore_eos=True, **wide)

@@ -27,7 +27,7 @@ def changed_fields(params: SamplingParams) -> dict[str, Any]:
 
 @dataclass
 class Driven:
-    """A search that advances as in the engine, over the distribution of the simulated device."""
+    """A search that is advanced as by the engine, with the token probabilities of the simulated device."""
 
     search: Search
     prompt: list[int]
