@@ -18,20 +18,27 @@ ROOT = Path(__file__).resolve().parents[1]
 BESIDE = ("*.md", "benchmarks/*.md", "contrib/**/*.md", "minivllm/pocket/*.md")  # pages outside of docs/
 MODULES = ("minivllm", "minivllm.plugin", "minivllm.registry", "minivllm.config", "minivllm.testing")
 INTERFACES = "minivllm.core.interfaces"
+HOOKS = ("minivllm.runtime.hooks.contract", "minivllm.runtime.hooks.views")  # the interface of the seam hooks
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.M | re.S)
 LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 
 
 def modules() -> list[str]:
-    """Return the public modules, each of which has a page; the interfaces of the seams come last."""
+    """Return the modules that have a page each; the interfaces of the seams come last."""
     folder = ROOT.joinpath(*INTERFACES.split("."))
     seams = (path.stem for path in sorted(folder.glob("*.py")) if not path.stem.startswith("_"))
-    return [*MODULES, *(f"{INTERFACES}.{seam}" for seam in seams)]
+    return [*MODULES, *(f"{INTERFACES}.{seam}" for seam in seams), *HOOKS]
 
 
 def page_of(module: str) -> str:
     """Return the path of a module's page on the site."""
     return f"api/{module}.md"
+
+
+def reference_of(path: str) -> str:
+    """Return the path on the site of the page about a Python file of the repository, or "" if it has none."""
+    module = path.removesuffix(".py").replace("/", ".")
+    return page_of(module) if path.endswith(".py") and module in modules() else ""
 
 
 def beside() -> list[str]:
@@ -48,7 +55,7 @@ def linked_files() -> list[str]:
         for link in LINK.findall(FENCE.sub("", (ROOT / source).read_text(encoding="utf-8")))
     }
     ours = (path for path in found if path and not path.startswith((".", "/", "docs/")) and not path.endswith(".md"))
-    return sorted(path for path in ours if (ROOT / path).is_file())
+    return sorted(path for path in ours if (ROOT / path).is_file() and not reference_of(path))
 
 
 def on_config(config: Any) -> Any:
@@ -98,4 +105,5 @@ def site_link(link: str, source: str, here: str) -> str:
     if not path:
         return link
     _, mark, anchor = link.partition("#")
-    return posixpath.relpath(path.removeprefix("docs/"), posixpath.dirname(here) or ".") + mark + anchor
+    target = reference_of(path) or path.removeprefix("docs/")
+    return posixpath.relpath(target, posixpath.dirname(here) or ".") + mark + anchor

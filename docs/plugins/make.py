@@ -1,8 +1,8 @@
-"""Write one page a seam, from its interface and the conformance kit: ``python docs/plugins/make.py``.
+"""Write the tables in the pages of the seams and in docs/plugins.md: ``python docs/plugins/make.py``.
 
-A page is what an author must know: the contract as the source states it, with the bodies of methods left out, what a
-spec may say, and every rule that the kit holds a plug-in to.  ``tests/docs/test_plugin_pages.py`` checks
-that they are up to date.
+A table stands between the lines ``<!-- table: name -->`` and ``<!-- end -->``.  Its rows come from the interface of the
+seam, from the kind in ``registration/spec.py`` and from the tests of the conformance kit.  The text outside the tables
+is written by hand.  ``tests/docs/test_plugin_pages.py`` checks that the tables are up to date.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import ast
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,217 +23,234 @@ from minivllm.registration.spec import ASKED, KINDS, OPTION_OF, Kind  # noqa: E4
 from minivllm.testing.scaffold import about  # noqa: E402
 
 HERE = Path(__file__).parent
-TESTING = ROOT / "minivllm" / "testing"
-FACTS = {  # what the values of a fact are
-    "architecture": "what config.json calls the model's class",
-    "block": "tokens of a KV block; asked only if the user set `kvcache_block_size`",
-    "checkpoint": "the quantization method that config.json names, `none` without one",
-    "device": "`cpu` or `cuda`",
-    "dim_qk": "elements of a head's queries and keys; a set where layers differ, of which each must be allowed",
-    "dim_v": "elements of a head's values; a set where layers differ",
-    "dtype": "of the activations: `float32`, `bfloat16`, `float16`",
-    "holds": "the dtype that must be stored without loss; asked only if the user left the KV format open",
-    "kv_format": "`bf16`, `fp16`, `fp32`, `int8`, `fp8`, or `dist/name` of a format from a package",
-    "model_type": "which config class of transformers the model has",
-    "queries_per_kv": "query heads that share a KV head; a set where layers differ",
-    "sm": "10 * major + minor of the GPU's compute capability; asked on CUDA only",
-    "tensor_parallel_size": "processes that share a model",
-}
+OVERVIEW = HERE.parent / "plugins.md"
+PACKAGE = ROOT / "minivllm"
+TESTING = PACKAGE / "testing"
 PLANS = ("Join", "Delta", "StepPlan", "LateInputs", "LogProbs", "StepError", "StepResult")
 VIEWS = (
     "EngineView", "RequestView", "PlannedStep", "FinishedStep", "PreemptionView", "BlocksView", "RequestEnd",
 )  # fmt: skip
-# seam -> (what its classes or functions are for, their file, their names; none: all public ones) that its contract uses
-MORE: dict[str, list[tuple[str, str, tuple[str, ...]]]] = {
-    "attention": [("The shape of a layer", "core/interfaces/attnspec.py", ("AttnSpec",))],
-    "executor": [
-        ("A chosen plug-in", "registration/spec.py", ("Part",)),
-        ("Plans and results", "core/interfaces/plan.py", PLANS),
-    ],
-    "hooks": [("What hooks are given", "runtime/hooks/views.py", VIEWS)],
-    "kvformat": [("The layer whose keys and values are stored", "core/interfaces/attnspec.py", ("AttnSpec",))],
-    "model": [
-        ("A decoder as a table", "core/interfaces/decoder.py", ()),
-        ("`fields`: what config.json says, read for the table", "device/layers/fields.py", ()),
-    ],
+# seam -> names that its contract uses from other files: (file, names); no names means all public names
+MORE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "attention": [("core/interfaces/attnspec.py", ("AttnSpec",))],
+    "executor": [("registration/spec.py", ("Part",)), ("core/interfaces/plan.py", PLANS)],
+    "hooks": [("runtime/hooks/views.py", VIEWS)],
+    "kvformat": [("core/interfaces/attnspec.py", ("AttnSpec",))],
+    "model": [("core/interfaces/decoder.py", ())],
     "quantizer": [
-        ("Helpers of a scheme", "device/layers/linear.py", ("part_rows", "no_adapter")),
-        ("Checks of a scheme", "device/layers/module.py", ("check_shape",)),
+        ("device/layers/linear.py", ("part_rows", "no_adapter")),
+        ("device/layers/module.py", ("check_shape",)),
     ],
-    "sampler": [("Noise", "device/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
+    "sampler": [("device/worker/sampling.py", ("noise_bits", "noise", "gumbel"))],
 }
+# further classes of a contract that a plug-in implements
+IMPLEMENTED = {"model": ("Conversion",), "quantizer": ("WeightScheme",), "strategy": ("Search",)}
+ELSEWHERE = {  # seam -> classes of the interface that another page shows
+    "hooks": {"HookContracts"},
+    "processor": {"Sampler", "Draw"},
+    "sampler": {"Processor", "Column", "Row", "Rows", "SamplingContext"},
+}
+# attributes and methods of all test classes, which docs/plugins.md explains
+COMMON = {"device", "known_failures", "lasting", "once_more", "options", "profile"}
+PARENT = {"sampler": "processor"}  # seam -> seam whose rules it has too
+MANY = 8  # a rule of so many seams is shown in docs/plugins.md only
 
 
 def page(kind: Kind) -> str:
+    """Return the page of a seam with up-to-date tables."""
+    return filled(HERE / f"{kind.name}.md", tables(kind))
+
+
+def overview() -> str:
+    """Return docs/plugins.md with up-to-date rules."""
+    return filled(OVERVIEW, {"rules": rule_rows(shared_rules(), with_seams=True)})
+
+
+def filled(path: Path, found: Mapping[str, Iterable[str]]) -> str:
+    """Return the text of a file with each of the tables replaced by new lines."""
+    text = path.read_text(encoding="utf-8")
+    for name, lines in found.items():
+        begin, end = f"<!-- table: {name} -->\n", "<!-- end -->"
+        head, mark, tail = text.partition(begin)
+        if not mark or end not in tail:
+            raise ValueError(f"{path.name} has no table {name}")
+        text = head + begin + "".join(f"{line}\n" for line in lines) + tail[tail.index(end) :]
+    return text
+
+
+def tables(kind: Kind) -> dict[str, list[str]]:
+    """Return the lines of each table of a seam's page."""
+    return {
+        "seam": list(identity(kind)),
+        "contract": list(contract(kind)),
+        "spec": list(claims(kind)),
+        "kit": list(overridden(kind.name)),
+        "rules": rule_rows(own_rules(kind.name)),
+    }
+
+
+def identity(kind: Kind) -> Iterator[str]:
+    """Yield the table with the names of a seam."""
+    base, option = kind.base.partition(":")[2], OPTION_OF.get(kind.name, kind.name)
+    summary = about(kind.name)["summary"]
+    yield "| base class | option | entry-point group | contract | template |"
+    yield "|---|---|---|---|---|"
+    cells = f"`minivllm.plugin.{base}`", f"`{option}`", f"`{kind.group}`", f"{kind.api[0]}.{kind.api[1]}"
+    yield f"| {' | '.join(cells)} | `minivllm plugins new my-{kind.name} --seam {kind.name}`: {summary} |"
+
+
+# ---- the contract --------------------------------------------------------------------------------------------------
+
+
+def contract(kind: Kind) -> Iterator[str]:
+    """Yield the methods that a plug-in implements, and the other names of the contract."""
     module, _, base = kind.base.partition(":")
     file = ROOT / (module.replace(".", "/") + ".py")
     file = file if file.is_file() else file.with_suffix("") / "contract.py"
     source = file.read_text(encoding="utf-8")
-    name, option = kind.name, OPTION_OF.get(kind.name, kind.name)
-    lines = [
-        f"# The seam `{name}`: contract {kind.api[0]}.{kind.api[1]}",
-        "",
-        f"<!-- written by docs/plugins/make.py from {file.relative_to(ROOT)}: do not edit -->",
-        "",
-        f"A plug-in is a subclass of `minivllm.plugin.{base}`, offered by the entry-point group",
-        f"`{kind.group}` and chosen with the option `{option}`. [The overview](../plugins.md) says what a spec is and",
-        "how a name is resolved, [the tutorial](tutorial.md) goes from nothing to a package. The classes on this page",
-        "are names of `minivllm.plugin`.",
-        "",
-        f"A package that works, to start from ({about(name)['summary']}):",
-        "",
-        "```bash",
-        f"minivllm plugins new my-{name} --seam {name}",
-        "```",
-        "",
-        "## The contract",
-        "",
-        *text(ast.get_docstring(ast.parse(source)) or ""),
-        "",
-        "```python",
-        *stubs(source, base),
-        "```",
-        "",
-        *(line for title, path, names in MORE.get(name, ()) for line in more(title, path, names)),
-        *claims(kind),
-        "## What the conformance kit demands",
-        "",
-        *suite(name),
-        "",
-    ]
-    return "\n".join(lines)
+    tree = ast.parse(source)
+    implemented = (base, *IMPLEMENTED.get(kind.name, ()))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    prefixes = {name: "" if name == base else f"{name}." for name in implemented}
+    rows = [row for name, prefix in prefixes.items() for row in member_rows(classes[name], source, prefix)]
+    if rows:
+        yield from ("| member | required | purpose |", "|---|---|---|", *rows, "")
+    yield from ("| other name | purpose |", "|---|---|")
+    hidden = {*implemented, *ELSEWHERE.get(kind.name, ())}
+    for node in classes.values():
+        if node.name not in hidden and not node.name.startswith("_"):
+            yield name_row(node, file)
+    for path, names in MORE.get(kind.name, ()):
+        yield from names_of(PACKAGE / path, names)
 
 
-def text(docstring: str) -> Iterator[str]:
-    """A docstring as Markdown: its double backquotes become single ones, what follows '::' a block."""
-    for part in re.split(r"\n\n(?! )|(?<=::)\n\n", docstring):
-        if part.startswith("    "):
-            yield from ("```text", *(line[4:] for line in part.splitlines()), "```", "")
-        else:
-            yield from (re.sub(r"``(.+?)``", r"`\1`", part.replace("::", ":"), flags=re.S), "")
+def names_of(file: Path, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield a row for each public class and function of a file, or for the given ones."""
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name in (names or public(node)):
+            yield name_row(node, file)
 
 
-# ---- source --------------------------------------------------------------------------------------------------------
+def public(node: ast.ClassDef | ast.FunctionDef) -> tuple[str, ...]:
+    """Return the name of a class or function, or nothing if it is private."""
+    return () if node.name.startswith("_") else (node.name,)
 
 
-def stubs(source: str, base: str) -> list[str]:
-    """The classes of an interface without the bodies of their methods; of a file with two seams what ``base`` needs."""
-    lines, tree = source.splitlines(), ast.parse(source)
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    other = {"Processor": {"Sampler", "Draw"}}.get(base, set())
-    constants = [node for node in tree.body if isinstance(node, ast.Assign)]
-    out = [line for node in constants for line in lines[node.lineno - 1 : node.end_lineno]]
-    for node in classes:
-        if node.name not in other:
-            out += ["", *stub(node, lines)]
-    return out
+def name_row(node: ast.ClassDef | ast.FunctionDef, file: Path) -> str:
+    """Return the row of a class or function, with a link to its file."""
+    shown = f"{node.name}({arguments(node)})" if isinstance(node, ast.FunctionDef) else node.name
+    return f"| [`{shown}`](../../{file.relative_to(ROOT)}) | {sentences(node, 1)} |"
 
 
-def more(title: str, path: str, names: tuple[str, ...]) -> Iterator[str]:
-    """Write a section with public classes, functions and constants of another file."""
-    source = (ROOT / "minivllm" / path).read_text(encoding="utf-8")
-    lines, tree = source.splitlines(), ast.parse(source)
-    yield from (f"### {title}", "", f"From `minivllm/{path}`.", "")
-    if not names:
-        yield from text(ast.get_docstring(tree) or "")
-    yield "```python"
-    for node in tree.body:
-        public = [name for name in defined(node) if not name.startswith("_") and name != "API"]
-        if not public or (names and not set(names) & set(public)):
-            continue
-        if isinstance(node, ast.ClassDef):
-            yield from ("", *stub(node, lines), "")
-        elif isinstance(node, ast.FunctionDef):
-            yield from ("", *(line.replace("        ...", "    ...") for line in method(node, lines, node.lineno - 1)))
-        elif not names:
-            first = node.lineno - 1
-            while lines[first - 1].startswith("# "):  # the comment above a constant
-                first -= 1
-            yield from lines[first : node.end_lineno]
-    yield from ("```", "")
-
-
-def defined(node: ast.stmt) -> list[str]:
-    """Return the names that a statement of a module defines."""
-    if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
-        return [node.name]
-    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        return [node.target.id]
-    targets = [name for target in getattr(node, "targets", ()) for name in ast.walk(target)]
-    return [name.id for name in targets if isinstance(name, ast.Name)]
-
-
-def stub(node: ast.ClassDef, lines: list[str]) -> list[str]:
-    """One class: its fields with their comments, its methods up to the end of their docstrings."""
-    first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-    out, at = [], first - 1
+def member_rows(node: ast.ClassDef, source: str, prefix: str) -> Iterator[str]:
+    """Yield a row for each attribute and method of a class that plug-ins implement."""
+    protocol = any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
     for item in node.body:
-        if isinstance(item, ast.FunctionDef):
-            start = min([item.lineno, *(d.lineno for d in item.decorator_list)]) - 1
-            out += lines[at:start]
-            if item.name != "__post_init__":
-                out += method(item, lines, start)
-            at = item.end_lineno or start
-    out += lines[at : node.end_lineno]
-    return [re.sub(r"  # noqa.*$", "", line) for line in "\n".join(out).rstrip().splitlines()]
+        if isinstance(item, ast.AnnAssign) and (meaning := comment(item, source)):
+            declared = ast.unparse(item).replace("|", r"\|")
+            yield f"| `{prefix}{declared}` | {'' if item.value else 'yes'} | {cell(meaning)} |"
+        if not isinstance(item, ast.FunctionDef) or item.name in ("__init__", "__post_init__"):
+            continue
+        marks = {ast.unparse(mark) for mark in item.decorator_list}
+        required = "yes" if protocol or "abstractmethod" in marks else ""
+        yield f"| `{prefix}{item.name}({arguments(item)})` | {required} | {sentences(item, 2)} |"
 
 
-def method(item: ast.FunctionDef, lines: list[str], start: int) -> list[str]:
-    body = item.body[0]
-    if ast.get_docstring(item) is not None:
-        return [*lines[start : body.end_lineno], *(["        ..."] if len(item.body) > 1 else [])]
-    if body.lineno == item.lineno:
-        return lines[start : item.lineno]
-    return [*lines[start : body.lineno - 1], "        ..."]
+def comment(item: ast.AnnAssign, source: str) -> str:
+    """Return the comment above or behind an attribute."""
+    lines = source.splitlines()
+    behind = re.search(r"  # (.*)$", lines[(item.end_lineno or item.lineno) - 1])
+    first = item.lineno - 1
+    while lines[first - 1].lstrip().startswith("# "):
+        first -= 1
+    above = [line.strip().removeprefix("# ") for line in lines[first : item.lineno - 1]]
+    return " ".join([*above, *([behind[1]] if behind else [])])
+
+
+def arguments(item: ast.FunctionDef) -> str:
+    """Return the names of a function's arguments, with defaults, without ``self``."""
+    plain = ast.parse(ast.unparse(item.args).join(("def f(", "): ..."))).body[0].args  # type: ignore[attr-defined]
+    for arg in (*plain.posonlyargs, *plain.args, *plain.kwonlyargs):
+        arg.annotation = None
+    return re.sub(r"^self(, )?", "", ast.unparse(plain))
+
+
+def sentences(node: ast.ClassDef | ast.FunctionDef, most: int) -> str:
+    """Return the first sentences of a docstring, for a cell of a table."""
+    paragraph = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    return cell(" ".join(re.split(r"(?<=\.)\s+(?=[A-Z(`])", paragraph)[:most]))
+
+
+def cell(docstring: str) -> str:
+    """Return a docstring as the text of a table's cell."""
+    text = " ".join(docstring.split()).removesuffix("::").removesuffix(".")
+    return re.sub(r"``(.+?)``", r"`\1`", text).replace("|", r"\|")
+
+
+# ---- specs ---------------------------------------------------------------------------------------------------------
 
 
 def claims(kind: Kind) -> Iterator[str]:
-    yield from ("## What a spec says", "")
-    if kind.facts:
-        yield "`limits` names each of these facts, with the values that it serves (`ANY` for all); what is left out"
-        yield "is refused:"
-        yield ""
-        yield from (f"- `{fact}`: {FACTS[fact]}" for fact in kind.facts)
-        yield ""
-    else:
-        yield from ("Nothing is asked of `limits`.", "")
-    for title, names in (("`features`, promises that the kit tests", kind.features), ("`traits`", kind.traits)):
-        if names:
-            yield from (f"{title}:", "", *(f"- `{name}`: {meaning}" for name, meaning in names.items()), "")
+    """Yield what a spec of the seam may name in ``limits``, ``features``, ``traits`` and ``params``."""
+    yield from ("| field | name | meaning |", "|---|---|---|")
+    facts = ", ".join(f"`{fact}`" for fact in kind.facts)
+    yield f"| `limits` | {facts or 'none'} | [facts of all seams](../plugins.md#what-a-spec-says) |"
+    yield from (f"| `features` | `{name}` | {meaning} |" for name, meaning in kind.features.items())
+    yield from (f"| `traits` | `{name}` | {meaning} |" for name, meaning in kind.traits.items())
     if kind.name in ASKED:
-        yield "`params` declares the parameters of requests that are its own, each a `Param` with kind, default, range"
-        yield "and meaning ([what a spec says](../plugins.md#what-a-spec-says)); `reads = SPEC.reads` names them."
-        yield ""
+        yield "| `params` | any | [parameters of requests](../plugins.md#what-a-spec-says); `reads = SPEC.reads` |"
 
 
 # ---- the kit -------------------------------------------------------------------------------------------------------
 
 
-def suite(seam: str) -> Iterator[str]:
+@cache
+def suite(seam: str) -> list[ast.ClassDef]:
+    """Return the test class of a seam and its bases in the kit."""
     from minivllm.testing import SUITES
 
     module, name = SUITES[seam]
-    found = dict(classes(module))
-    yield f"`python -m minivllm.testing my-{seam}/my-{seam}`, or in a test file of the package:"
-    yield from ("", "```python", f"from minivllm.testing import {name}", "", "", "class TestMine(" + name + "):")
-    yield from (f'    plugin = "my-{seam}/my-{seam}"', "```", "")
-    doc = ast.get_docstring(found[name])
-    yield from text(doc) if doc else ()
-    chain = list(lineage(name, found))
-    yield from overridden(chain)
+    return list(lineage(name, dict(classes(module))))
+
+
+@cache
+def rules(seam: str) -> dict[str, str]:
+    """Return the tests of a seam: name without ``test_`` -> docstring."""
     tests: dict[str, str] = {}
-    for node in chain:
+    for node in suite(seam):
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name.startswith("test_"):
-                tests.setdefault(item.name, ast.get_docstring(item) or "")
-    yield from ("Every rule, by the name of its test:", "")
-    for test, doc in tests.items():
-        rule = " ".join(re.sub(r"``(.+?)``", r"`\1`", doc).split())
-        yield f"- **{test.removeprefix('test_').replace('_', ' ')}**{'. ' + rule if rule else ''}"
+                tests.setdefault(item.name.removeprefix("test_"), ast.get_docstring(item) or "")
+    return tests
+
+
+@cache
+def shared_rules() -> dict[tuple[str, str], list[str]]:
+    """Return the rules of many seams: (name, docstring) -> seams."""
+    found = [(rule, seam) for seam in KINDS for rule in rules(seam).items()]
+    count = Counter(rule for rule, _ in found)
+    return {rule: [seam for other, seam in found if other == rule] for rule in count if count[rule] >= MANY}
+
+
+def own_rules(seam: str) -> dict[tuple[str, str], list[str]]:
+    """Return the rules of a seam without those of many seams and those of its parent seam."""
+    parent = PARENT.get(seam)
+    hidden = {*shared_rules(), *(rules(parent).items() if parent else ())}
+    return {rule: [seam] for rule in rules(seam).items() if rule not in hidden}
+
+
+def rule_rows(found: Mapping[tuple[str, str], list[str]], with_seams: bool = False) -> list[str]:
+    """Return a table of rules."""
+    rows = ["| test | rule |", "|---|---|"]
+    for (name, doc), seams in found.items():
+        missing = [f"`{seam}`" for seam in KINDS if seam not in seams] if with_seams else []
+        note = f" (not of {', '.join(missing)})" if missing else ""
+        rows.append(f"| `{name}`{note} | {cell(doc) or name.replace('_', ' ').capitalize()} |")
+    return rows
 
 
 def lineage(name: str, found: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]:
-    """A class of the kit and its bases there, the last bases first among them."""
+    """Yield a class of the kit and its bases there, the last bases first among them."""
     todo = [name]
     while todo:
         if (node := found.get(todo.pop())) is not None:
@@ -239,36 +258,52 @@ def lineage(name: str, found: dict[str, ast.ClassDef]) -> Iterator[ast.ClassDef]
             todo += [base.id for base in node.bases if isinstance(base, ast.Name)]
 
 
-def overridden(chain: list[ast.ClassDef]) -> Iterator[str]:
-    """What a test class may override, with its signature or its default: the methods and attributes that the docstrings
-    of the suite name, and what all suites have."""
-    named = {word for node in chain for word in re.findall(r"``(\w+)``", ast.get_docstring(node) or "")}
+def overridden(seam: str) -> Iterator[str]:
+    """Yield the text about a suite, and the signature or the default of each name that a test class may override.
+
+    These names are the methods and attributes that docstrings of the suite name, without those of all suites.
+    """
+    chain = suite(seam)
+    named = {word for node in chain for word in re.findall(r"``(\w+)``", ast.get_docstring(node) or "")} - COMMON
     found: dict[str, list[str]] = {}
     for node in chain:
         for item in node.body:
             if isinstance(item, ast.FunctionDef) and item.name in named and not item.decorator_list:
                 found.setdefault(item.name, signature(item))
-            elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
-                name = item.target.id
-                if name in named or (node.name == "Conformance" and name not in ("kind", "plugin")):
-                    lines = node.lines[item.lineno - 1 : item.end_lineno]  # type: ignore[attr-defined]
-                    found.setdefault(name, [line.strip() for line in lines])
-    yield from ("A test class may override:", "", "```python")
+            elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id in named:
+                lines = node.lines[item.lineno - 1 : item.end_lineno]  # type: ignore[attr-defined]
+                found.setdefault(item.target.id, [line.strip() for line in lines])
+    yield ""
+    if parent := PARENT.get(seam):
+        absent = ", ".join(f"`{name}`" for name in rules(parent) if name not in rules(seam))
+        text = f"The [rules of the seam `{parent}`]({parent}.md) hold too, except {absent}."
+        yield from (textwrap.fill(text, 120), "")
+    yield from about_suite(chain[0])
+    if not found:
+        return
+    yield from ("A test class may override, beside the names of all suites:", "", "```python")
     yield from (line for name in sorted(found) for line in found[name])
     yield from ("```", "")
 
 
+def about_suite(node: ast.ClassDef) -> Iterator[str]:
+    """Yield the docstring of a suite without a first sentence that only names the suite."""
+    doc = re.sub(r"^(The s|S)uite of [^.]*\.\s*", "", ast.get_docstring(node) or "")
+    for part in filter(None, doc.split("\n\n")):
+        yield from (textwrap.fill(re.sub(r"``(.+?)``", r"`\1`", " ".join(part.split())), 120), "")
+
+
 def signature(item: ast.FunctionDef) -> list[str]:
-    """``def`` up to the colon, and its docstring as a comment."""
+    """Return ``def`` up to the colon, and the docstring as a comment."""
     bare = ast.FunctionDef(item.name, item.args, [ast.Expr(ast.Constant(...))], [], item.returns)
     bare.type_params = []  # a field of Python 3.12
-    said = " ".join((ast.get_docstring(item) or "").split())
-    notes = textwrap.wrap(re.sub(r"``(.+?)``", r"`\1`", said), 112, initial_indent="    # ", subsequent_indent="    # ")
+    doc = " ".join((ast.get_docstring(item) or "").split())
+    notes = textwrap.wrap(re.sub(r"``(.+?)``", r"`\1`", doc), 112, initial_indent="    # ", subsequent_indent="    # ")
     return [ast.unparse(ast.fix_missing_locations(bare)).split("\n")[0] + " ...", *notes]
 
 
 def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, ast.ClassDef]]:
-    """The classes of a module of the kit and of those that it imports its bases from."""
+    """Yield the classes of a module of the kit and of the modules that it imports its bases from."""
     seen = set() if seen is None else seen
     if module in seen or not (TESTING / f"{module}.py").is_file():
         return
@@ -283,7 +318,8 @@ def classes(module: str, seen: set[str] | None = None) -> Iterator[tuple[str, as
 
 
 def pages() -> dict[Path, str]:
-    return {HERE / f"{name}.md": page(kind) for name, kind in KINDS.items()}
+    """Return the new text of each page with tables."""
+    return {OVERVIEW: overview(), **{HERE / f"{name}.md": page(kind) for name, kind in KINDS.items()}}
 
 
 if __name__ == "__main__":

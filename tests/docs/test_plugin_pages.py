@@ -26,19 +26,42 @@ def test_the_page_of_a_seam_is_up_to_date(make, seam):
     assert written == make.page(KINDS[seam]), "run `python docs/plugins/make.py`"
 
 
-def test_a_page_has_every_method_and_every_test_of_the_kit(make):
-    import minivllm.testing
+def test_the_rules_of_all_seams_are_up_to_date(make):
+    assert make.OVERVIEW.read_text(encoding="utf-8") == make.overview(), "run `python docs/plugins/make.py`"
+
+
+def test_a_page_without_a_table_is_an_error(make, tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("<!-- table: rules -->\nold\n<!-- end -->\ntext\n")
+    assert make.filled(path, {"rules": ["new"]}) == "<!-- table: rules -->\nnew\n<!-- end -->\ntext\n"
+    with pytest.raises(ValueError, match=r"page\.md has no table contract"):
+        make.filled(path, {"contract": ["new"]})
+
+
+def test_a_page_has_every_method(make):
     from minivllm.core.interfaces.evictor import Evictor
 
-    page = make.page(KINDS["evictor"])
-    assert all(f"def {name}(" in page for name in vars(Evictor) if not name.startswith("_"))
-    suite = minivllm.testing.EvictorConformance
+    rows = make.tables(KINDS["evictor"])["contract"]
+    for name in (n for n in vars(Evictor) if not n.startswith("_")):
+        required = "yes" if name in Evictor.__abstractmethods__ else ""
+        assert sum(row.startswith(f"| `{name}(") and f"| {required} |" in row for row in rows) == 1, name
+
+
+@pytest.mark.parametrize("seam", KINDS)
+def test_every_test_of_the_kit_is_in_a_table(make, seam):
+    import minivllm.testing
+
+    suite = getattr(minivllm.testing, minivllm.testing.SUITES[seam][1])
+    pages = [seam, *filter(None, [make.PARENT.get(seam)])]
+    text = make.overview() + "".join(make.page(KINDS[page]) for page in pages)
     for name in (n for n in dir(suite) if n.startswith("test_")):
-        assert f"**{name.removeprefix('test_').replace('_', ' ')}**" in page
+        assert f"| `{name.removeprefix('test_')}`" in text, name
 
 
-def test_every_fact_is_explained(make):
-    assert set(make.FACTS) == {fact for kind in KINDS.values() for fact in kind.facts}
+def test_a_rule_is_explained_once(make):
+    text = "".join(make.pages().values())
+    for name, _ in make.shared_rules():
+        assert text.count(f"| `{name}`") == 1, name
 
 
 @pytest.mark.parametrize(
@@ -52,12 +75,15 @@ def test_every_fact_is_explained(make):
             ("def step(self, weight: Tensor, info: ModuleInfo) -> Tensor", "def grid(", "scale_bits:", "ins:"),
         ),
         ("sampler", ("def params(", "def probabilities(")),
-        ("scheduler", ("patience: float = 2000.0", "known_failures:")),
+        ("scheduler", ("patience: float = 2000.0",)),
         ("strategy", ("def params(self, n: int) -> SamplingParams",)),
     ],
 )
 def test_a_page_has_the_signatures_of_what_a_test_class_overrides(make, seam, names):
     page = make.page(KINDS[seam])
-    block = page.partition("A test class may override:")[2].partition("Every rule")[0]
-    assert all(name in block for name in (*names, "options:", "device:")), block
+    block = page.partition("A test class may override, beside the names of all suites:\n")[2].partition("<!-- end -->")[
+        0
+    ]
+    assert all(name in block for name in names), block
+    assert all(f"| `{name}" in make.overview() and f"{name}:" not in block for name in make.COMMON)
     compile(block.replace("```python", "from __future__ import annotations").replace("```", ""), seam, "exec")

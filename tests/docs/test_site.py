@@ -40,6 +40,10 @@ def test_links_lead_to_the_pages_of_the_site():
     assert link("docs/bench.md", "README.md", "README.md") == "bench.md"
     assert link("../docs/bench.md#a", "contrib/README.md", "contrib/README.md") == "../bench.md#a"
     assert link("../contrib", "docs/plugins.md", "plugins.md") == "contrib/README.md"
+    evictor = link("../../minivllm/core/interfaces/evictor.py", "docs/plugins/evictor.md", "plugins/evictor.md")
+    assert evictor == "../api/minivllm.core.interfaces.evictor.md"
+    spec = link("../../minivllm/registration/spec.py", "docs/plugins/executor.md", "plugins/executor.md")
+    assert spec == "../minivllm/registration/spec.py"
     for same in ("#part", "https://example.org/docs/a.md", "mailto:a@example.org"):
         assert link(same, "docs/models.md", "models.md") == same
 
@@ -47,7 +51,8 @@ def test_links_lead_to_the_pages_of_the_site():
 def test_files_that_pages_link_to_are_copied():
     pytest.importorskip("mkdocs", reason='pip install "minivllm[docs]"')
     copied = script("site_hooks").linked_files()
-    assert "examples/evictor.ipynb" in copied
+    assert "examples/evictor.ipynb" in copied and "minivllm/registration/spec.py" in copied
+    assert "minivllm/core/interfaces/evictor.py" not in copied  # the link leads to its page of the reference
     assert not [path for path in copied if path.endswith(".md") or not (ROOT / path).is_file()]
 
 
