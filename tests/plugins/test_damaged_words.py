@@ -167,7 +167,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantized_is_read(tmp_path, gro
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("marlin", "order of the kernel Marlin, which is not read; want the same model as GPTQ with checkpoint_format"),
+        ("marlin", "order of the kernel Marlin, which is not supported; want the same model as GPTQ with"),
         ("gptq_marlin", "want quant_method=gptq"),
         ("awq_marlin", "want quant_method=awq"),
     ],

@@ -184,7 +184,7 @@ def test_a_name_has_one_meaning(away):
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS) - set(ASKED)))
 def test_only_seams_that_see_requests_declare_parameters(kind):
-    assert "requests ask for nothing" in declared_params.fault(kind, Param("surely_new", float, 0.0), is_own)
+    assert "has no request parameters" in declared_params.fault(kind, Param("surely_new", float, 0.0), is_own)
 
 
 def test_what_is_built_in_declares_what_its_class_reads():

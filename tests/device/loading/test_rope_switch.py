@@ -98,5 +98,5 @@ def test_a_draft_model_that_changes_at_another_length_is_refused(checkpoint, tmp
     path, _ = checkpoint
     other, _, _ = tiny_dir(tmp_path, "phi3")
     drafter = {"name": "model", "options": {"model": str(other)}}
-    with pytest.raises(ConfigError, match=r"another rotary embedding for requests longer than None tokens.* than 40 "):
+    with pytest.raises(ConfigError, match=r"other rotary frequencies for requests longer than None tokens.* than 40 "):
         LLM(model=path, device="cpu", dtype="float32", drafter=drafter, **SIZES)
