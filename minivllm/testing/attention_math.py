@@ -145,7 +145,7 @@ def compare(
 ) -> None:
     """Fail unless the results of one row are as close to the exact answer as the contract demands.
 
-    ``out`` [T, heads, dim_v] and ``lse`` [T, heads] are those of a whole step.  ``place`` names the row.
+    ``out`` [T, heads, dim_v] and ``lse`` [T, heads] have the results of a whole step.  ``place`` names the row.
 
     Twice the naive error is allowed, and a little more.  The naive computation can have a small error by luck, so the
     rounding of the result and of a score is added.  Large scores are inexact in float32 in any implementation.

@@ -25,7 +25,7 @@ from minivllm.core.interfaces.attention import (
     AttnSpec,
     GraphKey,
 )
-from minivllm.core.interfaces.kvformat import KVFormat
+from minivllm.core.interfaces.kvformat import KVFormat, KVLayout
 from minivllm.registration.spec import Spec
 
 from .attention_math import ExactAttention, Place, attend, check_selected, compare
@@ -81,6 +81,15 @@ def make_meta(
         host_q_len=host_q_len,
         host_kv_len=np.broadcast_to(host_kv_len, (groups, len(rows))),
     )
+
+
+def allocate(layout: KVLayout, blocks: int, device: str, value: float = 0.0) -> dict[str, Tensor]:
+    """Return the cache tensors of a layer with some blocks, all elements of which are ``value``."""
+    cache = {}
+    for name, tensor in layout.tensors.items():
+        shape = (blocks, *tensor.shape)
+        cache[name] = torch.full(shape, value, dtype=getattr(torch, tensor.dtype), device=device)
+    return cache
 
 
 @dataclass(frozen=True)
@@ -218,7 +227,8 @@ class World:
         self.table = np.array([self.rng.choice(blocks, shape) for blocks in self.unowned], np.int32)
         self.slots = [int(slot) for slot in self.rng.permutation(slots)]
         for layer in self.layers:
-            self._allocate(layer)
+            layout = self.backend.layout(layer.spec, self.format, self.block)
+            layer.cache = allocate(layout, self.blocks, self.device)
             self._poison(layer)
 
     def _layer(self, index: int, spec: AttnSpec) -> AttnLayer:
@@ -234,14 +244,6 @@ class World:
         return (torch.randn(*shape, generator=self.random) * size).to(self.dtype)
 
     # ---- the cache -----------------------------------------------------------------------------------------------
-
-    def _allocate(self, layer: AttnLayer) -> None:
-        """Allocate the cache of a layer as its layout describes it."""
-        layout = self.backend.layout(layer.spec, self.format, self.block)
-        layer.cache = {
-            name: torch.zeros((self.blocks, *t.shape), dtype=getattr(torch, t.dtype), device=self.device)
-            for name, t in layout.tensors.items()
-        }
 
     def _poison(self, layer: AttnLayer) -> None:
         """Fill every slot of a layer's cache with garbage, through ``write``.

@@ -14,7 +14,7 @@ from minivllm.core.interfaces.attention import NULL_BLOCK, AttnLayer, QKPre
 
 from .attention_cases import Space, lives, room, rows_of, seen_in, settle
 from .attention_math import Place, check, rotated
-from .attention_world import Rows, Setting, World
+from .attention_world import Rows, Setting, World, allocate
 from .base import Seen, since
 
 
@@ -168,10 +168,7 @@ def round_trip(world: World, layer: AttnLayer, k: Tensor, v: Tensor) -> tuple[Te
     device = world.device
     n = len(k)
     blocks = -(-n // world.block)
-    cache = {
-        name: torch.zeros((blocks, *t.shape), dtype=getattr(torch, t.dtype), device=device)
-        for name, t in world.format.layout(spec, world.block).tensors.items()
-    }
+    cache = allocate(world.format.layout(spec, world.block), blocks, device)
     world.format.store(cache, k.to(device), v.to(device), torch.arange(n, device=device))
     loaded = world.format.load(cache, torch.arange(blocks, device=device), torch.float32)
     k, v = (x[:n].cpu() for x in loaded)

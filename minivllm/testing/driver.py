@@ -376,7 +376,7 @@ def check_logprobs(
     vocab: int,
     after: Callable[[Sequence[int]], torch.Tensor],
 ) -> None:
-    """Fail unless the log-probabilities of greedy rows are those of the model.
+    """Fail unless the log-probabilities of greedy rows equal the log-probabilities that the model computes.
 
     ``known`` has the tokens of each slot before the steps.  ``after`` returns the logits after some tokens.
     """
@@ -393,7 +393,7 @@ def check_logprobs(
 
 
 def check_scores(scores: Any, row: int, expected: torch.Tensor, token: int, k: int, place: str) -> None:
-    """Fail unless one row of log-probabilities has those of a token and of the k best tokens.
+    """Fail unless one row of ``scores`` has the log-probability of a token, and of the k best tokens.
 
     ``expected`` has the log-probabilities of all tokens, float32 [V].
     """

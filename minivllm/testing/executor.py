@@ -1,6 +1,6 @@
 """The conformance suite of executors, which run the steps of an engine on a device.
 
-An executor with a tiny model gets hand-made plans, and serves an engine.  Its tokens must be those of transformers.
+An executor with a tiny model runs hand-made plans, and serves an engine.  It must give the tokens of transformers.
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
 
         The cache is so small that rows are preempted.  There are prefix hits, branches, rows whose token the host
         chooses, and rows whose mask comes late.  A row that fails ends alone, and a step that fails ends only its own
-        requests.  Random tokens, their ends and their log-probabilities are those of the executor "local".  Made-up
+        requests.  Random tokens, their ends and their log-probabilities equal those of the executor "local".  Made-up
         tokens do not depend on the number of steps ahead.
         """
         expected = [] if self.made_up else reference(self.engine_options())
@@ -348,9 +348,9 @@ class ExecutorConformance(ExecutorDevice, ExecutorTaps):
 
     @since(1, 0)
     def test_a_late_step_waits_for_its_masks_and_keeps_its_place(self) -> None:
-        """Check that a step with late masks returns its result, and those of later steps, only after ``supply``.
+        """Check that the results of a step with late masks, and of later steps, come only after ``supply``.
 
-        Its late rows draw tokens that their masks allow.  Other rows draw without a mask.
+        The late rows of the step draw tokens that their masks allow.  Other rows draw without a mask.
         """
         items = prompts(5, 9, 12, 7)
         likeliest = [self.greedy(prompt, 1)[0] for prompt in items]

@@ -1,4 +1,4 @@
-"""Tests of executors whose device runs behind the host, in captured steps of a few sizes.
+"""Tests of executors whose device runs steps later than the host submits them, in captured steps of a few sizes.
 
 A step must read the data that was there when it was submitted.  Its result must not change later, and rows that are
 not in the step must not change.  The tests submit steps as far ahead as the host can plan them, and collect the

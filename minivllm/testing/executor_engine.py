@@ -68,7 +68,7 @@ def _check_failed_row(results: Sequence[Any], words: str, expected: Sequence[lis
     """Fail unless the first of three requests ended with an error, and the others have the expected tokens."""
     failed = results[0]
     assert failed.finish_reason == "error" and words in failed.error, failed
-    assert [result.tokens for result in results[1:]] == expected[1:3], "tokens beside a row that fails"
+    assert [result.tokens for result in results[1:]] == expected[1:3], "tokens of the rows next to a failed row"
 
 
 def random_requests() -> list[SamplingParams]:

@@ -87,8 +87,8 @@ class ExecutorRows(ExecutorReference):
         """Check a row with a guide (``StepPlan.guided``), another row that changes its distribution.
 
         The row draws from scale * (p - q) + q, where p and q are the log-softmax of the logits of the row and of the
-        guide.  Its log-probabilities are those of this distribution.  The guide gets the same token, stop flags and
-        history.  A third row is not changed.
+        guide.  Its log-probabilities are computed from this distribution.  The guide gets the same token, stop flags
+        and history.  A third row is not changed.
         """
         a, b, c = prompts(9, 4, 6)
         other = self.greedy(c, 4)

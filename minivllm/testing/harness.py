@@ -24,7 +24,7 @@ from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
 
-from .attention_world import keep_tensors, make_meta
+from .attention_world import allocate, keep_tensors, make_meta
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 FORMATS = {"float32": Fp32, "bfloat16": Bf16, "float16": Fp16}
@@ -80,10 +80,7 @@ class Harness:
         self.table = order.reshape(groups, slots, per_slot).astype(np.int32)
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
-            layer.cache = {  # NaN, so that a read of an unwritten slot is noticed
-                name: torch.full((blocks, *t.shape), torch.nan, dtype=getattr(torch, t.dtype), device=device)
-                for name, t in layout.tensors.items()
-            }
+            layer.cache = allocate(layout, blocks, device, torch.nan)  # so that a read of an unwritten slot is noticed
         self.known = [0] * slots  # tokens in each slot
         # a sequence longer than ``switch`` has another rotary embedding for all of its tokens; ``ends`` has the final
         # length of a sequence that comes in several steps

@@ -290,7 +290,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             assert same, f"store changed tensor {name!r} of blocks that have no named slot: {case}"
 
     def _limits(self, fmt: KVFormat, spec: AttnSpec, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return the allowed errors of k and v; values in the keys have those of the keys."""
+        """Return the allowed errors of k and v.  Values in the keys have the allowed errors of the keys."""
         of_k = self.allowed(fmt, values[0].cpu())
         of_v = of_k[..., : spec.dim_v] if spec.v_in_k else self.allowed(fmt, values[1].cpu())
         return [of_k, of_v]
@@ -406,7 +406,7 @@ class KVFormatConformance(KVFormatSizes, Lasting, SpecConformance):
             torch.manual_seed(2)
             fmt = self.build()
             layout = fmt.layout(spec, block)
-            few = min(block, 4)
+            few = min(block, 4)  # slots of a block
             chosen = [*range(block, block + few), *range(3 * block, 3 * block + few), 2 * block]
             slots = torch.tensor(chosen, device=place)
             together = self.cache(layout, 4, fill=True)

@@ -330,7 +330,11 @@ def test_bind_that_returns_a_number_is_told_what_is_wanted():
 @pytest.mark.parametrize(
     ("plugin", "test", "says"),
     [
-        ("quantizers:Truncates", "test_each_element_is_held_within_half_a_step", "overrides it if the format's steps"),
+        (
+            "quantizers:Truncates",
+            "test_each_element_is_held_within_half_a_step",
+            "overrides step if the format has others",
+        ),
         (
             "quantizers_packed:LosesTheLastInput",
             "test_weights_that_the_format_has_come_back_exactly",
