@@ -56,7 +56,7 @@ def test_a_tokenizer_whose_steps_multiply_a_text_is_refused_before_it_sees_one(t
         for n, part in enumerate(parts):
             folder = folder_of(tmp_path / f"{name}{n}", **{name: part})
             kind, said = limited(lambda folder=folder: load_tokenizer(folder).decode([0, 0, 0]))
-            assert kind == "ModelError" and said.startswith(f"{folder}: ") and name in said and "want" in said, said
+            assert kind == "ModelError" and said.startswith(f"{folder}: ") and name in said and "expected" in said, said
 
 
 def test_a_token_as_long_as_a_book_is_refused(tmp_path):

@@ -205,7 +205,7 @@ def test_a_server_without_admin_serves_no_taps_and_one_with_a_single_key_serves_
         ([{"point": POINT, "add": "large"}], 400, "at most 1 MiB"),
         ([MEAN, {"point": POINT, "add": "nan"}], 400, "taps[1].add: nan.npy: expected finite numbers"),
         ([{"point": POINT, "add": "huge"}], 400, "taps[0].add: huge.npy: expected finite numbers"),
-        ([{"point": POINT, "add": "bytes"}] * 16, 400, "at most 16777216: add fewer, and vectors as wide"),
+        ([{"point": POINT, "add": "bytes"}] * 16, 400, "at most 16777216: add fewer vectors, each as wide"),
         ([{"point": POINT, "add": "../outside"}], 400, "the name of a vector"),
         ([{"point": POINT, "add": "/etc/passwd"}], 400, "the name of a vector"),
         ([{"point": POINT, "add": "calm.npy"}], 404, "there is no vector calm.npy"),
