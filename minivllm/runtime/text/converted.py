@@ -60,8 +60,8 @@ def main(folder: str, write: str, seconds: str, names: str) -> None:
     except MemoryError:
         os._exit(MEMORY)
     except BaseException as e:  # transformers raises many types, and a panic of a library is not an Exception
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        answer = {"refused": reason}
+        lines = str(e).strip().splitlines() or [type(e).__name__]
+        answer = {"refused": lines[0]}
     with open(int(write), "wb") as pipe:
         pipe.write(json.dumps(answer).encode())
 

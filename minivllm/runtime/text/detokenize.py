@@ -27,7 +27,9 @@ def _byte_alphabet() -> dict[str, int]:
     Printable characters of Latin-1 spell themselves.  The other bytes are spelled from U+0100 on, in order."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(plain)]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
+    alphabet = {chr(b): b for b in plain}
+    alphabet.update({chr(256 + i): b for i, b in enumerate(others)})
+    return alphabet
 
 
 ALPHABET = _byte_alphabet()

@@ -217,7 +217,8 @@ def _sentencepiece(vocabulary: Vocabulary) -> Any:
     if _is_unigram(vocabulary, scores):
         least = min(scores) - 1e6  # score of tokens that sentencepiece does not find in text
         kinds = vocabulary.kinds
-        pieces = [(t, s if kind in PIECES else least) for t, kind, s in zip(tokens, kinds, scores, strict=True)]
+        found = [score if kinds[i] in PIECES else least for i, score in enumerate(scores)]
+        pieces = list(zip(tokens, found, strict=True))
         backend = Tokenizer(models.Unigram(pieces, vocabulary.ids.get("unknown"), of_bytes))
         if of_bytes:  # split text that is spelled like a byte token, so that the library does not use the token for it
             backend.pre_tokenizer = pre_tokenizers.Split(Regex("<(?=0x[0-9A-F]{2}>)"), "isolated")
@@ -254,7 +255,7 @@ def _is_unigram(vocabulary: Vocabulary, scores: Sequence[float]) -> bool:
 def merges_of(vocabulary: Vocabulary, scores: Sequence[float]) -> list[tuple[str, str]]:
     """Return the pairs of pieces that form a piece, in sentencepiece's order of merging, the best score first."""
     kinds = vocabulary.kinds
-    pieces = {t: i for i, (t, kind) in enumerate(zip(vocabulary.tokens, kinds, strict=True)) if kind in PIECES}
+    pieces = {token: i for i, token in enumerate(vocabulary.tokens) if kinds[i] in PIECES}
     found = []
     for piece, i in pieces.items():
         score = -float(scores[i])

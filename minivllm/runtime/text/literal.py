@@ -108,7 +108,9 @@ class ChatFiller:
         letters = {char for token in spellings.tokens for char in token if not char.isspace()} - NOT_IN_JSON
         self._every = _both_cases(self._keys | letters)
         self._marked = self._every if self._joins else _both_cases(self._keys)
-        self._search = re.compile("[" + re.escape("".join(sorted(self._marked))) + "]") if self._marked else None
+        self._search: re.Pattern[str] | None = None
+        if self._marked:
+            self._search = re.compile("[" + re.escape("".join(sorted(self._marked))) + "]")
         self._looked_for = self._searched_words(self._names.intersection(written))
         self._changes = not CHANGING.isdisjoint(self._names.union(filters))
         self._firsts = frozenset(token[0] for token in spellings.tokens)
@@ -186,7 +188,9 @@ class ChatFiller:
     def _mark_spelled(self, text: str, marks: Mapping[str, str]) -> str:
         """Mark only the first character of each special token in a text."""
         pieces = self.spellings.split(text)
-        pieces[1::2] = [marks[token[0]] + token[1:] for token in pieces[1::2]]
+        for at in range(1, len(pieces), 2):
+            token = pieces[at]
+            pieces[at] = marks[token[0]] + token[1:]
         return "".join(pieces)
 
     def _marks(self, strings: Sequence[str], alphabet: Iterable[str]) -> dict[str, str]:
@@ -282,7 +286,10 @@ def _mapped(values: Any, change: Callable[[str], str]) -> Any:
 
 def _both_cases(chars: Iterable[str]) -> frozenset[str]:
     """Return the characters in upper and lower case."""
-    return frozenset(c for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1)
+    both: set[str] = set()
+    for char in chars:
+        both.update((char, char.lower(), char.upper()))
+    return frozenset(char for char in both if len(char) == 1)
 
 
 def _hitting(tokens: Iterable[str], used: set[str]) -> frozenset[str]:
@@ -352,7 +359,7 @@ def without_spellings(backend: Any, tokens: Iterable[str]) -> tuple[Any, dict[st
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:  # without the merges that would make a special token
         pairs = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
-        model["merges"] = [m for m in pairs if names.keys().isdisjoint((*m, "".join(m)))]
+        model["merges"] = [pair for pair in pairs if names.keys().isdisjoint((*pair, "".join(pair)))]
     data["post_processor"] = None  # templates print their special tokens themselves
     renamed = Backend.from_str(json.dumps(data))
     for token, name in names.items():

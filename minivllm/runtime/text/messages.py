@@ -21,6 +21,8 @@ from minivllm.errors import RequestError, shown
 
 from .template_facts import MAPPING, PARTS, TEXT, TemplateFacts
 
+Message = dict[str, Any]
+Chat = Sequence[Mapping[str, Any]]  # a conversation, or other objects of a request
 ROLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 WANT = 'messages: expected a non-empty list of {"role": ..., "content": ...}'
 # type of a part -> the field with its text; input_text and output_text belong to OpenAI's Responses API
@@ -43,7 +45,7 @@ MEANT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_con
 PART_KEYS = frozenset({"type", "text", "refusal", "annotations", "cache_control", "logprobs", "id"})
 
 
-def check_messages(messages: Any) -> list[dict[str, Any]]:
+def check_messages(messages: Any) -> list[Message]:
     """Return a plain copy of a conversation, for ``fit``.  RequestError names the wrong place."""
     messages = getattr(messages, "messages", messages)
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not len(messages):
@@ -86,7 +88,7 @@ def _not_null(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def _message(message: Any, at: str) -> dict[str, Any]:
+def _message(message: Any, at: str) -> Message:
     """Return a checked copy of a message.  ``at`` is its place for errors."""
     if not isinstance(message, dict):
         raise _fail(at, f": expected a mapping with role and content, not {shown(message)}")
@@ -114,7 +116,7 @@ def _message(message: Any, at: str) -> dict[str, Any]:
     return checked
 
 
-def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
+def _content(content: Any, at: str) -> str | list[Message]:
     """Return checked content: text, or a list of parts of text."""
     if isinstance(content, str):
         return content
@@ -123,7 +125,7 @@ def _content(content: Any, at: str) -> str | list[dict[str, Any]]:
     return [_part(part, f"{at}[{i}]") for i, part in enumerate(content)]
 
 
-def _part(part: Any, at: str) -> dict[str, Any]:
+def _part(part: Any, at: str) -> Message:
     """Return a checked part of content, with the type "text"."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
@@ -144,7 +146,7 @@ def _part(part: Any, at: str) -> dict[str, Any]:
     return {**part, "type": "text"} if field == "text" else {"type": "text", "text": part[field]}
 
 
-def _calls(message: dict[str, Any], at: str) -> None:
+def _calls(message: Message, at: str) -> None:
     """Replace the tool calls of a message by checked copies, and remove an empty list of calls."""
     calls = message.get("tool_calls")
     legacy = message.pop("function_call", None)
@@ -160,7 +162,7 @@ def _calls(message: dict[str, Any], at: str) -> None:
         message.pop("tool_calls", None)
 
 
-def _call(call: Any, message: str, name: str) -> dict[str, Any]:
+def _call(call: Any, message: str, name: str) -> Message:
     """Return a checked copy of a call.  ``message`` is the place of the message, ``name`` that of the call in it."""
     at = f"{message}.{name}"
     if not isinstance(call, dict):
@@ -187,7 +189,7 @@ def _call(call: Any, message: str, name: str) -> dict[str, Any]:
 # ---- the forms of a template -----------------------------------------------------------------------------------------
 
 
-def fit(chat: Sequence[Mapping[str, Any]], facts: TemplateFacts) -> list[dict[str, Any]]:
+def fit(chat: Chat, facts: TemplateFacts) -> list[Message]:
     """Return a checked conversation in the forms that a template reads.
 
     RequestError for misspelled keys, and for values without such a form."""
@@ -227,7 +229,7 @@ def _refuse_slips(message: Mapping[str, Any], facts: TemplateFacts, at: str) -> 
             raise _fail(f"{at}.{str(key)[:64]}", f": unknown key; did you mean {near[0]}?")
 
 
-def unread(chat: Sequence[Mapping[str, Any]], reads: Callable[[str], bool]) -> list[str]:
+def unread(chat: Chat, reads: Callable[[str], bool]) -> list[str]:
     """Return the places of keys that have no effect.  ``reads`` returns whether a template reads a key."""
     found = []
     for i, message in enumerate(chat):
@@ -256,7 +258,7 @@ def _fitted_content(content: Any, form: str) -> Any:
     return content
 
 
-def _fitted_call(call: Mapping[str, Any], form: str, at: str) -> dict[str, Any]:
+def _fitted_call(call: Mapping[str, Any], form: str, at: str) -> Message:
     """Return a call with its arguments in the form that a template reads."""
     nested = "function" in call
     inside = dict(call["function"] if nested else call)
@@ -277,7 +279,7 @@ def _json(value: Any, at: str) -> str:
         raise _fail(at, f"={shown(value)}: expected text, numbers, booleans, null, lists and mappings") from None
 
 
-def _mapping_of(text: str, at: str) -> dict[str, Any]:
+def _mapping_of(text: str, at: str) -> Message:
     """Return the object in a JSON text.  An empty text is an empty object."""
     try:
         value = json.loads(text) if text.strip() else {}
@@ -296,7 +298,7 @@ INTRODUCTION = (
 )
 
 
-def check_tools(tools: Any) -> list[dict[str, Any]] | None:
+def check_tools(tools: Any) -> list[Message] | None:
     """Return a plain copy of tools, or None without tools.  RequestError names the wrong place."""
     if tools is None:
         return None
@@ -315,7 +317,7 @@ def check_tools(tools: Any) -> list[dict[str, Any]] | None:
     return made or None
 
 
-def check_documents(documents: Any) -> list[dict[str, Any]] | None:
+def check_documents(documents: Any) -> list[Message] | None:
     """Return a plain copy of documents, or None without documents.  RequestError names the wrong place."""
     if documents is None:
         return None
@@ -329,9 +331,7 @@ def check_documents(documents: Any) -> list[dict[str, Any]] | None:
     return made or None
 
 
-def tell_tools(
-    chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: str = TEXT
-) -> list[dict[str, Any]]:
+def tell_tools(chat: Chat, tools: Chat, form: str = TEXT) -> list[Message]:
     """Return the conversation with the tools in its system message, for a template without support of tools.
 
     ``form`` is the form in which the template reads content."""
@@ -346,7 +346,7 @@ def tell_tools(
     return [{**first, "content": _fitted_content(text, form)}, *rest]
 
 
-def tell_calls(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def tell_calls(chat: Chat) -> list[Message]:
     """Return the conversation with tool calls as text, for a template that does not print them."""
     made = []
     for i, original in enumerate(chat):
@@ -364,7 +364,7 @@ def tell_calls(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return made
 
 
-def with_content(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+def with_content(chat: Chat) -> list[Message] | None:
     """Return the conversation with empty text for missing content, or None if no content is missing."""
     if all("content" in message for message in chat):
         return None
@@ -377,11 +377,11 @@ MARK = "CONTINUE_FROM_HERE "  # its space shows whether a template trims the mes
 GOES_ON = "continue_final_message"
 
 
-def marked(chat: Sequence[Mapping[str, Any]], others: Any = None) -> tuple[list[dict[str, Any]], str]:
+def marked(chat: Chat, others: Any = None) -> tuple[list[Message], str]:
     """Return the conversation with a mark at the end of its last message, and the mark.
 
     The mark is a text that occurs nowhere else.  RequestError if the last message has no content."""
-    *before, last = map(dict, chat)
+    *before, last = [dict(message) for message in chat]
     content = last.get("content")
     if content is None or content == []:
         raise RequestError(f"{GOES_ON}: the last message has no content", GOES_ON)
@@ -394,7 +394,8 @@ def marked(chat: Sequence[Mapping[str, Any]], others: Any = None) -> tuple[list[
     if isinstance(content, str):
         return [*before, {**last, "content": content + mark}], mark
     *parts, end = content
-    return [*before, {**last, "content": [*parts, {**end, "text": end["text"] + mark}]}], mark
+    marked_end = {**end, "text": end["text"] + mark}
+    return [*before, {**last, "content": [*parts, marked_end]}], mark
 
 
 def cut_at(pieces: Sequence[str], mark: str) -> tuple[str, ...]:

@@ -374,7 +374,8 @@ class SequenceText:
         out: list[dict[int, Logprob] | None] = [None] * len(prompt)
         for first, lp in parts:
             for j in range(len(lp.chosen)):
-                scores = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), lp.top_ids[j].tolist(), lp.top[j].tolist())
+                ids, values = lp.top_ids[j].tolist(), lp.top[j].tolist()
+                scores = TokenLogprobs(float(lp.chosen[j]), int(lp.rank[j]), ids, values)
                 out[first + j] = entry_of(int(prompt[first + j]), scores, None, self._spell)
         return out
 

@@ -45,19 +45,18 @@ def facts_of(environment: Any, source: str) -> TemplateFacts:
     from jinja2 import meta, nodes
 
     tree = environment.parse(source)
+    uses = _Uses(tree)
     constants = [str(node.value) for node in tree.find_all(nodes.Const) if isinstance(node.value, str)]
     data = [node.data for node in tree.find_all(nodes.TemplateData)]
-    uses = _Uses(tree)
-    return TemplateFacts(
-        tuple(constants + data),
-        frozenset((*constants, *(node.attr for node in tree.find_all(nodes.Getattr)))),
-        frozenset(node.name for node in tree.find_all(nodes.Filter)),
-        frozenset(meta.find_undeclared_variables(tree)),
-        frozenset(uses.roles()),
-        uses.content(),
-        uses.arguments(),
-        uses._filtered({MESSAGE, MESSAGES}, frozenset({"tojson"})),
-    )
+    attributes = [node.attr for node in tree.find_all(nodes.Getattr)]
+    filters = frozenset(node.name for node in tree.find_all(nodes.Filter))
+    variables = frozenset(meta.find_undeclared_variables(tree))
+    roles = frozenset(uses.roles())
+    prints_messages = uses._filtered({MESSAGE, MESSAGES}, frozenset({"tojson"}))
+    written = tuple(constants + data)
+    names = frozenset(constants + attributes)
+    forms = uses.content(), uses.arguments()
+    return TemplateFacts(written, names, filters, variables, roles, *forms, prints_messages)
 
 
 class _Uses:

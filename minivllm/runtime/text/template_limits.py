@@ -179,7 +179,8 @@ def _check_text_filter(name: str, value: Any, rest: tuple[Any, ...]) -> None:
     elif name == "format":
         _check_format(value, rest)
     elif name == "indent":
-        width = max([4, *(len(indent) if isinstance(indent, str) else int(indent) for indent in rest)])
+        widths = [len(indent) if isinstance(indent, str) else int(indent) for indent in rest]
+        width = max([4, *widths])
         _most_text(size + width * (str(value).count("\n") + 1))
     elif name in ("join", "wordwrap"):
         _most_text(size + size * _longest(rest))

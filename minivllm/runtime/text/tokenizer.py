@@ -22,13 +22,14 @@ from .class_tokens import class_tokens
 from .converted import convert
 from .growth import check_growth, panics_as
 from .literal import ROLES, ChatFiller, ChatPrompt, Spellings, check_values, without_spellings
-from .messages import cut_at
+from .messages import Chat, cut_at
 from .template import ChatTemplate, chosen_template
 
 log = logging.getLogger("minivllm")
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
 READ = ("*.json", "*.model", "*.txt", "*.jinja")  # files that transformers may open
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")  # of an added token
 MORE_TEMPLATES, MOST_TEMPLATES = "additional_chat_templates", 64
 NOT_UNICODE = "prompt is not valid Unicode: expected text without lone surrogates"
 MOST_ENDS = 32  # most ids that end an answer, a limit of the device
@@ -227,8 +228,8 @@ class Tokenizer:
         add_generation_prompt: bool | None = None,
         *,
         tokenize: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Chat | None = None,
+        documents: Chat | None = None,
         chat_template: str | None = None,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -261,8 +262,8 @@ class Tokenizer:
         messages: Any,
         add_generation_prompt: bool | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Chat | None = None,
+        documents: Chat | None = None,
         chat_template: str | None = None,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
@@ -285,7 +286,8 @@ class Tokenizer:
             wanted = [self.token_id(token) for token in prompt.special]
             if prompt.plain and [i for i in ids if i in self._kept_apart] == wanted:
                 return ids
-            return [i for n, piece in enumerate(prompt.pieces) for i in self._encode_piece(piece, bool(n % 2))]
+            encoded = [self._encode_piece(piece, bool(n % 2)) for n, piece in enumerate(prompt.pieces)]
+            return [i for part in encoded for i in part]
         found = self._in_place(prompt)
         if found is not None:
             return found
@@ -305,7 +307,8 @@ class Tokenizer:
             if n % 2:
                 wanted.append((self.token_id(piece), at, at + len(piece)))
             at += len(piece)
-        there = [(i, *span) for i, span in zip(found.ids, found.offsets, strict=True) if i in self._kept_apart]
+        spans = zip(found.ids, found.offsets, strict=True)
+        there = [(i, *span) for i, span in spans if i in self._kept_apart]
         if len(there) != len(wanted):
             return None
         for (i, begin, end), (token, first, last) in zip(there, wanted, strict=True):
@@ -332,7 +335,8 @@ class Tokenizer:
         if self.backend is None:
             return self.special_ids
         added = {i: token.content for i, token in self.backend.get_added_tokens_decoder().items()}
-        tags = {t for text in added.values() if text[:2] == "</" for t in (text, "<" + text[2:])}
+        closing = {text for text in added.values() if text[:2] == "</"}
+        tags = closing | {"<" + text[2:] for text in closing}
         written = self._templates.written()
         own = {i for i, token in added.items() if token not in tags and _writes(written, token)}
         return self.special_ids | own | added.keys() & set(self.eos_ids)
@@ -409,7 +413,7 @@ def _added(token: Any, special: bool) -> Any:
 
     if not isinstance(token, dict):
         return AddedToken(_content(token), special=special)
-    flags = {k: bool(v) for k, v in token.items() if k in ("single_word", "lstrip", "rstrip", "normalized", "special")}
+    flags = {name: bool(value) for name, value in token.items() if name in FLAGS}
     return AddedToken(_content(token), **{"special": special, **flags})
 
 
@@ -420,13 +424,15 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     """
     there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
-    new = [_added(token, False) for _, token in sorted(listed.items(), key=lambda x: int(x[0]))]
+    in_order = sorted(listed, key=int)
+    new = [_added(listed[i], False) for i in in_order]
     backend.add_tokens([t for t in new if repr(t) not in there])
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
     extra = list(more.values() if isinstance(more, dict) else more)
-    named = [token for token in (*(config[name] for name in special), *own, *extra) if token is not None]
+    of_config = [config[name] for name in special]
+    named = [token for token in (*of_config, *own, *extra) if token is not None]
     backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
 
 
@@ -437,7 +443,8 @@ def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | 
     file = read_gguf(path)
     vocabulary = read_vocabulary(file)
     prefix = "tokenizer.chat_template."
-    named = {name.removeprefix(prefix): text for name, text in file.values.items() if name.startswith(prefix)}
+    keys = [name for name in file.values if name.startswith(prefix)]
+    named = {name.removeprefix(prefix): file.values[name] for name in keys}
     own = file.values.get("tokenizer.chat_template")
     found = _named_templates({**named, **({} if own is None else {DEFAULT: own})}, path)
     templates = chosen_template(found, chat_template)
@@ -480,7 +487,8 @@ def _read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     found |= _named_templates(_read_json(folder / "chat_template.json").get("chat_template"), folder)
     more = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))[:MOST_TEMPLATES]
     paths = {DEFAULT: folder / "chat_template.jinja", **{path.stem: path for path in more}}
-    named = {name: files.read_text(path, error=ModelError) for name, path in paths.items() if files.is_there(path)}
+    there = {name: path for name, path in paths.items() if files.is_there(path)}
+    named = {name: files.read_text(path, error=ModelError) for name, path in there.items()}
     if not named:
         return found
     return {name: found[name] for name in (DEFAULT,) if name in found} | named
@@ -520,6 +528,7 @@ def configured_eos(folder: Path, generation: Path | None = None) -> list[int]:
 def token_ids(found: Any, where: str) -> list[int]:
     """Return the ids of an ``eos_token_id``, which is one id or a list.  ModelError, which begins with ``where``."""
     ids = found if isinstance(found, list) else [found]
-    if len(ids) > MOST_ENDS or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+    valid = all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+    if len(ids) > MOST_ENDS or not valid:
         raise ModelError(f"{where}: eos_token_id={shown(found)}: expected at most {MOST_ENDS} token ids")
     return ids

@@ -51,7 +51,10 @@ def _kinds(decoder: Any) -> list[str]:
     """Return the types of a decoder and of the decoders inside it."""
     if not isinstance(decoder, dict):
         return []
-    return [decoder["type"], *(kind for part in decoder.get("decoders", ()) for kind in _kinds(part))]
+    kinds = [decoder["type"]]
+    for part in decoder.get("decoders", ()):
+        kinds += _kinds(part)
+    return kinds
 
 
 def _byte_level(token: str) -> bytes:
