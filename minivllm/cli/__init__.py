@@ -123,7 +123,8 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser)
 
     def command(name: str, run: str, text: str, *parents: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        sub = commands.add_parser(name, help=text, description=text, parents=[common, *parents])
+        own: Any = [common, *parents]
+        sub = commands.add_parser(name, help=text, description=text, parents=own)
         sub.set_defaults(run=f"minivllm.{run}")
         return sub
 

@@ -104,8 +104,8 @@ async def serve_async(
     if loaded is None:
         server = HttpServer(args.url, args.served_model, os.environ.get(args.api_key_env, ""), extra, timeout)
         name = await server.find_model()
-        watch = functools.partial(state.MachineWatch, None)
-        return await measure_serve(args, requests, server, watch, f"{name} at {args.url}", None, None)
+        elsewhere = functools.partial(state.MachineWatch, None)
+        return await measure_serve(args, requests, server, elsewhere, f"{name} at {args.url}", None, None)
     if not args.direct:
         with started(loaded) as (url, pid):
             server = HttpServer(url, "", "", extra, timeout)

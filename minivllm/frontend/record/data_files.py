@@ -46,7 +46,7 @@ def data_files(file: Path, tree: ast.Module) -> Iterator[tuple[str, Path]]:
 
 def _texts(tree: ast.AST) -> Iterator[str]:
     """Yield the strings of a module without docstrings.  ``*`` stands for the replacement fields of an f-string."""
-    skipped = set()
+    skipped: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
             skipped.update(id(part) for part in node.values)

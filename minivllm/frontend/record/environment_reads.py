@@ -55,13 +55,13 @@ def names(text: str) -> Iterator[str]:
     except (SyntaxError, ValueError, RecursionError):
         return
     constants: dict[str, Any] = {}
-    for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+    for statement in tree.body:
+        if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
             continue
-        if isinstance(node.value.value, str):
-            for target in node.targets:
+        if isinstance(statement.value.value, str):
+            for target in statement.targets:
                 if isinstance(target, ast.Name):
-                    constants[target.id] = node.value.value
+                    constants[target.id] = statement.value.value
 
     def named(node: ast.expr) -> str:
         value = node.value if isinstance(node, ast.Constant) else constants.get(getattr(node, "id", ""))

@@ -194,7 +194,7 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
         else:
             found[name] = _plain(value)
     builtin = declared_params.builtin()
-    others = {}
+    others: dict[str, Any] = {}
     for name, value in found.pop("extra", {}).items():
         (found if name in builtin else others)[name] = value
     if others:
