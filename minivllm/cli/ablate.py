@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,14 @@ from minivllm.cli.bench_runs import (
     watch_of,
     workload_flags,
 )
-from minivllm.cli.common import add_repeatable, add_switch, add_value, load, open_llm
+from minivllm.cli.common import JsonObject, add_repeatable, add_switch, add_value, load, open_llm
 from minivllm.errors import ConfigError, shown
 
 if TYPE_CHECKING:
+    from minivllm.cli.bench_runs import RequestsBySeed
     from minivllm.config import Loaded
     from minivllm.lab.bench.ablate import Ablation
     from minivllm.lab.bench.trials import Cell
-    from minivllm.lab.bench.workload import BenchAsk
 
 BASELINE = "baseline"
 AGAIN = "nothing (again)"  # the row of the second baseline, which has every part
@@ -87,7 +87,7 @@ def ablate(args: argparse.Namespace) -> int:
     return print_result(result, args, out, states)
 
 
-def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[JsonObject]]) -> list[JsonObject]:
     """Return a row for each removed part.  ``runs[0]`` is the baseline; a part of None is the second baseline."""
     from minivllm.lab.bench import repeats, trials
 
@@ -95,7 +95,7 @@ def _rows(parts: Sequence[Ablation | None], runs: Sequence[list[dict[str, Any]]]
     comparisons = [trials.against(cell_runs, baseline, trials.SPEED) for cell_runs in others]
     rows = []
     for part, cell_runs, verdict in zip(parts, others, trials.judged(comparisons), strict=True):
-        row: dict[str, Any] = {"part": AGAIN, "sets": [], "means": ""}
+        row: JsonObject = {"part": AGAIN, "sets": [], "means": ""}
         if part is not None:
             row = {"part": part.name, "sets": list(part.sets), "means": part.means}
         row["worth"] = verdict
@@ -140,13 +140,11 @@ def _generate(part: Ablation) -> Any:
     return parts.recompute if part.recompute else offline.generate
 
 
-def measure(
-    args: argparse.Namespace, cells: Sequence[Cell], requests: Callable[[int], Sequence[BenchAsk]]
-) -> list[list[dict[str, Any]]]:
+def measure(args: argparse.Namespace, cells: Sequence[Cell], requests: RequestsBySeed) -> list[list[JsonObject]]:
     """Return the runs of each cell, without the warm-up runs."""
     from minivllm.lab.bench import trials
 
-    def run(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
+    def run(cell: Cell, llm: Any, seed: int) -> JsonObject:
         watch = watch_of(llm.config, llm.engine.wiring.device)
         return trials.run(llm, requests(seed), args.temperature, seed, watch, cell.generate)
 
@@ -154,7 +152,7 @@ def measure(
         for turn in range(args.warmups):
             run(cell, llm, args.seed - 1 - turn)
 
-    def once(cell: Cell, llm: Any, seed: int) -> dict[str, Any]:
+    def once(cell: Cell, llm: Any, seed: int) -> JsonObject:
         counted = run(cell, llm, seed)
         progress(f"{cell.name}, seed {seed}: {counted['figures']['output_throughput']:.1f} tokens/s")
         return counted
@@ -163,7 +161,7 @@ def measure(
     return trials.Trials(once, warm).measure(cells, seeds, args.in_turns)
 
 
-def lines(title: str, result: dict[str, Any], repeats: int) -> list[str]:
+def lines(title: str, result: JsonObject, repeats: int) -> list[str]:
     """Return the lines of the printed table.
 
     The worth of a part is a throughput of the baseline over that without the part; for times it is the inverse.
@@ -187,7 +185,7 @@ def lines(title: str, result: dict[str, Any], repeats: int) -> list[str]:
     return out
 
 
-def _line(name: str, row: dict[str, Any], worth: str, rest: str) -> str:
+def _line(name: str, row: JsonObject, worth: str, rest: str) -> str:
     """Return a line of the table from the figures of ``row``."""
     from minivllm.lab.bench.repeats import with_bounds
 
@@ -197,7 +195,7 @@ def _line(name: str, row: dict[str, Any], worth: str, rest: str) -> str:
     return f"{name:20} {speed:>16} {worth:>20}  {ttft:>14} {tpot:>14}{rest}"
 
 
-def _part_line(row: dict[str, Any]) -> str:
+def _part_line(row: JsonObject) -> str:
     """Return the line of a removed part, with the share of tokens that stayed the same and the verdict."""
     from minivllm.lab.bench.trials import ratio_text
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm import files
 from minivllm.cli import bench_runs
-from minivllm.cli.common import add_switch, add_value, load, open_llm
+from minivllm.cli.common import JsonObject, add_switch, add_value, load, open_llm
 from minivllm.errors import ConfigError, EngineDeadError, where_requests_go
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def answer_of(batch: int, length: int, steps: int, limits: EngineLimits) -> int:
     return prefill_steps + steps + WARM + SPARE
 
 
-def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> dict[str, Any]:
+def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> JsonObject:
     """Profile prefill and ``steps`` decode steps of ``batch`` requests with ``length`` prompt tokens each.
 
     Returns ``{"prefill": {"steps", "ms": {seam: milliseconds a step}}, "decode": ..., "host_ms": ..., ...}``.
@@ -131,7 +131,7 @@ def measure(llm: Any, batch: int, length: int, steps: int, trace: str = "") -> d
         for _ in range(steps):
             engine.step()
 
-    phases: dict[str, Any] = {}
+    phases: JsonObject = {}
     for measured in (False, True):  # the first round warms up: first calls compile, allocate and fill caches
         names = _add_requests(llm, batch, length, answer, 1 + measured)
         phases["prefill"] = _phase(llm, measured, prefill)
@@ -172,7 +172,7 @@ def _add_requests(llm: Any, batch: int, length: int, answer: int, seed: int) -> 
     return names
 
 
-def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -> dict[str, Any]:
+def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -> JsonObject:
     """Call ``run`` and return the steps that the engine made, with each seam's milliseconds a step if ``measured``."""
     engine = llm.engine
     before = engine.clock.count
@@ -184,7 +184,7 @@ def _phase(llm: Any, measured: bool, run: Callable[[], None], trace: str = "") -
     return {"steps": steps, "ms": {seam: ms / steps for seam, ms in seam_ms.items()}}
 
 
-def table(figures: dict[str, Any]) -> str:
+def table(figures: JsonObject) -> str:
     """Return the figures of a profile as a table, sorted by decode time, the largest first."""
     phases = {name: figures[name]["ms"] for name in ("prefill", "decode")}
     totals = {name: sum(ms.values()) or 1.0 for name, ms in phases.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,13 @@ from minivllm.cli.bench_runs import (
     settings,
     watch_of,
 )
-from minivllm.cli.common import load
+from minivllm.cli.common import JsonObject, load
 from minivllm.errors import ConfigError, MinivllmError
 
 if TYPE_CHECKING:
+    from minivllm.cli.bench_runs import RequestsBySeed
     from minivllm.config import Loaded
     from minivllm.lab.bench.batching import BatchingWay
-    from minivllm.lab.bench.workload import BenchAsk
 
 LONGEST_TIMEOUT = 10_000  # milliseconds: the wait of the static batch, which longer timeouts would not differ from
 
@@ -46,8 +46,8 @@ def batching(args: argparse.Namespace) -> int:
         )
     policies = [(way, _loaded(args, way)) for way in lab.ways(args.batch, args.timeout_ms, args.policy)]
     bills = {way.name: bill_of_config(loaded) for way, loaded in policies}  # refuses bad settings before any run
-    rows: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
+    states: list[JsonObject] = []
     title = ""
     groups = [policies] if args.in_turns else [[policy] for policy in policies]
     for group in groups:
@@ -91,9 +91,9 @@ def _loaded(args: argparse.Namespace, way: BatchingWay) -> Loaded:
 
 async def measure(
     args: argparse.Namespace,
-    requests: Callable[[int], Sequence[BenchAsk]],
+    requests: RequestsBySeed,
     policies: Sequence[tuple[BatchingWay, Loaded]],
-) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+) -> tuple[str, list[JsonObject], list[JsonObject]]:
     """Measure policies over all rates; return a title, a row for each rate and policy, and the machine states.
 
     All policies run the same seeds, one run each in turns, in an order that rotates.  Each policy has one engine for
@@ -138,7 +138,7 @@ async def _runs_at(load: Any, ways: Sequence[BatchingWay], benches: Sequence[Any
     return runs
 
 
-def _row(load: Any, way: BatchingWay, runs: Sequence[Any]) -> dict[str, Any]:
+def _row(load: Any, way: BatchingWay, runs: Sequence[Any]) -> JsonObject:
     """Return the row of a policy under one load.  MinivllmError if a request of its runs failed."""
     from minivllm.lab.bench.loads import row_of
 
@@ -149,7 +149,7 @@ def _row(load: Any, way: BatchingWay, runs: Sequence[Any]) -> dict[str, Any]:
     return {**row, "policy": way.name, "sets": list(way.sets)}
 
 
-def lines(title: str, rows: Sequence[dict[str, Any]], result: dict[str, Any], args: argparse.Namespace) -> list[str]:
+def lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args: argparse.Namespace) -> list[str]:
     """Return the lines of the printed table, by rate."""
     out = [
         f"{title}: {result['num_prompts']} requests, {args.repeats} runs each by one engine a policy, paired by seed; "
@@ -162,7 +162,7 @@ def lines(title: str, rows: Sequence[dict[str, Any]], result: dict[str, Any], ar
     return out
 
 
-def _line(rate: float, row: dict[str, Any]) -> str:
+def _line(rate: float, row: JsonObject) -> str:
     """Return the line of a rate and a policy."""
     from minivllm.lab.bench.repeats import with_bounds
     from minivllm.lab.bench.trials import ratio_text

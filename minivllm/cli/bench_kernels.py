@@ -18,7 +18,7 @@ from minivllm.cli.bench_runs import (
     settings,
     watch_of,
 )
-from minivllm.cli.common import load, open_llm
+from minivllm.cli.common import JsonObject, load, open_llm
 from minivllm.errors import ResourceError
 
 if TYPE_CHECKING:
@@ -40,9 +40,9 @@ def kernels(args: argparse.Namespace) -> int:
 
     check_output(args)
     loaded = load(args)
-    rows: list[dict[str, Any]] = []
-    runs: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
+    runs: list[JsonObject] = []
+    states: list[JsonObject] = []
     with open_llm(loaded, args) as llm, torch.inference_mode(), explained_memory_error():
         bench = KernelBench(llm)
         clock = OperationClock(llm.engine.wiring.device)
@@ -54,7 +54,7 @@ def kernels(args: argparse.Namespace) -> int:
         for batch, tokens, context in _loads(args):
             measured = [Measured(operation, clock) for operation in bench.operations(batch, tokens, context)]
 
-            def once(_seed: int, measured: Sequence[Measured] = measured) -> dict[str, Any]:
+            def once(_seed: int, measured: Sequence[Measured] = measured) -> JsonObject:
                 return time_all(measured)
 
             load_runs, load_states = offline.repeated(once, args.warmups, args.repeats, args.seed, watch)
@@ -134,7 +134,7 @@ class Measured:
             self.failure = self.failure or text.splitlines()[0][:200]
             return None
 
-    def row(self, merged: dict[str, Any], peaks: MachinePeaks) -> dict[str, Any]:
+    def row(self, merged: JsonObject, peaks: MachinePeaks) -> JsonObject:
         """Return the result row: microseconds of a call with their interval, the lower bound, and torch's time."""
         operation = self.operation
         own_key = f"{operation.key}: us"
@@ -166,12 +166,12 @@ class Measured:
         }
 
 
-def time_all(measured: Sequence[Measured]) -> dict[str, Any]:
+def time_all(measured: Sequence[Measured]) -> JsonObject:
     """Time each operation of a step once, in microseconds.
 
     A run goes through all operations before the next run begins, so that drift of the machine affects all of them.
     """
-    run: dict[str, Any] = {}
+    run: JsonObject = {}
     for operation in measured:
         key = operation.operation.key
         if operation.ours is not None:
@@ -181,7 +181,7 @@ def time_all(measured: Sequence[Measured]) -> dict[str, Any]:
     return run
 
 
-def lines(title: str, rows: Sequence[dict[str, Any]], peaks: MachinePeaks) -> list[str]:
+def lines(title: str, rows: Sequence[JsonObject], peaks: MachinePeaks) -> list[str]:
     """Return the lines of the printed table."""
     roofs = f"{peaks.bytes_per_s / 1e9:.1f} GB/s of memory, {peaks.flops_per_s / 1e9:.0f} Gflop/s of a product"
     out = [
@@ -193,7 +193,7 @@ def lines(title: str, rows: Sequence[dict[str, Any]], peaks: MachinePeaks) -> li
     return out + [_line(row) for row in rows]
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: JsonObject) -> str:
     """Return the line of an operation."""
     from minivllm.lab.bench.repeats import with_bounds
 

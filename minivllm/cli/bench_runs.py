@@ -13,13 +13,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm import files
-from minivllm.cli.common import add_switch, add_value, load, open_llm, report
+from minivllm.cli.common import JsonObject, add_switch, add_value, load, open_llm, report
 from minivllm.errors import ConfigError
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
     from minivllm.lab.bench.limits import EngineLimits
     from minivllm.lab.bench.workload import BenchAsk
+
+    RequestsBySeed = Callable[[int], Sequence[BenchAsk]]  # from a seed to the requests of a run
 
 COMPONENTS = {  # figures of ``bench memory``, in the order in which they are printed
     "weight_bytes": "weights",
@@ -223,7 +225,7 @@ def _kernel_flags(sub: argparse.ArgumentParser) -> None:
 # ---- shared by the measurements --------------------------------------------------------------------------------------
 
 
-def requests_by_seed(args: argparse.Namespace, limits: EngineLimits | None) -> Callable[[int], Sequence[BenchAsk]]:
+def requests_by_seed(args: argparse.Namespace, limits: EngineLimits | None) -> RequestsBySeed:
     """Return a function from a seed to the requests of its run; requests of a file are the same for each seed.
 
     ``limits`` are those of the engine that answers; None stands for a server with unknown limits.  Sizes that the user
@@ -267,9 +269,7 @@ def check_vocab(args: argparse.Namespace, limits: EngineLimits | None) -> None:
         raise ConfigError(f"--vocab {args.vocab}: the model has {limits.vocab} tokens; expected at most as many")
 
 
-def _file_requests(
-    args: argparse.Namespace, limits: EngineLimits | None, vocab: int
-) -> Callable[[int], Sequence[BenchAsk]]:
+def _file_requests(args: argparse.Namespace, limits: EngineLimits | None, vocab: int) -> RequestsBySeed:
     """Return a function from any seed to the requests of ``--dataset``, a file of prompts or a trace."""
     from minivllm.lab.bench import workload
 
@@ -359,7 +359,7 @@ def workload_text(args: argparse.Namespace, requests: Sequence[BenchAsk]) -> str
     return f"{len(requests)} requests of {sizes}, {temperature}"
 
 
-def settings(args: argparse.Namespace) -> dict[str, Any]:
+def settings(args: argparse.Namespace) -> JsonObject:
     """Return the flags of a measurement, which are part of the result."""
     outside = ("run", "debug", "json", "output_json", "config", "set", "allow_target", "drawn")
     return {key: value for key, value in sorted(vars(args).items()) if key not in outside}
@@ -372,7 +372,7 @@ def check_output(args: argparse.Namespace) -> None:
 
 
 def print_result(
-    result: dict[str, Any], args: argparse.Namespace, lines: Sequence[str], states: Sequence[dict[str, Any]] = ()
+    result: JsonObject, args: argparse.Namespace, lines: Sequence[str], states: Sequence[JsonObject] = ()
 ) -> int:
     """Print a result as lines of text or as JSON, write the file of ``--output-json``, and return exit code 0.
 
@@ -407,7 +407,7 @@ def planned_bill(loaded: Loaded, args: argparse.Namespace) -> Any:
     return bill_of_config(loaded) if args.json or args.output_json else None
 
 
-def bill_of_config(loaded: Loaded) -> dict[str, Any]:
+def bill_of_config(loaded: Loaded) -> JsonObject:
     """Return the bill of materials of a configuration without building an engine."""
     from minivllm.device.hardware import prepare_environment
 
@@ -419,7 +419,7 @@ def bill_of_config(loaded: Loaded) -> dict[str, Any]:
     return bill.make(resolve(loaded.engine, Catalog.discover(), loaded.origins), loaded)
 
 
-def energy_line(result: dict[str, Any], states: Sequence[dict[str, Any]]) -> str:
+def energy_line(result: JsonObject, states: Sequence[JsonObject]) -> str:
     """Return the joules of a token as a line, or the reason why they are unknown."""
     from minivllm.lab.bench.repeats import with_bounds
 
@@ -431,7 +431,7 @@ def energy_line(result: dict[str, Any], states: Sequence[dict[str, Any]]) -> str
     return f"energy: unknown: {states[-1].get('energy_unknown', 'no counter')}"
 
 
-def machine_line(states: Sequence[dict[str, Any]]) -> str:
+def machine_line(states: Sequence[JsonObject]) -> str:
     """Return a line about other load, clocks and throttling of the machine during the runs."""
     parts = []
     others = [state["cores_of_others"] for state in states if state.get("cores_of_others") is not None]
@@ -478,9 +478,9 @@ def latency(args: argparse.Namespace) -> int:
 
     check_output(args)
     loaded = load(args)
-    rows: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = []
-    runs: list[dict[str, Any]] = []
+    rows: list[JsonObject] = []
+    states: list[JsonObject] = []
+    runs: list[JsonObject] = []
     with open_llm(loaded, args) as llm:
         watch = watch_of(llm.config, llm.engine.wiring.device)
         _fit_latency(args, of_engine(llm))
@@ -504,7 +504,7 @@ def latency(args: argparse.Namespace) -> int:
     return print_result(result, args, lines, states)
 
 
-def _latency_line(row: dict[str, Any]) -> str:
+def _latency_line(row: JsonObject) -> str:
     """Return the printed line of a prompt length and batch size."""
     from minivllm.lab.bench.repeats import with_bounds
 
@@ -557,7 +557,7 @@ def throughput(args: argparse.Namespace) -> int:
         requests = requests_by_seed(args, of_engine(llm))
         watch = watch_of(llm.config, llm.engine.wiring.device)
 
-        def once(seed: int) -> dict[str, Any]:
+        def once(seed: int) -> JsonObject:
             run = offline.throughput(llm, requests(seed), args.temperature, seed)
             return {key: value for key, value in run.items() if key != "token_ids"}
 
@@ -599,7 +599,7 @@ def memory(args: argparse.Namespace) -> int:
 
     turns = args.warmups + args.repeats
     runs = [offline.memory(build, work) for _ in range(turns)][args.warmups :]
-    states: list[dict[str, Any]] = [{} for _ in runs]
+    states: list[JsonObject] = [{} for _ in runs]
     result = repeats.result("memory", runs, states, settings(args), planned_bill(loaded, args))
     title = config_title(loaded, f"{len(requests(args.seed))} requests")
     lines = [f"{text:32} {result[key] / 2**20:10.1f} MiB" for key, text in COMPONENTS.items() if key in result]

@@ -6,7 +6,7 @@ import argparse
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.bench_runs import (
@@ -22,12 +22,12 @@ from minivllm.cli.bench_runs import (
     settings,
     watch_of,
 )
-from minivllm.cli.common import load
+from minivllm.cli.common import JsonObject, load
 from minivllm.errors import ConfigError, MinivllmError, shown
 
 if TYPE_CHECKING:
+    from minivllm.cli.bench_runs import RequestsBySeed
     from minivllm.config import Loaded
-    from minivllm.lab.bench.workload import BenchAsk
 
 LATE = 20.0  # milliseconds of delay in sending requests that the result warns about
 FEWEST = 24  # requests of a run, without which the knee is too uncertain
@@ -91,9 +91,7 @@ def _check_server(args: argparse.Namespace) -> None:
         raise ConfigError(f"--api-key-env {shown(args.api_key_env)}: no such environment variable; set it to the key")
 
 
-async def serve_async(
-    args: argparse.Namespace, requests: Callable[[int], Sequence[BenchAsk]], loaded: Loaded | None
-) -> int:
+async def serve_async(args: argparse.Namespace, requests: RequestsBySeed, loaded: Loaded | None) -> int:
     """Measure the server at ``--url``, or an engine of ``loaded`` with or without HTTP; return the exit code."""
     from minivllm.lab.bench import state
     from minivllm.lab.bench.client import TIMEOUT, HttpServer
@@ -145,7 +143,7 @@ async def measure_serve(
     most = max(args.max_concurrency, default=None)
     for _ in range(args.warmups):
         await bench.warm(most or len(requests(args.seed)), most)
-    more: dict[str, Any] = {}
+    more: JsonObject = {}
     if args.find_knee:
         start = args.request_rate[0] if args.request_rate else 1.0
         more = await bench.knee(start, most, args.goodput_share, args.repeats)
@@ -172,9 +170,7 @@ async def measure_serve(
     return print_result(result, args, serve_lines(title, rows, result, args))
 
 
-def serve_lines(
-    title: str, rows: Sequence[dict[str, Any]], result: dict[str, Any], args: argparse.Namespace
-) -> list[str]:
+def serve_lines(title: str, rows: Sequence[JsonObject], result: JsonObject, args: argparse.Namespace) -> list[str]:
     """Return the lines of the printed result: the table of loads, the knee, and notes."""
     from minivllm.lab.bench.serving import knee_text
 
@@ -203,7 +199,7 @@ def serve_lines(
     return [*lines, energy, machine_line(states)]
 
 
-def _load_line(row: dict[str, Any], goodput: bool) -> str:
+def _load_line(row: JsonObject, goodput: bool) -> str:
     """Return the line of a load, with the answers a second that met the targets if ``goodput``."""
     from minivllm.lab.bench.repeats import with_bounds
 

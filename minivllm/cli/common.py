@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from minivllm.errors import ConfigError, shown
 if TYPE_CHECKING:
     from minivllm.config import Loaded
 
+JsonObject = dict[str, Any]  # an object that is read from JSON or printed as JSON
 SAMPLING: tuple[tuple[str, Any, str], ...] = (
     ("max_tokens", int, "tokens to generate at most"),
     ("temperature", float, "0 is greedy"),
@@ -71,7 +73,7 @@ def config_flags(
     add_repeatable(parser, "--allow-target", "MODULE", "allow plug-ins of this module, named as module:Class")
 
 
-def target_flags(args: argparse.Namespace) -> dict[str, Any]:
+def target_flags(args: argparse.Namespace) -> JsonObject:
     """Return the option ``allow_targets`` if ``--allow-target`` was used, else no options."""
     return {"allow_targets": args.allow_target} if args.allow_target else {}
 
@@ -91,7 +93,7 @@ def load(args: argparse.Namespace, files: Sequence[str] = ()) -> Loaded:
     ``files`` are configuration files among the command's positional arguments.  Only these may have a [run]
     table, which is for `minivllm run`.
     """
-    flags: dict[str, Any] = {"model": args.model} if args.model is not None else {}
+    flags: JsonObject = {"model": args.model} if args.model is not None else {}
     flags |= target_flags(args)
     if getattr(args, "hf_overrides", None) is not None:
         flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
@@ -116,7 +118,7 @@ def check_one_model(args: argparse.Namespace) -> None:
     args.model = args.positional
 
 
-def json_table(flag: str, text: str) -> dict[str, Any]:
+def json_table(flag: str, text: str) -> JsonObject:
     """Return the JSON object in a flag's text.  ConfigError if the text is not a JSON object."""
     try:
         found: Any = json.loads(text)
@@ -198,10 +200,28 @@ def show_warnings() -> None:
         log.addHandler(ToStderr(logging.WARNING))
 
 
+def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
+    """Return the file for the record of this run, None for no record.
+
+    ConfigError if it cannot be written, or if it is the record that `minivllm run` repeats.
+    """
+    from minivllm.frontend.record.bill import check_writable
+
+    is_run = hasattr(args, "file")  # the [run] table of a configuration is only for `minivllm run`
+    path = getattr(args, "record", None) or None
+    if path is None and is_run:
+        path = loaded.run.record
+    if path is None:
+        return None
+    check_writable(path)
+    if is_run and os.path.abspath(args.file) == os.path.abspath(path):
+        raise ConfigError(f"--record {path}: is the record of the run to repeat; choose another file")
+    return path
+
+
 def open_llm(loaded: Loaded, args: argparse.Namespace) -> Any:
     """Build the engine of a command, and record its run if ``--record`` or the ``[run]`` table names a file."""
     from minivllm import LLM  # not minivllm.frontend.llm: this sets up the environment before torch is imported
-    from minivllm.cli.record import record_path
 
     if logging.lastResort is not None:  # print the errors of hooks, which the library itself only logs
         logging.getLogger("minivllm.hooks").addHandler(logging.lastResort)

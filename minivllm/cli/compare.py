@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,15 +30,15 @@ from minivllm.cli.bench_runs import (
     workload_flags,
     workload_text,
 )
-from minivllm.cli.common import add_switch, add_value, load, open_llm, report, split_at_commas
+from minivllm.cli.common import JsonObject, add_switch, add_value, load, open_llm, report, split_at_commas
 from minivllm.errors import ConfigError, MinivllmError, RequestError, brief, describe_error, shown
 
 if TYPE_CHECKING:
+    from minivllm.cli.bench_runs import RequestsBySeed
     from minivllm.config import Loaded
     from minivllm.lab.bench.quality import TextScores
     from minivllm.lab.bench.store import Store
     from minivllm.lab.bench.trials import Cell
-    from minivllm.lab.bench.workload import BenchAsk
 
 
 CASES = 20  # default number of cases of a task and seed
@@ -80,7 +80,7 @@ class Contender:
     name: str
     args: argparse.Namespace
     loaded: Loaded
-    bill: dict[str, Any] = field(default_factory=dict)
+    bill: JsonObject = field(default_factory=dict)
     key: str = ""
 
 
@@ -204,21 +204,21 @@ class Work:
     """The measurements of each contender.  Results go to the store as soon as they are known."""
 
     args: argparse.Namespace
-    requests: Callable[[int], Sequence[BenchAsk]]
+    requests: RequestsBySeed
     store: Store
     text: str  # scored for its perplexity; "" skips that
     first: Contender  # the reference of the others
-    lm_eval: dict[str, Any] = field(default_factory=dict)  # the loaded tasks of lm-eval
+    lm_eval: JsonObject = field(default_factory=dict)  # the loaded tasks of lm-eval
     scores: TextScores | None = None  # those of ``first``
 
     @functools.cached_property
-    def lm_identity(self) -> dict[str, Any]:
+    def lm_identity(self) -> JsonObject:
         """Return the identity of the lm-eval tasks, which is part of the key of runs."""
         from minivllm.lab.bench import lm_tasks
 
         return lm_tasks.identity(self.lm_eval)
 
-    def identity(self, contender: Contender) -> tuple[dict[str, Any], str]:
+    def identity(self, contender: Contender) -> tuple[JsonObject, str]:
         """Return the bill of materials of a contender, and the digest of the bill and of the work to measure."""
         from minivllm.lab.bench.store import digest
 
@@ -237,7 +237,7 @@ class Work:
         bill = bill_of_config(contender.loaded)
         return bill, digest(bill, work)
 
-    def stored(self, found: Sequence[Contender]) -> list[dict[str, Any]]:
+    def stored(self, found: Sequence[Contender]) -> list[JsonObject]:
         """Return the runs of each contender, and its quality relative to the first."""
         results = []
         for contender in found:

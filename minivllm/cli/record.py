@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.common import add_switch, add_value, report
-from minivllm.errors import ConfigError, MinivllmError, suggest
+from minivllm.errors import MinivllmError, suggest
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -78,25 +77,6 @@ def _check_only(subjects: Sequence[str], allowed: set[str]) -> None:
 def _title(path: str, record: Mapping[str, Any]) -> str:
     """Return the path, the date and the start of the fingerprint of a record."""
     return f"{path}   {record['created']}   fingerprint {record['fingerprint'][:12]}"
-
-
-def record_path(args: argparse.Namespace, loaded: Loaded) -> str | None:
-    """Return the file for the record of this run, None for no record.
-
-    ConfigError if it cannot be written, or if it is the record that `minivllm run` repeats.
-    """
-    from minivllm.frontend.record.bill import check_writable
-
-    is_run = hasattr(args, "file")  # the [run] table of a configuration is only for `minivllm run`
-    path = getattr(args, "record", None) or None
-    if path is None and is_run:
-        path = loaded.run.record
-    if path is None:
-        return None
-    check_writable(path)
-    if is_run and os.path.abspath(args.file) == os.path.abspath(path):
-        raise ConfigError(f"--record {path}: is the record of the run to repeat; choose another file")
-    return path
 
 
 def read_record(path: str) -> dict[str, Any] | None:

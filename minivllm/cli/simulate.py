@@ -14,7 +14,16 @@ from dataclasses import replace
 from typing import Any
 
 from minivllm import files
-from minivllm.cli.common import add_repeatable, add_switch, add_value, config_flags, load, named_parts, report
+from minivllm.cli.common import (
+    JsonObject,
+    add_repeatable,
+    add_switch,
+    add_value,
+    config_flags,
+    load,
+    named_parts,
+    report,
+)
 from minivllm.cli.replay import choices_of, configs_of, part_flags, part_of, print_figures, sizes
 from minivllm.errors import ConfigError
 
@@ -162,7 +171,7 @@ def _rows(args: argparse.Namespace, trace: Any, costs: Any, goals: Any, rates: A
     configs, options = _configs(args)
     answers = not (args.real or args.no_answer_hits)
 
-    def simulated(case: Any, faster: Any, table: Any) -> dict[str, Any]:
+    def simulated(case: Any, faster: Any, table: Any) -> JsonObject:
         return figures.figures(cases.simulate(case, faster, table, answers), goals, costs.watts)
 
     rows = []
@@ -225,7 +234,7 @@ def _configs(args: argparse.Namespace) -> tuple[list[tuple[str, Any]], list[tupl
     return configs, options
 
 
-def _really(case: Any, trace: Any, goals: Any, count: int) -> dict[str, Any]:
+def _really(case: Any, trace: Any, goals: Any, count: int) -> JsonObject:
     """Run a trace ``count`` times on the real engine, with a new engine each; return medians and 95 % intervals."""
     from minivllm import LLM
     from minivllm.lab.bench import repeats
@@ -282,7 +291,7 @@ COLUMNS = {
 }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[JsonObject]) -> str:
     """Return the runs as a text table.
 
     Below a run are the bounds of its error band, and with ``--real`` the real figures and the error of the simulation.
@@ -302,7 +311,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(texts)
 
 
-def _row_lines(row: dict[str, Any], keys: list[str]) -> list[list[str]]:
+def _row_lines(row: JsonObject, keys: list[str]) -> list[list[str]]:
     """Return the cells of a run's line and of the lines below it."""
     names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
     lines = [[*names, *(_cell(key, row.get(key)) for key in keys)]]
@@ -324,13 +333,13 @@ def _row_lines(row: dict[str, Any], keys: list[str]) -> list[list[str]]:
     return lines
 
 
-def _half(key: str, real: dict[str, Any]) -> str:
+def _half(key: str, real: JsonObject) -> str:
     """Return half the width of the interval of a real figure."""
     bounds = real["intervals"].get(key)
     return _cell(key, (bounds[1] - bounds[0]) / 2) if bounds else ""
 
 
-def _off(row: dict[str, Any], key: str) -> str:
+def _off(row: JsonObject, key: str) -> str:
     """Return the relative error of a simulated figure, with its interval if the real figure has one."""
     if key not in row["off"]:
         return ""

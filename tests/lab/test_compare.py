@@ -16,8 +16,8 @@ from cli_helpers import said
 
 from minivllm import LLM, SamplingParams
 from minivllm.cli import compare as cli_compare
+from minivllm.cli.common import record_path
 from minivllm.cli.compare import contenders
-from minivllm.cli.record import record_path
 from minivllm.errors import ConfigError
 from minivllm.lab.bench import quality, report, trials
 from minivllm.lab.bench.comparing import ComparedRuns

@@ -7,3 +7,8 @@
 
 Importing ``minivllm`` imports nothing of this package.
 """
+
+from collections.abc import Mapping
+from typing import Any
+
+JsonObject = Mapping[str, Any]  # a bill, or an object in it

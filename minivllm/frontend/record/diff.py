@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from . import values
+from . import JsonObject, values
 from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
@@ -92,7 +92,7 @@ def _differ_verb(names: Sequence[str]) -> str:
     return "differs" if len(names) == 1 else "differ"
 
 
-def compare(a: Mapping[str, Any], b: Mapping[str, Any], results: bool = True) -> Comparison:
+def compare(a: JsonObject, b: JsonObject, results: bool = True) -> Comparison:
     """Compare two bills.  ``results`` False leaves out requests and results, for a run that has not begun."""
     left = nodes(a)
     right = nodes(b)
@@ -186,7 +186,7 @@ def _shown(x: DiffNode | None, y: DiffNode | None) -> tuple[str, str]:
     return a, b
 
 
-def _tokens(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[str, str]:
+def _tokens(a: JsonObject | None, b: JsonObject | None) -> tuple[str, str]:
     """Return whether both runs generated the same token ids for the same prompts, and a sentence about it."""
     if not a or not b:
         return UNKNOWN, "the tokens cannot be compared: a record holds no results"
@@ -202,14 +202,14 @@ def _tokens(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> tuple[s
         return UNKNOWN, "the tokens cannot be compared: a run has requests that have not ended"
     if not a["outputs"] or not b["outputs"]:
         return OTHER, f"the tokens are not the same: {count}"
-    only_a = Counter(a["outputs"]) - Counter(b["outputs"])
+    only_a: Counter[str] = Counter(a["outputs"]) - Counter(b["outputs"])
     outputs = zip(a["outputs"], b["outputs"], strict=False)
     first = next((number for number, (x, y) in enumerate(outputs, 1) if x != y), 1)
     share = f"{sum(only_a.values()):,} of {a['requests']:,} requests"
     return OTHER, f"the tokens are not the same: {share} differ, the first is request {first:,}"
 
 
-def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def _measured(a: JsonObject, b: JsonObject) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, a, b) of the measurements that differ."""
     left = dict(_leaves(a))
     right = dict(_leaves(b))
@@ -218,7 +218,7 @@ def _measured(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str,
             yield name, left.get(name), right.get(name)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+def _leaves(values: JsonObject, prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yield (dotted name, value) of results, without hashes and values of single requests."""
     for key, value in values.items():
         if key.endswith("_hash") or key in ("outputs", "joules"):
@@ -229,7 +229,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
             yield f"{prefix}{key}", value
 
 
-def _unknown(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+def _unknown(a: JsonObject, b: JsonObject) -> list[str]:
     """Return the seams of parts that decide tokens and whose source is not, or not completely, known."""
     parts = [*a["parts"], *b["parts"]]
     return list(dict.fromkeys(p["seam"] for p in parts if _hidden(p["source"]) and _decides(p["seam"])))
@@ -240,7 +240,7 @@ def _decides(seam: str) -> bool:
     return seam.partition(".")[0] not in LOOK_ON
 
 
-def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference], dict[str, list[str]]]:
+def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, list[str]]]:
     """Compare the values that the code of common parts reads.
 
     Returns the values that differ, and by seam sentences about values that cannot be compared.
@@ -269,7 +269,7 @@ def _values(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[list[Difference
     return found, not_known
 
 
-def _value_pairs(x: Mapping[str, Any], y: Mapping[str, Any], same_source: bool) -> Iterator[tuple[str, Any, Any]]:
+def _value_pairs(x: JsonObject, y: JsonObject, same_source: bool) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name, value in x, value in y) of the values of a part in two bills, None for a missing value.
 
     Skips values of modules that one run had not loaded.  If the sources differ, skips names that only one has, because
@@ -283,12 +283,12 @@ def _value_pairs(x: Mapping[str, Any], y: Mapping[str, Any], same_source: bool) 
             yield name, left, right
 
 
-def _hidden(source: Mapping[str, Any]) -> bool:
+def _hidden(source: JsonObject) -> bool:
     """Return whether a part may have changed in something that its hash does not cover."""
     return not source["hash"] or "missing" in source
 
 
-def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+def _warnings(a: JsonObject, b: JsonObject) -> Iterator[str]:
     """Yield sentences about unknown sources, sources that changed during a run, and errors of a run."""
     for which, bill in (("a", a), ("b", b)):
         for part in bill["parts"]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from . import JsonObject
 from .sources import digest
 from .values import settled
 
@@ -88,7 +89,7 @@ def show(value: Any) -> str:
     return str(value)
 
 
-def nodes(bill: Mapping[str, Any]) -> dict[str, DiffNode]:
+def nodes(bill: JsonObject) -> dict[str, DiffNode]:
     """Return all nodes of a bill by name, in the order in which they are printed."""
     found: dict[str, DiffNode] = {}
     for make in (_model, _parts, _options, _requests, _versions, _machine):
@@ -96,7 +97,7 @@ def nodes(bill: Mapping[str, Any]) -> dict[str, DiffNode]:
     return found
 
 
-def fingerprint(bill: Mapping[str, Any]) -> str:
+def fingerprint(bill: JsonObject) -> str:
     """Return the SHA-256 over the groups of ``IDENTITY`` and the values that parts read."""
     covered: dict[str, Any] = {}
     for node in nodes(bill).values():
@@ -109,7 +110,7 @@ def fingerprint(bill: Mapping[str, Any]) -> str:
     return digest(covered)
 
 
-def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _model(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of the model, its tokenizer and second models.
 
     The files of a model are its identity.  The commit of a model from the hub may change although the files stay the
@@ -139,20 +140,20 @@ def _model(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         yield from _commit(name, second)
 
 
-def _named(name: str, found: Mapping[str, Any]) -> str:
+def _named(name: str, found: JsonObject) -> str:
     """Return the name of a model with its commit, if it has one, and the start of its hash."""
     at = f" at {found['commit']}" if "commit" in found else ""
     return f"{name}{at} ({found['hash'][:12]})"
 
 
-def _commit(name: str, found: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _commit(name: str, found: JsonObject) -> Iterator[DiffNode]:
     """Yield the node of the commit of a model or tokenizer from the hub, nothing for others."""
     if "commit" in found:
         value = [found["repository"], found["commit"]]
         yield DiffNode(f"commit of {name}", "model", value, counts=False, both=True, shown=" at ".join(value))
 
 
-def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _options(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of options, with minivllm's choice as the value of an option that was left open."""
     asked = bill["config"]["values"]
     used = bill["resolved"]
@@ -174,7 +175,7 @@ def _options(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         yield DiffNode("kv_blocks", "options", used["kv_blocks"], asked["num_kvcache_blocks"], counts=False, both=True)
 
 
-def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _parts(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of minivllm itself, of functions replaced at run time, and of plug-ins with their options."""
     version = bill["minivllm"]["version"]
     source_hash = bill["minivllm"]["source"]["hash"]
@@ -200,7 +201,7 @@ def _parts(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         yield DiffNode(family, "parts", names, names, False, counts=family not in LOOK_ON)
 
 
-def _implementation(part: Mapping[str, Any], subject: str, owner: str) -> Iterator[DiffNode]:
+def _implementation(part: JsonObject, subject: str, owner: str) -> Iterator[DiffNode]:
     """Yield the nodes of the code and the options of one plug-in, which are compared only with the same plug-in.
 
     ``owner`` is the node of the plug-in's seam, "" for one of several plug-ins of a seam.
@@ -218,14 +219,14 @@ def _implementation(part: Mapping[str, Any], subject: str, owner: str) -> Iterat
         yield node(f"{name}.{key}", value, asked=value, subject=f"{subject}.options.{key}")
 
 
-def _described(part: Mapping[str, Any]) -> str:
+def _described(part: JsonObject) -> str:
     """Return the name and version of a plug-in, and the start of its hash or the reason why it has none."""
     version = "" if part["version"] == "-" else f" {part['version']}"
     source = part["source"]["hash"][:12] or part["source"].get("missing", "no source")
     return f"{part['name']}{version} ({source})"
 
 
-def _requests(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _requests(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of sampling parameters and prompts: those of the requests, or before these of the [run] table."""
     config = bill["config"]
     results = bill.get("results") or {}
@@ -246,7 +247,7 @@ def _requests(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
         yield DiffNode(name, "requests", value, wanted, follows=follows, both=True, shown=shown)
 
 
-def _versions(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _versions(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of library versions and of git commits."""
     for name, value in bill["versions"].items():
         yield DiffNode(f"versions.{name}", "versions", value, subject=name, counts=name in LIBRARIES)
@@ -259,7 +260,7 @@ def _versions(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
             yield DiffNode(f"git.{where}", "versions", commit, counts=False, both=True, shown=text)
 
 
-def _machine(bill: Mapping[str, Any]) -> Iterator[DiffNode]:
+def _machine(bill: JsonObject) -> Iterator[DiffNode]:
     """Yield the nodes of the machine, of torch's settings and of environment variables."""
     subject = "the machine"
     for name, value in bill["machine"].items():

@@ -8,10 +8,11 @@ from typing import Any
 
 from minivllm.errors import ConfigError
 
+from . import JsonObject
 from .diff import Comparison, Difference, compare
 
 
-def as_config(record: Mapping[str, Any]) -> dict[str, Any]:
+def as_config(record: JsonObject) -> dict[str, Any]:
     """Return the configuration of a record, as a configuration file would have it.
 
     The values are those that the user asked for.  Values that minivllm chose are left open, so that they can change
@@ -27,7 +28,7 @@ def as_config(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[dict[str, Any]], list[list[str]]]]:
+def batches(record: JsonObject, path: str) -> list[tuple[list[Any], list[dict[str, Any]], list[list[str]]]]:
     """Return (prompts, sampling parameters, points of reading taps) of each recorded call with requests.
 
     ConfigError if there are no requests, or if one had a Python function or added a vector.
@@ -49,7 +50,7 @@ def batches(record: Mapping[str, Any], path: str) -> list[tuple[list[Any], list[
     return calls
 
 
-def _check_repeatable(request: Mapping[str, Any], name: str) -> None:
+def _check_repeatable(request: JsonObject, name: str) -> None:
     """Raise ConfigError if a request had a vector or a Python function, which a record does not contain."""
     advice = "it cannot be started from a file; run it from Python"
     for tap in request.get("taps", ()):
@@ -60,7 +61,7 @@ def _check_repeatable(request: Mapping[str, Any], name: str) -> None:
             raise ConfigError(f"{name} had {param}={value['function']}, a Python function: {advice}")
 
 
-def _params(values: Mapping[str, Any]) -> dict[str, Any]:
+def _params(values: JsonObject) -> dict[str, Any]:
     """Return recorded sampling parameters with the token ids of ``logit_bias`` as numbers, which JSON keys are not."""
     params = dict(values)
     if bias := values.get("logit_bias"):
@@ -68,7 +69,7 @@ def _params(values: Mapping[str, Any]) -> dict[str, Any]:
     return params
 
 
-def check(record: Mapping[str, Any], now: Mapping[str, Any], path: str, force: bool = False) -> list[str]:
+def check(record: JsonObject, now: JsonObject, path: str, force: bool = False) -> list[str]:
     """Compare a record with the bill of the run that would start now, and return notes about differences.
 
     ConfigError if a source, a version, a model file or an automatic choice differs that the user did not choose.  With

@@ -17,13 +17,13 @@ import importlib
 import os
 import sys
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from minivllm.registration import given
 
-from . import assigned, environment_reads, live, replaced, sources
+from . import JsonObject, assigned, environment_reads, live, replaced, sources
 from .assigned import CLOCK
 from .machine import SECRET
 from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
@@ -69,7 +69,7 @@ def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, d
     return found | environment_reads.values({**texts, **source.texts})
 
 
-def look_again(parts: Iterable[Mapping[str, Any]]) -> None:
+def look_again(parts: Iterable[JsonObject]) -> None:
     """Mark the values of a bill's ``parts`` that have changed since the bill was made as ``moving``."""
     for part in parts:
         before = part.get("values")
@@ -82,7 +82,7 @@ def look_again(parts: Iterable[Mapping[str, Any]]) -> None:
                 known["moving"] = True
 
 
-def verdict(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, first: bool) -> str:
+def verdict(a: JsonObject | None, b: JsonObject | None, first: bool) -> str:
     """Compare a value in two records of the same source.  None stands for the value that the file gives.
 
     ``first`` says that both records are of the first engine of their process before any request.  Then only the start
@@ -101,7 +101,7 @@ def verdict(a: Mapping[str, Any] | None, b: Mapping[str, Any] | None, first: boo
     return IGNORED if all(value["begins"] == assigned.SAID for value in known) else UNKNOWN
 
 
-def settled(part: Mapping[str, Any]) -> dict[str, str]:
+def settled(part: JsonObject) -> dict[str, str]:
     """Return the digests of the constant values of a part by name, which a fingerprint covers.
 
     Built-in parts have only replaced functions: which of their modules are loaded depends on earlier work of the
@@ -227,7 +227,7 @@ class _Reads:
         for thing in text.code:
             self._add(getattr(thing, "__module__", "") or "", thing.__qualname__, thing, ())
 
-    def _text_of(self, module: str, key: str) -> tuple[str, Mapping[str, Any]]:
+    def _text_of(self, module: str, key: str) -> tuple[str, JsonObject]:
         """Return how a name gets its value, and the literals of the module of the part that assigns it."""
         for name in (module, *sorted(self.scope)):
             known = assigned.of_module(name)
