@@ -47,6 +47,7 @@ from .values import PluginChoice
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnSpec
+    from minivllm.core.interfaces.states import Recurrent
 
     from .values import EngineConfig
 
@@ -66,7 +67,8 @@ class Resolved:
     wiring: Wiring
     hf_config: Any
     device: Device
-    attention: tuple[AttnSpec, ...]  # per layer
+    attention: tuple[AttnSpec, ...]  # of each layer with attention
+    states: tuple[Recurrent, ...]  # of each layer with a recurrent state
     groups: tuple[tuple[int, ...], ...]  # layers of each KV group; groups of full attention come first
     parts: Mapping[str, Part]
     strategies: tuple[Part, ...]
@@ -138,6 +140,7 @@ class _Fold:
     notes: list[tuple[str, str]] = field(default_factory=list)
     selections: list[Selection] = field(default_factory=list)
     parts: dict[str, Part] = field(default_factory=dict)
+    states: tuple[Recurrent, ...] = ()
 
     def run(self) -> Resolved:
         """Make all choices in order."""
@@ -176,7 +179,8 @@ class _Fold:
         strategies = tuple(self._several("strategy", config.strategies, ()))
         self._grammar()
         groups = group_layers(specs)
-        cache = CacheWiring(block, config.num_kvcache_blocks, config.gpu_memory_utilization, groups)
+        room = config.num_kvcache_blocks, config.gpu_memory_utilization
+        cache = CacheWiring(block, *room, groups, self._checkpoints())
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
         return Resolved(
             config=config,
@@ -184,6 +188,7 @@ class _Fold:
             hf_config=hf_config,
             device=device,
             attention=specs,
+            states=self.states,
             groups=groups,
             parts=self.parts,
             strategies=strategies,
@@ -195,6 +200,18 @@ class _Fold:
             tokenizer_dir=None if tokenizer is None else str(tokenizer),
             sampling=sampling,
         )
+
+    def _checkpoints(self) -> int:
+        """Return the number of checkpoints of recurrent states, -1 for as many as fit.
+
+        ConfigError for a number where the model has no such states, or no prefix is found."""
+        asked = self.config.num_state_checkpoints
+        if asked >= 0 and not self.states:
+            said = begins(source_of(self.origins, "num_state_checkpoints"))
+            raise ConfigError(
+                f"{said}num_state_checkpoints={asked}: the model has no recurrent states; remove the option"
+            )
+        return asked if self.config.enable_prefix_caching else 0
 
     def _wiring(
         self,
@@ -298,6 +315,7 @@ class _Fold:
         arch = build_part("model", part)
         try:
             specs, switch = attention_layers(arch, hf_config), arch.switch(hf_config)
+            self.states = tuple(arch.states(hf_config))
         except ModelError as exc:
             raise ModelError(f"{file}: {exc}") from exc
         except AttributeError as exc:  # the architecture reads a field that the config lacks

@@ -165,6 +165,12 @@ class EngineConfig(Strict):
         None, ge=1, le=1 << 20, description="tokens of a block; None: as the attention back end prefers"
     )
     enable_prefix_caching: bool = Field(True, description="share the KV blocks of equal prefixes")
+    num_state_checkpoints: int = Field(
+        -1,
+        ge=-1,
+        description="copies of recurrent states, with which a request can begin behind a cached prefix; -1: as many as "
+        "fit into a fifth of the memory that is left",
+    )
     partial_prefix_hits: bool = Field(
         True, description="reuse the first tokens of a cached block if a shared prefix ends inside it"
     )

@@ -101,6 +101,8 @@ class BlockPool:
         # published, not told yet: the columns of ``add``
         self.new: list[tuple[int, int, int, float, int]] = []
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
+        # called with each block that is no longer cached
+        self.forgotten: Callable[[int], None] | None = None
         # lookups, by the blocks that they asked for and found
         self.asked, self.found = Counter[int](), Counter[int]()
 
@@ -358,6 +360,8 @@ class BlockPool:
 
     def _forget(self, key: int, block: int) -> None:
         del self.index[key]
+        if self.forgotten is not None:
+            self.forgotten(block)
         if key in self.watch:
             self.void(key)
         parent, older, younger = int(self.parent[block]), self.older[block], self.younger[block]

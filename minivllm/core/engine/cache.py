@@ -20,9 +20,11 @@ import numpy as np
 
 from .blocks import NO_BLOCKS
 from .cache_walk import walk
+from .checkpoints import OPENING
 
 if TYPE_CHECKING:
     from .blocks import BlockPool, Salt
+    from .checkpoints import Checkpoints
     from .request import Seq
     from .slots import Slots
 
@@ -41,15 +43,24 @@ class KVCache:
         slots: Slots,
         prefix: bool = True,
         partial: bool = True,
+        checkpoints: Checkpoints | None = None,
     ) -> None:
-        self.pools, self.slots, self.block, self.prefix = pools, slots, slots.block, prefix
-        self.partial = prefix and partial  # hits go on inside a block
+        self.pools, self.slots, self.block = pools, slots, slots.block
+        # of a model with recurrent states; without room for one a prefix hit could not go on
+        self.checkpoints = checkpoints
+        self.prefix = prefix = prefix and (checkpoints is None or checkpoints.count > 0)
+        # hits go on inside a block
+        self.partial = prefix and partial and checkpoints is None
+        if checkpoints is not None:
+            pools[0].forgotten = checkpoints.drop
         self.copied = 0  # tokens that such hits spared
         self.windows = [None, *windows[1:]] if prefix else windows  # hits follow the first group
         self.slides = any(self.windows)
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
+        self.states: list[tuple[int, int]] = []
+        self.saves: list[tuple[int, int, int, int]] = []
         self.watched = 0  # sequences in ``pools[0].watch``, at most
         self.duplicates = False  # a duplicate took the place of a block since ``changes``
 
@@ -111,6 +122,8 @@ class KVCache:
         lead = self.pools[0]
         keys = seq.keys
         chain = lead.lookup(seq.tokens, seq.request.salt, keys, usable)
+        if self.checkpoints is not None:
+            chain = chain[: self.checkpoints.usable(chain)]
         if not len(chain) or len(self.pools) == 1:
             return [chain] if len(chain) else none
         rows = seq.tokens[: len(chain) * self.block].reshape(-1, self.block)
@@ -128,6 +141,8 @@ class KVCache:
                 0 if w is None else max(0, n * self.block - w + 1) // self.block
                 for w in self.windows[1:]
             ]
+            if self.checkpoints is not None and int(chain[n - 1]) not in self.checkpoints.of_block:
+                continue
             if all((f[first:n] >= 0).all() for f, first in zip(found, firsts, strict=True)):
                 follow = [
                     np.where(np.arange(n) >= a, f[:n], 0).astype(np.int32)
@@ -141,7 +156,7 @@ class KVCache:
 
         Each remembers how many blocks were there.  That holds while the last of them is cached and the next one is not:
         the pool voids it then, so asking in each step is cheap."""
-        if not self.prefix or len(self.pools) > 1:
+        if not self.prefix or len(self.pools) > 1 or self.checkpoints is not None:
             return np.array(
                 [len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32
             )
@@ -184,6 +199,8 @@ class KVCache:
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = n - len(own)
         self.slots.prefix_published[slot] = n
+        if self.checkpoints is not None and self.prefix:
+            self._adopt_states(self.checkpoints, slot, hit[0])
         self.slots.computed[slot] = n * self.block + self._copy_partial(
             slot, int(hit[0][-1]) if n else None, known
         )
@@ -191,6 +208,19 @@ class KVCache:
             self.pools[0].queries += known
             self.pools[0].count((known - 1) // self.block, n)
         return int(self.slots.computed[slot])
+
+    def _adopt_states(self, checkpoints: Checkpoints, slot: int, hit: np.ndarray) -> None:
+        """Start a row from the copy of the states behind its hit, and ask for copies on the way through its prompt."""
+        seq, n = self.slots.at(slot), len(hit)
+        if n:
+            self.states.append((checkpoints.use(int(hit[-1])), slot))
+        last = (seq.known - 1) // self.block
+        end = max(0, seq.known - 1 - OPENING) // self.block or last
+        cached = self.pools[0].lookup(seq.tokens, seq.request.salt, seq.keys, last)
+        for which, blocks in enumerate(sorted({end, len(cached)})):
+            index = checkpoints.reserve(slot, blocks) if blocks > n else None
+            if index is not None:
+                self.saves.append((slot, which, blocks * self.block, index))
 
     def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
         """Copy the cached block that begins as the row goes on after its hit; returns how many tokens it shares.
@@ -285,6 +315,10 @@ class KVCache:
             if part:
                 self._append_copy(g, child, full, int(self.slots.table[g, parent, full]))
         self.slots.computed[child] = computed
+        if self.checkpoints is not None:
+            # a parent that gets its own states with this delta stands for their source
+            source = next((source for source, to in self.states if to == parent), parent)
+            self.states.append((source, child))
         # A block that is full but not yet collected belongs to the parent to publish: the child starts after it.
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
@@ -309,6 +343,10 @@ class KVCache:
         """Give back all blocks of a row, and forget what the device has not been told of it."""
         self.table = [t[t[:, 1] != slot] for t in self.table]
         self.trims = [t for t in self.trims if t[1] != slot]
+        if self.checkpoints is not None:
+            self.states = [one for one in self.states if one[1] != slot]
+            self.saves = [one for one in self.saves if one[0] != slot]
+            self.checkpoints.release(slot)
         for g, pool in enumerate(self.pools):
             blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
             self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
@@ -333,8 +371,16 @@ class KVCache:
                 if not self._publish_index(slot, i, salt, keys[i], row):
                     break  # its parent collided with another key: the rest of the chain stays private
             s.prefix_published[slot] = last
+            if self.checkpoints is not None:
+                self._publish_states(self.checkpoints, slot, last)
         for pool in self.pools:
             pool.announce()
+
+    def _publish_states(self, checkpoints: Checkpoints, slot: int, blocks: int) -> None:
+        """Assign copies of states to the blocks of a row that are published now: those before a collision."""
+        table = self.slots.table[0, slot, :blocks]
+        private = np.flatnonzero(self.pools[0].key[table] == 0)
+        checkpoints.publish(slot, table, int(private[0]) if len(private) else blocks)
 
     def publish_tail(self, slot: int, seq: Seq) -> None:
         """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
@@ -389,7 +435,7 @@ class KVCache:
             pool.release(np.array([own]))
 
     def changes(self) -> dict[str, Any]:
-        """``table``, ``trim`` and ``copy`` of plan.Delta since the last call, those that are not empty."""
+        """Return the fields of plan.Delta that this class keeps, of the time since the last call; no empty ones."""
         found = {}
         if self.table:
             table = np.concatenate(self.table)
@@ -406,6 +452,11 @@ class KVCache:
             found["trim"] = np.array(self.trims, np.int32)
         if self.copies:
             found["copy"] = np.array(self.copies, np.int32)
+        if self.states:
+            found["state"] = np.array(self.states, np.int32)
+        if self.saves:
+            found["save"] = np.array(self.saves, np.int32)
+        self.states, self.saves = [], []
         self.table, self.trims, self.copies, self.duplicates = [], [], [], False
         return found
 
@@ -431,3 +482,5 @@ class KVCache:
     def check(self) -> None:
         """The full walk, for tests and on request (see ``cache_walk``); AssertionError says what is broken."""
         walk(self.pools, self.slots)
+        if self.checkpoints is not None:
+            self.checkpoints.check(self.pools[0].key != 0)

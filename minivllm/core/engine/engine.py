@@ -30,6 +30,7 @@ from minivllm.errors import EngineDeadError, MinivllmError, RequestError, descri
 
 from .blocks import BlockPool
 from .cache import KVCache
+from .checkpoints import Checkpoints
 from .flight import Flight
 from .guides import add_guide
 from .masks import RowMasks
@@ -80,12 +81,9 @@ class Engine:
         self.processors, self.strategies = parts.processors, parts.strategies
         self.host_sampler = parts.host_sampler
         self.eos_ids = eos_within(wiring.eos_ids, capacity.vocab_size)
-        windows = list(caching.windows)
-        self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, len(windows), wiring.block)
-        pools = [self._pool(g, parts.evictor) for g in range(len(windows))]
-        self.cache = KVCache(
-            pools, windows, self.slots, caching.prefix_caching, caching.partial_hits
-        )
+        groups = len(caching.windows)
+        self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
+        self.cache = self._cache(parts, caching)
         policy = parts.policy(
             SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
         )
@@ -125,6 +123,15 @@ class Engine:
         self.checked = os.environ.get(CHECK, "") not in ("", "0")
         self._ids = itertools.count()
         self._seeds = random.Random(wiring.seed)
+
+    def _cache(self, parts: EngineParts, caching: CacheOptions) -> KVCache:
+        """Make the books of the KV cache, and of checkpoints if the model has recurrent states."""
+        pools = [self._pool(g, parts.evictor) for g in range(len(caching.windows))]
+        count, checkpoints = self.capacity.checkpoints, None
+        if count is not None:
+            checkpoints = Checkpoints(self.wiring.max_num_seqs + 1, count)
+        windows, prefix = list(caching.windows), caching.prefix_caching
+        return KVCache(pools, windows, self.slots, prefix, caching.partial_hits, checkpoints)
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
@@ -443,9 +450,23 @@ class Engine:
             **self.clock.summary(),
             "evictions": sum(p.evictions for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
+            **self._state_stats(),
         }
         self.events.stats_asked(stats)
         return stats
+
+    def _state_stats(self) -> dict[str, Any]:
+        """Return the figures of recurrent states; none for a model without them."""
+        checkpoints = self.cache.checkpoints
+        if checkpoints is None:
+            return {}
+        figures = {
+            "bytes_per_sequence": self.capacity.state_bytes,
+            "checkpoints": checkpoints.count,
+            "cached": len(checkpoints.of_block),
+            "evictions": checkpoints.evictions,
+        }
+        return {"states": figures}
 
     def fail_all(self, message: str) -> None:
         """End every request with an error and accept no more."""

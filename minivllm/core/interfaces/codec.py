@@ -36,7 +36,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -197,7 +197,16 @@ _PLAN = Layout(
         *_own("plan", [("scale", 0)], F4),
         *_own(
             "delta",
-            [("leave", 0), ("fork", 3), ("table", 4), ("trim", 4), ("copy", 3), ("token", 2)],
+            [
+                ("leave", 0),
+                ("fork", 3),
+                ("table", 4),
+                ("trim", 4),
+                ("copy", 3),
+                ("token", 2),
+                ("state", 2),
+                ("save", 4),
+            ],
         ),
         *_own("delta", [("keep", 2), ("forget", 0)], I8),
         *_columns("join", I4, "joins", "slot known computed prompt end sample min_end n_eos"),

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import ModelError
 
 from .attention import AttnSpec
+from .states import Recurrent, StateTensor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,10 +123,50 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class LayerSpec:
-    """One layer: attention followed by an MLP, or both applied to the same input if ``parallel``."""
+class GatedDelta:
+    """Gated delta net (arXiv:2412.06464) in place of attention: a layer whose state has a fixed size.
 
-    attention: AttnSpec
+    Key head i serves the value heads i * r to i * r + r - 1, where r = value_heads / key_heads.  Each value head keeps
+    a float32 state [key_dim, value_dim].  ``width`` is that of the causal convolution over q, k and v.  ``eps`` belongs
+    to the gated norm of the outputs.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    eps: float
+
+    @property
+    def channels(self) -> int:
+        """Return the width of q, k and v together."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def inner(self) -> int:
+        """Return the width of the outputs of all value heads."""
+        return self.value_heads * self.value_dim
+
+    def state(self, processes: int = 1) -> Recurrent:
+        """Return the state of a sequence, or the share of each of several processes."""
+        heads = self.value_heads // processes
+        tensors = (
+            StateTensor("state", (heads, self.key_dim, self.value_dim), "float32"),
+            StateTensor("ring", (self.channels // processes,), ring=True),
+            StateTensor("gates", (2 * heads,), ring=True),
+        )
+        return Recurrent(tensors, self.width - 1)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer: attention followed by an MLP, or both applied to the same input if ``parallel``.
+
+    ``attention`` is softmax attention, or a gated delta net, which reads none of the fields of attention below.
+    """
+
+    attention: AttnSpec | GatedDelta
     mlp: MLP | Experts
     rope: Rope | None  # None means no rotary embedding
     norms: str = BEFORE  # or AFTER, AROUND
@@ -136,6 +177,8 @@ class LayerSpec:
     residual_scale: float = 1.0  # factor of each output before it is added to the residual stream
     mlp_norm: bool = False  # a parallel MLP reads n2(h) instead of n1(h)
     qkv_clip: float | None = None  # clamp q, k and v to +-qkv_clip
+    # the query projection has a gate beside each head; the output of attention is multiplied by the gate's sigmoid
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -166,6 +209,27 @@ EXPERT_NAMES = (
 
 
 @dataclass(frozen=True)
+class DeltaNames:
+    """The names of a gated delta net's modules; ``root`` has the parameters ``A_log`` and ``dt_bias``.
+
+    ``mixed`` lists each matrix with its parts, of which there are q, k, v, z (the gate of the outputs), b and a.  With
+    ``grouped`` the rows of a matrix are one group for each key head, which holds its share of every part.
+    """
+
+    root: str = "linear_attn"
+    mixed: tuple[tuple[str, tuple[str, ...]], ...] = (
+        ("linear_attn.in_proj_qkv", ("q", "k", "v")),
+        ("linear_attn.in_proj_z", ("z",)),
+        ("linear_attn.in_proj_b", ("b",)),
+        ("linear_attn.in_proj_a", ("a",)),
+    )
+    grouped: bool = False
+    conv: str = "linear_attn.conv1d"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True)
 class WeightNames:
     """The module names of a checkpoint.  Names of a layer's modules are relative to ``layer``, in which ``{i}`` is the
     layer number.
@@ -185,6 +249,7 @@ class WeightNames:
     out: str = "self_attn.o_proj"
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     sinks: str = "self_attn"  # module that has a parameter ``sinks``
+    delta: DeltaNames = DeltaNames()
     gate_up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",

@@ -35,6 +35,8 @@ class CacheWiring:
     num_kvcache_blocks: int = -1  # -1 = as many as fit
     gpu_memory_utilization: float = 0.9
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
+    # checkpoints: copies of recurrent states, for prefix hits; -1 = as many as fit
+    num_state_checkpoints: int = -1
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,9 @@ class Capacity:
     # Points of the model that requests may tap, and their widths.  ``StepPlan.taps`` numbers them in this
     # order.  None means that the executor serves no taps; requests with taps are then refused.
     taps: Mapping[str, int] | None = None
+    # copies of recurrent states (``CacheWiring.num_state_checkpoints``); None if the model has no such states
+    checkpoints: int | None = None
+    state_bytes: int = 0  # size of the recurrent states of one sequence
 
 
 class Executor(ABC):

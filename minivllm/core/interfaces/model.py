@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .decoder import AROUND, HEADS, MLP, DecoderSpec, Experts, LayerSpec
+from .attnspec import AttnSpec
+from .decoder import AROUND, HEADS, MLP, DecoderSpec, Experts, GatedDelta, LayerSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from .attention import AttnMeta, AttnSpec, QKPre
-    from .decoder import ExpertNames, Norm, Rope, WeightNames
+    from .attention import AttnMeta, QKPre
+    from .decoder import DeltaNames, ExpertNames, Norm, Rope, WeightNames
+    from .states import Recurrent, StepStates
 
 # 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices;
 # 2.1: StepTensors.taps and Model.tap_points
 # 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
 # ModelArch.conversion, ModelArch.notes, Parts.tensors
-API = (2, 3)
+# 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
+API = (2, 4)
 
 
 @dataclass(frozen=True)
@@ -85,6 +88,8 @@ class StepTensors:
     logits_indices: Tensor | None = None
     # None if no row has taps.  Never set together with ``logits_indices``, because taps see every token.
     taps: StepTaps | None = None
+    # None means that no layer has a recurrent state
+    states: StepStates | None = None
 
 
 class LinearModule(Protocol):
@@ -141,6 +146,10 @@ class Parts(Protocol):
     # ``DecoderSpec.router_hook`` without its first argument.
     def experts(self, name: str, hidden: int, spec: Experts, hook: Any = None) -> LinearModule: ...
     def attention(self, index: int, spec: AttnSpec) -> Attention: ...
+    # projections, convolution and delta rule of a layer, without the last product
+    def delta_net(
+        self, name: str, hidden: int, spec: GatedDelta
+    ) -> Callable[[Any, StepTensors], Tensor]: ...
     # cos and sin for ``QKPre``; ``twice`` appends a second table for requests longer than ``rope.switch``
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
     def activation(self, name: str) -> Callable[[Tensor], Tensor]: ...
@@ -220,9 +229,16 @@ class ModelArch:
         )
 
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:
-        """Return the attention spec of each layer, with the sizes of the whole model, not of a tensor-parallel
-        process's share."""
-        return [layer.attention for layer in self.describe(cfg).layers]
+        """Return one spec for each layer with attention, for the whole model (not a process's share)."""
+        found = (layer.attention for layer in self.describe(cfg).layers)
+        return [spec for spec in found if isinstance(spec, AttnSpec)]
+
+    def states(self, cfg: Any) -> Sequence[Recurrent]:
+        """Return the state of each layer with a recurrent state, with the sizes of the whole model."""
+        if type(self).describe is ModelArch.describe:
+            return []
+        found = (layer.attention for layer in self.describe(cfg).layers)
+        return [spec.state() for spec in found if isinstance(spec, GatedDelta)]
 
     def build(self, cfg: Any, parts: Parts) -> Model:
         """Build the model from the parts of the engine."""
@@ -277,7 +293,10 @@ def _weights_of(layer: LayerSpec) -> tuple:
         norms = 4
     elif layer.parallel and not layer.mlp_norm:
         norms = 1
-    return norms, layer.qk_norm, mlp_kind, attention.dim_qk, attention.sinks, turned
+    if isinstance(attention, GatedDelta):
+        return norms, None, mlp_kind, attention, False, 0
+    heads = attention.dim_qk, attention.heads if layer.gated else 0
+    return norms, layer.qk_norm, mlp_kind, heads, attention.sinks, turned
 
 
 def _layer_rules(
@@ -287,19 +306,27 @@ def _layer_rules(
     norms: int,
     qk_norm: str | None,
     mlp: bool | Experts,
-    dim: int,
+    heads: tuple[int, int] | GatedDelta,
     sinks: bool,
     turned: int,
 ) -> list[Rule]:
     """Return the rules of one layer, or of all layers if the prefixes contain ``{i}``.
 
     ``hf`` and ``our`` are name prefixes in the checkpoint and in the model.  ``norms`` is the number of norms.  ``mlp``
-    is the expert spec, or whether the MLP is gated.  ``turned`` of ``dim`` rows of a head are rotated as pairs.
+    is the expert spec, or whether the MLP is gated.  ``heads`` is the size of a head, and the number of query heads if
+    they have gates, or the spec of a gated delta net.  ``turned`` rows of a head are rotated as pairs.
     """
     names = spec.names
-    pairs = (dim, turned) if turned else None
-    rules = [Rule(hf + names.out, our + "attn.o")]
-    if len(names.qkv) == 1:
+    pairs = (heads[0], turned) if turned and not isinstance(heads, GatedDelta) else None
+    rules = [] if isinstance(heads, GatedDelta) else [Rule(hf + names.out, our + "attn.o")]
+    if isinstance(heads, GatedDelta):
+        rules += _delta_rules(hf, our + "attn.", names.delta, heads)
+    elif heads[1]:
+        query, *others = names.qkv
+        rules.append(Rule(hf + query, our + "attn.qkv", ("q", "gate"), groups=heads[1]))
+        for part, name in zip("kv", others, strict=True):
+            rules.append(Rule(hf + name, our + "attn.qkv", part))
+    elif len(names.qkv) == 1:
         rules.append(
             Rule(
                 hf + names.qkv[0],
@@ -325,6 +352,22 @@ def _layer_rules(
     for n, name in enumerate(names.norms[:norms], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
     return [replace(rule, transposed=True) for rule in rules] if names.transposed else rules
+
+
+def _delta_rules(hf: str, our: str, names: DeltaNames, spec: GatedDelta) -> list[Rule]:
+    """Return the rules of a gated delta net."""
+    rules = [
+        Rule(hf + names.root, our + "delta"),
+        Rule(hf + names.conv, our + "delta", "conv"),
+        Rule(hf + names.norm, our + "delta", "norm"),
+        Rule(hf + names.out, our + "o"),
+    ]
+    groups = spec.key_heads if names.grouped else 1
+    for source, parts in names.mixed:
+        module = our + ("gates" if set(parts) <= {"a", "b"} else "in")
+        part = parts if len(parts) > 1 else parts[0]
+        rules.append(Rule(hf + source, module, part, groups=groups if len(parts) > 1 else 1))
+    return rules
 
 
 def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bool) -> list[Rule]:

@@ -66,7 +66,7 @@ class Join:
 @dataclass(frozen=True)
 class Delta:
     """The changes on the host since the last step.  The device applies them before the step, in this order: keep,
-    leave, join, fork, table, trim, copy, forget, token."""
+    leave, state, join, fork, save, table, trim, copy, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
@@ -78,6 +78,12 @@ class Delta:
     trim: np.ndarray = field(default_factory=nothing(0, 4))
     # i32 [n, 3] (group, source block, new block): copy blocks; all sources are read before any write
     copy: np.ndarray = field(default_factory=nothing(0, 3))
+    # i32 [n, 2] (source, new): copy recurrent states, by the index of a slot or checkpoint; all sources are read before
+    # a row joins
+    state: np.ndarray = field(default_factory=nothing(0, 2))
+    # i32 [n, 4] (slot, number of the copy, position, checkpoint): copy the row's states to the checkpoint once they
+    # cover ``position`` tokens
+    save: np.ndarray = field(default_factory=nothing(0, 4))
     # i64 [n, 2] (slot, sequence): save the columns with ``Column.kept`` of a preempted row; ``Join.saved``
     # restores them
     keep: np.ndarray = field(default_factory=nothing(0, 2, dtype=np.int64))

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.attention import QKPre
+from minivllm.core.interfaces.attention import AttnSpec, QKPre
 from minivllm.core.interfaces.decoder import (
     ACTIVATIONS,
     AFTER,
@@ -36,11 +36,13 @@ from minivllm.core.interfaces.decoder import (
     WIDTH,
     DecoderSpec,
     Experts,
+    GatedDelta,
     LayerSpec,
 )
 from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
+from .delta_net import DeltaNet
 from .experts import Mixture
 from .fused import GatedLinear, Joined, LinearNorm, Normed
 from .module_parts import ModuleParts
@@ -119,9 +121,8 @@ class DecoderBlock:
         layer = spec.layers[i]
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
         self.name, self.hidden, self.follower = name, spec.hidden, None if self.last else f"layers.{i + 1}.input"
-        self._attention(spec, layer, i, parts)
-        a = layer.attention
-        out = parts.linear(name + "attn.o", a.heads * a.dim_v, [("", spec.hidden)], bias=layer.out_bias, split="row")
+        width = self._mixer(spec, layer, i, parts)
+        out = parts.linear(name + "attn.o", width, [("", spec.hidden)], bias=layer.out_bias, split="row")
         hook = None if spec.router_hook is None else partial(spec.router_hook, i)
         down = self._mlp(spec.hidden, layer.mlp, name + "mlp", parts, hook)
         self.points = self._points()
@@ -142,12 +143,14 @@ class DecoderBlock:
 
     def before(self, following: DecoderBlock) -> None:
         """``following`` is the next layer.  Of a parallel one two products take what this gives."""
-        if not self.parallel and not following.parallel and isinstance(self.down, LinearNorm):
+        one = not self.parallel and not following.parallel and following.delta is None
+        if one and isinstance(self.down, LinearNorm):
             self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
         """What can be tapped in this layer, and behind it, and the widths."""
-        widths = {} if self.shared else dict(zip("qkv", self.sizes, strict=True))  # a process has some heads only
+        # a process that shares the model has some heads only
+        widths = {} if self.shared or self.delta else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:
             widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
@@ -155,15 +158,23 @@ class DecoderBlock:
         points = {self.name + point: width for point, width in widths.items()}
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
-    def _attention(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> None:
+    def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
+        """Make attention, or the gated delta net, and return the width of its result in the whole model."""
+        self.shared, self.order, self.wide, self.clip = parts.shard.size > 1, None, list[Any](), layer.qkv_clip
+        self.delta: DeltaNet | None = None
+        if isinstance(layer.attention, GatedDelta):
+            self.delta = parts.delta_net(f"layers.{i}.attn", spec.hidden, layer.attention)
+            return layer.attention.inner
+        self._attention(spec, layer, layer.attention, f"layers.{i}.attn", parts)
+        return layer.attention.heads * layer.attention.dim_v
+
+    def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
         """Make the projection, the norms, the rotary tables and the attention of a layer."""
-        a, name, twice = layer.attention, f"layers.{i}.attn", spec.switch is not None
-        linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias)
-        self.sizes, self.shared = [rows for _, rows in linear.info.parts], parts.shard.size > 1
-        self.qkv, self.attn = parts.normed_linear(linear), parts.attention(i, a)
+        twice, self.gated = spec.switch is not None, layer.gated
+        linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias, layer.gated)
+        self.sizes = [rows for _, rows in linear.info.parts]
+        self.qkv, self.attn = parts.normed_linear(linear), parts.attention(len(parts.layers), a, name)
         norms: list[Any] = [None, None]
-        self.wide: list[Any] = []
-        self.clip = layer.qkv_clip
         if layer.qk_norm == HEADS:
             self.wide = [
                 parts.heads_norm(f"{name}.{x}_norm", n, a.dim_qk, spec.norm, keys=x == "k")
@@ -178,7 +189,6 @@ class DecoderBlock:
             norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
         tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
         self.pre = QKPre(*tables, *norms, spec.norm.eps)
-        self.order = None
         if layer.rope is not None and layer.rope.interleaved:
             back = order_of_halves(a.dim_qk, layer.rope.dim)
             self.order = back.argsort().to(parts.device), back.to(parts.device)
@@ -196,10 +206,7 @@ class DecoderBlock:
         return parts.mlp_down(name, hidden, mlp)
 
     def __call__(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
-        q, k, v = self._projected(h)
-        if self.wide:
-            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
-        x = self.attn(q, k, v, step, self.pre)
+        x = self._mixed(h, step)
         if self.last and step.logits_indices is not None:
             x, residual = x[step.logits_indices], residual[step.logits_indices]
             if self.parallel:
@@ -209,12 +216,20 @@ class DecoderBlock:
         h, residual = self.o(x, residual)
         return self.down(self.up(h), residual)
 
-    def _projected(self, h: Normed) -> tuple[Tensor, ...]:
-        """Return q, k and v [T, heads * dim] of this process."""
+    def _mixed(self, h: Normed, step: StepTensors, taps: StepTaps | None = None) -> Tensor:
+        """Return the result of attention, or of the gated delta net, before the last product."""
+        if self.delta is not None:
+            return self.delta(h, step)
         qkv = self.qkv(h)
         if self.clip is not None:
             qkv = qkv.clamp_(-self.clip, self.clip)
-        return qkv.split(self.sizes, dim=-1)
+        q, k, v, *gate = qkv.split(self.sizes, dim=-1)
+        if taps is not None:
+            q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(self.name + "v", v)
+        if self.wide:
+            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
+        x = self.attn(q, k, v, step, self.pre)
+        return x * gate[0].sigmoid() if self.gated else x
 
     def _beside(self, h: Normed, residual: Tensor) -> Normed:
         """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""
@@ -224,11 +239,7 @@ class DecoderBlock:
         """The same in parts, each of which passes through ``step.taps``."""
         taps, name = step.taps, self.name
         assert taps is not None
-        q, k, v = self._projected(h)
-        q, k, v = self._tap_head(taps, "q", q), self._tap_head(taps, "k", k), taps(name + "v", v)
-        if self.wide:
-            q, k = self.wide[0](q)[0], self.wide[1](k)[0]
-        x = self.attn(q, k, v, step, self.pre)
+        x = self._mixed(h, step, taps)
         if self.parallel:
             down = self.both
             z = self._beside(h, residual)

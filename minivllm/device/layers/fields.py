@@ -37,7 +37,9 @@ ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
     "proportional": ((), ("factor",)),
 }
-HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL}
+# sections of the multimodal rotary embedding, whose positions are equal on text
+MROPE = ("mrope_section", "mrope_interleaved")
+HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL, *MROPE}
 LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
-from minivllm.core.interfaces.decoder import MLP, Norm, Rope
+from minivllm.core.interfaces.decoder import MLP, GatedDelta, Norm, Rope
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, WeightScheme
 from minivllm.errors import ModelError, PluginError, from_file, shown
 
@@ -19,6 +19,7 @@ from . import invariant
 from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
 from .communicator import share_of
+from .delta_net import DeltaNet, StateLayer
 from .embedding import Embedding, LMHead, TiedLMHead, VocabRange
 from .expert_linear import DenseExperts, ExpertLinear, RouterLinear
 from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear, NormFusing
@@ -69,6 +70,7 @@ class ModuleParts:
         self.found = Found()
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
+        self.states: list[StateLayer] = []  # layers with a recurrent state
         self._group_of = None if groups is None else {layer: g for g, members in enumerate(groups) for layer in members}
         self._geometries: list[tuple] = []
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
@@ -121,11 +123,39 @@ class ModuleParts:
         info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
         return self._add(Linear(info, self._scheme(info) or self._dense(info), self.group))
 
-    def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool) -> Linear:
-        """Queries, keys and values of an attention layer in one matrix, as parts "q", "k" and "v"."""
+    def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
+        """Make one matrix for queries, keys and values, as parts "q", "k" and "v", and "gate" if ``gated``."""
         heads, kv_heads, copies = self.heads(spec.heads), self.kv_heads(spec.kv_heads), self._copies(spec.kv_heads)
         sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
+        if gated:
+            sizes.append(("gate", heads * spec.dim_v))
         return self._linear(name, inp, sizes, bias, "column", {"k": copies, "v": copies})
+
+    def delta_net(self, name: str, hidden: int, spec: GatedDelta) -> DeltaNet:
+        """Make a gated delta net without its last product: Normed -> [T, value_heads * value_dim] of this process.
+
+        Its projections are the modules ``name.in`` and ``name.gates``, its own weights ``name.delta``."""
+        self._share(spec.key_heads, f"{name}: key heads")
+        keys, values = spec.key_heads * spec.key_dim, spec.inner
+        mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
+        gates = [("b", spec.value_heads), ("a", spec.value_heads)]
+        project, gate = (
+            self.normed_linear(self.linear(name + end, hidden, parts, split="column"))
+            for end, parts in ((".in", mixed), (".gates", gates))
+        )
+        made = DeltaNet(
+            name + ".delta",
+            len(self.states),
+            spec,
+            self.shard,
+            project,
+            gate,
+            self.dtype,
+            self.device,
+            self.fuse,
+        )
+        self.states.append(made.layer)
+        return self._add(made)
 
     def _shares(
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
@@ -282,8 +312,11 @@ class ModuleParts:
             return LinearNorm(linear, norm, self.pairs, whole)
         return Joined(linear, after, norm, scale)
 
-    def attention(self, index: int, spec: AttnSpec) -> AttentionLayer:
-        """Layer ``index`` (0, 1, ... in order); ``spec`` is the whole model's, ``layers`` keeps the local share."""
+    def attention(self, index: int, spec: AttnSpec, name: str | None = None) -> AttentionLayer:
+        """Make the attention of layer ``index``, which counts layers with attention from 0 in order.
+
+        ``spec`` is the whole model's; ``layers`` keeps the share of this process.  ``name`` is the module's; None means
+        that every layer has attention."""
         if index != len(self.layers):
             raise ValueError(f"attention layer {index} made after {len(self.layers)} others: want them in order")
         if self._group_of is None:
@@ -302,7 +335,8 @@ class ModuleParts:
         local = replace(spec, heads=heads, kv_heads=self.kv_heads(spec.kv_heads), alibi=slopes)
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)
-        return self._add(AttentionLayer(f"layers.{index}.attn", layer, self.backend, self.device, self.shard))
+        name = name or f"layers.{index}.attn"
+        return self._add(AttentionLayer(name, layer, self.backend, self.device, self.shard))
 
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
         """cos and sin for every position that the engine may ask for, as ``rotary.rotary_tables`` makes them; once for

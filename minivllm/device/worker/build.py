@@ -26,6 +26,7 @@ from minivllm.registry import build_part
 
 from . import step
 from .capture import ALONE, release_unused, synchronize
+from .recurrent import StateMemory, state_bytes
 from .state import DeviceState
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
 CPU_CACHE_LIMIT = 8 << 30
+# of the memory behind weights and the states of slots, for checkpoints of states; and how many a slot, at most
+CHECKPOINT_SHARE, CHECKPOINTS_EACH = 0.2, 4
 
 
 @dataclass
@@ -56,6 +59,7 @@ class Worker:
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     parts: ModelParts | None = None  # what the model is made of
+    states: StateMemory | None = None  # of layers without keys and values
     # by "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
 
@@ -123,8 +127,35 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         said = "the draft model" if name == "drafter" else f"the model of {name}"
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
+    if parts.states:
+        worker.states = _take_states(worker, wiring, parts)
     _take_cache(worker, wiring, parts, fmt)
     return worker
+
+
+def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemory:
+    """Take the memory of recurrent states: one for each slot, and checkpoints.  ResourceError if it is too little."""
+    slots, drafts = wiring.max_num_seqs + 1, wiring.speculation.num_speculative_tokens
+    each = state_bytes(parts.states, parts.dtype, drafts)
+    free, checkpoints = _free_memory(str(worker.device)), wiring.cache.num_state_checkpoints
+    if worker.device.type == "cpu":
+        free = min(int(2 * CPU_CACHE_SHARE * free), 2 * CPU_CACHE_LIMIT) // parts.shard.size
+    if checkpoints < 0:
+        fit = int(CHECKPOINT_SHARE * (free - slots * each)) // each
+        checkpoints = max(0, min(fit, CHECKPOINTS_EACH * wiring.max_num_seqs))
+        if parts.group is not None:
+            (checkpoints,) = parts.group.least([checkpoints])
+    need = (slots + checkpoints) * each
+    try:
+        if need > free:
+            raise MemoryError(f"{free / 2**30:.1f} GiB are left")
+        return StateMemory(parts.states, slots, checkpoints, drafts, parts.dtype, worker.device)
+    except (RuntimeError, MemoryError) as e:
+        copies = f" and {checkpoints} checkpoints" if checkpoints else ""
+        raise ResourceError(
+            f"no memory for the recurrent states of max_num_seqs={wiring.max_num_seqs} requests{copies}, "
+            f"{need / 2**30:.1f} GiB ({e}): lower max_num_seqs, or num_state_checkpoints"
+        ) from e
 
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
@@ -270,6 +301,7 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
     host = step.host_lengths(plan, len(worker.groups))
     groups = len(worker.groups)
     state = DeviceState(rows, wiring.max_model_len, groups, wiring.block, worker.device)
+    state.recurrent = worker.states
     with torch.inference_mode():
         table = state.to(step.pack_rows(plan, rows, host.tokens, 0))
         tensors = step.read_rows(state, table, host)[0]

@@ -88,7 +88,7 @@ def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
     begin(meta.slots, state, static.ids, static.position, meta.kv_len, meta.slot_map)
     if state.rope_first is not None:
         torch.add(static.position, state.rope_first[meta.slots], out=meta.position)
-    return StepTensors(static.ids, static.position, meta)
+    return StepTensors(static.ids, static.position, meta, states=step.states_of(state, meta))
 
 
 class CapturedCalls(SampleCalls):

@@ -133,6 +133,8 @@ class Graphs:
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
+        if len(plan.draft) and self.runner.state.recurrent is not None:
+            return None  # a row and its drafts are one row to a recurrent state
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         steered, read = self.runner.taps.of_step(plan)

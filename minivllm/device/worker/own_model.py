@@ -98,6 +98,7 @@ class OwnModel(DraftModel):
             samples=np.arange(len(slots), dtype=np.int32),
         )
         read = self.read_plan(plan)
+        read.states = None  # those of the served model
         indices = None
         if len(read.ids) > len(slots):
             last = np.cumsum(plan.q_len) - 1

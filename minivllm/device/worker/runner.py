@@ -61,6 +61,7 @@ class Runner:
         self.selects = takes_logits_indices(w.model)
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch)
+        self.state.recurrent = w.states
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
@@ -126,6 +127,8 @@ class Runner:
             guides=True,
             own_models=True,
             taps=self.taps.points,
+            checkpoints=None if w.states is None else w.states.checkpoints,
+            state_bytes=0 if w.states is None else w.states.bytes,
         )
 
     # ---- FORWARD -------------------------------------------------------------------------------------------------
@@ -226,7 +229,17 @@ class Runner:
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""
-        plan = merged(plan) if self.merges else plan
+        whole = merged(plan)
+        read = self._read(whole if self.merges else plan)
+        if self.state.recurrent is not None and whole is not plan:
+            # a row and its drafts are one row to a recurrent state
+            meta = read.meta if self.merges else self._read(whole).meta
+            drafts = np.zeros(len(whole.slots), bool)
+            drafts[np.cumsum(plan.draft == 0)[plan.draft == 1] - 1] = True
+            read.states = step.states_of(self.state, meta, self.state.to(drafts))
+        return read
+
+    def _read(self, plan: StepPlan) -> StepTensors:
         host = step.host_lengths(plan, len(self.worker.groups))
         table = step.pack_rows(plan, len(plan.slots), host.tokens, self.wiring.max_num_seqs)
         return step.read_rows(self.state, self.state.to(table), host)[0]

@@ -21,6 +21,8 @@ from minivllm.core.interfaces.plan import NO_CHANGE, STOP_IDS, Delta, Join
 if TYPE_CHECKING:
     from minivllm.core.interfaces.sampling import Processor
 
+    from .recurrent import StateMemory
+
 
 # columns of one number a row, which come with a ``Join``
 NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
@@ -125,6 +127,7 @@ class DeviceState:
         self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
         self.wants_min = np.zeros(slots, bool)  # host: rows with min_tokens
         self.processors: list[ProcessorState] = []
+        self.recurrent: StateMemory | None = None  # states of layers without keys and values
         # sequence -> the kept columns of each processor when it was preempted last; until it ends
         self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
@@ -140,10 +143,14 @@ class DeviceState:
             self.saved[seq] = [p.save(slot) for p in self.processors]
         if len(delta.leave):
             self.stopped.index_fill_(0, self.to(delta.leave).long(), True)
+        if self.recurrent is not None and len(delta.state):
+            self.recurrent.copy(*self.to(delta.state.T).long())
         if delta.join is not None:
-            self._join(delta.join)
+            self._join(delta.join, delta.state[:, 1])
         if len(delta.fork):
             self._fork(delta.fork)
+        if self.recurrent is not None and len(delta.save):
+            self.recurrent.save(*self.to(delta.save.T).long())
         if len(delta.table):
             t = self.to(delta.table).long()
             self.table[t[:, 0], t[:, 1], t[:, 2]] = t[:, 3].int()
@@ -169,7 +176,8 @@ class DeviceState:
             for processor, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
                 processor.restore(slot, values)
 
-    def _join(self, j: Join) -> None:
+    def _join(self, j: Join, with_states: np.ndarray) -> None:
+        """Fill the columns of rows that join; ``with_states`` [n] are slots that have just got their states."""
         at = self.to(j.slot).long()
         rows = np.repeat(j.slot.astype(np.int64), j.known)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(j.known) - j.known, j.known)
@@ -181,6 +189,8 @@ class DeviceState:
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
+        if self.recurrent is not None:
+            self.recurrent.begin(at, self.to(j.slot[~np.isin(j.slot, with_states)]).long())
         self.wants_min[j.slot] = j.min_end > j.prompt
         for state, bound in zip(self.processors, j.bound, strict=True):
             state.join(j.slot, at, bound)

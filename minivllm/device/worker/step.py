@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend, GraphKey
     from minivllm.core.interfaces.model import Model
     from minivllm.core.interfaces.plan import StepPlan
+    from minivllm.core.interfaces.states import StepStates
 
     from .state import DeviceState
 
@@ -104,7 +105,15 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         host_q_len=host.q_len,
         host_kv_len=host.kv_len,
     )
-    return StepTensors(ids, position, meta), last
+    return StepTensors(ids, position, meta, states=states_of(state, meta)), last
+
+
+def states_of(state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None) -> StepStates | None:
+    """Return the recurrent states of the rows of a step, None for a model without any; ``drafts`` as in ``of_step``."""
+    if state.recurrent is None:
+        return None
+    most = int(meta.host_q_len.max(initial=0))
+    return state.recurrent.of_step(meta, state.stopped, most, drafts)
 
 
 def forward(
@@ -124,6 +133,8 @@ def forward(
     if selects:
         step.logits_indices = logits_indices
     hidden = run("model", model, step)
+    if step.states is not None:
+        step.states.advance()
     if logits_indices is not None and not selects:
         return torch.index_select(hidden, 0, logits_indices, out=out)
     return hidden if out is None else out.copy_(hidden)

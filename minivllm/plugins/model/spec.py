@@ -6,15 +6,22 @@ WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``la
 TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output
 
 
-def family(target: str, summary: str, architecture: str, model_type: str, ignores: tuple[str, ...] = ()) -> Spec:
+def family(
+    target: str,
+    summary: str,
+    architecture: str,
+    model_type: str,
+    ignores: tuple[str, ...] = (),
+    features: frozenset[str] = frozenset({"batch_invariant"}),  # made of the layers it is given
+) -> Spec:
     """``architecture`` is what config.json calls it, ``model_type`` names transformers' config class; ``ignores`` are
     fields of that class which change nothing."""
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 3),
+        api=(2, 4),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
-        features=frozenset({"batch_invariant"}),  # made of the layers it is given
+        features=features,
         traits={"ignores": ignores},
     )
 
@@ -80,6 +87,20 @@ QWEN3_MOE = family(
     "qwen3_moe",
     (*TRAINED, "use_sliding_window"),
 )
+RECURRENT = frozenset[str]()  # the delta rule in torch depends on the place of a row in its batch
+MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of next-token prediction, which is left out
+QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, RECURRENT)
+QWEN3_5_MOE = family(
+    "qwen3_5:Qwen35Moe",
+    "Qwen 3.5, mixture of experts, text",
+    "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe_text",
+    (*TRAINED, *MTP),
+    RECURRENT,
+)
+QWEN3_NEXT = family(
+    "qwen3_5:Qwen3Next", "Qwen 3 Next", "Qwen3NextForCausalLM", "qwen3_next", (*TRAINED, *MTP), RECURRENT
+)
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
 )
@@ -100,7 +121,7 @@ def _asked_for_any(query: PluginQuery) -> list[Reason]:
 
 TRANSFORMERS = Spec(
     impl="minivllm.plugins.model.fallback.arch:TransformersArch",
-    api=(2, 3),
+    api=(2, 4),
     summary="Any other causal language model of transformers, with the engine's attention and layers inside",
     limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
     features=frozenset({"any_architecture"}),

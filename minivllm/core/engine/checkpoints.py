@@ -1,0 +1,96 @@
+"""Copies of recurrent states behind cached blocks: a prefix hit needs the KV blocks and the state behind the last one.
+
+    block    [b4]──[b9]──[b7]──[b2]──[b5]        chain of a prompt that is cached
+    states          c1          c0               a hit is the first four blocks, or the first two
+
+A row copies its states while it computes its prompt (``Delta.save``): near the end of the prompt, where the next turn
+of a chat goes on, and where the prompt leaves a cached chain, because others may leave it there too.  A copy belongs to
+a block once that block is published, and goes with it.  Where all copies are taken, the least recently used one gives
+way.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# Tokens before the end of a prompt that a copy leaves out: a chat template ends a prompt with a few tokens that open
+# the answer, and the next turn may render the answer without them.
+OPENING = 16
+
+
+class Checkpoints:
+    """The copies of recurrent states, by the block of the leading group that they stand behind.
+
+    ``first`` is the index of the first copy among all states, ``count`` the number of copies."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self.count = count
+        self.free = list(range(first + count - 1, first - 1, -1))
+        self.of_block: dict[int, int] = {}  # block -> index, the least recently used first
+        # slot -> (blocks before the copy, index) of copies that are not made or not published
+        self.pending: dict[int, list[tuple[int, int]]] = {}
+        self.evictions = 0
+
+    def usable(self, chain: np.ndarray) -> int:
+        """Return how many blocks of a cached chain a hit may have: up to the last one with a copy behind it."""
+        for n in range(len(chain), 0, -1):
+            if int(chain[n - 1]) in self.of_block:
+                return n
+        return 0
+
+    def use(self, block: int) -> int:
+        """Return the index of the copy behind a block, which becomes the most recently used one."""
+        index = self.of_block.pop(block)
+        self.of_block[block] = index
+        return index
+
+    def reserve(self, slot: int, blocks: int) -> int | None:
+        """Return the index for a copy behind the first ``blocks`` blocks of a row, None if rows hold all of them."""
+        if not self.free:
+            if not self.of_block:
+                return None
+            self.drop(next(iter(self.of_block)))
+            self.evictions += 1
+        index = self.free.pop()
+        self.pending.setdefault(slot, []).append((blocks, index))
+        return index
+
+    def publish(self, slot: int, table: np.ndarray, blocks: int) -> None:
+        """Assign the copies behind the first ``blocks`` blocks of a row's ``table``, all published, to these."""
+        pending = self.pending.get(slot)
+        if pending is None:
+            return
+        left = []
+        for n, index in pending:
+            if n > blocks:
+                left.append((n, index))
+            elif (block := int(table[n - 1])) in self.of_block:
+                self.free.append(index)
+            else:
+                self.of_block[block] = index
+        if left:
+            self.pending[slot] = left
+        else:
+            del self.pending[slot]
+
+    def drop(self, block: int) -> None:
+        """Free the copy behind a block, if there is one."""
+        index = self.of_block.pop(block, None)
+        if index is not None:
+            self.free.append(index)
+
+    def release(self, slot: int) -> None:
+        """Free the copies that a row has not published: its stay in the slot has ended."""
+        self.free += [index for _, index in self.pending.pop(slot, ())]
+
+    def check(self, published: np.ndarray) -> None:
+        """Compare the books with the published blocks, bool [blocks]; AssertionError says what is broken."""
+        held = [index for copies in self.pending.values() for _, index in copies]
+        taken = [*self.free, *self.of_block.values(), *held]
+        assert len(taken) == len(set(taken)) == self.count, "a copy of states is lost or held twice"
+        assert all(published[block] for block in self.of_block), (
+            "a copy of states has no cached block"
+        )

@@ -1,0 +1,73 @@
+"""Recurrent states: what a layer without keys and values remembers of a sequence, in tensors of a fixed size.
+
+A state is kept behind some position of its sequence (``valid``: the tokens that it covers).  Behind it lie the inputs
+of the newest tokens, in a ring of ``ring`` places, so that a state need not be stored after each token: a step that
+finds the state some tokens behind its own first token computes these tokens again from the ring::
+
+    ring     x4  x5  x6  x7  x8 ...           inputs of the newest tokens, of position p at place p % ring
+    state    after token 5 (valid = 6)        the next step begins at 8: it folds x6 and x7 into the state first
+
+Drafts are such tokens: their inputs go to the ring and the state stays before them, because the drafts may be rejected.
+The next step begins behind the accepted ones, and folds these and no others.  Nobody has to name the accepted ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COPIES = 2  # of a row's state that may be asked for at a time
+UNUSABLE = -1  # in ``StepStates.behind``: the state is not one of this row before this position
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a layer's state: the shape for one sequence, and the dtype (None means that of the model).
+
+    ``ring`` means that the first axis has a place for each of the newest tokens, and is left out of ``shape``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str | None = None
+    ring: bool = False
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """The state of a layer: its tensors, and how many inputs before a token the layer reads (``taps``)."""
+
+    tensors: tuple[StateTensor, ...]
+    taps: int
+
+    def places(self, drafts: int) -> int:
+        """Return the places of the ring for rows with up to ``drafts`` drafts.
+
+        A step needs the inputs of ``taps`` tokens before the state, and of up to ``drafts + 1`` tokens that it lacks.
+        """
+        return self.taps + drafts + 1
+
+
+@dataclass
+class StepStates:
+    """The recurrent states of the rows of a step, on the device; R rows, T tokens.
+
+    A row and its drafts are one row here.  A row that is padded, or that has ended, has the null state, which every
+    step may overwrite.
+    """
+
+    rows: Tensor  # i64 [R] index of the row's state
+    start: Tensor  # i32 [R] position of the first token; at 0 the state is zero
+    behind: Tensor  # i32 [R] tokens before ``start`` that the state lacks, or UNUSABLE
+    cu_q: Tensor  # i32 [R + 1] the tokens of row r are cu_q[r] to cu_q[r + 1] - 1
+    drafts: Tensor  # bool [R] the row has drafts: the state is stored as it is before ``start``
+    save_at: Tensor  # i32 [R, COPIES] positions at which the state is copied, -1 means none
+    save_to: Tensor  # i64 [R, COPIES] indices of the states that get the copies
+    most: int  # tokens of a row, at most
+    advance: Callable[
+        [], None
+    ]  # called once behind the last layer: notes which tokens the states cover

@@ -1,0 +1,275 @@
+"""Gated delta net (arXiv:2412.06464): linear attention whose state of a sequence has a fixed size.
+
+    h ─ in ─► q | k | v ─ convolution, silu ─► delta rule ─► RMSNorm of a head ─ * silu(z) ─► out
+      │  └──► z ──────────────────────────────────────────────────────────────────┘
+      └ ab ─► b (how much a token writes), a (how much of the state it keeps)
+
+State S [key_dim, value_dim] of each value head, behind each token, with q and k of unit length::
+
+    S <- exp(-rate * softplus(a + dt_bias)) * S
+    S <- S + k (v - S^T k)^T * sigmoid(b)            output: S^T q / sqrt(key_dim)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import GatedDelta
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.quantizer import Shard
+from minivllm.core.interfaces.states import Recurrent, StepStates
+from minivllm.errors import PluginError
+
+from .fused import Normed
+from .module import Module, check_shape, fill
+
+EPS = 1e-6  # of the norm of queries and keys
+
+
+@dataclass
+class StateLayer:
+    """A layer with a recurrent state.  ``memory`` is filled when the memory of states is taken."""
+
+    index: int
+    state: Recurrent
+    memory: dict[str, Tensor] = field(default_factory=dict)  # name -> [states, (ring,) *shape]
+
+
+class DeltaNet(Module):
+    """Normed [T, hidden] -> [T, value_heads * value_dim], of the heads of this process.
+
+    ``spec`` has the sizes of the whole model.  ``project`` gives q | k | v | z, and ``gates`` gives b | a.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        index: int,
+        spec: GatedDelta,
+        shard: Shard,
+        project: Callable[[Normed], Tensor],
+        gates: Callable[[Normed], Tensor],
+        dtype: torch.dtype,
+        device: str,
+        fuse: bool,
+    ) -> None:
+        super().__init__(name)
+        self.spec = spec
+        self.shard = shard
+        self.project = project
+        self.gates = gates
+        self.key_heads = spec.key_heads // shard.size
+        self.heads = spec.value_heads // shard.size
+        keys, self.inner = self.key_heads * spec.key_dim, self.heads * spec.value_dim
+        self.widths = [keys, keys, self.inner]
+        self.channels = 2 * keys + self.inner
+        self.conv = torch.empty(self.channels, spec.width, dtype=dtype, device=device)
+        self.norm = torch.empty(spec.value_dim, dtype=dtype, device=device)
+        self.rates = torch.empty(self.heads, dtype=torch.float32, device=device)
+        self.dt_bias = torch.empty_like(self.rates)
+        self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
+        self.layer = StateLayer(index, spec.state(shard.size))
+        self.fused: Any = None
+        if fuse:
+            from minivllm.device.kernels import delta_rule
+
+            self.fused = delta_rule if spec.width - 1 <= delta_rule.MOST_TAPS else None
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        spec = self.spec
+        return {
+            ("conv", "weight"): (spec.channels, 1, spec.width),
+            ("norm", "weight"): (spec.value_dim,),
+            ("", "A_log"): (spec.value_heads,),
+            ("", "dt_bias"): (spec.value_heads,),
+        }
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        rank = self.shard.rank
+        size = self.shard.size
+        check_shape(tensor, self.wanted()[part, param])
+        if part == "conv":
+            sections = tensor.squeeze(1).split([width * size for width in self.widths])
+            fill(self.conv, torch.cat([section.chunk(size)[rank] for section in sections]))
+        elif part == "norm":
+            fill(self.norm, tensor)
+        else:
+            fill(self.tensors[param], tensor.chunk(size)[rank])
+
+    def finish(self) -> None:
+        self.rates.exp_()
+
+    def __call__(self, h: Normed, step: StepTensors) -> Tensor:
+        """Return [T, value_heads * value_dim].  PluginError without the states of the step."""
+        if step.states is None:
+            raise PluginError("a model with recurrent layers was called without StepTensors.states")
+        spec = self.spec
+        x, z = self.project(h).split([self.channels, self.inner], dim=-1)
+        weights = self.conv, self.rates, self.dt_bias
+        sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
+        if self.fused is None:
+            o = scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states)
+            return gated_norm(o, z, self.norm, spec.eps)
+        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states)
+        return self.fused.gated_norm(o, z, self.norm, spec.eps)
+
+
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return RMSNorm(o) * weight * silu(z) [T, heads * dim], of o [T, heads, dim] and z [T, heads * dim]."""
+    wide = o.float()
+    mean = wide.square().mean(-1, keepdim=True)
+    normed = wide * torch.rsqrt(mean + eps)
+    weighted = weight * normed.to(o.dtype)
+    gate = F.silu(z.float()).view(o.shape)
+    gated = weighted.float() * gate
+    return gated.to(o.dtype).flatten(1)
+
+
+def scan(
+    x: Tensor,
+    ab: Tensor,
+    weight: Tensor,
+    rates: Tensor,
+    dt_bias: Tensor,
+    memory: dict[str, Tensor],
+    sizes: tuple[int, int, int, int],
+    step: StepStates,
+) -> Tensor:
+    """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
+
+    ``x`` [T, channels] holds q | k | v before the convolution, ``weight`` [channels, width] is the convolution's,
+    ``ab`` [T, 2 * heads] holds b | a, ``rates`` f32 [heads] is exp(A_log), and ``memory`` has ``state``
+    [states, heads, key dim, value dim], ``ring`` [states, places, channels] and ``gates`` [states, places, 2 * heads].
+    ``sizes`` are key heads, value heads, key dim and value dim.  Tokens of no row get zeros.
+    """
+    key_heads, heads, key_dim, value_dim = sizes
+    packed = _Packed(x, ab, memory, step)
+    mixed = F.silu(packed.convolved(weight.float()))
+    q, k, v = mixed.split([key_heads * key_dim] * 2 + [heads * value_dim], dim=-1)
+    repeat = heads // key_heads
+    q = _unit(q.view(-1, key_heads, key_dim)).repeat_interleave(repeat, 1)
+    q = q * key_dim**-0.5
+    k = _unit(k.view(-1, key_heads, key_dim)).repeat_interleave(repeat, 1)
+    v = v.reshape(-1, heads, value_dim)
+    b, a = packed.gates.split(heads, dim=-1)
+    keep = torch.exp(-rates * F.softplus(a + dt_bias))
+    write = b.sigmoid()
+    out = x.new_zeros(len(x), heads, value_dim)
+    state = memory["state"]
+    base = packed.base(state)
+    for i in range(packed.longest):
+        on = packed.on(i)  # rows that have a token there
+        t = packed.first[on] + i
+        kt = k[t]
+        here = base[on] * keep[t][..., None, None]
+        read = torch.einsum("rhkv,rhk->rhv", here, kt)
+        error = (v[t] - read) * write[t][..., None]
+        here = here + kt[..., None] * error[:, :, None, :]
+        base[on] = here
+        packed.store(state, base, i)
+        new = i >= packed.fold[on]
+        if bool(new.any()):
+            o = torch.einsum("rhkv,rhk->rhv", here[new], q[t[new]])
+            out[packed.source[t[new]]] = o.to(out.dtype)
+    packed.keep(memory["ring"], x)
+    packed.keep(memory["gates"], ab)
+    return out
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return x [..., dim] divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS)
+
+
+class _Packed:
+    """The tokens of a step, each row's behind those that are folded into its state first: E tokens in all."""
+
+    def __init__(self, x: Tensor, ab: Tensor, memory: dict[str, Tensor], step: StepStates) -> None:
+        self.step = step
+        self.taps = 0
+        starts = step.cu_q[:-1].long()
+        self.n = step.cu_q[1:].long() - starts
+        self.fold = step.behind.clamp(min=0).long()
+        self.begin = step.start.long() - self.fold  # position of a row's first token here
+        size = self.n + self.fold
+        self.first = size.cumsum(0) - size  # its index here
+        self.size = size
+        self.longest = int(size.max()) if len(size) else 0
+        rows = torch.arange(len(size), device=x.device)
+        self.row = torch.repeat_interleave(rows, size)
+        offset = torch.arange(len(self.row), device=x.device) - self.first[self.row]
+        self.position = self.begin[self.row] + offset
+        self.folded = offset < self.fold[self.row]
+        first_new = starts - self.fold
+        self.source = (first_new[self.row] + offset).clamp(min=0)  # index in x
+        self.ring = memory["ring"]
+        self.x = x
+        self.gates = self._from(ab, memory["gates"], self.position, self.source, self.folded).float()
+
+    def _from(self, new: Tensor, ring: Tensor, position: Tensor, source: Tensor, old: Tensor) -> Tensor:
+        """Return the inputs at positions: from ``ring`` where ``old``, else from ``new`` at ``source``.
+
+        Inputs before position 0 are zero."""
+        state = self.step.rows[self.row]
+        kept = ring[state, position % ring.shape[1]]
+        last = max(len(new) - 1, 0)
+        found = torch.where(old[:, None], kept, new[source.clamp(0, last)])
+        return found.masked_fill((position < 0)[:, None], 0)
+
+    def convolved(self, weight: Tensor) -> Tensor:
+        """Return the causal convolution f32 [E, channels] of the inputs, with ``weight`` [channels, width]."""
+        width = weight.shape[1]
+        self.taps = width - 1
+        total = torch.zeros(len(self.row), len(weight), device=weight.device)
+        first_new = self.step.start.long()[self.row]
+        for lag in range(width):
+            position = self.position - lag
+            inputs = self._from(self.x, self.ring, position, self.source - lag, position < first_new)
+            total += inputs.float() * weight[:, width - 1 - lag]
+        return total
+
+    def base(self, state: Tensor) -> Tensor:
+        """Return the state f32 [R, heads, key dim, value dim] before the first token of each row."""
+        found = state[self.step.rows].masked_fill((self.begin == 0).view(-1, 1, 1, 1), 0.0)
+        return found.masked_fill((self.step.behind < 0).view(-1, 1, 1, 1), torch.nan)
+
+    def on(self, i: int) -> Tensor:
+        """Return the rows i64 [n] that have a token i."""
+        return (self.size > i).nonzero()[:, 0]
+
+    def _certain(self) -> Tensor:
+        """Return how many tokens of each row are certain: of a row with drafts the first new one is the last."""
+        return torch.where(self.step.drafts, self.fold + self.n.clamp(max=1), self.size)
+
+    def store(self, state: Tensor, base: Tensor, i: int) -> None:
+        """Store the states behind token i where they are to be kept: at the end, before drafts, as a copy."""
+        step = self.step
+        last = torch.where(step.drafts, self.fold, self.size) == i + 1
+        state[step.rows[last]] = base[last]
+        saved = (step.save_at == (self.begin + i + 1)[:, None]) & (i < self._certain())[:, None]
+        row, which = saved.nonzero(as_tuple=True)
+        state[step.save_to[row, which]] = base[row]
+
+    def keep(self, ring: Tensor, new: Tensor) -> None:
+        """Store the newest inputs of each row in its ring, and those before a copied state in the copy's."""
+        step, places = self.step, ring.shape[1]
+        end = self.begin + self._certain()
+        saved = (step.save_at > self.begin[:, None]) & (step.save_at <= end[:, None])
+        for r, which in saved.nonzero().tolist():
+            at, start, token = int(step.save_at[r, which]), int(step.start[r]), int(step.cu_q[r])
+            for p in range(max(at - self.taps, 0), at):
+                value = new[token + p - start] if p >= start else ring[step.rows[r], p % places].clone()
+                ring[step.save_to[r, which], p % places] = value
+        index = torch.arange(len(self.row), device=new.device)
+        offset = index - self.first[self.row]
+        first = (self.size - places)[self.row]
+        newest = ~self.folded & (offset >= first)
+        state = step.rows[self.row[newest]]
+        place = self.position[newest] % places
+        ring[state, place] = new[self.source[newest]]

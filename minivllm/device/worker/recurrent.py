@@ -1,0 +1,122 @@
+"""The memory of recurrent states: one state for each slot, and copies at positions of prompts (checkpoints).
+
+    index      0 ... S-2    S-1         S ... S+C-1
+    state      slots        null state  checkpoints          S = max_num_seqs + 1
+    valid      17 ...       .           496 ...              tokens that the state covers
+
+``valid`` is on the device.  A step compares it with the position at which a row begins.  A state that does not fit the
+row (one of an earlier sequence, say) makes the row's results NaN, which ends its request with an error; it never gives
+tokens computed from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.states import COPIES, UNUSABLE, StepStates
+from minivllm.device.layers.kv_memory import zeros
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnMeta
+    from minivllm.device.layers.delta_net import StateLayer
+
+
+def state_bytes(layers: Sequence[StateLayer], dtype: torch.dtype, drafts: int) -> int:
+    """Return the bytes of the states of one sequence in all layers."""
+    return sum(
+        int(np.prod(shape)) * kind.itemsize for layer in layers for _, shape, kind in _tensors(layer, dtype, drafts)
+    )
+
+
+def _tensors(layer: StateLayer, dtype: torch.dtype, drafts: int) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Return name, shape for one sequence and dtype of each tensor of a layer's state."""
+    found = []
+    for tensor in layer.state.tensors:
+        shape = (layer.state.places(drafts), *tensor.shape) if tensor.ring else tensor.shape
+        found.append((tensor.name, shape, getattr(torch, tensor.dtype) if tensor.dtype else dtype))
+    return found
+
+
+class StateMemory:
+    """The states of all recurrent layers of a model for ``slots`` slots, the last of which is the null state."""
+
+    def __init__(
+        self,
+        layers: Sequence[StateLayer],
+        slots: int,
+        checkpoints: int,
+        drafts: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.slots, self.checkpoints, self.drafts, self.device = slots, checkpoints, drafts, device
+        total = slots + checkpoints
+        self.bytes = state_bytes(layers, dtype, drafts)
+        self.memory: list[Mapping[str, Tensor]] = []
+        for layer in layers:
+            layer.memory = {
+                name: zeros((total, *shape), kind, device) for name, shape, kind in _tensors(layer, dtype, drafts)
+            }
+            self.memory.append(layer.memory)
+        self.valid = torch.zeros(total, dtype=torch.int32, device=device)
+        self.save_at = torch.full((slots, COPIES), -1, dtype=torch.int32, device=device)
+        self.save_to = torch.full((slots, COPIES), slots - 1, dtype=torch.int64, device=device)
+
+    # ---- between steps ---------------------------------------------------------------------------
+
+    def begin(self, slots: Tensor, empty: Tensor) -> None:
+        """Prepare ``slots`` i64 [n] for new sequences: cancel copies, and empty the states ``empty`` i64 [m]."""
+        self.valid.index_fill_(0, empty, 0)
+        self.save_at.index_fill_(0, slots, -1)
+
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        """Copy the states ``source`` i64 [n] to ``to`` i64 [n]; all are read before one is written."""
+        for memory in self.memory:
+            for tensor in memory.values():
+                tensor[to] = tensor[source]
+        self.valid[to] = self.valid[source]
+        self.save_at.index_fill_(0, to, -1)
+
+    def save(self, slots: Tensor, which: Tensor, position: Tensor, to: Tensor) -> None:
+        """Copy the state of each of ``slots`` to the index ``to`` once it covers ``position`` tokens (each i64 [n]).
+
+        ``which`` is the number of the copy, below COPIES."""
+        self.save_at[slots, which] = position.int()
+        self.save_to[slots, which] = to
+
+    # ---- in a step -------------------------------------------------------------------------------
+
+    def of_step(self, meta: AttnMeta, stopped: Tensor, most: int, drafts: Tensor | None = None) -> StepStates:
+        """Return the states of the rows of a step.  ``stopped`` bool [S] marks slots whose sequence has ended.
+
+        ``most`` is the number of tokens of a row at most; ``drafts`` bool [R] marks rows with drafts (None means none).
+        """
+        slots, null = meta.slots, self.slots - 1
+        dead = stopped[slots]
+        rows = slots.masked_fill(dead, null)
+        start = (meta.kv_len[0] - meta.q_len).masked_fill(dead, 0)
+        behind = start - self.valid[rows]
+        fits = (behind >= 0) & (behind <= self.drafts + 1) if self.drafts else behind == 0
+        behind = torch.where(fits, behind, UNUSABLE).masked_fill(start == 0, 0)
+        if drafts is None:
+            drafts = torch.zeros_like(dead)
+        save_at = self.save_at[slots].masked_fill(dead[:, None], -1)
+        step = StepStates(rows, start, behind, meta.cu_q, drafts, save_at, self.save_to[slots], most, lambda: None)
+        step.advance = partial(self._advance, step)
+        return step
+
+    def _advance(self, step: StepStates) -> None:
+        """Note which tokens the states cover."""
+        n = step.cu_q[1:] - step.cu_q[:-1]
+        certain = torch.where(step.drafts, n.clamp(max=1), n)
+        begin, end = step.start - step.behind.clamp(min=0), step.start + certain
+        saved = (step.save_at > begin[:, None]) & (step.save_at <= end[:, None])
+        null = self.slots - 1
+        self.valid[step.save_to.masked_fill(~saved, null)] = step.save_at
+        self.valid[step.rows] = step.start + n.masked_fill(step.drafts, 0)

@@ -1,0 +1,116 @@
+"""Qwen3.5, its mixture of experts, and Qwen3-Next: three gated delta nets for each layer of softmax attention.
+
+Attention has a gate beside each query head, a norm of each head of q and k, and a rotary embedding of a part of a head.
+Norms hold their difference from 1, but for the gated norm of the delta nets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import (
+    HEAD,
+    MLP,
+    DecoderSpec,
+    DeltaNames,
+    Experts,
+    GatedDelta,
+    LayerSpec,
+    Norm,
+    Router,
+    WeightNames,
+)
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.device.layers import fields
+from minivllm.errors import ModelError, shown
+
+LINEAR = "linear_attention"
+
+
+class Qwen35(ModelArch):
+    """``Qwen3_5ForCausalLM``."""
+
+    def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
+        """Return the MLP of a layer, or its mixture of experts."""
+        return MLP(cfg.intermediate_size, fields.activation(cfg))
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        rope, delta = fields.rope(cfg, partial=True), _delta_net(cfg)
+        attention, biased = fields.attention(cfg), cfg.attention_bias
+        layers = []
+        for i, kind in enumerate(_layer_types(cfg)):
+            if kind == LINEAR:
+                layers.append(LayerSpec(delta, self.mlp(cfg, i), None))
+                continue
+            layers.append(
+                LayerSpec(
+                    attention,
+                    self.mlp(cfg, i),
+                    rope,
+                    qk_norm=HEAD,
+                    qkv_bias=biased,
+                    out_bias=biased,
+                    gated=True,
+                )
+            )
+        norm = Norm(cfg.rms_norm_eps, offset=1.0)
+        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, tuple(layers), norm, cfg.tie_word_embeddings)
+
+
+class Qwen35Moe(Qwen35):
+    """``Qwen3_5MoeForCausalLM``: a mixture of experts, and a shared expert with a gate, in each layer."""
+
+    def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
+        return _experts(cfg, Router(normalize=True))
+
+
+class Qwen3Next(Qwen35):
+    """``Qwen3NextForCausalLM``: the matrices of a delta net are two, whose rows lie by key heads."""
+
+    NAMES = DeltaNames(
+        mixed=(("linear_attn.in_proj_qkvz", ("q", "k", "v", "z")), ("linear_attn.in_proj_ba", ("b", "a"))),
+        grouped=True,
+    )
+
+    def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
+        if fields.sparse_layers(cfg)[layer]:
+            return _experts(cfg, Router(normalize=cfg.norm_topk_prob))
+        return super().mlp(cfg, layer)
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        return replace(super().describe(cfg), names=WeightNames(delta=self.NAMES))
+
+
+def _experts(cfg: Any, router: Router) -> Experts:
+    """Return the experts of a layer, and the shared one."""
+    shared = MLP(cfg.shared_expert_intermediate_size, fields.activation(cfg))
+    return fields.experts(cfg, cfg.moe_intermediate_size, router, shared=shared, shared_gate=True)
+
+
+def _layer_types(cfg: Any) -> list[str]:
+    """Return ``layer_types``.  ModelError for a type that is not known, and for a model without attention."""
+    types = list(cfg.layer_types)
+    if len(types) != cfg.num_hidden_layers:
+        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={cfg.num_hidden_layers}")
+    wrong = sorted(set(types) - {fields.FULL, LINEAR})
+    if wrong:
+        raise ModelError(f"layer_types has {shown(wrong[0])}: want {fields.FULL!r} or {LINEAR!r}")
+    if fields.FULL not in types:
+        raise ModelError(f"layer_types has no {fields.FULL!r}: want at least one layer with attention")
+    return types
+
+
+def _delta_net(cfg: Any) -> GatedDelta:
+    """Return the gated delta net of all linear layers.  ModelError for sizes that fit no net."""
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = [getattr(cfg, f"linear_{name}") for name in names]
+    for name, value in zip(names, sizes, strict=True):
+        if type(value) is not int or value < 1:
+            raise ModelError(f"linear_{name}={shown(value)}: want a whole number >= 1")
+    if sizes[1] % sizes[0]:
+        raise ModelError(f"linear_num_value_heads={sizes[1]}: want a multiple of linear_num_key_heads={sizes[0]}")
+    if fields.activation(cfg) != "silu":
+        raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: want 'silu', the convolution has no other")
+    return GatedDelta(*sizes, cfg.rms_norm_eps)

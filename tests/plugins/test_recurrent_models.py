@@ -1,0 +1,241 @@
+"""Models with recurrent layers against transformers: whole, chunked, batched, hit, forked, preempted, drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.drafter import Drafter
+from minivllm.errors import ConfigError, ModelError, ResourceError
+
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+SIZES = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28, "num_experts": 6,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+TOKENS = 12
+
+
+def make(folder, family, **values):
+    """Write a tiny random model, and return it as transformers' object."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **values})).eval()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "norm" in name:
+                p.add_(torch.randn_like(p) * 0.1)
+            elif p.dim() > 1:
+                p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 * 1.5)
+            elif "dt_bias" in name:
+                p.copy_(torch.randn_like(p))
+    model.save_pretrained(folder)
+    return model
+
+
+def greedy(model, prompt, tokens=TOKENS):
+    """Return greedy tokens, each computed from the whole sequence."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(tokens):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+def draw(generator, n):
+    return torch.randint(3, 61, (n,), generator=generator).tolist()
+
+
+class Case:
+    """A model with prompts of one beginning and others, and the tokens that follow each."""
+
+    def __init__(self, folder, family):
+        self.folder, self.family = str(folder), family
+        self.model = make(folder, family)
+        g = torch.Generator().manual_seed(4)
+        begin, again = draw(g, 37), draw(g, 5) * 6
+        prompts = [draw(g, 1), draw(g, 4), draw(g, 19), begin + draw(g, 9), begin + draw(g, 22), again, draw(g, 70)]
+        self.want = [(prompt, greedy(self.model, prompt)) for prompt in prompts]
+        prompt, answer = self.want[3]
+        self.turn = [*prompt, *answer, *draw(g, 6)]
+        self.want.append((self.turn, greedy(self.model, self.turn)))
+
+    def check(self, llm, **params):
+        """Compare all prompts at once; return the tokens that prefix hits spared."""
+        found = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt, _ in self.want],
+            SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, **params),
+            use_tqdm=False,
+        )
+        for (prompt, want), output in zip(self.want, found, strict=True):
+            for branch in output.outputs:
+                assert list(branch.token_ids) == want, f"prompt of {len(prompt)} tokens: {branch}"
+        llm.check()
+        return sum(output.num_cached_tokens for output in found)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request, tmp_path_factory):
+    return Case(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def engine(case, **options):
+    options = {"max_num_seqs": 8, "max_model_len": 160, "dtype": "float32", **options}
+    return LLM(case.folder, skip_tokenizer_init=True, **options)
+
+
+WAYS = {
+    "whole": {},
+    "without a prefix cache": {"enable_prefix_caching": False},
+    "chunked, rows wait": {"max_num_seqs": 3, "max_num_batched_tokens": 9, "kvcache_block_size": 8},
+    "blocks of 4, run ahead": {"kvcache_block_size": 4, "run_ahead": 2},
+    "preempted": {"num_kvcache_blocks": 12, "kvcache_block_size": 16},
+    "two checkpoints": {"num_state_checkpoints": 2},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_those_of_transformers_however_a_request_is_computed(case, way):
+    llm = engine(case, **WAYS[way])
+    try:
+        cached = [case.check(llm) for _ in range(3)]
+        assert case.check(llm, n=2) >= 0
+        assert (cached[-1] > 0) == (way != "without a prefix cache")
+        assert way != "preempted" or llm.stats()["preemptions"]
+    finally:
+        llm.close()
+
+
+class Oracle(Drafter):
+    """Proposes the tokens that follow, and a wrong one now and then."""
+
+    sequences: ClassVar[list[list[int]]] = []
+
+    def propose(self, ask):
+        drafts = torch.zeros(len(ask.slots), ask.k, dtype=torch.int64)
+        for row, history in enumerate(ask.rows.history()):
+            known = int(ask.known[row])
+            begun = history[:known].tolist()
+            whole = next((one for one in self.sequences if one[:known] == begun), begun)
+            for j, token in enumerate(whole[known : known + ask.k]):
+                drafts[row, j] = token if (known + j) % 3 else (token + 1) % 61
+        return drafts, torch.full((len(ask.slots),), ask.k)
+
+
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_rejected_drafts_change_no_token(case, tokens, monkeypatch):
+    monkeypatch.setattr(Oracle, "sequences", [prompt + answer for prompt, answer in case.want])
+    llm = engine(case, drafter=Oracle, num_speculative_tokens=tokens, speculate="always")
+    try:
+        for _ in range(2):
+            case.check(llm)
+        drafts = llm.stats()["speculation"]
+        assert drafts["proposed"] > drafts["accepted"] > 0
+    finally:
+        llm.close()
+
+
+def test_beams_are_those_of_a_model_that_computes_each_anew(case):
+    prompt = case.want[4][0]
+    outputs = []
+    for options in ({}, {"num_kvcache_blocks": 14, "kvcache_block_size": 8, "max_num_seqs": 4}):
+        llm = engine(case, max_model_len=96, **options)
+        try:
+            found = llm.beam_search([{"prompt_token_ids": prompt}], width=3, max_tokens=6)
+            outputs.append([list(sequence.tokens)[-6:] for sequence in found[0].sequences])
+        finally:
+            llm.close()
+    assert outputs[0] == outputs[1]
+    ids = torch.tensor([[*prompt, *outputs[0][0]]])
+    with torch.no_grad():
+        logits = case.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    best = sum(float(logits[i, token]) for i, token in enumerate(outputs[0][0]))
+    assert best >= sum(float(logits[i].max()) for i in range(1)) - 20
+
+
+def test_processes_share_a_model_with_states(case):
+    llm = engine(case, tensor_parallel_size=2, executor="multiprocess")
+    try:
+        for _ in range(2):
+            case.check(llm)
+    finally:
+        llm.close()
+
+
+def test_a_wrapper_with_images_is_served_as_text(tmp_path):
+    model = make(tmp_path, "qwen3_5_text")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["rope_parameters"] |= {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_num_seqs=2, max_model_len=64)
+    try:
+        prompt = [5, 6, 7, 8]
+        params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+        found = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        assert list(found[0].outputs[0].token_ids) == greedy(model, prompt, 5)
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads=3: want a multiple of linear_num_key_heads=2"),
+    ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0: want a whole number >= 1"),
+    ({"layer_types": ["linear_attention"] * 4}, "want at least one layer with attention"),
+    ({"layer_types": ["full_attention"] * 3}, "`num_hidden_layers` (4) must be equal"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu': want 'silu'"),
+])  # fmt: skip
+def test_a_config_that_describes_no_model_is_refused_by_its_field(values, says, tmp_path):
+    make(tmp_path, "qwen3_5_text")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | values))
+    with pytest.raises(ModelError, match=re.escape(says)):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+def test_checkpoints_of_a_model_without_states_are_refused():
+    with pytest.raises(ConfigError, match="num_state_checkpoints=4: the model has no recurrent states"):
+        LLM("pocket", num_state_checkpoints=4)
+
+
+def test_states_without_room_are_refused_with_their_size(tmp_path):
+    make(tmp_path, "qwen3_5_text")
+    with pytest.raises(ResourceError, match=r"recurrent states of max_num_seqs=16 requests and .* checkpoints, .* GiB"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, max_num_seqs=16, num_state_checkpoints=10**9)
+
+
+def test_a_draft_model_with_states_is_refused(tmp_path):
+    make(tmp_path, "qwen3_5_text")
+    drafter = {"name": "draft_model", "model": str(tmp_path)}
+    with pytest.raises(ConfigError, match="recurrent state: expected a model with attention in each layer"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, drafter=drafter, num_speculative_tokens=2, max_num_seqs=2)
+
+
+def test_a_state_that_does_not_fit_its_row_ends_the_request_and_no_other(tmp_path):
+    make(tmp_path, "qwen3_5_text")
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, max_num_seqs=2, max_model_len=64, dtype="float32")
+    try:
+        memory = llm.engine.executor.runner.state.recurrent
+        of_step = memory.of_step
+
+        def stale(meta, *args):
+            if int(meta.kv_len.max()) == 4:  # the second step
+                memory.valid[int(meta.slots[0])] += 1
+            return of_step(meta, *args)
+
+        params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        good = llm.generate({"prompt_token_ids": [4, 5, 6]}, params, use_tqdm=False)[0].outputs[0]
+        memory.of_step = stale
+        prompts = [{"prompt_token_ids": [4, 5, 6]}] * 2
+        found = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+        assert [one.finish_reason for one in found] == ["error", "length"]
+        assert found[0].token_ids == good.token_ids[:1] and found[1].token_ids == good.token_ids
+    finally:
+        llm.close()
