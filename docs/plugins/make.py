@@ -272,7 +272,8 @@ def overridden(seam: str) -> Iterator[str]:
                 found.setdefault(item.name, signature(item))
             elif isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name) and item.target.id in named:
                 lines = node.lines[item.lineno - 1 : item.end_lineno]  # type: ignore[attr-defined]
-                found.setdefault(item.target.id, [line.strip() for line in lines])
+                line = " ".join(line.strip() for line in lines).replace("( ", "(").replace(", )", ",)")
+                found.setdefault(item.target.id, [line])
     yield ""
     if parent := PARENT.get(seam):
         absent = ", ".join(f"`{name}`" for name in rules(parent) if name not in rules(seam))
