@@ -72,14 +72,14 @@ class MinivllmLM(TemplateLM):  # type: ignore[misc]
         Raise ConfigError for a request that scores more tokens than the model's context holds.
         """
         prompts = []
-        for _, context, scored in requests:
+        for _texts, context, scored in requests:
             ids = (context + scored)[-(self.max_length + 1) :]
             if len(scored) >= len(ids):
                 raise ConfigError(f"lm-eval scores {len(scored)} tokens at once; raise max_model_len")
             prompts.append(ids)
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         found = []
-        for output, ids, (_, _, scored) in zip(self._run(prompts, params), prompts, requests, strict=True):
+        for output, ids, (_texts, _context, scored) in zip(self._run(prompts, params), prompts, requests, strict=True):
             first = len(ids) - len(scored)
             entries = [one[token] for one, token in zip(output.prompt_logprobs[first:], ids[first:], strict=True)]
             found.append((sum(one.logprob for one in entries), all(one.rank == 1 for one in entries)))

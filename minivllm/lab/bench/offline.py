@@ -21,7 +21,7 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
     """Call ``LLM.generate`` once, and return the answers and the seconds.  Raise MinivllmError if a request fails."""
     from minivllm.core.interfaces.params import SamplingParams
 
-    plain = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+    plain: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(max_tokens=a.max_tokens, seed=seed + i, **plain) for i, a in enumerate(asks)]
     prompts = [ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt) for ask in asks]
     begun = time.monotonic()

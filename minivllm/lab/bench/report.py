@@ -34,7 +34,7 @@ from .comparing import QUALITY
 from .pareto import SPEED, Front
 from .repeats import with_bounds
 from .serving import knee_text
-from .trials import counted, ratio_text
+from .trials import Metric, counted, ratio_text
 
 MOST_STEPS = 200  # points of a distribution
 MOST_LINES = 4  # distributions in a chart
@@ -279,8 +279,8 @@ def _compare(found: Row) -> list[Block]:
 def _counters(found: Row) -> list[Block]:
     """Return charts and tables of the counters of engines and plug-ins, and a table of failed configurations."""
     rows = found["rows"]
-    counters = []
-    plugins = []
+    counters: list[Metric] = []
+    plugins: list[Metric] = []
     for metric in counted(list(found["runs_by_name"].values())):
         (plugins if metric.key.startswith(FIGURE) else counters).append(metric)
     out: list[Block] = []

@@ -252,8 +252,7 @@ class Reference:
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             projected = self._projected.get(source)
-            tokens_first = output.dim() != 4 or projected is None
-            if tokens_first or torch.equal(args[0].reshape(projected.shape), projected):
+            if output.dim() != 4 or projected is None or torch.equal(args[0].reshape(projected.shape), projected):
                 return self._note(point, output)
             return self._note(point, output.transpose(1, 2)).transpose(1, 2)
 

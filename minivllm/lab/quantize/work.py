@@ -138,7 +138,7 @@ class WorkFolder:
 
     def finish(self, model: Path, config: Mapping[str, Any]) -> None:
         """Write the index and config.json, copy the model's other files, and rename to the output directory."""
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         total = 0
         for shard in range(self.shards):
             tensors = load_file(self.path(shard))  # mapped, not read

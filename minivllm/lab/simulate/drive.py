@@ -109,8 +109,8 @@ def drive(
     took = perf_counter() - start
     cpu = process_time() - start_cpu
     columns = (trace.arrival, record.first, record.finished, trace.prompt, record.output, record.cached)
-    counts = [now - then for now, then in zip(_counts(engine), before, strict=True)]
-    return TraceOutcome(*columns, *counts, 0.0, took, cpu, flat(engine.stats()))
+    steps, preemptions, evictions = (now - then for now, then in zip(_counts(engine), before, strict=True))
+    return TraceOutcome(*columns, steps, preemptions, evictions, 0.0, took, cpu, flat(engine.stats()))
 
 
 class _Record:

@@ -255,7 +255,7 @@ def errors(table: CostTable, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
         off = np.abs(predicted[chosen] / took[chosen] - 1)
         p50, p90 = np.percentile(off, [50, 90])
         total = predicted[chosen].sum() / took[chosen].sum() - 1
-        found = {"steps": int(chosen.sum())}
+        found: dict[str, float] = {"steps": int(chosen.sum())}
         for name, value in (("median_error", p50), ("p90_error", p90), ("sum_error", total)):
             found[name] = round(float(value), 4)
         return found
