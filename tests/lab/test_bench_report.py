@@ -101,7 +101,7 @@ def test_a_report_of_every_kind_is_whole_asks_for_nothing_and_shows_names_as_tex
 
 
 def test_bars_are_as_long_as_their_values_and_error_bars_where_the_interval_is():
-    root = xml.fromstring(charts.bars([Bar("a", 1.0, 0.5, 2.0), Bar("b", 2.0)], "x", 1.0))
+    root = xml.fromstring(charts.BarChart("x", [Bar("a", 1.0, 0.5, 2.0), Bar("b", 2.0)], 1.0).svg())
     a, b = (float(rect.get("width")) for rect in root.iter("rect"))
     assert b == pytest.approx(2 * a, rel=1e-3)
     error = next(path.get("d") for path in root.iter("path") if path.get("class") == "e")
@@ -114,14 +114,14 @@ WIDE = [Bar("a", 1.0, -40.0, 42.0), Bar("b", 2.0, 1.9, 2.1), Bar("c", 0.0, None,
 
 
 def test_every_whisker_is_within_the_picture_with_a_cap_at_both_ends():
-    root = xml.fromstring(charts.bars(WIDE, "x", 1.0))
+    root = xml.fromstring(charts.BarChart("x", WIDE, 1.0).svg())
     errors = [path.get("d") for path in root.iter("path") if path.get("class") == "e"]
     assert len(errors) == 3
     for one in errors:
         low, high, *caps = map(float, re.findall(r"[MH]([\d.-]+)", one))
         assert charts.LEFT - 0.1 <= low < high <= charts.WIDTH and caps == [low, high], one
     line = DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)), upward=((-30.0, 50.0), (4.0, 6.0)), across=(None, (1.5, 9.0)))
-    root = xml.fromstring(charts.lines([line, DrawnLine("m", ((1.0, 1.0),))], "x", "y"))
+    root = xml.fromstring(charts.LineChart("", [line, DrawnLine("m", ((1.0, 1.0),))], "x", "y").svg())
     found = [path.get("d") for path in root.iter("path") if path.get("class") == "la"][1:]
     assert len(found) == 3 and all(one.count("M") == 3 for one in found)
     for one in found:
@@ -151,15 +151,20 @@ def test_matplotlib_draws_whiskers_over_the_points_and_within_the_axes(log):
 
 
 def test_points_lie_where_their_values_are_and_a_stack_fills_its_width():
-    root = xml.fromstring(charts.lines([DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)))], "x", "y"))
+    root = xml.fromstring(charts.LineChart("", [DrawnLine("l", ((1.0, 10.0), (2.0, 5.0)))], "x", "y").svg())
     (x1, y1), (x2, y2) = [(float(c.get("cx")), float(c.get("cy"))) for c in root.iter("circle")]
     assert x2 - 60 == pytest.approx(2 * (x1 - 60)) and charts.LOW - y1 == pytest.approx(2 * (charts.LOW - y2))
-    wide = [float(r.get("width")) for r in xml.fromstring(charts.stack([Bar("a", 3), Bar("b", 1)], "m")).iter("rect")]
+    wide = [
+        float(r.get("width"))
+        for r in xml.fromstring(charts.StackChart("m", [Bar("a", 3), Bar("b", 1)]).svg()).iter("rect")
+    ]
     assert wide[0] + wide[2] == pytest.approx(620) or sum(wide) == pytest.approx(620 + 24)
 
 
 def test_a_logarithmic_axis_has_a_decade_where_the_other_has_its_logarithm():
-    root = xml.fromstring(charts.lines([DrawnLine("l", ((1.0, 1.0), (2.0, 10.0), (3.0, 100.0)))], "x", "y", log=True))
+    root = xml.fromstring(
+        charts.LineChart("", [DrawnLine("l", ((1.0, 1.0), (2.0, 10.0), (3.0, 100.0)))], "x", "y", log=True).svg()
+    )
     first, second, third = [float(c.get("cy")) for c in root.iter("circle")]
     assert first - second == pytest.approx(second - third, abs=0.1) and first > third
 
@@ -172,7 +177,7 @@ def test_an_axis_ends_at_its_last_mark_and_holds_all_values():
 
 
 def test_a_timeline_has_each_request_where_its_times_are():
-    root = xml.fromstring(charts.timeline([charts.Span(1.0, 2.0, 4.0), charts.Span(0.0, 1.0, 2.0)], "t"))
+    root = xml.fromstring(charts.TimelineChart("t", [charts.Span(1.0, 2.0, 4.0), charts.Span(0.0, 1.0, 2.0)]).svg())
     first, second, third, fourth = list(root.iter("rect"))[:4]
     wide = charts.WIDTH - 20
     for rect, start, seconds in ((first, 0, 1), (second, 1, 1), (third, 1, 1), (fourth, 2, 2)):
@@ -254,7 +259,9 @@ def test_hits_evictions_and_preemptions_of_a_comparison_are_drawn_with_their_int
     for row, bar in zip(rows, drawn["Evictions"], strict=True):
         low, high = row["intervals"]["evictions"]
         assert (bar.name, bar.value) == (row["name"], 0.0) and bar.high == pytest.approx((high - low) / 2)
-    ends = re.findall(r'class="e" d="M([\d.]+) [\d.]+H([\d.]+)M', charts.bars(drawn["Evictions"], "medians of 0"))
+    ends = re.findall(
+        r'class="e" d="M([\d.]+) [\d.]+H([\d.]+)M', charts.BarChart("medians of 0", drawn["Evictions"]).svg()
+    )
     whole = {(float(charts.LEFT), charts.WIDTH - 70.0)}
     assert {tuple(map(float, one)) for one in ends} == whole, "intervals fill the axis where no bar has a length"
     for gone in runs.values():

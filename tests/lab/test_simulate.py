@@ -310,7 +310,7 @@ def test_simulate_compares_files_and_rates_beside_bounds_without_torch(tmp_path,
         (["--oracle", "--real"], "no real run to compare with"),
         (["--set", "drafter=ngram"], "drafts have no table of costs"),
         (["--output-json", "/nowhere/s.json"], "/nowhere/s.json: No such file or directory"),
-        (["--evictor", "8"], "--evictor: evictor: 8 is no plug-in"),
+        (["--evictor", "8"], "--evictor: evictor: 8 is not a plug-in"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):

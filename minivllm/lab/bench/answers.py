@@ -18,8 +18,6 @@ from typing import Any
 from .statistics import NAN, percentile
 
 PERCENTILES = (50, 90, 95, 99)
-NAMES = ("ttft", "tpot", "itl", "e2el")
-TARGETS = ("ttft", "tpot", "e2el")  # the times that can have a target, in milliseconds
 
 
 @dataclass
@@ -78,8 +76,8 @@ def figures(
     goodput = None
     if targets:
         goodput = sum(one.within(targets) for one in answers) / duration
-    counts = {"duration": duration, "completed": len(good), "failed": len(answers) - len(good)}
-    found: dict[str, Any] = {**counts, "total_input_tokens": prompt_tokens, "total_output_tokens": output_tokens}
+    found: dict[str, Any] = {"duration": duration, "completed": len(good), "failed": len(answers) - len(good)}
+    found |= {"total_input_tokens": prompt_tokens, "total_output_tokens": output_tokens}
     found["request_throughput"] = len(good) / duration
     found["request_goodput"] = goodput
     found["output_throughput"] = output_tokens / duration

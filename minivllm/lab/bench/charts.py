@@ -69,7 +69,7 @@ class BarChart:
 
     def svg(self) -> str:
         """Return the chart as SVG."""
-        return bars(self.rows, self.title, self.mark)
+        return _bars(self)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class StackChart:
 
     def svg(self) -> str:
         """Return the chart as SVG."""
-        return stack(self.rows, self.title)
+        return _stack(self)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LineChart:
 
     def svg(self) -> str:
         """Return the chart as SVG."""
-        return lines(self.lines, self.x_name, self.y_name, self.joined, self.log, self.front)
+        return _lines(self)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class TimelineChart:
 
     def svg(self) -> str:
         """Return the chart as SVG."""
-        return timeline(self.rows, self.title)
+        return _timeline(self)
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
     return out
 
 
-def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
+def _bars(chart: BarChart) -> str:
     """Return the SVG of a ``BarChart``, whose axis includes all intervals, also below 0."""
-    shown = [row for row in rows if math.isfinite(row.value)]
-    least, most = span_of(shown, mark)
+    shown = [row for row in chart.rows if math.isfinite(row.value)]
+    least, most = span_of(shown, chart.mark)
     scale = (WIDTH - LEFT - 70) / (most - least)
 
     def place(value: float) -> float:
@@ -209,11 +209,11 @@ def bars(rows: Sequence[Bar], label: str, mark: float | None = None) -> str:
         parts.append(_text(end + 6, y + 16, number(row.value)))
     height = TOP + len(shown) * ROW + 6
     verticals = [0.0] if least < 0 else []
-    if mark is not None:
-        verticals.append(mark)
+    if chart.mark is not None:
+        verticals.append(chart.mark)
     for line in verticals:
         parts.append(f'<path class="m" d="M{place(line):.1f} {TOP}V{height - 6}"/>')
-    return _svg(height, label, parts)
+    return _svg(height, chart.title, parts)
 
 
 def span_of(rows: Sequence[Bar], mark: float | None = None) -> Point:
@@ -227,18 +227,18 @@ def span_of(rows: Sequence[Bar], mark: float | None = None) -> Point:
     return least, most if most > least else least + 1.0
 
 
-def stack(rows: Sequence[Bar], label: str) -> str:
+def _stack(chart: StackChart) -> str:
     """Return the SVG of a ``StackChart``, with a legend."""
-    whole = sum(row.value for row in rows) or 1.0
+    whole = sum(row.value for row in chart.rows) or 1.0
     x = 10.0
     parts = []
-    for i, row in enumerate(rows):
+    for i, row in enumerate(chart.rows):
         width = (WIDTH - 20) * row.value / whole
         colour = COLOURS[i % len(COLOURS)]
         parts.append(f'<rect class="{colour}" x="{x:.1f}" y="{TOP}" width="{width:.1f}" height="30"/>')
         x += width
-    parts += _legend([f"{row.name}: {number(row.value)}" for row in rows], 10, TOP + 38)
-    return _svg(TOP + 50 + 20 * len(rows), label, parts)
+    parts += _legend([f"{row.name}: {number(row.value)}" for row in chart.rows], 10, TOP + 38)
+    return _svg(TOP + 50 + 20 * len(chart.rows), chart.title, parts)
 
 
 class _Axes:
@@ -287,36 +287,32 @@ class _Axes:
         return parts
 
 
-def lines(
-    found: Sequence[DrawnLine],
-    x_name: str,
-    y_name: str,
-    joined: bool = True,
-    log: bool = False,
-    front: Sequence[Point] = (),
-) -> str:
+def _lines(chart: LineChart) -> str:
     """Return the SVG of a ``LineChart``."""
-    points = [point for line in found for point in line.points]
-    points += [end for line in found for whisker in line.whiskers() for end in whisker]
-    axes = _Axes([point for point in points if point[1] > 0 or not log], joined, log)
+    points: list[Point] = []
+    for line in chart.lines:
+        points += line.points
+        for ends in line.whiskers():
+            points += ends
+    axes = _Axes([point for point in points if point[1] > 0 or not chart.log], chart.joined, chart.log)
     parts = axes.parts()
-    parts.append(_text(axes.left + axes.width, LOW + 34, x_name, "end"))
-    parts.append(_text(4, 14, y_name))
-    if len(front) > 1:
-        parts.append(f'<path class="m" d="{axes.path(front)}"/>')
-    middle = (len(found) - 1) / 2
-    for i, line in enumerate(found):
+    parts.append(_text(axes.left + axes.width, LOW + 34, chart.x_name, "end"))
+    parts.append(_text(4, 14, chart.y_name))
+    if len(chart.front) > 1:
+        parts.append(f'<path class="m" d="{axes.path(chart.front)}"/>')
+    middle = (len(chart.lines) - 1) / 2
+    for i, line in enumerate(chart.lines):
         colour = COLOURS[i % len(COLOURS)]
-        if joined and len(line.points) > 1:
+        if chart.joined and len(line.points) > 1:
             parts.append(f'<path class="l{colour}" d="{axes.path(line.points)}"/>')
-        if len(line.points) < FEW or not joined:
+        if len(line.points) < FEW or not chart.joined:
             for x, y in map(axes.place, line.points):
                 parts.append(f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
         for a, b in line.whiskers():
             parts.append(_whisker(axes.place(a), axes.place(b), f"l{colour}", DODGE * (i - middle)))
-    named = [line.name for line in found if line.name] if len(found) > 1 else []
+    named = [line.name for line in chart.lines if line.name] if len(chart.lines) > 1 else []
     parts += _legend(named, axes.left, LOW + 44)
-    return _svg(LOW + 44 + 20 * len(named), f"{y_name} over {x_name}", parts)
+    return _svg(LOW + 44 + 20 * len(named), f"{chart.y_name} over {chart.x_name}", parts)
 
 
 def _whisker(a: Point, b: Point, style: str, shift: float) -> str:
@@ -331,9 +327,9 @@ def _whisker(a: Point, b: Point, style: str, shift: float) -> str:
     return f'<path class="{style}" d="{path}"/>'
 
 
-def timeline(rows: Sequence[Span], label: str) -> str:
+def _timeline(chart: TimelineChart) -> str:
     """Return the SVG of a ``TimelineChart``, with requests in the order of their starts."""
-    ordered = sorted(rows, key=lambda row: row.start)
+    ordered = sorted(chart.rows, key=lambda row: row.start)
     last = max((row.end for row in ordered), default=1.0) or 1.0
     left = 10
     width = WIDTH - 20
@@ -351,7 +347,7 @@ def timeline(rows: Sequence[Span], label: str) -> str:
     for x, colour, name in ((left, "b", "waits, and its prompt is computed"), (left + 260, "a", "answers")):
         parts.append(f'<rect class="{colour}" x="{x}" y="{low + 26}" width="12" height="12"/>')
         parts.append(_text(x + 18, low + 36, name))
-    return _svg(low + 44, label, parts)
+    return _svg(low + 44, chart.title, parts)
 
 
 def _decade(values: Sequence[float], up: bool) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from . import quality, state, trials
@@ -15,20 +16,20 @@ QUALITY = {"perplexity": "perplexity", "kl": "KL", "top1_agreement": "top-1"}
 Stored = Mapping[str, Any]
 
 
+@dataclass
 class ComparedRuns:
     """The stored runs of several configurations, compared with those of the first.
 
     ``stored`` holds, for each configuration in the order of ``names``, its ``runs`` by seed and its ``quality``.
     """
 
-    def __init__(
-        self, names: Sequence[str], stored: Sequence[Stored], seeds: Sequence[int], settings: Mapping[str, Any]
-    ) -> None:
-        self.names = names
-        self.stored = stored
-        self.seeds = seeds
-        self.settings = settings
-        self.runs = [[one["runs"][str(seed)] for seed in seeds] for one in stored]
+    names: Sequence[str]
+    stored: Sequence[Stored]
+    seeds: Sequence[int]
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.runs = [[one["runs"][str(seed)] for seed in self.seeds] for one in self.stored]
         self.tasks: list[trials.Metric] = []
         for key in self.runs[0][0]["figures"]:
             if key.startswith("task_"):
@@ -62,8 +63,9 @@ class ComparedRuns:
         states = [run["state"] for run in self.runs[0]]
         figures = [run["figures"] for run in self.runs[0]]
         by_name = dict(zip(self.names, self.runs, strict=True))
-        more = {"rows": rows, "runs_by_name": by_name, "bills_of_materials": bills}
-        return result("compare", figures, states, self.settings, None, **more)
+        return result(
+            "compare", figures, states, self.settings, None, rows=rows, runs_by_name=by_name, bills_of_materials=bills
+        )
 
     def _against_first(self, i: int) -> dict[str, Paired | Shift]:
         """Return the tests of configuration i against the first, by figure."""

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, describe_error
@@ -28,11 +29,12 @@ START = 600.0  # seconds to wait for a server to start
 PATIENCE = 20.0  # seconds to wait for it to end
 
 
+@dataclass(frozen=True)
 class DirectEngine:
     """An ``AsyncLLM`` as a target, without HTTP: engine and benchmark share a process and its event loop."""
 
-    def __init__(self, llm: Any, temperature: float) -> None:
-        self.llm, self.temperature = llm, temperature
+    llm: Any
+    temperature: float
 
     async def reset(self) -> None:
         """Empty the prefix cache, so that no prompt of an earlier run is found."""

@@ -103,19 +103,21 @@ class OperationClock:
         return min(prepared.seconds() for _ in range(TRIES))
 
 
+@dataclass
 class RepeatedRound:
     """A round ``run`` of ``count`` calls, repeated until the time is long enough for the clock.
 
     ``how`` is "captured" or "launched".
     """
 
-    def __init__(self, run: Call, count: int, cuda: bool, how: str) -> None:
-        self.run = run
-        self.count = count
-        self.cuda = cuda
-        self.how = how
-        self.rounds = 1
-        round_seconds = max(self.seconds() * count, 1e-9)
+    run: Call
+    count: int
+    cuda: bool
+    how: str
+    rounds: int = 1
+
+    def __post_init__(self) -> None:
+        round_seconds = max(self.seconds() * self.count, 1e-9)
         self.rounds = max(1, math.ceil(ENOUGH / round_seconds))
 
     def seconds(self) -> float:

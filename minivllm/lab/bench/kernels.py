@@ -91,7 +91,6 @@ class KernelBench:
         self.dtype = self.parts.dtype
         self.device = self.wiring.device
         self.torch = textbook.TorchOperations(self.device, self.dtype)
-        self.item = self.dtype.itemsize
 
     # ---- loads ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +217,7 @@ class LoadOperations:
         self.tokens = tokens
         self.context = context
         self.total = rows * tokens
-        self.item = bench.item
+        self.item = bench.dtype.itemsize
         self.dtype = bench.dtype
         self.layer_count = len(bench.model.blocks)
         self._operands: dict[tuple[int, ...], Tensor] = {}

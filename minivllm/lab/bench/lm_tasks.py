@@ -123,7 +123,7 @@ def scores(llm: Any, tasks: Mapping[str, Any], cases: int, seed: int) -> tuple[d
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the library's log, output and progress bars in the context; its errors are still raised."""
+    """Hide the library's log, output and progress bars in the context; its errors are still raised."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

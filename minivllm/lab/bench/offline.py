@@ -106,8 +106,8 @@ def latencies(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return results over the runs of a batch size and prompt length, under the names of ``vllm bench latency``."""
     seconds = [run["latency"] for run in runs]
     percentiles = {str(q): percentile(seconds, q) for q in (10, 25, *PERCENTILES)}
-    found = {"avg_latency": sum(seconds) / len(seconds), "latencies": seconds, "percentiles": percentiles}
-    return found | spread("e2el", seconds)
+    mean = sum(seconds) / len(seconds)
+    return {"avg_latency": mean, "latencies": seconds, "percentiles": percentiles, **spread("e2el", seconds)}
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -50,7 +50,9 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
     columns = min(2, len(found))
     lines = [found[i : i + columns] for i in range(0, len(found), columns)]
     heights = [max(_height(chart) for _, chart in line) for line in lines]
-    with matplotlib.rc_context({"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": _cycle()}):
+    with matplotlib.rc_context(
+        {"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}
+    ):
         figure = Figure(figsize=(WIDE * columns, sum(heights)), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(lines), columns, height_ratios=heights)
@@ -64,13 +66,6 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
             figure.savefig(path, dpi=DPI, metadata=metadata)
         except OSError as exc:
             raise ConfigError(f"{path}: the figure cannot be written: {exc.strerror}") from None
-
-
-def _cycle() -> Any:
-    """Return matplotlib's cycle of the colours."""
-    from cycler import cycler
-
-    return cycler(color=COLOURS)
 
 
 def _height(chart: Chart) -> float:

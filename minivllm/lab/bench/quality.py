@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,6 +26,7 @@ PIECE = 64  # tokens of a piece of text; a piece is scored without the text befo
 STORIES = 40  # in the default text
 
 
+@dataclass(frozen=True)
 class TextScores:
     """The token distributions of a text by a configuration.
 
@@ -32,10 +34,9 @@ class TextScores:
     ``logprobs`` f32 [scored tokens, vocabulary] are natural logarithms.  The first token of a piece is not scored.
     """
 
-    def __init__(self, ids: np.ndarray, lengths: np.ndarray, logprobs: np.ndarray) -> None:
-        self.ids = ids
-        self.lengths = lengths
-        self.logprobs = logprobs
+    ids: np.ndarray
+    lengths: np.ndarray
+    logprobs: np.ndarray
 
     def losses(self) -> list[float]:
         """Return the mean negative log-probability of a token, by piece."""

@@ -147,8 +147,7 @@ def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, dict[
     for (i, key), p in zip(keys, corrected, strict=True):
         one = rows[i][key]
         value = {"difference": one.difference} if isinstance(one, Shift) else {"ratio": one.ratio}
-        value |= {"low": one.low, "high": one.high}
-        out[i][key] = {**value, "p": p, "says": one.sentence(p)}
+        out[i][key] = {**value, "low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
     return out
 
 

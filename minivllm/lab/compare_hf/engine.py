@@ -120,9 +120,12 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
         order = torch.arange(dim)
         if rope is not None and rope.interleaved:
             order = order_of_halves(dim, rope.dim)
-        q, k = (_heads(run.values[layer_point(number, name)], dim)[..., order].to(device, dtype) for name in (Q, K))
+        q, k = (_heads(run.values[layer_point(number, name)], dim) for name in (Q, K))
+        q, k = (x[..., order].to(device, dtype) for x in (q, k))
         if block.wide:
-            q, k = (_heads(norm(x.flatten(1))[0], dim) for norm, x in zip(block.wide, (q, k), strict=True))
+            q_norm, k_norm = block.wide
+            q = _heads(q_norm(q.flatten(1))[0], dim)
+            k = _heads(k_norm(k.flatten(1))[0], dim)
         position = torch.arange(len(run.ids), device=device)
         if switch is not None and longest > switch:
             # the table of the long rotary embedding follows the rows of the short one

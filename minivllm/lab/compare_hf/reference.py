@@ -95,11 +95,7 @@ class Reference:
         recorded = self._record_attention(found)
         for number, layer in enumerate(found):
             self._watch_layer(number, layer, recorded)
-        final = _first(parent, FINAL_NORM)
-        if final is None:
-            self._miss(NORM, parent, FINAL_NORM)
-        else:
-            self._watch(final, NORM)
+        self._watch_first(parent, FINAL_NORM, NORM, NORM)
 
     @property
     def name(self) -> str:
@@ -154,7 +150,7 @@ class Reference:
                 self._watch(module, layer_point(number, operation), scale)
         for module in layer.children():
             if _module(module, "experts") is not None:
-                self._watch_first(module, ROUTERS, number, ROUTER)
+                self._watch_first(module, ROUTERS, ROUTER, layer_point(number, ROUTER))
         self._watch(layer, layer_point(number, RESIDUAL))
         attention = _first(layer, SELF_ATTENTION)
         if attention is None:
@@ -167,14 +163,14 @@ class Reference:
             attention.recorded_by = functools.partial(self._attend, number)  # type: ignore[assignment]
 
     def _watch_first(
-        self, parent: nn.Module, names: Sequence[str], number: int, operation: str, remember: str = ""
+        self, parent: nn.Module, names: Sequence[str], operation: str, point: str, remember: str = ""
     ) -> None:
         """Watch the first submodule of ``parent`` with one of the names, or record that the operation is missing."""
         module = _first(parent, names)
         if module is None:
             self._miss(operation, parent, names)
         else:
-            self._watch(module, layer_point(number, operation), remember=remember)
+            self._watch(module, point, remember=remember)
 
     def _watch_projections(self, number: int, attention: nn.Module) -> None:
         """Register the hooks of q, k and v: three projections, or a fused one whose output they split."""
@@ -185,11 +181,7 @@ class Reference:
         fused = _first(attention, FUSED)
         if fused is None:
             for operation, name in PROJECTIONS.items():
-                module = _module(attention, name)
-                if module is None:
-                    self._miss(operation, attention, [name, *FUSED])
-                else:
-                    self._watch(module, layer_point(number, operation), remember=operation)
+                self._watch_first(attention, [name, *FUSED], operation, layer_point(number, operation), operation)
             return
 
         def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:

@@ -156,10 +156,7 @@ class ColumnKernel:
         group = start // self.size
         n = len(self.codes)
         if not self.fit and not of.fixed and start % self.size == 0:  # the first block of a group
-            columns = slice(start, start + self.size)
-            scale, zero = of.grid.fitted(of.w[:, None, columns], of.importance[None, columns])
-            of.scales[:, group] = scale[:, 0]
-            of.zeros[:, group] = zero[:, 0]
+            of.fit_group(of.w[:, start : start + self.size], start)
         launch = _columns[(triton.cdiv(n, ROWS),)]
         tensors = (of.w, of.factor, of.importance, self._group_of, self.codes, self._errors, of.scales, of.zeros)
         launch(*tensors, start, stop, group, n, num_warps=4, **self._constants)

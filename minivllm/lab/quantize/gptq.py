@@ -70,6 +70,13 @@ class Weight(NamedTuple):
     group_of: Tensor  # [k]
     fixed: bool
 
+    def fit_group(self, columns: Tensor, start: int) -> None:
+        """Choose the scales and zero points of the group whose columns [n, size] begin at ``start``."""
+        size = columns.shape[1]
+        scale, zero = self.grid.fitted(columns[:, None], self.importance[None, start : start + size])
+        self.scales[:, start // size] = scale[:, 0]
+        self.zeros[:, start // size] = zero[:, 0]
+
 
 class Rounding:
     """Round the columns of a weight in torch, at most ``step`` columns per call."""
@@ -91,7 +98,7 @@ class Rounding:
         for j in range(stop - start):
             g = self._group_of[start + j]
             if not of.fixed and (start + j) % self.size == 0:
-                self._fit_group(block[j : j + self.size].t(), start + j, g)
+                of.fit_group(block[j : j + self.size].t(), start + j)
             scale = of.scales[:, g]
             zero = of.zeros[:, g]
             column = block[j]
@@ -101,13 +108,6 @@ class Rounding:
             block[j + 1 :].addr_(factor[j, j + 1 :], error, alpha=-1)
             errors[j] = error
         return errors.t()
-
-    def _fit_group(self, columns: Tensor, start: int, group: int) -> None:
-        """Choose the scales and zero points of a group, whose columns [n, size] begin at ``start``."""
-        importance = self.of.importance[None, start : start + self.size]
-        scale, zero = self.of.grid.fitted(columns[:, None], importance)
-        self.of.scales[:, group] = scale[:, 0]
-        self.of.zeros[:, group] = zero[:, 0]
 
     @property
     def codes(self) -> Tensor:

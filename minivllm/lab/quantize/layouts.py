@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,12 +32,12 @@ def words(codes: Tensor, bits: int) -> Tensor:
     return packed
 
 
+@dataclass(frozen=True)
 class PackedFormat(ABC):
     """A checkpoint format of quantized weights.  ``stored`` is the dtype of scales."""
 
-    def __init__(self, options: QuantizeOptions, stored: torch.dtype) -> None:
-        self.options = options
-        self.stored = stored
+    options: QuantizeOptions
+    stored: torch.dtype
 
     @staticmethod
     def of(options: QuantizeOptions, dtype: torch.dtype) -> PackedFormat:
@@ -61,9 +62,10 @@ class PackedFormat(ABC):
 class GptqFormat(PackedFormat):
     """AutoGPTQ's format: version 1 for the option "gptq", which stores zero points less one, or version 2."""
 
-    def __init__(self, options: QuantizeOptions, stored: torch.dtype) -> None:
-        super().__init__(options, stored)
-        self.zero_offset = int(options.format == "gptq")
+    @property
+    def zero_offset(self) -> int:
+        """Return the number that is subtracted from stored zero points."""
+        return int(self.options.format == "gptq")
 
     def tensors(self, coded: Coded) -> dict[str, Tensor]:
         bits = self.options.bits

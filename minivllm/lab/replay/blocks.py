@@ -91,11 +91,12 @@ def run_optimum(chains: Sequence[Sequence[int]], capacity: int, block: int) -> C
     return run_cache(counting, capacity, block, lambda ctx: Optimum(ctx, future, lambda: served[0]))
 
 
+@dataclass(frozen=True)
 class _CountingChains(Sequence[Sequence[int]]):
     """Chains that store the number of the chain after the last one read in ``served[0]``."""
 
-    def __init__(self, chains: Sequence[Sequence[int]], served: list[int]) -> None:
-        self.chains, self.served = chains, served
+    chains: Sequence[Sequence[int]]
+    served: list[int]
 
     def __len__(self) -> int:
         return len(self.chains)

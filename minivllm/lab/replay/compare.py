@@ -81,7 +81,15 @@ def cases(
         own = []
         for scheduler in schedulers or (None,):
             for evictor in evictors or (None,):
-                own.append(_case(label, loaded, catalog, evictor, scheduler, sizes))
+                replaced = {}
+                for seam, choice in (("evictor", evictor), ("scheduler", scheduler)):
+                    if choice and not _is_configured(loaded.engine, seam, choice):
+                        replaced[seam] = choice
+                origins = {key: file for key, file in loaded.origins.items() if key.partition(".")[0] not in replaced}
+                origins |= {seam: f"--{seam}" for seam in replaced}
+                parts = choose_seams(loaded.engine.model_copy(update=replaced), catalog, SEAMS, origins)
+                options = (options_text(evictor), options_text(scheduler))
+                own.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, options))
         found += own
         if optimum:
             by_scheduler: dict[str, ComparedCase] = {}
@@ -89,27 +97,6 @@ def cases(
                 by_scheduler.setdefault(case.names[1], case)
             found += [replace(case, evictor=None) for case in by_scheduler.values()]
     return found
-
-
-def _case(
-    label: str,
-    loaded: Loaded,
-    catalog: Catalog,
-    evictor: PluginChoice | None,
-    scheduler: PluginChoice | None,
-    sizes: ServeSizes,
-) -> ComparedCase:
-    """Return the case of a configuration whose evictor and scheduler are replaced, None meaning its own."""
-    config = loaded.engine
-    replaced = {}
-    for seam, choice in (("evictor", evictor), ("scheduler", scheduler)):
-        if choice and not _is_configured(config, seam, choice):
-            replaced[seam] = choice
-    origins = {key: origin for key, origin in loaded.origins.items() if key.partition(".")[0] not in replaced}
-    origins |= {seam: f"--{seam}" for seam in replaced}
-    parts = choose_seams(config.model_copy(update=replaced), catalog, SEAMS, origins)
-    options = (options_text(evictor), options_text(scheduler))
-    return ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, options)
 
 
 def _is_configured(config: EngineConfig, seam: str, choice: PluginChoice) -> bool:
@@ -176,7 +163,7 @@ def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> list[dict[str, Any
         if case.evictor is None:
             run = run_optimum(chains[block], case.sizes.blocks, block)
         else:
-            run = run_cache(chains[block], case.sizes.blocks, block, _constructor("evictor", case.evictor))
+            run = run_cache(chains[block], case.sizes.blocks, block, constructor("evictor", case.evictor))
         asked = int(run.asked.sum())
         row = {**case.head, "scheduler": "-", "hit_rate": run.rate}
         row |= {"hit_blocks": int(run.hits.sum()), "asked_blocks": asked, "evictions": run.evictions}
@@ -192,13 +179,13 @@ def run_engine(
     rows = []
     for case in found:
         report(" ".join((case.label, *case.names)))
-        evictor = None if case.evictor is None else _constructor("evictor", case.evictor)
-        run = serve(trace, case.sizes, _constructor("scheduler", case.scheduler), evictor, seconds_per_step)
+        evictor = None if case.evictor is None else constructor("evictor", case.evictor)
+        run = serve(trace, case.sizes, constructor("scheduler", case.scheduler), evictor, seconds_per_step)
         rows.append({**case.head, **figures(run)})
     return _add_optimum_shares(rows)
 
 
-def _constructor(seam: str, part: Part) -> Any:
+def constructor(seam: str, part: Part) -> Any:
     """Return a function that constructs a plug-in from its context."""
     return lambda ctx: build_part(seam, part, ctx)
 

@@ -80,6 +80,7 @@ class ServeRun:
         return float(self.cached[served].sum() / max(1, self.prompt[served].sum()))
 
 
+@dataclass
 class Steps:
     """The clock of a replay: step k begins ``seconds`` * k after the first arrival.
 
@@ -87,9 +88,8 @@ class Steps:
     receives the plan of each step.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.step = 0
+    seconds: float
+    step: int = 0
 
     @property
     def now(self) -> float:
@@ -242,7 +242,7 @@ def serve(
             raise EngineDeadError(engine.dead)
         idle = 0 if worked else idle + 1
         if idle > IDLE_TURNS:
-            raise EngineDeadError(describe_stall(engine, IDLE_TURNS))
+            raise EngineDeadError(describe_stall(engine))
         steps.tick(device.plan)
         tally.step()
         if not engine.busy and sent < len(trace):
@@ -253,13 +253,11 @@ def serve(
     return _result(engine, device, due, cached, tally, seconds, cpu_seconds, refused)
 
 
-def describe_stall(engine: Engine, turns: int) -> str:
+def describe_stall(engine: Engine) -> str:
     """Return the message for an engine that plans no step though requests wait."""
     scheduler = type(engine.planner.policy).__name__
-    waiting = engine.planner.n_waiting
-    return (
-        f"{waiting} requests wait and nothing was planned in {turns} turns: the scheduler {scheduler} holds them back"
-    )
+    waiting = f"{engine.planner.n_waiting} requests wait and nothing was planned in {IDLE_TURNS} turns"
+    return f"{waiting}: the scheduler {scheduler} holds them back"
 
 
 def _result(
@@ -277,18 +275,20 @@ def _result(
     queued, first, done = (
         np.where(never_ran, -1, column - due) for column in (device.joined, device.first, device.done)
     )
+    evictions = sum(pool.evictions for pool in engine.cache.pools)
+    part_seconds = dict(zip(PARTS, tally.part.tolist(), strict=True))
     return ServeRun(
-        steps=engine.clock.count,
-        queued=queued,
-        first=first,
-        done=done,
-        cached=cached,
-        prompt=device.trace.prompt,
-        computed=device.computed,
-        evictions=sum(pool.evictions for pool in engine.cache.pools),
-        preemptions=engine.planner.preemptions,
-        part_s=dict(zip(PARTS, tally.part.tolist(), strict=True)),
-        seam_s=tally.seam,
+        engine.clock.count,
+        queued,
+        first,
+        done,
+        cached,
+        device.trace.prompt,
+        device.computed,
+        evictions,
+        engine.planner.preemptions,
+        part_seconds,
+        tally.seam,
         seconds=seconds,
         cpu_s=cpu_seconds,
         refused=refused,

@@ -312,19 +312,13 @@ def calibrate(
 
 def _measure(c: Calibrator, phase: str, seconds: float) -> None:
     """Measure the steps of a phase for some seconds."""
-    if phase == "prefill":
-        c.run(phase, seconds, c.prefills())
-    elif phase == "decode":
-        c.run(phase, seconds, c.decodes())
-    elif phase == "mixed":
-        c.mixed(phase, seconds)
-    elif phase == "wake":
-        c.wake(phase, seconds)
-    elif phase == "traffic":
-        c.traffic(phase, seconds)
-    else:
+    if phase == "check":
         c.mixed(phase, seconds / 2)
         c.traffic(phase, seconds / 2)
+    elif phase in ("prefill", "decode"):
+        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
+    else:
+        getattr(c, phase)(phase, seconds)
 
 
 def _sizes(engine: Engine) -> dict[str, Any]:

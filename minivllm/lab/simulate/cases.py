@@ -13,11 +13,12 @@ from minivllm.config.resolve import choose_seams
 from minivllm.core.engine.engine import Engine
 from minivllm.core.interfaces.executor import Part
 from minivllm.errors import ConfigError
+from minivllm.lab.replay.compare import constructor
 from minivllm.lab.replay.serve import ServeSizes, engine_for
 from minivllm.lab.traces.trace import Trace, tokens_within
 from minivllm.plugins.executor.clocks import ModelClock, RealClock
 from minivllm.plugins.executor.costs import CostTable
-from minivllm.registry import Catalog, build_part
+from minivllm.registry import Catalog
 
 from .device import UNSAID, Simulated
 from .drive import TraceClock, TraceOutcome, drive
@@ -84,14 +85,10 @@ def cases(
             scheduler = choose_seams(shortest, catalog, ("scheduler",), {})["scheduler"]
             found.append(replace(case, scheduler=scheduler, known=True))
     # configurations that differ in other plug-ins have the same bounds, which need one run
-    distinct: list[SimulatedCase] = []
-    seen: list[tuple[Any, ...]] = []
+    distinct: dict[str, SimulatedCase] = {}
     for case in found:
-        key = (case.head, case.evictor, case.scheduler)
-        if key not in seen:
-            seen.append(key)
-            distinct.append(case)
-    return distinct
+        distinct.setdefault(repr((case.head, case.evictor, case.scheduler)), case)
+    return list(distinct.values())
 
 
 def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str], None]) -> ServeSizes:
@@ -117,10 +114,10 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
         config.max_model_len or int(measured["max_model_len"]),
         block,
         blocks,
-        prefix=config.enable_prefix_caching,
-        partial=config.partial_prefix_hits,
-        depth=int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
-        windows=tuple(measured["windows"]),
+        config.enable_prefix_caching,
+        config.partial_prefix_hits,
+        int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
+        tuple(measured["windows"]),
     )
 
 
@@ -140,8 +137,8 @@ def simulate(
     clock = ModelClock()
     sent = 0
     device = Simulated(trace, case.sizes, costs, clock, answers)
-    evictor = None if case.evictor is None else _constructor("evictor", case.evictor)
-    scheduler = _constructor("scheduler", case.scheduler)
+    evictor = None if case.evictor is None else constructor("evictor", case.evictor)
+    scheduler = constructor("scheduler", case.scheduler)
     engine = engine_for(device, case.sizes, scheduler, evictor, clock.now, lambda: sent)
 
     def set_sent(n: int) -> None:
@@ -153,11 +150,6 @@ def simulate(
         fast = {"leap": lambda until: leap(engine, device, clock, until), "turn": lambda: turn(engine, device)}
     run = drive(engine, trace, clock, trace.tokens, set_sent, case.known, costs.add, **fast)
     return replace(run, busy=device.busy)
-
-
-def _constructor(seam: str, part: Part) -> Any:
-    """Return a function that constructs a plug-in from its context."""
-    return lambda ctx: build_part(seam, part, ctx)
 
 
 def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) -> TraceOutcome:

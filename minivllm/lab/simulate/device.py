@@ -143,8 +143,8 @@ class Simulated(Counting):
             return
         self._settle()
         self._rows = None
-        plain = not (len(plan.host) or len(plan.late) or len(plan.draft) or len(plan.prompt) or len(plan.taps))
-        if plain and plan.topk < 0 and not self._behind and not len(plan.delta.fork) and not len(plan.delta.token):
+        special = (plan.host, plan.late, plan.draft, plan.prompt, plan.taps, plan.delta.fork, plan.delta.token)
+        if plan.topk < 0 and not self._behind and not any(map(len, special)):
             self._begin(plan)
         else:
             super().submit(plan)

@@ -105,7 +105,7 @@ def drive(
         if not worked:
             _wait(engine, clock, next_arrival)
         if idle > IDLE_TURNS:
-            raise EngineDeadError(describe_stall(engine, IDLE_TURNS))
+            raise EngineDeadError(describe_stall(engine))
     took = perf_counter() - start
     cpu = process_time() - start_cpu
     columns = (trace.arrival, record.first, record.finished, trace.prompt, record.output, record.cached)

@@ -50,8 +50,10 @@ def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, f
         good &= ~(times[name] > limit)  # an answer of one token has no time per output token, and passes
     prompt = int(run.prompt[ok].sum())
     output = int(run.output[ok].sum())
-    found: dict[str, Any] = {"completed": int(ok.sum()), "failed": int((~ok).sum()), "duration": duration}
-    found |= {"total_input_tokens": prompt, "total_output_tokens": output}
+    found: dict[str, Any] = {"completed": int(ok.sum()), "failed": int((~ok).sum())}
+    found["duration"] = duration
+    found["total_input_tokens"] = prompt
+    found["total_output_tokens"] = output
     found["request_throughput"] = per_second(ok.sum())
     found["output_throughput"] = per_second(output)
     found["total_token_throughput"] = per_second(prompt + output)
@@ -83,7 +85,8 @@ def columns(run: TraceOutcome) -> dict[str, np.ndarray]:
     finished = run.finished[ok]
     arrival = run.arrival[ok]
     later = run.output[ok] - 1
-    tpot = np.where(later > 0, 1e3 * (finished - first) / np.maximum(later, 1), np.nan)
+    per_token = 1e3 * (finished - first) / np.maximum(later, 1)
+    tpot = np.where(later > 0, per_token, np.nan)
     return {"ttft": 1e3 * (first - arrival), "tpot": tpot, "e2el": 1e3 * (finished - arrival)}
 
 

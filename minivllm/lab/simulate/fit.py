@@ -42,9 +42,10 @@ def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], tokens_at: Sequen
     """
     columns = _Columns(steps)
     design = min(_designs(columns, rows_at, tokens_at), key=lambda one: one.error)
-    costs = _solve(design.matrix, columns.seconds, ROUNDS, design.bends)[0]
+    costs, _ = _solve(design.matrix, columns.seconds, ROUNDS, design.bends)
     ends = np.cumsum([len(part) for part in design.parts])
-    rows, line, prompts, small_line, small_prompts, rest = (x.tolist() for x in np.split(costs, ends[:-1]))
+    parts = [part.tolist() for part in np.split(costs, ends[:-1])]
+    rows, line, prompts, small_line, small_prompts, rest = parts
     large = _prompt_costs(design.parts[1], line, prompts)
     small = _prompt_costs(design.parts[3], small_line, small_prompts) if design.limit else large
     slopes = dict(zip(SLOPES, rest, strict=True))

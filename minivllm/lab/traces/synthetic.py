@@ -102,9 +102,12 @@ class _Generator:
         self.child_shares = weights / weights.sum()
         self.nodes: dict[tuple[int, ...], Run] = {}  # path -> run
         self.contents = 0
-        self.arrivals: list[float] = []
-        # (prompt tokens, output tokens, content number of the answer, runs of the prompt)
-        self.requests: list[tuple[int, int, int, list[Run]]] = []
+        # (arrival, prompt tokens, output tokens, content number of the answer, runs of the prompt)
+        self.requests: list[tuple[float, int, int, int, list[Run]]] = []
+
+    def arrivals(self) -> list[float]:
+        """Return the arrivals of all requests."""
+        return [arrival for arrival, *_ in self.requests]
 
     def draw_run(self, median: int) -> Run:
         """Draw the length of a new run."""
@@ -134,8 +137,7 @@ class _Generator:
             total = sum(tokens for _, tokens in prompt)
             if total + output > self.s.longest:
                 return
-            self.arrivals.append(arrival)
-            self.requests.append((total, output, answer, prompt))
+            self.requests.append((arrival, total, output, answer, prompt))
             prompt = [*prompt, (answer, output)]
             arrival += self.s.think * float(np.exp(self.s.think_spread * self.rng.standard_normal()))
 
@@ -154,12 +156,11 @@ def generate(s: Synthetic) -> Trace:
     while start < last:
         conversations += 1
         if conversations % 256 == 0 and len(generator.requests) >= s.requests:
-            last = float(np.partition(generator.arrivals, s.requests - 1)[s.requests - 1])
+            last = float(np.partition(generator.arrivals(), s.requests - 1)[s.requests - 1])
         start += generator.rng.gamma(1 / s.burst, s.burst / s.rate)
         generator.draw_conversation(start)
         if conversations == 1000 and not generator.requests:
             raise ConfigError(f"synthetic: no conversation fits into longest={s.longest}; raise it, or shorten prompts")
-    first = np.argsort(np.array(generator.arrivals), kind="stable")[: s.requests].tolist()
-    arrivals = [generator.arrivals[i] for i in first]
-    prompts, outputs, answers, runs = zip(*(generator.requests[i] for i in first), strict=True)
-    return build(f"synthetic:requests={s.requests},seed={s.seed}", arrivals, prompts, outputs, answers, runs)
+    first = np.argsort(generator.arrivals(), kind="stable")[: s.requests].tolist()
+    columns = zip(*(generator.requests[i] for i in first), strict=True)
+    return build(f"synthetic:requests={s.requests},seed={s.seed}", *columns)
