@@ -31,6 +31,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.utils import logging
 
 from minivllm.plugins.model.llama import Llama
@@ -52,6 +53,7 @@ CONFIGS = {
     "mpt": MptConfig,
     "falcon": FalconConfig,
     "gpt_neo": GPTNeoConfig,
+    "qwen3_5": Qwen3_5TextConfig,
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -58,6 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 256, "num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True,
         "alibi": True,
     },
+    # recurrent states in three of four layers, a gate behind attention, a part of each head rotates
+    "qwen3_5": {
+        **HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    },
     # scores without a scale, learned positions, a window in every other layer
     "gpt_neo": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20, "num_hidden_layers": 2},
 }  # fmt: skip

@@ -1,9 +1,19 @@
 """What the built-in model architectures say about themselves."""
 
+from collections.abc import Callable
+
 from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
 WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``layer_types`` of them, which is read
 TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output
+
+
+def invariant_on_gpu(query: PluginQuery) -> list[Reason]:
+    """Return why a model with gated delta nets cannot give bits that do not depend on the batch, on a CPU."""
+    if "batch_invariant" not in query.features or query.facts.get("device") != "cpu":
+        return []
+    fix = "remove batch_invariant: torch computes the last elements of a tensor by another instruction"
+    return [Reason("device with batch_invariant", "cpu", "{cuda}", fix)]
 
 
 def family(
@@ -12,7 +22,7 @@ def family(
     architecture: str,
     model_type: str,
     ignores: tuple[str, ...] = (),
-    features: frozenset[str] = frozenset({"batch_invariant"}),  # made of the layers it is given
+    check: Callable[[PluginQuery], list[Reason]] | None = None,
 ) -> Spec:
     """``architecture`` is what config.json calls it, ``model_type`` names transformers' config class; ``ignores`` are
     fields of that class which change nothing."""
@@ -21,8 +31,9 @@ def family(
         api=(2, 4),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
-        features=features,
+        features=frozenset({"batch_invariant"}),  # made of the layers it is given
         traits={"ignores": ignores},
+        **({} if check is None else {"check": check}),
     )
 
 
@@ -87,19 +98,18 @@ QWEN3_MOE = family(
     "qwen3_moe",
     (*TRAINED, "use_sliding_window"),
 )
-RECURRENT = frozenset[str]()  # the delta rule in torch depends on the place of a row in its batch
 MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of next-token prediction, which is left out
-QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, RECURRENT)
+QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, invariant_on_gpu)
 QWEN3_5_MOE = family(
     "qwen3_5:Qwen35Moe",
     "Qwen 3.5, mixture of experts, text",
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     (*TRAINED, *MTP),
-    RECURRENT,
+    invariant_on_gpu,
 )
 QWEN3_NEXT = family(
-    "qwen3_5:Qwen3Next", "Qwen 3 Next", "Qwen3NextForCausalLM", "qwen3_next", (*TRAINED, *MTP), RECURRENT
+    "qwen3_5:Qwen3Next", "Qwen 3 Next", "Qwen3NextForCausalLM", "qwen3_next", (*TRAINED, *MTP), invariant_on_gpu
 )
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
