@@ -46,13 +46,12 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.rcsetup import cycler
 
     columns = min(2, len(found))
     lines = [found[i : i + columns] for i in range(0, len(found), columns)]
     heights = [max(_height(chart) for _, chart in line) for line in lines]
-    with matplotlib.rc_context(
-        {"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": matplotlib.cycler(color=COLOURS)}
-    ):
+    with matplotlib.rc_context({"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": cycler(color=COLOURS)}):
         figure = Figure(figsize=(WIDE * columns, sum(heights)), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(lines), columns, height_ratios=heights)

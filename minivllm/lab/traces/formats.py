@@ -155,4 +155,4 @@ def _read_hashed(name: str, lines: Iterator[str], block: int, per_second: float,
         outputs.append(output)
         runs.append([(contents.setdefault(x, len(contents)), block) for x in ids])
     answers = range(len(contents), len(contents) + len(runs))  # a content number of its own for each answer
-    return build(name, arrivals, prompts, outputs, answers, runs, block)
+    return build(name, arrivals, prompts, outputs, answers, runs, unit=block)

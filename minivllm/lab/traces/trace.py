@@ -103,7 +103,9 @@ def tokens_within(tokens: np.ndarray, width: int) -> np.ndarray:
     return ((x >> np.uint64(33)) % np.uint64(width)).astype(np.int32)
 
 
-def build(name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: Sequence[Any], unit: int = 0) -> Trace:
+def build(
+    name: str, arrival: Any, prompt: Any, output: Any, answer: Any, runs: Sequence[Any], *, unit: int = 0
+) -> Trace:
     """Return a trace, sorted by arrival, from one list per column.
 
     ``runs`` holds a list of (content number, tokens) per request.  The first request arrives at time 0.  Raise
