@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
@@ -46,6 +46,7 @@ class BodyField:
     to: str = ""
     text: str = ""
     convert: Callable[[Any], Any] | None = None
+    _: KW_ONLY
     neutral: tuple[Any, ...] = ()
     routes: tuple[str, ...] = ()
     type: Any = None

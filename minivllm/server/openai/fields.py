@@ -91,7 +91,7 @@ def translate(values: Mapping[str, Any], declared: Collection[str]) -> Translati
         value = body.values.pop(row.name)
         if value is not None and not _is_one_of(value, row.neutral):
             _apply_alias(body, row, value, declared)
-    form = body.values.get(FORM)
+    form = body.values.get(FORM, {})
     if FORM in body.sent and "whitespace_pattern" in form and form.keys().isdisjoint(("json", "json_object")):
         body.values[FORM] = {key: value for key, value in form.items() if key != "whitespace_pattern"} or None
         body.warn("guided_whitespace_pattern", "it applies to JSON, and the request has no form of JSON")
