@@ -144,7 +144,9 @@ class Layers:
     def _drop_options(self, seam: str, name: Any, source: str) -> None:
         """Drop the options of a seam's old plug-in if ``name`` is another plug-in."""
         table = self.tree.get(seam)
-        old_name = table.get("name", "auto") if isinstance(table, dict) else name
+        if not isinstance(table, dict):
+            return
+        old_name = table.get("name", "auto")
         if old_name == name:
             return
         # options without a name belong to the name that follows

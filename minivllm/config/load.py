@@ -146,7 +146,7 @@ def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], 
     except ConfigError as exc:
         faults = exc.faults
         if at:
-            faults = [FieldFault(f"{at}.{f.path}" if f.path else at, f"{at}.{f.text}") for f in faults]
+            faults = tuple(FieldFault(f"{at}.{f.path}" if f.path else at, f"{at}.{f.text}") for f in faults)
         raise ConfigError("; ".join(sourced(faults, origins))) from exc
 
 

@@ -307,8 +307,8 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
         _logprobs(found.prompt, count, plan.prompt_topk, label)
     shape = len(plan.host), vocab
     if shape[0] and _shape_of(found.logits) != shape:
-        have = _shape_of(found.logits)
-        raise ValueError(f"logits of step {plan.id} have shape {have}; want {shape}")
+        logits_shape = _shape_of(found.logits)
+        raise ValueError(f"logits of step {plan.id} have shape {logits_shape}; want {shape}")
     if len(plan.taps):
         tokens = plan.q_len[plan.taps[:, 1]] - plan.taps[:, 2]
         widths = np.array([*(capacity.taps or {}).values()])

@@ -67,7 +67,7 @@ def find(name: str) -> Param | None:
     if param is not None:
         return param
     declaration = installed().get(name)
-    return declaration and declaration.param
+    return declaration.param if declaration else None
 
 
 def names() -> set[str]:

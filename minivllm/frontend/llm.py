@@ -18,11 +18,12 @@ from .front_door import FrontDoor
 from .loop import LOOK, settles
 
 if TYPE_CHECKING:
+    from minivllm.core.engine.request import Request
     from minivllm.registry import Selection
     from minivllm.runtime.text.outputs import RequestOutput
     from minivllm.runtime.text.tokenizer import Tokenizer
 
-    from .requests import StreamOutput
+    from .requests import StreamOutput, Tracked
 
 
 def render_chat(
@@ -200,7 +201,7 @@ class LLM(FrontDoor):
         """Return the sampling parameters of a call, or the defaults if they are None."""
         return self.get_default_sampling_params() if params is None else params
 
-    def _run(self, tracked: list[Any]) -> None:
+    def _run(self, tracked: list[Tracked]) -> None:
         """Run requests to their end.  If one is refused or the call is interrupted, abort all of them."""
         refuse_within(self.engine.within, "generate")
         added = []
@@ -232,7 +233,7 @@ class LLM(FrontDoor):
                     self._forget(t.request)
             raise
 
-    def _forget(self, request: Any) -> None:
+    def _forget(self, request: Request) -> None:
         """Abort a request of this call, now or, if another thread runs a step, after that step."""
         if self.engine.requests.get(request.id) is not request:  # the id may belong to another request
             return
