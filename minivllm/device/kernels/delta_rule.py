@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 MOST_TAPS = 3  # inputs before a token that the convolution reads
 EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
+# times of an H200 choose these (value dim 128): elements of a state in the registers of a warp, rows that are few
+WARP, FEW_ROWS = 4096, 4
 
 
 @triton.jit
@@ -214,6 +216,16 @@ def _norm(
     tl.store(y + (token * HV + head) * DV + at, (x * gate * tl.sigmoid(gate)).to(dtype), mask=on)
 
 
+def part_of(rows: int, tokens: int) -> int:
+    """Return the elements of a value that a program computes, for a step of ``rows`` rows.
+
+    Long rows need short sums, which one warp adds without the others; few of them need many programs.  Rows of one
+    token read their state once, and its loads are widest in one program."""
+    if tokens > rows:
+        return 16 if rows <= FEW_ROWS else 32
+    return 32 if rows <= FEW_ROWS else 128
+
+
 def scan(
     x: Tensor,
     ab: Tensor,
@@ -234,10 +246,11 @@ def scan(
     rows, taps = len(step.rows), weight.shape[1]
     drafts = step.drafts.view(torch.uint8)
     of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
-    part = min(32, triton.next_power_of_2(value_dim))
+    keys = triton.next_power_of_2(key_dim)
+    part = min(part_of(rows, len(x)), triton.next_power_of_2(value_dim))
     grid = (rows, heads, triton.cdiv(value_dim, part))
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": taps, "RING": ring.shape[1]}
-    tile = {"PK": triton.next_power_of_2(key_dim), "BV": part, "num_warps": 4}
+    tile = {"PK": keys, "BV": part, "num_warps": min(max(keys * part // WARP, 1), 8)}
     weights, strides = (weight, rates, dt_bias), (x.stride(0), ab.stride(0))
     _scan[grid](x, ab, *weights, ring, gates, state, *of_rows, out, *strides, **shape, **tile, **pdl(x))
     for new, kept in ((x, ring), (ab, gates)):

@@ -101,6 +101,9 @@ class Runner:
         graph = traits.get("graph", "none")
         if not wanted or graph == "none" or traits.get("plan") != "device":
             return None
+        if self.state.recurrent is not None and not self.worker.parts.fuse:
+            self.worker.notes.append("steps are not captured, they run as separate launches: fuse is off")
+            return None
         from .graphs import Graphs
 
         graphs = (self.captures or Graphs)(self, graph == "mixed" and self.wiring.steps.graph != "decode")
