@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.decoder import (
         MLP,
         DecoderSpec,
+        DeltaNames,
         ExpertNames,
         Experts,
+        GatedDelta,
         LayerSpec,
         Norm,
         Rope,
@@ -158,7 +160,9 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # model
     "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
     "StepTaps StepTensors decoder_rules",
-    "minivllm.core.interfaces.decoder": "MLP DecoderSpec ExpertNames Experts LayerSpec Norm Rope Router WeightNames",
+    "minivllm.core.interfaces.decoder": (
+        "MLP DecoderSpec DeltaNames ExpertNames Experts GatedDelta LayerSpec Norm Rope Router WeightNames"
+    ),
     "minivllm.device.layers": "fields",
     "minivllm.device.layers.module": "Module Tensors check_shape",
     "minivllm.device.layers.experts": "route",
@@ -208,6 +212,7 @@ __all__ = [
     "DecoderSpec",
     "DecodingStrategy",
     "Delta",
+    "DeltaNames",
     "DraftModel",
     "DraftWiring",
     "Drafter",
@@ -220,6 +225,7 @@ __all__ = [
     "ExpertNames",
     "Experts",
     "FinishedStep",
+    "GatedDelta",
     "Grammar",
     "GrammarContext",
     "GrammarSource",

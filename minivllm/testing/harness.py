@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.attention import AttentionContext, GraphKey
+from minivllm.core.interfaces.attention import AttentionContext, AttnMeta, GraphKey
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
+from minivllm.core.interfaces.states import StepStates
 from minivllm.device.layers.parts import ModelParts
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.device.loading import shapes
 from minivllm.device.loading.weights import build_model, load_weights
+from minivllm.device.worker.recurrent import StateMemory
 from minivllm.plugins.attention.sdpa import Sdpa
 from minivllm.plugins.kvformat.plain import Bf16, Fp16, Fp32
 from minivllm.plugins.quantizer.none import Unquantized
@@ -81,6 +83,12 @@ class Harness:
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
             layer.cache = allocate(layout, blocks, device, torch.nan)  # so that a read of an unwritten slot is noticed
+        self.states: StateMemory | None = None
+        if self.parts.states:
+            self.states = StateMemory(self.parts.states, slots + 1, 0, 0, self.parts.dtype, torch.device(device))
+            for memory in self.states.memory:
+                for tensor in memory.values():
+                    tensor.fill_(torch.nan)
         self.known = [0] * slots  # tokens in each slot
         # a sequence longer than ``switch`` has another rotary embedding for all of its tokens; ``ends`` has the final
         # length of a sequence that comes in several steps
@@ -116,8 +124,18 @@ class Harness:
         ids = torch.tensor([token for slot in order for token in feed[slot]], device=self.device)
         with torch.inference_mode():
             pick = None if wanted is None else torch.tensor(wanted, device=self.device)
-            hidden = self.model(StepTensors(ids, position, meta, pick, self.taps))
+            states = self._states(meta)
+            hidden = self.model(StepTensors(ids, position, meta, pick, self.taps, states))
+            if states is not None:
+                states.advance()
             return self.model.logits(hidden).float(), order
+
+    def _states(self, meta: AttnMeta) -> StepStates | None:
+        """Return the recurrent states of a step, None for a model without any."""
+        if self.states is None:
+            return None
+        stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
+        return self.states.of_step(meta, stopped, int(meta.host_q_len.max()))
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Return the logits [tokens, V] of a sequence that comes in several steps.

@@ -70,10 +70,10 @@ def test_what_is_misspelt_is_refused_with_the_nearest_that_there_is(capsys, args
 @pytest.mark.parametrize(
     ("args", "want"),
     [
-        (["diff", "{}", "{}"], "want a file that --record (or LLM.record) wrote"),
+        (["diff", "{}", "{}"], "a file that --record (or LLM.record) wrote"),
         (
             ["report", "{}", "-o", "x.html"],
-            "want a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)",
+            "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)",
         ),
         (["simulate", "--trace", "sample:azure", "--costs", "{}"], "want a file that `minivllm calibrate` wrote"),
     ],

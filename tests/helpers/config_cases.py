@@ -124,6 +124,8 @@ def model_of(family: str) -> dict[str, Any]:
     cls = CONFIG_MAPPING[family]
     own = {f.name for f in dataclasses.fields(cls)} | cls.attribute_map.keys()
     small = {k: v for k, v in SMALL.items() if k in own}
+    if "linear_num_key_heads" in own:
+        small["layer_types"] = ["linear_attention", "full_attention"]
     return {"model_type": family, "architectures": [FAMILIES[family][0]], **small}
 
 

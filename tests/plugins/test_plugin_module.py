@@ -25,8 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PINNED = """
 ANY Ask AtLeast AtMost Attention AttentionBackend AttentionContext AttnLayer AttnMeta AttnSpec BlockInfo BlocksView
 Branch BranchEnd CacheWiring Capacity Channel ChannelClosed CodecError Column Compiled ConfigError Conversion
-DecoderSpec DecodingStrategy Delta DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor
-EvictorContext Executor ExpertNames Experts FinishedStep Grammar GrammarContext GrammarSource GraphKey Grown Guide
+DecoderSpec DecodingStrategy Delta DeltaNames DraftModel DraftWiring Drafter DrafterContext Draw EngineView Evictor
+EvictorContext Executor ExpertNames Experts FinishedStep GatedDelta
+Grammar GrammarContext GrammarSource GraphKey Grown Guide
 HookContracts Hooks Join KVFormat KVLayout LateInputs LayerSpec LinearModule Load LogProbs MLP MinivllmError Model
 ModelArch ModelError Module ModuleInfo Moves MultipleOf NULL_BLOCK Needs Norm OptionError ParallelWiring Param Part
 PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Processor QKPre Quantizer QueueView Range

@@ -143,22 +143,23 @@ def test_rejected_drafts_change_no_token(case, tokens, monkeypatch):
         llm.close()
 
 
-def test_beams_are_those_of_a_model_that_computes_each_anew(case):
-    prompt = case.want[4][0]
-    outputs = []
-    for options in ({}, {"num_kvcache_blocks": 14, "kvcache_block_size": 8, "max_num_seqs": 4}):
+def test_beams_are_those_of_an_engine_that_preempts_them(case):
+    prompt, found = case.want[4][0], []
+    params = SamplingParams(beam_width=3, n=3, temperature=0, max_tokens=6, ignore_eos=True)
+    for options in ({}, {"num_kvcache_blocks": 14, "kvcache_block_size": 8, "max_num_seqs": 6}):
         llm = engine(case, max_model_len=96, **options)
         try:
-            found = llm.beam_search([{"prompt_token_ids": prompt}], width=3, max_tokens=6)
-            outputs.append([list(sequence.tokens)[-6:] for sequence in found[0].sequences])
+            outputs = llm.generate([{"prompt_token_ids": prompt}] * 2, params, use_tqdm=False)
+            found += [[list(beam.token_ids) for beam in output.outputs] for output in outputs]
         finally:
             llm.close()
-    assert outputs[0] == outputs[1]
-    ids = torch.tensor([[*prompt, *outputs[0][0]]])
-    with torch.no_grad():
-        logits = case.model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-    best = sum(float(logits[i, token]) for i, token in enumerate(outputs[0][0]))
-    assert best >= sum(float(logits[i].max()) for i in range(1)) - 20
+    assert all(beams == found[0] for beams in found) and len(set(map(tuple, found[0]))) == 3
+    scores = []
+    for beam in found[0]:
+        with torch.no_grad():
+            logits = case.model(torch.tensor([[*prompt, *beam]])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        scores.append(sum(float(row[token]) for row, token in zip(logits, beam, strict=True)))
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_processes_share_a_model_with_states(case):
@@ -213,7 +214,7 @@ def test_states_without_room_are_refused_with_their_size(tmp_path):
 
 def test_a_draft_model_with_states_is_refused(tmp_path):
     make(tmp_path, "qwen3_5_text")
-    drafter = {"name": "draft_model", "model": str(tmp_path)}
+    drafter = {"name": "model", "options": {"model": str(tmp_path)}}
     with pytest.raises(ConfigError, match="recurrent state: expected a model with attention in each layer"):
         LLM(str(tmp_path), skip_tokenizer_init=True, drafter=drafter, num_speculative_tokens=2, max_num_seqs=2)
 

@@ -153,7 +153,7 @@ def test_names_in_refusals_are_options_that_exist():
         (["--max-logprobs", "-1"], "server.max_logprobs=-1"),
         (["--uds", "/tmp/x", "--port", "1"], "want a Unix socket or an address"),
         (["--ssl-keyfile", "k"], "without server.ssl_certfile"),
-        (["--ssl-certfile", "c", "--ssl-cert-reqs", "2"], "want server.ssl_ca_certs too"),
+        (["--ssl-certfile", "c", "--ssl-cert-reqs", "2"], "without server.ssl_ca_certs: want both"),
         (["--ssl-certfile", "c", "--ssl-ca-certs", "a"], "want 1 or 2"),
         (["--ssl-cert-reqs", "7"], "want 0, 1 or 2"),
     ],

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minivllm.core.interfaces.attnspec import AttnSpec
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.taps import EXPERTS
 from minivllm.device.layers.rotary import order_of_halves, prepare_qk
@@ -98,11 +99,18 @@ def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Ite
 
 
 def _find_decoder(llm: Any) -> Any:
-    """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process."""
+    """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process.
+
+    Raise ModelError for a model with recurrent states, whose operations are not compared."""
     from minivllm.device.layers.decoder import Decoder
 
     model = getattr(getattr(llm.engine.executor, "runner", None), "model", None)
-    return model if isinstance(model, Decoder) else None
+    if not isinstance(model, Decoder):
+        return None
+    for number, layer in enumerate(model.spec.layers):
+        if not isinstance(layer.attention, AttnSpec):
+            raise ModelError(f"layer {number} has a recurrent state: expected a model with attention in each layer")
+    return model
 
 
 def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -424,8 +424,9 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     """
     there = {repr(t) for t in backend.get_added_tokens_decoder().values()}
     listed = config.get("added_tokens_decoder") or {}
-    in_order = sorted(listed, key=int)
-    new = [_added(listed[i], False) for i in in_order]
+    tokens = listed.items()
+    in_order = sorted(tokens, key=lambda item: int(item[0]))
+    new = [_added(token, False) for _, token in in_order]
     backend.add_tokens([t for t in new if repr(t) not in there])
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []

@@ -37,6 +37,8 @@ torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")
 SLOPES = ("Bloom", "Mpt")  # ALiBi
+STATES = ("Qwen3_5", "Qwen3Next")  # recurrent states
+SEPARATE = (*MIXTURES, *SLOPES, *STATES)
 PROMPTS = [prompt(20), prompt(7, 1), prompt(1, 2)]
 
 
@@ -58,15 +60,17 @@ def compared(path, prompts=PROMPTS, bound=1e-4, same=True, params=None, **option
     return seen
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if not name.startswith((*MIXTURES, *SLOPES))])
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if not name.startswith(SEPARATE)])
 def test_each_family_computes_what_its_separate_operations_do(architecture, tmp_path):
     compared(checkpoint(tmp_path, architecture))
 
 
-@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith((*MIXTURES, *SLOPES))])
-def test_mixtures_and_slopes_run_as_separate_operations_and_say_so(architecture, tmp_path):
+@pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith(SEPARATE)])
+def test_mixtures_slopes_and_states_run_as_separate_operations_and_say_so(architecture, tmp_path):
     path = checkpoint(tmp_path, architecture)
-    why = "layer 0 is a mixture of experts" if architecture.startswith(MIXTURES) else "layer 0 has slopes of distance"
+    reasons = {MIXTURES: "layer 0 is a mixture of experts", SLOPES: "layer 0 has slopes of distance"}
+    reasons[STATES] = "the model has layers with a recurrent state"
+    (why,) = (reason for names, reason in reasons.items() if architecture.startswith(names))
     with watched() as seen, engine(path) as llm:
         assert any(why in note for note in llm.engine.capacity.notes)
         got = ask(llm, PROMPTS, max_tokens=6)
