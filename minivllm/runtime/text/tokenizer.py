@@ -426,15 +426,18 @@ def _configure(backend: Any, config: Mapping[str, Any], special: Mapping[str, st
     listed = config.get("added_tokens_decoder") or {}
     tokens = listed.items()
     in_order = sorted(tokens, key=lambda item: int(item[0]))
-    new = [_added(token, False) for _, token in in_order]
-    backend.add_tokens([t for t in new if repr(t) not in there])
+    listed_tokens = [_added(token, False) for _, token in in_order]
+    new = [t for t in listed_tokens if repr(t) not in there]
+    backend.add_tokens(new)
     known = {t.content for t in backend.get_added_tokens_decoder().values() if t.special}
     more = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
     own = [token for token in class_tokens(config) if backend.token_to_id(token) is not None]
     extra = list(more.values() if isinstance(more, dict) else more)
     of_config = [config[name] for name in special]
     named = [token for token in (*of_config, *own, *extra) if token is not None]
-    backend.add_special_tokens([_added(token, True) for token in named if _content(token) not in known])
+    unknown = [token for token in named if _content(token) not in known]
+    special_tokens = [_added(token, True) for token in unknown]
+    backend.add_special_tokens(special_tokens)
 
 
 def _gguf_tokenizer(path: Path, chat_template: str | None, eos: Sequence[int] | None) -> Tokenizer:
