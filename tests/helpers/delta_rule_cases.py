@@ -22,6 +22,7 @@ def make_step(device: str, rows: int, most: int, places: int, taps: int, seed: i
     behind = torch.minimum(draw(0, most_folded + 1), start)
     drafts = (draw(0, 2) > 0) & (n <= most_folded)
     behind = torch.where(draw(0, 8) == 0, UNUSABLE, behind)
+    drafts &= (start > 0) & (behind >= 0)  # elsewhere what is stored before drafts is never read
     cu_q = torch.zeros(rows + 1, dtype=torch.int32)
     cu_q[1:] = n.cumsum(0)
     states = torch.randperm(4 * rows, generator=g)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MOST_TAPS = 3  # inputs before a token that the convolution reads
 EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
 # times of an H200 choose these (value dim 128): elements of a state in the registers of a warp, rows that are few
-WARP, FEW_ROWS = 4096, 4
+WARP, FEW_ROWS, PART = 4096, 4, 32
 
 
 @triton.jit
@@ -222,8 +222,8 @@ def part_of(rows: int, tokens: int) -> int:
     Long rows need short sums, which one warp adds without the others; few of them need many programs.  Rows of one
     token read their state once, and its loads are widest in one program."""
     if tokens > rows:
-        return 16 if rows <= FEW_ROWS else 32
-    return 32 if rows <= FEW_ROWS else 128
+        return 16 if rows <= FEW_ROWS else PART
+    return PART if rows <= FEW_ROWS else 128
 
 
 def scan(
@@ -235,10 +235,12 @@ def scan(
     memory: dict[str, Tensor],
     sizes: tuple[int, int, int, int],
     step: StepStates,
+    invariant: bool = False,
 ) -> Tensor:
     """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
 
-    As ``device.layers.delta_net.scan``.  Tokens behind ``cu_q[R]`` get zeros.
+    As ``device.layers.delta_net.scan``.  Tokens behind ``cu_q[R]`` get zeros.  ``invariant`` means that the bits of a
+    row do not depend on the other rows of the step.
     """
     key_heads, heads, key_dim, value_dim = sizes
     ring, gates, state = memory["ring"], memory["gates"], memory["state"]
@@ -247,7 +249,8 @@ def scan(
     drafts = step.drafts.view(torch.uint8)
     of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
     keys = triton.next_power_of_2(key_dim)
-    part = min(part_of(rows, len(x)), triton.next_power_of_2(value_dim))
+    part = PART if invariant else part_of(rows, len(x))
+    part = min(part, triton.next_power_of_2(value_dim))
     grid = (rows, heads, triton.cdiv(value_dim, part))
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": taps, "RING": ring.shape[1]}
     tile = {"PK": keys, "BV": part, "num_warps": min(max(keys * part // WARP, 1), 8)}

@@ -58,9 +58,11 @@ class DeltaNet(Module):
         dtype: torch.dtype,
         device: str,
         fuse: bool,
+        invariant: bool,
     ) -> None:
         super().__init__(name)
         self.spec = spec
+        self.invariant = invariant
         self.shard = shard
         self.project = project
         self.gates = gates
@@ -116,7 +118,7 @@ class DeltaNet(Module):
         if self.fused is None:
             o = scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states)
             return gated_norm(o, z, self.norm, spec.eps)
-        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states)
+        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states, self.invariant)
         return self.fused.gated_norm(o, z, self.norm, spec.eps)
 
 

@@ -153,6 +153,7 @@ class ModuleParts:
             self.dtype,
             self.device,
             self.fuse,
+            self.invariant,
         )
         self.states.append(made.layer)
         return self._add(made)
