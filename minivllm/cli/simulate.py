@@ -312,7 +312,7 @@ def table(rows: list[JsonObject]) -> str:
 
 
 def _row_lines(row: JsonObject, keys: list[str]) -> list[list[str]]:
-    """Return the cells of a run's line and of the lines below it."""
+    """Return the cells of a run's line and of the lines below it: error band, real figures and their difference."""
     names = [row["config"], f"x{float(row['rate']):g}", row["scheduler"], row["evictor"]]
     lines = [[*names, *(_cell(key, row.get(key)) for key in keys)]]
 

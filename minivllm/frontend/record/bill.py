@@ -261,7 +261,7 @@ def _checkpoint(directory: str, load_format: str) -> dict[str, Any]:
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:
-    """Return the entry of a tokenizer."""
+    """Return the bill's entry of the tokenizer in a folder: hash and files, and the commit of a hub snapshot."""
     return _identified(folder, sources.tokenizer_identity(folder))
 
 

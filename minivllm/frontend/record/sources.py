@@ -105,7 +105,7 @@ def tokenizer_identity(folder: Path) -> Source:
 
 
 def _identity(paths: Iterable[Path]) -> Source:
-    """Return the source of those paths that are files."""
+    """Return the hashes of the paths that are files, each and all together."""
     return source_of_hashes({path.name: (_sha_file(path), path.stat().st_mtime) for path in paths if path.is_file()})
 
 
@@ -165,7 +165,9 @@ def bases(module: str, data: bytes) -> Iterator[str]:
 
 
 def _defined_in(module: str, name: str, tree: ast.Module | None, seen: set[str] | None = None) -> Iterator[str]:
-    """Yield the modules that define the class with a dotted name in ``module``.  ``seen`` has the names so far."""
+    """Yield the modules through which ``module`` imports a class: those that re-export it, and the one that defines it.
+
+    ``name`` is the dotted name of the class in ``module``.  ``seen`` has the ``module:name`` that were followed."""
     seen = set() if seen is None else seen
     if f"{module}:{name}" in seen:
         return

@@ -19,8 +19,10 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: the odd multip
 
 @dataclass(frozen=True)
 class Trace:
-    """n requests in order of arrival.  Content numbers are below 2**31, so that they can serve as token ids.
+    """n requests in order of arrival.
 
+    A run is (content number, tokens): equal content numbers stand for equal tokens.  Content numbers of runs and of
+    answers are below 2**31, so that they can serve as token ids.
     The prompt of request i is the first ``prompt[i]`` tokens of ``runs[first[i]:first[i + 1]]``.
     ``unit`` is the number of tokens of a run if every run is a block of the traced system's cache, else 0.  The last
     run of a prompt may then be shorter.

@@ -98,7 +98,7 @@ class PooledValues:
         return len(values)
 
     def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the frame."""
+        """Return the pooled values as columns of a frame: ``tap_rows`` and ``tap_values``; empty if there are none."""
         if not self.rows:
             return {}
         rows = np.array(self.rows, np.int64).ravel()

@@ -57,7 +57,7 @@ def read_taps(taps: Any, state: Mapping[str, Any], server: ServerConfig, params:
 
 
 def check_reads(taps: PooledTaps, points: Mapping[str, int], prompts: int, params: SamplingParams) -> None:
-    """Raise ApiError (400) if the values of all branches exceed ``MOST_READ``.
+    """Raise ApiError (400) if the values that are read, of all branches, take more than ``MOST_READ`` bytes.
 
     ``points`` maps the points of the model to their widths."""
     size = 4 * sum(points.get(point, 0) for point, _ in taps.reads)
