@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
+import delta_rule_cases
 import expert_kernels
 import numpy as np
 import pytest
@@ -383,3 +384,16 @@ def test_in_the_place_of_experts_of_transformers_they_give_the_same():
 
 def test_a_token_of_fixed_experts_has_the_bits_that_it_has_alone():
     expert_kernels.check_a_row_alone("cpu", torch.float32)
+
+
+# ---- recurrent states ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", delta_rule_cases.SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_delta_rule_gives_the_outputs_states_rings_and_copies_of_the_reference(shape, seed):
+    delta_rule_cases.check_scan("cpu", torch.float32, shape, seed, 1e-4)
+
+
+def test_the_gated_norm_is_that_of_the_reference():
+    delta_rule_cases.check_gated_norm("cpu", torch.float32, 1e-5)
