@@ -204,14 +204,17 @@ class _Fold:
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.
 
-        ConfigError for a number where the model has no such states, or no prefix is found."""
-        asked = self.config.num_state_checkpoints
+        Raise ConfigError for a number if the model has no such states, or if the prefix cache is off."""
+        asked, cached = self.config.num_state_checkpoints, self.config.enable_prefix_caching
+        reason = ""
         if asked >= 0 and not self.states:
-            said = begins(source_of(self.origins, "num_state_checkpoints"))
-            raise ConfigError(
-                f"{said}num_state_checkpoints={asked}: the model has no recurrent states; remove the option"
-            )
-        return asked if self.config.enable_prefix_caching else 0
+            reason = "the model has no recurrent states; remove the option"
+        elif asked > 0 and not cached:
+            reason = "enable_prefix_caching=false uses no checkpoints; remove the one or the other"
+        if reason:
+            label = begins(source_of(self.origins, "num_state_checkpoints"))
+            raise ConfigError(f"{label}num_state_checkpoints={asked}: {reason}")
+        return asked if cached else 0
 
     def _wiring(
         self,

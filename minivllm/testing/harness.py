@@ -135,7 +135,7 @@ class Harness:
         if self.states is None:
             return None
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
-        return self.states.of_step(meta, stopped, int(meta.host_q_len.max()))
+        return self.states.of_step(meta, stopped)
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Return the logits [tokens, V] of a sequence that comes in several steps.

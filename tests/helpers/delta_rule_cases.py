@@ -36,7 +36,6 @@ def make_step(device: str, rows: int, most: int, places: int, taps: int, seed: i
         drafts.to(device),
         save_at.int().to(device),
         states[rows : 3 * rows].view(rows, COPIES).to(device),
-        most,
         lambda: None,
     )
     return step, int(cu_q[-1])

@@ -206,6 +206,12 @@ def test_checkpoints_of_a_model_without_states_are_refused():
         LLM("pocket", num_state_checkpoints=4)
 
 
+def test_checkpoints_without_a_prefix_cache_are_refused(tmp_path):
+    make(tmp_path, "qwen3_5_text")
+    with pytest.raises(ConfigError, match="num_state_checkpoints=4: enable_prefix_caching=false uses no checkpoints"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_state_checkpoints=4, enable_prefix_caching=False)
+
+
 def test_states_without_room_are_refused_with_their_size(tmp_path):
     make(tmp_path, "qwen3_5_text")
     with pytest.raises(ResourceError, match=r"recurrent states of max_num_seqs=16 requests and .* checkpoints, .* GiB"):

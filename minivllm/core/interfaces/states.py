@@ -67,7 +67,6 @@ class StepStates:
     drafts: Tensor  # bool [R] the row has drafts: the state is stored as it is before ``start``
     save_at: Tensor  # i32 [R, COPIES] positions at which the state is copied, -1 means none
     save_to: Tensor  # i64 [R, COPIES] indices of the states that get the copies
-    most: int  # tokens of a row, at most
     advance: Callable[
         [], None
     ]  # called once behind the last layer: notes which tokens the states cover

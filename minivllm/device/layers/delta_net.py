@@ -36,7 +36,6 @@ EPS = 1e-6  # of the norm of queries and keys
 class StateLayer:
     """A layer with a recurrent state.  ``memory`` is filled when the memory of states is taken."""
 
-    index: int
     state: Recurrent
     memory: dict[str, Tensor] = field(default_factory=dict)  # name -> [states, (ring,) *shape]
 
@@ -50,7 +49,6 @@ class DeltaNet(Module):
     def __init__(
         self,
         name: str,
-        index: int,
         spec: GatedDelta,
         shard: Shard,
         project: Callable[[Normed], Tensor],
@@ -76,7 +74,7 @@ class DeltaNet(Module):
         self.rates = torch.empty(self.heads, dtype=torch.float32, device=device)
         self.dt_bias = torch.empty_like(self.rates)
         self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
-        self.layer = StateLayer(index, spec.state(shard.size))
+        self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
         if fuse:
             from minivllm.device.kernels import delta_rule

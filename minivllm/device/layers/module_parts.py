@@ -145,7 +145,6 @@ class ModuleParts:
         )
         made = DeltaNet(
             name + ".delta",
-            len(self.states),
             spec,
             self.shard,
             project,

@@ -92,11 +92,11 @@ class StateMemory:
 
     # ---- in a step -------------------------------------------------------------------------------
 
-    def of_step(self, meta: AttnMeta, stopped: Tensor, most: int, drafts: Tensor | None = None) -> StepStates:
-        """Return the states of the rows of a step.  ``stopped`` bool [S] marks slots whose sequence has ended.
+    def of_step(self, meta: AttnMeta, stopped: Tensor, drafts: Tensor | None = None) -> StepStates:
+        """Return the states of the R rows of a step.
 
-        ``most`` is the number of tokens of a row at most; ``drafts`` bool [R] marks rows with drafts (None means none).
-        """
+        ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R] marks rows with drafts; None
+        means that no row has any."""
         slots, null = meta.slots, self.slots - 1
         dead = stopped[slots]
         rows = slots.masked_fill(dead, null)
@@ -107,7 +107,7 @@ class StateMemory:
         if drafts is None:
             drafts = torch.zeros_like(dead)
         save_at = self.save_at[slots].masked_fill(dead[:, None], -1)
-        step = StepStates(rows, start, behind, meta.cu_q, drafts, save_at, self.save_to[slots], most, lambda: None)
+        step = StepStates(rows, start, behind, meta.cu_q, drafts, save_at, self.save_to[slots], lambda: None)
         step.advance = partial(self._advance, step)
         return step
 

@@ -232,9 +232,10 @@ class Runner:
 
     def read(self, plan: StepPlan) -> StepTensors:
         """What a model is called with: one copy to the device, then gathers."""
-        whole = merged(plan)
+        recurrent = self.state.recurrent is not None
+        whole = merged(plan) if self.merges or recurrent else plan
         read = self._read(whole if self.merges else plan)
-        if self.state.recurrent is not None and whole is not plan:
+        if recurrent and whole is not plan:
             # a row and its drafts are one row to a recurrent state
             meta = read.meta if self.merges else self._read(whole).meta
             drafts = np.zeros(len(whole.slots), bool)

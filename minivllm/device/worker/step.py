@@ -112,8 +112,7 @@ def states_of(state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None) 
     """Return the recurrent states of the rows of a step, None for a model without any; ``drafts`` as in ``of_step``."""
     if state.recurrent is None:
         return None
-    most = int(meta.host_q_len.max(initial=0))
-    return state.recurrent.of_step(meta, state.stopped, most, drafts)
+    return state.recurrent.of_step(meta, state.stopped, drafts)
 
 
 def forward(

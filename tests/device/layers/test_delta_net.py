@@ -63,7 +63,6 @@ def run(memory, weights, rows, saves=()):
         torch.tensor([drafts for *_, drafts in rows]),
         save_at.int(),
         save_to,
-        99,
         lambda: None,
     )
     x, ab = (torch.cat([inputs[i][start : start + n] for _, inputs, start, n, _ in rows]) for i in (0, 1))
@@ -145,7 +144,6 @@ def test_tokens_of_no_row_get_zeros():
         torch.tensor([False]),
         torch.full((1, COPIES), -1).int(),
         torch.zeros(1, COPIES, dtype=torch.int64),
-        2,
         lambda: None,
     )
     out = delta_net.scan(*inputs[0], *weights, memory.tensors, SIZES, step)
