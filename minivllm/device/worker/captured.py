@@ -1,9 +1,9 @@
-"""The parts of a step that a capture has in forms of its own: kernels for its two ends, plug-ins without a guard.
+"""The parts of a captured step that differ from a step of separate launches (``step``).
 
-begin   slots ──► ids, positions, lengths, places of rows of one token      (``step.read_rows`` with tables)
-calls   processors run on all rows if any row bound them: a graph-safe one does nothing where its columns hold
-        their fill.  Nothing looks at the host, and what raises ends the capture
-commit  tokens ──► columns and result                                       (``step.accept``)
+begin   slots ──► ids, positions, lengths and cache places of rows with one token    (kernel; else ``step.read_rows``)
+calls   A processor runs on all rows if at least one row uses it.  A graph-safe processor changes nothing in rows
+        whose columns hold the fill values.  No call reads from the host.  An exception ends the capture.
+commit  tokens ──► columns and result                                                (kernel; else ``step.accept``)
 """
 
 from __future__ import annotations
@@ -35,33 +35,35 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """What the rows of a step ask of SAMPLE; each kind has a capture of its own."""
+    """The operations that the SAMPLE part of a step needs.  Each different value has a capture of its own."""
 
-    variants: tuple[int, ...]  # of each processor, the sampler last; -1: no row bound it
-    wants_min: bool  # stop ids are forbidden to some row
-    topk: int  # log-probabilities, as in ``StepPlan``
-    late: bool  # some row has a mask
+    variants: tuple[int, ...]  # variant bits of each processor, the sampler last; -1 if no row uses the processor
+    wants_min: bool  # at least one row has ``min_tokens``
+    topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
+    late: bool  # at least one row has a mask
 
 
 @dataclass
 class Buffers:
-    """What the captures of B rows share."""
+    """The tensors that all captures of B rows use."""
 
-    slots: Tensor  # i64 [B] of the rows that draw; the others are the spare slot
-    hidden: Tensor  # [B, H] FORWARD's result
-    out: Tensor  # i32 [3, B] tokens, counts, flags: SAMPLE's result
-    host_slots: np.ndarray  # what ``slots`` holds, on the host
+    slots: Tensor  # i64 [B] slots of the rows that draw; other rows have the spare slot
+    hidden: Tensor  # [B, H] result of FORWARD
+    out: Tensor  # i32 [3, B] result of SAMPLE: tokens, counts, flags
+    host_slots: np.ndarray  # copy of ``slots`` on the host
 
 
 def bounds(key: GraphKey, groups: int) -> step.HostLengths:
-    """Of any step that runs in the capture: only the device knows its lengths."""
+    """Return upper bounds of the row lengths of every step that runs in a capture of shape ``key``.
+
+    A capture serves steps of many lengths, and only the device has the exact ones."""
     most = np.full(key.rows, 1 if key.kind == "decode" else key.tokens, np.int32)
     kv_len = np.full((groups, key.rows), key.span, np.int32)
     return step.HostLengths(key.tokens, key.rows, most, kv_len)
 
 
 def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) -> StepTensors:
-    """Static tensors of a decode step of ``slots`` i64 [B], as ``read_columns`` fills them."""
+    """Create the static tensors of a captured decode step of ``slots`` i64 [B]; ``read_columns`` fills them."""
     size, groups, device = len(slots), len(state.table), slots.device
     make = lambda *shape, dtype=torch.int64: torch.zeros(shape, dtype=dtype, device=device)  # noqa: E731
     ids, position = make(size), make(size)
@@ -83,7 +85,9 @@ def column_tensors(state: DeviceState, slots: Tensor, host: step.HostLengths) ->
 
 
 def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
-    """What a model is called with: the newest token of each slot, read from the columns alone."""
+    """Fill the static tensors of a decode step from the columns, and return the inputs of the model.
+
+    Each row has one token, the newest of its slot.  Nothing is read from the host."""
     meta = static.meta
     begin(meta.slots, state, static.ids, static.position, meta.kv_len, meta.slot_map)
     if state.rope_first is not None:
@@ -92,7 +96,7 @@ def read_columns(state: DeviceState, static: StepTensors) -> StepTensors:
 
 
 class CapturedCalls(SampleCalls):
-    """Over all rows of ``b``, straight."""
+    """The calls of a step during its capture.  Plug-ins run on all rows of ``b``; their exceptions are not caught."""
 
     def __init__(self, runner: Runner, b: Buffers, asked: Asked, masks: DeviceMasks | None) -> None:
         super().__init__(runner.chain, asked.wants_min)
@@ -114,11 +118,11 @@ class CapturedCalls(SampleCalls):
         return torch.empty(len(logits), dtype=torch.int64, device=logits.device)
 
     def guide(self, logits: Tensor) -> Tensor:
-        """A step with guides is drawn as separate launches."""
+        """Return the logits unchanged, because a step with guides is not captured (see ``Graphs.asked``)."""
         return logits
 
     def rows(self) -> Rows:
-        """Each behind its newest token."""
+        """Return the rows; each draws the token after the newest of its slot."""
         state, slots = self.state, self.b.slots
         columns = gather(slots, (state.known, state.prompt, state.seed, state.sample))
         return Rows(slots, *columns, 0, state.tokens, state.tokens.shape[1] - 1)
@@ -128,7 +132,10 @@ class CapturedCalls(SampleCalls):
             apply_masks(logits, self.masks.index[: len(logits)], self.masks.mask)
 
     def peaks(self, logits: Tensor) -> Tensor | None:
-        """f32 [B, tiles]; None if the sampler leaves the logits as they are, and may bring its own."""
+        """Return the largest logit of each tile of the vocabulary, f32 [B, tiles].
+
+        Return None if the sampler does not change the logits.  ``accept`` then uses ``Draw.peaks`` of the sampler, or
+        computes them."""
         return None if self.sampler.keeps_logits else best_of_tiles(logits)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor | None) -> Tensor:

@@ -1,10 +1,12 @@
-"""Per-slot columns on the device, and the deltas that change them.  The device owns the truth of a running sequence:
-its token history, its length, whether it has ended; the host only sends what it alone knows (see plan.Delta).
+"""Per-slot columns on the device, and the deltas that change them.
+
+The device stores the state of each running sequence: its tokens, its length, and whether it has ended.  The host sends
+only changes that the device cannot compute itself (see ``plan.Delta``).
 
     slot         0      1      2    ...  S-1        S = max_num_seqs, L = max_model_len
     tokens     [ids..][ids..][ids..]                i32 [S, L + 1]
-    known        17     0      230                  i64 [S] tokens in the history that count
-    stopped      0      1      0                    met its end here; later steps in flight do nothing for it
+    known        17     0      230                  i64 [S] valid tokens in ``tokens``
+    stopped      0      1      0                    the sequence has ended; steps already queued skip the slot
     table      [b, b ][     ][b, b..]               i32 [G, S, M] blocks
 """
 
@@ -24,14 +26,15 @@ if TYPE_CHECKING:
     from .recurrent import StateMemory
 
 
-# columns of one number a row, which come with a ``Join``
+# columns with one number for each slot; a ``Join`` contains their values
 NUMBERS = ("known", "prompt", "end", "min_end", "seed", "sample", "n_eos")
-# bytes; CUDA takes less along with the call, and waits for the device over more unless pinned
+# bytes from which a host array is pinned: CUDA passes smaller arrays with the call, but for a larger array that is not
+# pinned the host waits for the device
 PINNED_FROM = 16 << 10
 
 
 def staged(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """The array as a host tensor whose copy to the device does not wait for what is enqueued there."""
+    """Return the array as a host tensor whose copy to the device does not block the host (pinned if it is large)."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor.pin_memory() if device.type == "cuda" and array.nbytes >= PINNED_FROM else tensor
 
@@ -49,7 +52,7 @@ def _index(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 class ProcessorState:
-    """The columns of one processor, and on the host which slots bound it and their variant bits."""
+    """The columns of one processor on the device.  On the host: the slots that use it, and their variant bits."""
 
     def __init__(self, processor: Processor, slots: int, device: torch.device) -> None:
         self.specs, self.device = dict(processor.columns()), device
@@ -61,7 +64,10 @@ class ProcessorState:
         self.variant = np.zeros(slots, np.int64)
 
     def join(self, slots: np.ndarray, at: torch.Tensor, rows: Mapping[int, Any]) -> None:
-        """Sequences took ``slots`` i32 [n], on the device ``at`` i64 [n]; ``rows``: the Row of those that bound."""
+        """Set the columns of new sequences in ``slots`` i32 [n]; ``at`` i64 [n] are the same slots on the device.
+
+        ``rows`` maps an index into ``slots`` to the ``Row`` of a sequence that uses the processor.  The columns of the
+        other sequences get their fill values."""
         self.active[slots], self.variant[slots] = False, 0
         for name, spec in self.specs.items():
             self.columns[name].index_fill_(0, at, spec.fill)
@@ -80,7 +86,7 @@ class ProcessorState:
             column[where] = values.reshape(len(having), *spec.shape).to(column.device, non_blocking=True)
 
     def save(self, slot: int) -> list[torch.Tensor]:
-        """Copies of the kept columns of a row."""
+        """Return copies of the kept columns (``Column.kept``) of a slot."""
         return [self.columns[name][slot].clone() for name, spec in self.specs.items() if spec.kept]
 
     def restore(self, slot: int, saved: Sequence[torch.Tensor]) -> None:
@@ -96,8 +102,10 @@ class ProcessorState:
 
 
 class DeviceState:
-    """All columns of one device.  Nothing here waits for it: a number stored by ``column[index] = 0`` would be copied
-    from the host behind all that is enqueued, so ``index_fill_`` is used, which takes it along with the launch."""
+    """All columns of one device.
+
+    No method waits for the device.  ``column[index] = 0`` would copy the number from the host after all queued work.
+    ``index_fill_`` passes the number with the kernel launch, so it is used instead."""
 
     def __init__(
         self,
@@ -114,28 +122,30 @@ class DeviceState:
 
         self.device, self.block = device, block
         self.tokens = make(slots, max_len + 1, dtype=torch.int32)
-        # where a row's positions begin in the tables of the rotary embedding, if there are two of
-        # them: behind the first for one that may become longer than ``rope_switch``
+        # A model may have two tables of rotary embeddings, stored one after the other.  ``rope_first`` is the row at
+        # which the table of a slot begins: a sequence that may become longer than ``rope_switch`` uses the second.
         self.rope_switch, self.rope_rows = rope_switch, max_len + 1
         self.rope_first = None if rope_switch is None else make(slots)
-        # one table, so that a join is one copy; each column begins where kernels like it to, at 128 bytes
+        # one table, so that a join needs one copy; each column begins at a multiple of 128 bytes, as kernels prefer
         self.numbers = make(len(NUMBERS), -(-slots // 16) * 16)[:, :slots]
         self.known, self.prompt, self.end, self.min_end = self.numbers[:4]
         self.seed, self.sample, self.n_eos = self.numbers[4:]
         self.stop_ids = make(slots, STOP_IDS, dtype=torch.int32, fill=-1)
         self.stopped = make(slots, dtype=torch.bool, fill=True)
         self.table = make(groups, slots, -(-max_len // block) + 1, dtype=torch.int32)
-        self.wants_min = np.zeros(slots, bool)  # host: rows with min_tokens
+        self.wants_min = np.zeros(slots, bool)  # on the host: slots with ``min_tokens``
         self.processors: list[ProcessorState] = []
-        self.recurrent: StateMemory | None = None  # states of layers without keys and values
-        # sequence -> the kept columns of each processor when it was preempted last; until it ends
+        self.recurrent: StateMemory | None = None  # states of recurrent layers; None without any
+        # sequence -> the kept columns of each processor at its last preemption; removed when the sequence ends
         self.saved: dict[int, list[list[torch.Tensor]]] = {}
 
     def to(self, array: np.ndarray) -> torch.Tensor:
         return staged(array, self.device).to(self.device, non_blocking=True)
 
     def apply(self, delta: Delta, caches: Sequence[Sequence[Mapping[str, torch.Tensor]]]) -> None:
-        """Everything but ``delta.token``, which needs the processors (see ``Runner``).  ``caches[g]``: the cache
+        """Apply the changes of a step to the columns, block tables and caches, except ``delta.token``.
+
+        ``Runner`` applies ``delta.token``, because the processors must see these tokens.  ``caches[g]`` holds the cache
         tensors of the layers of group g."""
         if delta is NO_CHANGE:
             return
@@ -167,17 +177,21 @@ class DeviceState:
             self.saved.pop(seq, None)
 
     def rope_position(self, slots: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """i64 [T], where the tables of the rotary embedding have ``position`` i64 [T] of the rows in ``slots``."""
+        """Return the rows i64 [T] of the rotary embedding tables for ``position`` i64 [T] of ``slots`` i64 [T]."""
         return position if self.rope_first is None else position + self.rope_first[slots]
 
     def restore(self, join: Join | None) -> None:
-        """Kept columns of preempted sequences that came back, once their tokens were committed again."""
+        """Copy back the saved columns of preempted sequences that join again.
+
+        The caller has reported the accepted tokens to the processors before.  None means that no sequence joins."""
         for slot, seq in () if join is None else zip(join.slot.tolist(), join.saved.tolist(), strict=False):
             for processor, values in zip(self.processors, self.saved[seq] if seq >= 0 else (), strict=False):
                 processor.restore(slot, values)
 
     def _join(self, j: Join, with_states: np.ndarray) -> None:
-        """Fill the columns of rows that join; ``with_states`` [n] are slots that have just got their states."""
+        """Fill the columns of sequences that join.
+
+        ``with_states`` [n] are slots whose recurrent states this delta has copied; the other states are emptied."""
         at = self.to(j.slot).long()
         rows = np.repeat(j.slot.astype(np.int64), j.known)
         columns = np.arange(len(rows)) - np.repeat(np.cumsum(j.known) - j.known, j.known)
@@ -185,7 +199,7 @@ class DeviceState:
         self.tokens[rows, columns] = tokens.int()
         self.numbers[:, at] = self.to(np.stack([getattr(j, name) for name in NUMBERS]))
         if self.rope_first is not None:
-            # of its last token there is no KV
+            # the last token of a sequence is never computed, so a sequence of ``end`` tokens has end - 1 positions
             self.rope_first[at] = self.to((j.end - 1 > self.rope_switch) * self.rope_rows).long()
         self.stop_ids[at] = self.to(j.stop_ids)
         self.stopped.index_fill_(0, at, False)
@@ -203,7 +217,8 @@ class DeviceState:
             column[b] = column[a]
         if self.rope_first is not None:
             self.rope_first[b] = self.rope_first[a]
-        # a parent has drawn nothing; it may just have left (preempted)
+        # the source has drawn no token, so the copy cannot have ended, even if the source is marked as stopped because
+        # it was preempted in this delta
         self.stopped.index_fill_(0, b, False)
         self.sample[b] = self.to(fork[:, 2]).long()
         self.wants_min[to] = self.wants_min[source]

@@ -1,11 +1,12 @@
-"""What a step does on the device, once: functions over tensors that are a step's own, or the static ones of a capture.
+"""The operations of a step on the device.  The tensors of a step are new ones, or the static ones of a CUDA graph.
 
     FORWARD   rows from the host ─ read_rows ────┐
               columns ──────── read_columns ─────┴► StepTensors ─ forward ──► hidden states of the rows that draw
     SAMPLE    hidden ─ head ─ guides ─ stop ids, processors, masks ─ draw ─ accept ─ log-probabilities
 
-``runner`` calls them step by step, ``graphs`` while it captures, ``own_model`` for a drafter's model.  Where separate
-launches and a capture differ on purpose is ``StepCalls``: how plug-ins are called, and by what tokens are accepted.
+``runner`` calls these functions for each step that runs as separate launches.  ``graphs`` calls them while it captures
+a CUDA graph, and ``own_model`` for the model of a drafter or processor.  Separate launches and captures differ only in
+their ``StepCalls``: how plug-ins are called, and which function accepts the drawn tokens.
 """
 
 from __future__ import annotations
@@ -36,31 +37,31 @@ if TYPE_CHECKING:
 
 
 class HostLengths(NamedTuple):
-    """What the host knows of the rows of a step: bounds where they are padded, or ahead of it."""
+    """The lengths of the rows of a step, as far as the host knows them.  They are upper bounds in a capture."""
 
-    tokens: int  # T
-    decode_rows: int
-    q_len: np.ndarray  # i32 [R]
-    kv_len: np.ndarray  # i32 [G, R]
+    tokens: int  # T, tokens of all rows
+    decode_rows: int  # rows with one token
+    q_len: np.ndarray  # i32 [R] tokens of each row in this step
+    kv_len: np.ndarray  # i32 [G, R] tokens in the KV cache after the step, in each group of layers
 
 
 def host_lengths(plan: StepPlan, groups: int) -> HostLengths:
-    """Those of a plan, as they are."""
+    """Return the exact lengths of the rows of a plan, for a model with ``groups`` groups of layers."""
     q_len, shape = plan.q_len, (groups, len(plan.slots))
     kv_len = np.broadcast_to(plan.computed + q_len, shape)
     return HostLengths(int(q_len.sum()), int((q_len == 1).sum()), q_len, kv_len)
 
 
 def table_size(rows: int, tokens: int) -> int:
-    """Numbers in a row table (``pack_rows``)."""
+    """Return the length of a row table (see ``pack_rows``), in i64 numbers."""
     return 5 * rows + 1 + 2 * tokens
 
 
 def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
-    """The row table of a step, i64: slots R | cu_q R + 1 | q_len R | kv_len R | last token R | row T | position T.
+    """Return the row table of a step, an i64 array that the device splits into the tensors of the step.
 
-    ``rows`` R and ``tokens`` T may be more than the plan's: what pads the rows is the slot ``spare``, and tokens from
-    cu_q[R] on are nobody's."""
+    It holds slots R | cu_q R + 1 | q_len R | kv_len R | last token R | row T | position T.  ``rows`` R and ``tokens`` T
+    may be larger than in the plan.  Rows of padding have the slot ``spare``; tokens from cu_q[R] on are padding."""
     out = np.zeros(table_size(rows, tokens), np.int64)
     r, ends, kv_len = len(plan.slots), plan.q_len.cumsum(), plan.computed + plan.q_len
     t = int(ends[-1]) if r else 0
@@ -79,10 +80,11 @@ def pack_rows(plan: StepPlan, rows: int, tokens: int, spare: int) -> np.ndarray:
 
 
 def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool = False) -> tuple[StepTensors, Tensor]:
-    """(what a model is called with, the last token of each row i64 [R]) of a row table on the device (``pack_rows``).
+    """Return (the inputs of the model, the index of each row's last token i64 [R]) for a row table on the device.
 
-    Token ids and places come from the columns.  Nobody's tokens go to the null block: those of rows that met their end
-    on the device while the step was on its way, and, where the table is ``padded``, those from cu_q[R] on."""
+    ``table`` is described at ``pack_rows``.  Token ids and places in the KV cache are read from the columns of the
+    slots.  Two kinds of tokens write their keys and values to the null block, where they are never read: tokens of
+    rows that ended on the device before this step, and with ``padded`` the tokens from cu_q[R] on."""
     r, t, block = len(host.q_len), host.tokens, state.block
     slots, cu_q, q_len, kv_len, last, row, position = table.split([r, r + 1, r, r, r, t, t])
     slot_of = slots[row]
@@ -125,9 +127,11 @@ def forward(
     out: Tensor | None = None,
     run: Callable[..., Any] = lambda seam, call, *args: call(*args),
 ) -> Tensor:
-    """Hidden states [N, H] of the tokens ``logits_indices`` i64 [N], or of all; written to ``out`` if there is one.
+    """Run the layers of a model; return the hidden states [N, H] of the tokens ``logits_indices`` i64 [N].
 
-    ``selects``: the model computes no others after its last attention.  ``run(seam, call, *args)`` makes the calls."""
+    None returns those of all tokens.  With ``selects`` the model itself keeps only these tokens after its last
+    attention.  The result is written to ``out`` unless that is None.  ``run(seam, call, *args)`` calls the attention
+    back end and the model; ``seam`` is "attention" or "model"."""
     run("attention", backend.plan, step.meta, key)
     if selects:
         step.logits_indices = logits_indices
@@ -143,45 +147,54 @@ def forward(
 
 
 def rows_of(state: DeviceState, slots: Tensor, position: Tensor, longest: int) -> Rows:
-    """The rows of ``slots`` i64 [N] that draw for ``position`` i64 [N], none of them behind ``longest``."""
+    """Return the ``Rows`` for which processors and the sampler run.
+
+    ``slots`` i64 [N] are the slots, and ``position`` i64 [N] the index in the sequence of the token to draw.  No
+    position is greater than ``longest``."""
     at = state.prompt[slots], state.seed[slots], state.sample[slots]
     return Rows(slots, position, *at, 0, state.tokens, longest)
 
 
 class DrawCalls(Protocol):
-    """How a step calls its plug-ins (``calls``, ``captured``); N rows, V tokens of the vocabulary."""
+    """The calls of processors and the sampler for logits [N, V]: N rows, V tokens of the vocabulary.
 
-    wants_min: bool  # stop ids are forbidden to some row, for now
+    ``calls`` and ``captured`` implement them."""
 
-    # the processors, in order and in place
+    wants_min: bool  # at least one row has ``min_tokens``
+
+    # call the processors in order; they change ``logits`` in place
     def apply(self, logits: Tensor, rows: Rows) -> None: ...
+    # call the sampler
     def draw(self, logits: Tensor, rows: Rows) -> Draw: ...
 
 
 class StepCalls(DrawCalls, Protocol):
-    """Of a step whose tokens are kept: also what is accepted, and its log-probabilities."""
+    """The calls of the SAMPLE part of a step: also accept the drawn tokens and compute log-probabilities."""
 
-    float32: bool  # of the logits, whatever the dtype of the model
-    changes: bool  # the logits may be written to
-    topk: int  # log-probabilities that are asked for, as in ``StepPlan``
-    processed: bool  # and they are those of what the sampler draws from
+    float32: bool  # convert the logits to float32 before the processors run
+    changes: bool  # processors, masks or the sampler may write to the logits
+    topk: int  # number of log-probabilities to return, as in ``StepPlan.topk``
+    processed: bool  # return the log-probabilities of the processed logits, not of the model's
 
-    # those of rows that have a guide, and no others, become what these are drawn from
+    # combine the logits of each row that has a guide with those of its guide; other rows do not change
     def guide(self, logits: Tensor) -> Tensor: ...
-    def rows(self) -> Rows: ...  # those that draw, once the head has been enqueued
-    # masks of late rows, in place; logits that the host wants
+    # return the rows that draw; called after the output layer was enqueued
+    def rows(self) -> Rows: ...
+    # apply the masks of late rows in place, and start the copy of logits to the host
     def meet_host(self, logits: Tensor) -> None: ...
-    # what shows ``accept`` rows without a finite largest logit
+    # return a tensor from which ``accept`` finds the rows without a finite largest logit
     def peaks(self, logits: Tensor) -> Any: ...
+    # return the logits whose softmax the sampler draws from
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor: ...
-    # columns, processors and result get the tokens, which come back i64 [N], each within the vocabulary
+    # write the drawn tokens to the columns and the result, report them to the processors, and return them, i64 [N]
+    # within the vocabulary
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Any) -> Tensor: ...
-    # as ``sampling.logprobs_of``
+    # return log-probabilities as ``sampling.logprobs_of`` does
     def score(self, logits: Tensor, tokens: Tensor) -> tuple[Tensor, ...]: ...
 
 
 def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -> None:
-    """What the rows' own settings make of ``logits`` [N, V], in place: no stop id before ``min_tokens``, processors."""
+    """Forbid stop ids in rows below ``min_tokens``, then call the processors.  ``logits`` [N, V] change in place."""
     if calls.wants_min:
         at = state.min_end[rows.slots], state.stop_ids[rows.slots]
         sampling.suppress_stops(logits, rows.position, *at)
@@ -189,8 +202,10 @@ def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -
 
 
 def sample(calls: StepCalls, state: DeviceState, model: Model, hidden: Tensor) -> tuple[Tensor, ...] | None:
-    """SAMPLE: tokens from ``hidden`` [N, H] into the columns; their log-probabilities if ``topk`` >= 0, which are those
-    of the model's own logits unless ``processed``."""
+    """Draw a token for each row of ``hidden`` [N, H], write the tokens to the columns and return log-probabilities.
+
+    The log-probabilities are those of the model's logits, or of the processed logits with ``calls.processed`` (see
+    ``sampling.logprobs_of``).  Return None if ``calls.topk`` is negative."""
     raw = calls.guide(model.logits(hidden))
     logits = raw.float() if calls.float32 else raw
     if calls.topk >= 0 and logits is raw and calls.changes and not calls.processed:
@@ -205,7 +220,7 @@ def sample(calls: StepCalls, state: DeviceState, model: Model, hidden: Tensor) -
     return calls.score(scored, tokens) if calls.topk >= 0 else None
 
 
-# ---- what is accepted ----------------------------------------------------------------------------
+# ---- accept drawn tokens -------------------------------------------------------------------------
 
 
 def accept(
@@ -218,19 +233,22 @@ def accept(
     waits: Tensor | None = None,
     draft: np.ndarray | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(tokens i64 [N] within the vocabulary; count i32 [N], 1 where they were accepted; flags i32 [N]).
+    """Write the tokens ``drawn`` i64 [N] to the columns, and set the new lengths and ends of the sequences.
 
-    Write what was ``drawn`` i64 [N] to the columns: not of rows that had ended, that failed, or that wait for the
-    host.  The captured form, for rows without these exceptions, is the kernel ``commit``.
+    Return (tokens i64 [N] within the vocabulary; count i32 [N], 1 for an accepted token, else 0; flags i32 [N] as in
+    ``StepResult``).  Tokens are not accepted in rows that had ended before, that failed, or that wait for the host.
+    A captured step has no such rows and uses the kernel ``commit`` instead.
 
-    ``bad`` bool [N]: nothing can be drawn from the row; ``width`` is V; ``failed`` bool [N] rows that a plug-in failed;
-    ``waits`` i64 [n] rows that wait; ``draft`` [N] as in ``StepPlan``: rows of a slot hold as far as drafts were right.
+    ``bad`` bool [N] marks rows whose logits allow no draw.  ``width`` is the size V of the vocabulary.  ``failed``
+    bool [N] marks rows in which a plug-in raised.  ``waits`` i64 [n] are the rows that wait for a token of the host.
+    ``draft`` [N] is ``StepPlan.draft`` of the rows: of the rows of a sequence, tokens are accepted up to the first
+    draft that was not drawn.  None means none, for each of these three.
     """
     slots, position = rows.slots, rows.position
     tokens = drawn.clamp(0, width - 1)
     ends = state.stop_ids[slots], state.n_eos[slots], state.min_end[slots], state.end[slots]
     flags = sampling.stop_flags(tokens, position, *ends, bad)
-    flags = torch.where((tokens != drawn) & ~bad, FAILED, flags.int())  # no token of the vocabulary
+    flags = torch.where((tokens != drawn) & ~bad, FAILED, flags.int())  # the token is outside the vocabulary
     stopped = state.stopped[slots]
     taken = ~stopped
     if failed is not None:
@@ -240,7 +258,7 @@ def accept(
         host[waits] = True
         flags = torch.where(host, flags & (FAILED | NAN), flags)
         taken &= ~host
-    if draft is not None:  # what stands behind a draft that was rejected has no say
+    if draft is not None:  # the tokens after a rejected draft are not accepted, and their flags do not count
         right = _holds(state, rows, draft, tokens, (flags != 0) | stopped)
         taken, flags = taken & right, torch.where(right, flags, 0)
     taken &= (flags & (FAILED | NAN)) == 0
@@ -249,7 +267,7 @@ def accept(
     old = state.tokens[slots, position]
     state.tokens[slots, position] = torch.where(taken, tokens.int(), old)
     ended = stopped | (flags != 0)
-    if draft is not None:  # lengths and ends of slots that stand in several rows
+    if draft is not None:  # a slot with drafts has several rows
         length = torch.where(taken, position + 1, 0)
         state.known.scatter_reduce_(0, slots, length, "amax")
         state.stopped.view(torch.uint8).scatter_reduce_(0, slots, ended.to(torch.uint8), "amax")
@@ -260,9 +278,10 @@ def accept(
 
 
 def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, ended: Tensor) -> Tensor:
-    """bool [N]: all drafts up to this row's token are what was drawn, and nothing before it has ended its row.
+    """Return bool [N]: True if every draft of the sequence up to this row was drawn and no earlier row ended it.
 
-    ``tokens`` i64 [N] were drawn; ``ended`` bool [N]: they end their row, or are none."""
+    ``tokens`` i64 [N] were drawn.  ``ended`` bool [N] marks rows whose token ends the sequence, and rows of sequences
+    that had ended before."""
     back = state.to(np.arange(len(draft)) - (draft > 0))
     fits = (tokens[back] == state.tokens[rows.slots, rows.position - 1]) & ~ended[back]
     breaks = (~fits & state.to(draft > 0)).int().cumsum(0)
@@ -270,7 +289,11 @@ def _holds(state: DeviceState, rows: Rows, draft: np.ndarray, tokens: Tensor, en
 
 
 def by_slot(state: DeviceState, draft: np.ndarray, tokens: Tensor, count: Tensor) -> tuple[np.ndarray, Tensor, Tensor]:
-    """(which rows of N are the first of their slot; tokens i64 [n, W] and count i32 [n] of each)."""
+    """Group the rows of a step with drafts by slot.
+
+    Return (index [n] of the first row of each slot; its tokens i64 [n, W], padded by repeating the last; the sum of
+    ``count`` over its rows, i32 [n], which is its number of accepted tokens).  W is the largest number of rows of a
+    slot."""
     heads = np.flatnonzero(draft == 0)
     size = np.diff(np.append(heads, len(draft)))
     at = state.to(heads[:, None] + np.minimum(np.arange(size.max()), size[:, None] - 1))
