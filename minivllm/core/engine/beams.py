@@ -103,7 +103,7 @@ class Beams:
     def seqs(self) -> list[Seq]:
         return self.request.sequences
 
-    # ---- after a step --------------------------------------------------------------------------------------------
+    # ---- after a step ------------------------------------------------------------------------------------------------
 
     def take(self, beam: int, logprobs: LogProbs, j: int) -> bool:
         """Candidates of a live beam from row j of a result; True once all live beams have theirs."""
@@ -215,7 +215,7 @@ class Beams:
             raise ValueError("it ended without an output")
         return found
 
-    # ---- what the planner has done -------------------------------------------------------------------------------
+    # ---- what the planner has done -----------------------------------------------------------------------------------
 
     def applied(self) -> None:
         """The pending step has been applied: a step with the live beams may be planned."""

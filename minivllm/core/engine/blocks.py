@@ -7,12 +7,12 @@ Every block is in exactly one of three states::
                      └──share── idle ──evicted──► free
 
 A block is published when it is full and all its tokens were collected, or as the *tail* of a sequence that ended.
-Then it has a *key*: the hash of (parent key, its token ids), so equal prefixes have equal chains.  A key is only a
+It then has a *key*: the hash of (parent key, its token ids), so equal prefixes have equal chains.  A key is only a
 hint: on a hit the token ids and the parent block are compared, so a collision costs a miss and never a wrong token.  An
-idle block may be evicted iff no cached block has it as parent; the evictor plug-in says in which order.
+idle block may be evicted iff no cached block has it as parent; the evictor plug-in chooses the order.
 
 The cached blocks with one parent and one first token are a linked list in two arrays, the youngest first; ``partial``
-looks along it for the block that begins as a prompt goes on::
+searches it for the block whose first tokens are the next tokens of a prompt::
 
     youngest[b4, "The"] ──► b7 ──older──► b2 ──older──► 0        younger[b2] = b7, younger[b7] = 0
 """
@@ -39,27 +39,28 @@ if TYPE_CHECKING:
     from .events import EngineEvents
     from .request import Seq
 
-MAX_ROOTS = 65536  # salts beyond which those are forgotten that no cached block has
-# blocks with one parent and first token that ``partial`` looks at, the youngest first
+# When more salts than this are stored, the salts without a cached block are removed.
+MAX_ROOTS = 65536
+# children of one parent with the same first token that ``partial`` compares at most, youngest first
 SIBLINGS = 32
 NO_BLOCKS = np.empty(0, np.int32)
-# (tenant, cache_salt), and what else makes KV differ: only prefixes with the same are shared
+# (tenant, cache_salt, ...) and anything else that changes KV values: only prefixes with an equal salt are shared
 Salt = tuple[str, ...]
 
 
 def chain_key(parent: int, tokens: bytes) -> int:
-    """64-bit key of a block whose parent has key ``parent``; 0 is kept for "none"."""
+    """Return the 64-bit key of a block from its parent's key and its token ids (i32 as bytes).  The key is never 0,
+    which means "no key"."""
     digest = blake2b(parent.to_bytes(8, "little") + tokens, digest_size=8).digest()
     return int.from_bytes(digest, "little") or 1
 
 
 class BlockPool:
-    """``total`` blocks of ``block`` tokens; block 0 is the null block and belongs to nobody.
+    """Pool of ``total`` KV blocks of ``block`` tokens each.  Block 0 is the null block, which no sequence owns.
 
-    Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold b;
-    index[key[b]] == b for every published b;  children[p] = number of published blocks whose parent is p, > 0;
-    the list from youngest[p, t] = those of them whose first token is t.
-    """
+    Invariants: free + held + idle = total - 1;  ref[b] = number of block tables that hold block b; index[key[b]] == b
+    for every published block b;  children[p] = number of published blocks whose parent is p, > 0; the list from
+    youngest[p, t] links the published blocks whose parent is p and whose first token is t."""
 
     def __init__(
         self,
@@ -76,43 +77,44 @@ class BlockPool:
         self.evictor, self.seams, self.events, self.kv_group = evictor, seams, events, kv_group
         self.ref = np.zeros(total, np.int32)
         self.key = np.zeros(total, np.uint64)  # 0 = not published
-        # parent block; below -1: a root, or a block of the leading group
+        # parent block; a number below -1 is the root of a salt, or stands for a block of the leading group
         self.parent = np.full(total, -1, np.int64)
         self.stamp = np.zeros(total, np.int64)  # number of the publication, never used twice
         self.stamps = 0
         self.children: dict[int, int] = {}  # parent -> its cached children
-        # (parent, first token) -> of these the one published last
+        # (parent, first token) -> the child published last
         self.youngest: dict[tuple[int, int], int] = {}
-        # siblings; 0 = none (walked one by one: lists are faster)
+        # linked list of siblings, 0 = end; Python lists, because single elements are read
         self.older, self.younger = [0] * total, [0] * total
-        # of published blocks; a tail is filled up with -1
+        # token ids of published blocks; a partial block is filled up with -1
         self.tokens = np.zeros((total, block), np.int32)
-        # the first of these: numpy is slow to read one by one
+        # first token id of each block, in an array because numpy reads single elements slowly
         self.first = array("i", bytes(4 * total))
         self.index: dict[int, int] = {}
-        # key -> whose ``hint`` is void once that is cached, or is no more
+        # key -> waiting sequences whose ``hint`` becomes invalid when the key enters or leaves the index
         self.watch: dict[int, list[Seq]] = {}
         self._free = np.arange(total - 1, 0, -1, dtype=np.int32)  # a stack; [0, free) are free
         self.free = total - 1
         self.held = self.idle = 0
-        self.roots: dict[Salt, tuple[int, int]] = {}  # all on which a cached block hangs are here
+        self.roots: dict[Salt, tuple[int, int]] = {}  # includes each root that has a cached child
         self.most_roots = MAX_ROOTS
         self.next_root = -1
-        # published, not told yet: the columns of ``add``
+        # blocks published but not yet reported: (key, parent key, depth, cost, tenant)
         self.new: list[tuple[int, int, int, float, int]] = []
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
-        # called with each block that is no longer cached
+        # callback for each block that leaves the index
         self.forgotten: Callable[[int], None] | None = None
-        # lookups, by the blocks that they asked for and found
+        # number of lookups by blocks looked for, and by blocks found
         self.asked, self.found = Counter[int](), Counter[int]()
 
     @property
     def available(self) -> int:
-        """Blocks that ``take`` can give: free ones and idle ones."""
+        """Count the blocks that ``take`` can return, which are the free and the idle blocks."""
         return self.free + self.idle
 
     def root(self, salt: Salt) -> tuple[int, int]:
-        """(parent number, parent key) of first blocks under a salt; chains of different salts never meet."""
+        """Return (parent number, parent key) for the first block of a sequence with this salt.  The number is below -1
+        and differs between salts, so sequences with different salts never share a block."""
         found = self.roots.get(salt)
         if found is None:
             if len(self.roots) >= self.most_roots:
@@ -123,7 +125,9 @@ class BlockPool:
         return found
 
     def _tell(self, what: str, *args: Any) -> Any:
-        """Call the evictor.  One that raises leaves the pool in doubt, so the engine has to end."""
+        """Call the evictor's method named ``what`` and return its result.  Victims are returned as keys u64 [n].
+        EngineDeadError if the evictor raises, because the pool and the evictor may then disagree about the cached
+        blocks."""
         try:
             found = self.seams.run("evictor", getattr(self.evictor, what), *args)
             if what == "victims":
@@ -136,14 +140,16 @@ class BlockPool:
         return found
 
     def _drop(self, keys: np.ndarray) -> None:
-        """Tell of keys u64 that are about to be forgotten, though their room is not needed."""
+        """Report to the evictor and the event listeners that cached blocks with these keys u64 are about to be removed
+        from the index for another reason than lack of space."""
         self._tell("drop", keys)
         self.events.blocks_dropped(self.kv_group, keys)
 
-    # ---- a sequence's blocks -------------------------------------------------------------------------------------
+    # ---- a sequence's blocks -----------------------------------------------------------------------------------------
 
     def take(self, n: int) -> np.ndarray:
-        """n blocks i32 with one reference each.  ValueError if ``available`` is less: who asks has looked."""
+        """Return n blocks i32 with one reference each; idle blocks are evicted if the free ones do not suffice.
+        ValueError if ``available`` is below n, which the caller checks first."""
         if n > self.free:
             if n > self.available:
                 raise ValueError(f"{n} blocks are wanted of {self.available}")
@@ -155,7 +161,7 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: np.ndarray) -> None:
-        """One more reference to each; parents come first."""
+        """Add one reference to each of these cached or held blocks i32.  Parents come before their children."""
         woken = blocks[self.ref[blocks] == 0]
         self.ref[blocks] += 1
         if len(woken):
@@ -164,19 +170,22 @@ class BlockPool:
             self._tell("hold", self.key[woken])
 
     def touch(self, block: int) -> None:
-        """A cached block is used for a moment: an evictor hears that by hold and free."""
+        """Report one short use of a cached block to the evictor, as a hold followed by a free.  The block is about to
+        be copied.  A block in use needs no report."""
         key = self.key[block : block + 1].copy()
         if not self.ref[block]:
             self._tell("hold", key)
             self._tell("free", key)
 
     def release(self, blocks: np.ndarray) -> None:
-        """One reference less to each (distinct blocks, parents first; null blocks are skipped)."""
+        """Remove one reference from each of these distinct blocks i32, parents before children.  Null blocks are
+        skipped.  A published block without a reference becomes idle, any other becomes free.  EngineDeadError if a
+        block has no reference."""
         if np.count_nonzero(blocks) < len(blocks):
             blocks = blocks[blocks != NULL_BLOCK]
         left = self.ref[blocks] - 1
         gone = blocks
-        if np.count_nonzero(left):  # else they all had one reference: the usual case
+        if np.count_nonzero(left):  # zero in the usual case that each block had one reference
             if left.min() < 0:
                 raise EngineDeadError(
                     f"blocks {blocks[left < 0].tolist()} were released more often than taken"
@@ -192,10 +201,11 @@ class BlockPool:
         self._free[self.free : self.free + len(gone)] = gone
         self.free += len(gone)
 
-    # ---- the prefix index ----------------------------------------------------------------------------------------
+    # ---- the prefix index --------------------------------------------------------------------------------------------
 
     def keys_of(self, tokens: np.ndarray, salt: Salt, keys: list[int]) -> list[int]:
-        """Extend ``keys`` (of the first blocks of ``tokens``) to all full blocks; a block is hashed once in a life."""
+        """Extend ``keys``, which holds the keys of the first blocks of ``tokens``, to all full blocks, and return it.
+        The caller keeps the list, so that each block of a sequence is hashed once."""
         full = len(tokens) // self.block
         if len(keys) < full:
             parent = keys[-1] if keys else self.root(salt)[1]
@@ -209,8 +219,9 @@ class BlockPool:
         return keys
 
     def chain(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> Iterator[int]:
-        """The blocks that the index names for the first ``most`` blocks of ``tokens``, until one is not there.  Hashes
-        as far as it is asked: what lies behind the first miss is not looked up, and hashed when it is published."""
+        """Yield the cached block for each of the first ``most`` blocks of ``tokens`` until one is not cached.  Only
+        keys are compared here.  ``keys`` is extended by each key that had to be hashed; blocks behind the first miss
+        are not hashed."""
         raw, size = np.ascontiguousarray(tokens, np.int32), self.block
         for i in range(most):
             if i == len(keys):
@@ -222,8 +233,9 @@ class BlockPool:
             yield block
 
     def lookup(self, tokens: np.ndarray, salt: Salt, keys: list[int], most: int) -> np.ndarray:
-        """The longest run of cached blocks i32, at most ``most``, that hold exactly the first tokens; takes no
-        reference.  ``keys`` of these are extended as far as it looks."""
+        """Return the longest run of cached blocks i32, at most ``most``, that holds exactly the first tokens of
+        ``tokens``.  Token ids and parents are compared, so a collision of keys shortens the run.  No reference is
+        taken.  ``keys`` is extended by the keys that the lookup hashes."""
         found = list(self.chain(tokens, salt, keys, most))
         if not found:
             return NO_BLOCKS
@@ -236,8 +248,9 @@ class BlockPool:
         return blocks[: int(np.argmin((there == wanted).all(axis=1) & (parents == before)))]
 
     def partial(self, parent: int, tokens: np.ndarray) -> tuple[int, int]:
-        """Of the cached blocks after ``parent`` (of the youngest ``SIBLINGS``) the one that begins with most of these
-        tokens (one block of them at most), and with how many; (0, 0) if none shares the first."""
+        """Return (block, n): the cached child of ``parent`` that shares most leading tokens with ``tokens``, and the
+        number of shared tokens.  ``tokens`` holds at most one block.  Only the youngest ``SIBLINGS`` children with the
+        same first token are compared.  (0, 0) means that no child shares the first token."""
         rows: list[int] = []
         b = self.youngest.get((parent, int(tokens[0])), 0)
         while b and len(rows) < SIBLINGS:
@@ -251,8 +264,9 @@ class BlockPool:
         return rows[best], int(shared[best])
 
     def follow(self, key: int, leader: int, tokens: np.ndarray) -> int:
-        """In a pool whose blocks hang on those of another group: the block with this key whose ``leader`` code (see
-        ``follower_of``) and token ids are these, or -1."""
+        """Return the block of a following KV group with this key, this leader code and these token ids, or -1.
+        ``leader`` is the result of ``follower_of`` of the leading group's block with the same content; the pool stores
+        it as the block's parent."""
         block = self.index.get(key, -1)
         if (
             block < 0
@@ -263,33 +277,40 @@ class BlockPool:
         return block
 
     def follower_of(self, block: int) -> int:
-        """The number that stands for this publication of ``block`` as parent of a block in another group's pool."""
+        """Return a negative number that identifies the current publication of ``block``.  Blocks of other KV groups
+        with the same content store it as their parent.  A later publication of the same block has another number."""
         return -(1 << 40) - int(self.stamp[block])
 
     def hit(self, blocks: np.ndarray, tokens: int) -> None:
-        """A sequence is about to share these, or to copy the first tokens of one: statistics and the evictor hear."""
+        """Count ``tokens`` as prefix hits and report the hit blocks i32 to the evictor.  A sequence is about to share
+        these blocks, or to copy the first tokens of one block."""
         self.hits += tokens
         if len(blocks):
             self._tell("hit", self.key[blocks])
 
     def count(self, asked: int, found: int) -> None:
-        """A lookup of so many blocks found so many; a hit is a prefix, so two numbers give the depths."""
+        """Count a prefix lookup by the number of blocks it looked for and the number it found.  A hit is always a
+        prefix, so these two numbers give the hits at each depth."""
         self.asked[asked] += 1
         self.found[found] += 1
 
     def publish(
         self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0
     ) -> int:
-        """Make a held block findable; it must not be written any more where it has tokens.  Returns the block that
-        stands for this content from now on: itself, or an older duplicate, which the caller then shares instead.
-        ``parent``: the block before it, or its salt's root.  The evictor hears of it by ``announce``."""
+        """Add a held block to the prefix index, and return the block that holds this content from now on.
+
+        The result is the block itself, or an older cached block with the same parent and token ids, which the caller
+        shares instead.  A key that collides with a block in use leaves the new block unpublished.  Positions of the
+        block that hold tokens must not be written any more.  ``parent`` is the preceding block or the root number of
+        the salt; ``tokens`` i32 [block], where -1 fills up a partial block; ``depth`` is the block's index in the
+        sequence.  ``announce`` reports the block to the evictor."""
         duplicate = self.index.get(key)
         if duplicate is not None:
             if self.parent[duplicate] == parent and np.array_equal(self.tokens[duplicate], tokens):
                 return duplicate
             if self.ref[duplicate] or duplicate in self.children:
                 return block  # a collision of keys: this block stays private
-            # nobody uses it, or its leader is gone: the new one counts
+            # The older block has no reference and no child, so the new block replaces it.
             self._drop(np.array([key], np.uint64))
             self._forget(key, duplicate)
         self.index[key] = block
@@ -310,7 +331,8 @@ class BlockPool:
         return block
 
     def announce(self) -> None:
-        """Tell the evictor of what was published, before anything else happens to it."""
+        """Report the newly published blocks to the evictor and the event listeners.  It must run before any other call
+        of the evictor about these blocks."""
         if not self.new:
             return
         key, parent, depth, cost, tenant = zip(*self.new, strict=True)
@@ -330,7 +352,8 @@ class BlockPool:
         return bool(self.key[block])
 
     def _evict(self, n: int) -> None:
-        """Give up at least n idle blocks, children before parents."""
+        """Evict n idle blocks that the evictor selects, children before parents.  EngineDeadError if the evictor
+        returns another number of keys, or a block that is unknown, in use, or the parent of a cached block."""
         keys = self._tell("victims", n)
         if len(keys) != n:
             raise EngineDeadError(
@@ -354,7 +377,8 @@ class BlockPool:
         self.events.blocks_evicted(self.kv_group, keys)
 
     def void(self, key: int) -> None:
-        """Who has counted on this key has to look again."""
+        """Clear the stored prefix-hit estimate (``hint``) of each waiting sequence that depends on this key, so that
+        its lookup is repeated."""
         for seq in self.watch.pop(key):
             seq.hint = None
 
@@ -382,16 +406,17 @@ class BlockPool:
         self.free += 1
 
     def reset(self) -> None:
-        """Forget every cached block that nobody refers to; blocks in use stay cached."""
+        """Remove every idle block from the prefix index.  Blocks in use stay cached."""
         idle = [(key, b) for key, b in self.index.items() if not self.ref[b]]
         self._drop(np.array([key for key, _ in idle], np.uint64))
         for key, block in idle:
             self._forget(key, block)
 
-    # ---- trust ---------------------------------------------------------------------------------------------------
+    # ---- trust -------------------------------------------------------------------------------------------------------
 
     def audit(self, at_rest: bool) -> None:
-        """The invariants that a few counters show, after every step.  ``at_rest``: no block table is in use."""
+        """Raise EngineDeadError if the counts of free, held and idle blocks do not add up.  It is cheap enough for
+        every step.  ``at_rest`` means that no row runs, so that no block may be held."""
         if (
             self.free + self.held + self.idle != self.total - 1
             or min(self.free, self.held, self.idle) < 0

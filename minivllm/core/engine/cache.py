@@ -1,14 +1,14 @@
 """The KV cache of all groups: block tables of the running rows, prefix hits, growth, trimming, publication.
 
-Group 0 leads: a prefix hit is a chain in its pool, and it keeps every block of a sequence.  A sliding-window group
-follows: it keeps the blocks that its window still sees, and each of its cached blocks hangs on the block of group 0
-with the same content, so it needs no chain of its own::
+Group 0 is the leading group: a prefix hit is a chain in its pool, and it keeps every block of a sequence.  A
+sliding-window group follows it.  It keeps the blocks that its window still covers, and the parent of each of its cached
+blocks is the block of group 0 with the same content.  So it needs no chain::
 
     group 0   [b4]──[b9]──[b7]──[b2]      chain by parent
-    group 1     .     .   [c3]  [c8]      window of two blocks; c3 hangs on b7, c8 on b2
+    group 1     .     .   [c3]  [c8]      window of two blocks; the parent of c3 is b7, of c8 b2
 
-A hit goes on inside a block: if the next cached block of the chain begins with the tokens that follow, it is copied
-into a block of the row's own (copy-on-write), and the row computes from there.
+A hit may end inside a block. If the next cached block of the chain begins with the tokens that follow, it is copied
+into a new block of the row (copy-on-write), and the row computes from there.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 
-Count = TypeVar("Count", int, np.ndarray)  # of tokens or blocks: one, or a column
-MAX_WATCHED = 8192  # keys that ``hints`` lets the pool watch, beside four for each sequence
+Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
+MAX_WATCHED = 8192  # keys that ``hints`` may watch in the pool, in addition to four per sequence
 
 
 class KVCache:
-    """Owns the pools; writes ``slots.table`` and ``slots.blocks`` and notes each change for the device."""
+    """Block pools of all KV groups, and the block tables of the running rows.  It writes ``slots.table`` and
+    ``slots.blocks``, and records each change for the device."""
 
     def __init__(
         self,
@@ -46,36 +47,38 @@ class KVCache:
         checkpoints: Checkpoints | None = None,
     ) -> None:
         self.pools, self.slots, self.block = pools, slots, slots.block
-        # of a model with recurrent states; without room for one a prefix hit could not go on
+        # None for a model without recurrent states. Without space for a checkpoint no prefix hit is usable.
         self.checkpoints = checkpoints
         self.prefix = prefix = prefix and (checkpoints is None or checkpoints.count > 0)
-        # hits go on inside a block
+        # a hit may end inside a block, which is copied
         self.partial = prefix and partial and checkpoints is None
         if checkpoints is not None:
             pools[0].forgotten = checkpoints.drop
-        self.copied = 0  # tokens that such hits spared
-        self.windows = [None, *windows[1:]] if prefix else windows  # hits follow the first group
+        self.copied = 0  # tokens not computed thanks to copied blocks
+        # group 0 keeps all blocks, because hits are chains in it
+        self.windows = [None, *windows[1:]] if prefix else windows
         self.slides = any(self.windows)
         self.table: list[np.ndarray] = []  # changes since ``changes``, as in plan.Delta
         self.trims: list[tuple[int, int, int, int]] = []
         self.copies: list[tuple[int, int, int]] = []
         self.states: list[tuple[int, int]] = []
         self.saves: list[tuple[int, int, int, int]] = []
-        self.watched = 0  # sequences in ``pools[0].watch``, at most
-        self.duplicates = False  # a duplicate took the place of a block since ``changes``
+        self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
+        self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
 
-    # ---- questions -----------------------------------------------------------------------------------------------
+    # ---- questions ---------------------------------------------------------------------------------------------------
 
     @property
     def available(self) -> int:
-        """Blocks that the scarcest pool can give."""
+        """Return the number of blocks that the pool with the fewest can still supply."""
         return min(p.available for p in self.pools)
 
     def blocks_for(self, tokens: Count) -> Count:
         return -(-tokens // self.block)
 
     def worst(self, group: int, prompt: int, end: int, n: int = 1) -> int:
-        """Blocks that a request of n branches can hold at once in a group, if it runs alone."""
+        """Return the most blocks that a request of n branches can hold at once in a group when it runs alone.
+        ``prompt`` and ``end`` are its lengths in tokens at the start and at the end."""
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
         whole = shared + n * (self.blocks_for(end) - shared)
         return (
@@ -85,8 +88,9 @@ class KVCache:
         )
 
     def at_once(self, group: int, tokens: int) -> int:
-        """Blocks without which a row of so many tokens cannot go on: all of them, or what its window still sees (chunks
-        are cut to the blocks that there are)."""
+        """Return the blocks that a row of ``tokens`` tokens must hold at the same time in a group.  That is all of its
+        blocks, or in a sliding-window group the window plus two blocks.  Longer chunks are cut to the available
+        blocks."""
         window = self.windows[group]
         return self.blocks_for(tokens if window is None else min(tokens, window + 2 * self.block))
 
@@ -94,8 +98,9 @@ class KVCache:
         return all(self.worst(g, prompt, end, n) <= p.total - 1 for g, p in enumerate(self.pools))
 
     def has_room(self, hit: list[np.ndarray], tokens: int, spare: int, beside: int = 0) -> bool:
-        """Whether a newcomer can have so many tokens, of which ``hit`` is cached, another row ``beside`` it so many as
-        that says, and leave ``spare`` blocks a pool."""
+        """Return True if every pool can supply a new row of ``tokens`` tokens and still keep ``spare`` blocks.  ``hit``
+        holds the row's cached blocks per group.  ``beside`` is the token count of a second row that enters with it, 0
+        for none."""
         for g, (pool, blocks) in enumerate(zip(self.pools, hit, strict=True)):
             own = blocks[blocks > 0] if g else blocks
             idle = pool.ref.take(own).tolist().count(0) if len(own) else 0
@@ -105,16 +110,17 @@ class KVCache:
         return True
 
     def room(self, slot: int, chunk: int, promised: int = 0) -> tuple[int, int]:
-        """How much of a chunk fits into the row's blocks and those that are there and not ``promised``: (tokens, blocks
-        to take for them)."""
+        """Return (tokens, blocks): how much of a chunk fits, and the new blocks per group it needs.  The chunk may use
+        the row's own blocks and the available ones that are not ``promised`` to other rows."""
         s = self.slots
         have, done = min(s.blocks[:, slot].tolist()), int(s.computed[slot])
         chunk = max(0, min(chunk, (have + self.available - promised) * s.block - done))
         return chunk, max(0, self.blocks_for(done + chunk) - have)
 
     def lookup(self, seq: Seq, known: int) -> list[np.ndarray]:
-        """The longest usable prefix hit: blocks per group (null where a window no longer sees them).  At least one of
-        the first ``known`` tokens is left to compute.  Takes no reference."""
+        """Return the longest usable prefix hit of a sequence as block ids i32 for each KV group.  A block that lies
+        before a group's sliding window is the null block.  At least one of the first ``known`` tokens is left to
+        compute.  No reference is taken."""
         none = [NO_BLOCKS] * len(self.pools)
         usable = (known - 1) // self.block
         if not self.prefix or usable <= 0:
@@ -152,15 +158,16 @@ class KVCache:
         return none
 
     def hints(self, seqs: list[Seq]) -> np.ndarray:
-        """Tokens i32 [n] that a prefix hit would give each of these waiting sequences, as far as keys tell.
+        """Return i32 [n]: the tokens that a prefix hit would save for each waiting sequence, judged by keys alone.
 
-        Each remembers how many blocks were there.  That holds while the last of them is cached and the next one is not:
-        the pool voids it then, so asking in each step is cheap."""
+        The result per sequence is stored in ``seq.hint``, in blocks.  It stays correct while the last block found is
+        cached and the next block is not.  The pool clears it otherwise, so that a call in every step is cheap."""
         if not self.prefix or len(self.pools) > 1 or self.checkpoints is not None:
             return np.array(
                 [len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32
             )
-        if self.watched > MAX_WATCHED + 4 * len(seqs):  # most have left the queue
+        # most watching sequences have left the queue
+        if self.watched > MAX_WATCHED + 4 * len(seqs):
             for key in list(self.pools[0].watch):
                 self.pools[0].void(key)
             self.watched = 0
@@ -169,11 +176,11 @@ class KVCache:
 
     def _hint(self, seq: Seq) -> int:
         lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
-        # a cached block's parent is cached as well, so those that are there come first
+        # A cached block's parent is cached too, so the cached blocks are a prefix of the keys.
         n = hashed = min(len(keys), usable)
         if n:
             n = bisect_left(keys, True, hi=n, key=lambda key: key not in lead.index)
-        while n == hashed < usable:  # none is hashed before all before it are there
+        while n == hashed < usable:  # a block is hashed only if all earlier blocks are cached
             hashed += 1
             n += (
                 lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n]
@@ -185,11 +192,12 @@ class KVCache:
         seq.hint = n
         return n
 
-    # ---- a row's table -------------------------------------------------------------------------------------------
+    # ---- a row's table -----------------------------------------------------------------------------------------------
 
     def adopt(self, slot: int, hit: list[np.ndarray], known: int) -> int:
-        """Start a row's tables with a prefix hit of its first ``known`` tokens, and with a copy of the block that
-        begins as it goes on.  Returns the tokens that need not be computed, and counts them as computed."""
+        """Start a row's block tables with its prefix hit, and return the number of tokens that need not be computed.
+        ``hit`` holds the cached blocks i32 of each group for the first ``known`` tokens.  A cached block whose first
+        tokens continue the row is copied as well.  The returned tokens are counted as computed."""
         n = len(hit[0])
         for g, blocks in enumerate(hit if n else ()):
             own = blocks[blocks > 0] if g else blocks
@@ -210,7 +218,8 @@ class KVCache:
         return int(self.slots.computed[slot])
 
     def _adopt_states(self, checkpoints: Checkpoints, slot: int, hit: np.ndarray) -> None:
-        """Start a row from the copy of the states behind its hit, and ask for copies on the way through its prompt."""
+        """Start a row from the checkpoint of recurrent states at the end of its prefix hit, and reserve checkpoints to
+        write at later points of its prompt.  ``hit`` holds the cached blocks i32 of the leading group."""
         seq, n = self.slots.at(slot), len(hit)
         if n:
             self.states.append((checkpoints.use(int(hit[-1])), slot))
@@ -223,10 +232,12 @@ class KVCache:
                 self.saves.append((slot, which, blocks * self.block, index))
 
     def _copy_partial(self, slot: int, parent: int | None, known: int) -> int:
-        """Copy the cached block that begins as the row goes on after its hit; returns how many tokens it shares.
+        """Copy the cached block whose first tokens continue the row after its prefix hit, and return the number of
+        shared tokens.  ``parent`` is the last hit block, None without a hit; ``known`` is the row's length in tokens. 0
+        means that nothing was copied.
 
-        The source is read when the next step's delta is applied, before anything is written, so it need not be kept
-        until then: whoever gets it, by this very ``take`` or later, writes after that."""
+        The device reads the source block when it applies the next step's delta, before it writes any block.  So the
+        source needs no reference.  If it is taken for another row, that row writes it later."""
         seq, n = self.slots.at(slot), int(self.slots.prefix_published[slot])
         wanted = seq.tokens[n * self.block : min((n + 1) * self.block, known - 1)]
         if not self.partial or not len(wanted) or not self.available:
@@ -252,16 +263,18 @@ class KVCache:
         return shared
 
     def _append_copy(self, g: int, slot: int, index: int, source: int) -> None:
-        """A new block of a row's own, which gets the content of ``source`` before the next step."""
+        """Append a new private block at ``index`` of a row's table.  The device copies the content of block ``source``
+        into it before the next step."""
         new = self.pools[g].take(1)
         self._append(g, slot, [index], new)
         self.slots.blocks[g, slot] = index + 1
-        # Sources are read before copies are written: one that is a copy itself stands for what it is copied from.
+        # The device reads all sources before it writes copies. A source that is a pending copy is replaced by its
+        # source.
         source = next((s for group, s, to in self.copies if group == g and to == source), source)
         self.copies.append((g, source, int(new[0])))
 
     def missing(self, slots: np.ndarray, upto: np.ndarray) -> np.ndarray:
-        """Blocks i32 [G, n] that rows lack to hold ``upto`` tokens each."""
+        """Return i32 [G, n]: the blocks that each row lacks in each KV group to hold ``upto`` tokens."""
         return np.maximum(self.blocks_for(upto) - self.slots.blocks[:, slots], 0)
 
     def can_take(self, missing: np.ndarray) -> bool:
@@ -269,7 +282,8 @@ class KVCache:
         return all(n <= pool.available for n, pool in zip(need, self.pools, strict=True))
 
     def grow(self, slots: np.ndarray, missing: np.ndarray) -> None:
-        """Give rows the blocks that ``missing`` counts; ``can_take`` has said that there are so many."""
+        """Append the number of new blocks in ``missing`` (i32 [G, n]) to the block table of each row.  The caller has
+        checked ``can_take``."""
         for g, pool in enumerate(self.pools):
             at = missing[g].nonzero()[0]
             rows, need = slots[at].astype(np.intp), missing[g, at]
@@ -277,20 +291,21 @@ class KVCache:
                 continue
             blocks, have = pool.take(total), self.slots.blocks[g, rows]
             self.slots.blocks[g, rows] = have + need
-            if total > len(at):  # else one each, as in most steps
+            if total > len(at):  # otherwise one block per row, as in most steps
                 start = (have - (need.cumsum() - need)).repeat(need)
                 rows, have = rows.repeat(need), start + np.arange(total)
             self._append(g, rows, have, blocks)
 
     def grow_chunk(self, slot: int, chunk: int) -> int:
-        """Take blocks for as much of a chunk as there is room for; returns the tokens that fit."""
+        """Take blocks for as much of a chunk as fits, and return the tokens that fit."""
         chunk, _ = self.room(slot, chunk)
         row = np.array([slot], np.int32)
         self.grow(row, self.missing(row, self.slots.computed[row] + chunk))
         return chunk
 
     def reserve(self, slot: int, tokens: int) -> None:
-        """Give a row at once what it needs to reach ``tokens``; the caller has checked that it is there."""
+        """Take at once all blocks that a row needs to reach ``tokens`` tokens.  The caller has checked that they are
+        available."""
         have = self.slots.blocks[:, slot]
         want = np.array([self.at_once(g, tokens) for g in range(len(self.pools))], np.int32)
         self.grow(np.array([slot], np.int32), np.maximum(want - have, 0)[:, None])
@@ -303,8 +318,9 @@ class KVCache:
             self.table.append(change)
 
     def fork(self, parent: int, child: int, computed: int) -> None:
-        """The child shares the parent's full blocks and gets a copy of the one that is partly written; the caller has
-        asked ``can_take`` for one block a group."""
+        """Fill the child's block tables from the parent's.  The child shares the parent's full blocks and receives a
+        copy of the partly written block.  ``computed`` is the length in tokens that the child takes over.  The caller
+        has checked ``can_take`` for one block per group."""
         full, part = divmod(computed, self.block)
         for g, pool in enumerate(self.pools):
             shared = self.slots.table[g, parent, :full].copy()
@@ -316,21 +332,22 @@ class KVCache:
                 self._append_copy(g, child, full, int(self.slots.table[g, parent, full]))
         self.slots.computed[child] = computed
         if self.checkpoints is not None:
-            # a parent that gets its own states with this delta stands for their source
+            # The parent's states may arrive with this same delta; then the child reads the parent's source.
             source = next((source for source, to in self.states if to == parent), parent)
             self.states.append((source, child))
-        # A block that is full but not yet collected belongs to the parent to publish: the child starts after it.
+        # The parent publishes a block that is full but not yet collected, so the child publishes only later blocks.
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
     def trim(self, slots: np.ndarray) -> None:
-        """Give back blocks that no later query of these rows can see."""
+        """Release the blocks of these rows that lie before the sliding window of every later query.  With prefix
+        caching a block is released only after its publication."""
         for g, window in enumerate(self.windows):
             if window is None or not len(slots):
                 continue
             first = np.maximum(self.slots.computed[slots] - window + 1, 0) // self.block
             for i in np.flatnonzero(first > self.slots.trimmed[g, slots]).tolist():
                 slot, a, b = int(slots[i]), int(self.slots.trimmed[g, slots[i]]), int(first[i])
-                if self.prefix:  # a block is published before it goes
+                if self.prefix:  # a block is published before it is released
                     b = min(b, int(self.slots.prefix_published[slot]))
                 if b <= a:
                     continue
@@ -340,7 +357,7 @@ class KVCache:
                 self.trims.append((g, slot, a, b - a))
 
     def release(self, slot: int) -> None:
-        """Give back all blocks of a row, and forget what the device has not been told of it."""
+        """Release all blocks of a row, and remove the row's changes that have not been sent to the device."""
         self.table = [t[t[:, 1] != slot] for t in self.table]
         self.trims = [t for t in self.trims if t[1] != slot]
         if self.checkpoints is not None:
@@ -352,10 +369,11 @@ class KVCache:
             self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
             pool.release(blocks)
 
-    # ---- publication ---------------------------------------------------------------------------------------------
+    # ---- publication -------------------------------------------------------------------------------------------------
 
     def publish(self, rows: list[tuple[int, int]]) -> None:
-        """For each (slot, done): the first ``done`` tokens are computed and collected, so full blocks are findable."""
+        """Publish the full blocks of each (slot, done), whose first ``done`` tokens are computed and collected.  Later
+        requests can then share these blocks."""
         s, size = self.slots, self.block
         for slot, done in rows:
             first = int(s.prefix_published[slot])
@@ -369,7 +387,7 @@ class KVCache:
             for i in range(first, last):
                 row = tokens[i * size : (i + 1) * size]
                 if not self._publish_index(slot, i, salt, keys[i], row):
-                    break  # its parent collided with another key: the rest of the chain stays private
+                    break  # The parent's key collided, so the rest of the chain stays unpublished.
             s.prefix_published[slot] = last
             if self.checkpoints is not None:
                 self._publish_states(self.checkpoints, slot, last)
@@ -377,14 +395,16 @@ class KVCache:
             pool.announce()
 
     def _publish_states(self, checkpoints: Checkpoints, slot: int, blocks: int) -> None:
-        """Assign copies of states to the blocks of a row that are published now: those before a collision."""
+        """Assign the row's checkpoints of recurrent states to its first ``blocks`` blocks.  Blocks from the first
+        unpublished one on (a key collided) get none."""
         table = self.slots.table[0, slot, :blocks]
         private = np.flatnonzero(self.pools[0].key[table] == 0)
         checkpoints.publish(slot, table, int(private[0]) if len(private) else blocks)
 
     def publish_tail(self, slot: int, seq: Seq) -> None:
-        """A sequence ends: what it has computed of its last block can be copied by whoever goes on from there."""
-        done = int(self.slots.collected[slot]) - 1  # its last token was drawn and never read
+        """Publish the partly filled last block of a sequence that ends, so that a later prompt with the same beginning
+        can copy it.  The last token was drawn but never computed, so it is not included."""
+        done = int(self.slots.collected[slot]) - 1  # its last token was drawn but never computed
         i, part = divmod(done, self.block)
         if (
             not self.partial
@@ -395,7 +415,7 @@ class KVCache:
             return
         salt, tokens = seq.request.salt, self.slots.tokens[slot, :done]
         lead = self.pools[0]
-        lead.keys_of(tokens[: i * self.block], salt, seq.keys)  # a branch has none yet
+        lead.keys_of(tokens[: i * self.block], salt, seq.keys)  # a branch has no keys yet
         row = np.full(self.block, -1, np.int32)
         row[:part] = tokens[i * self.block :]
         key = lead.hash_fn(seq.keys[i - 1] if i else lead.root(salt)[1], row[:part].tobytes())
@@ -404,8 +424,8 @@ class KVCache:
             pool.announce()
 
     def _publish_index(self, slot: int, i: int, salt: Salt, key: int, row: np.ndarray) -> bool:
-        """Publish a row's blocks at one index of its tables; False if the leading group's block, or the one before it,
-        stays private: nothing can hang on it then, in no group."""
+        """Publish a row's blocks at index i of its tables in all KV groups.  Return False if the leading group's block
+        or its parent stays unpublished, because then no block of any group can have it as parent."""
         lead = self.pools[0]
         parent = int(self.slots.table[0, slot, i - 1]) if i else lead.root(salt)[0]
         if parent >= 0 and not lead.published(parent):
@@ -422,8 +442,8 @@ class KVCache:
     def _publish_one(
         self, g: int, slot: int, i: int, parent: int, key: int, row: np.ndarray
     ) -> None:
-        """Publish block i of a row; if a duplicate is cached already the row uses the duplicate and gives its own
-        back."""
+        """Publish block i of a row in KV group g.  If an equal block is cached already, the row shares that block and
+        releases its own."""
         pool, own = self.pools[g], int(self.slots.table[g, slot, i])
         if pool.published(own):
             return
@@ -439,7 +459,7 @@ class KVCache:
         found = {}
         if self.table:
             table = np.concatenate(self.table)
-            if self.duplicates:  # an entry may have changed twice: the last word counts
+            if self.duplicates:  # An entry may have changed twice; the last change is kept.
                 place = (
                     (table[:, 0].astype(np.int64) << 52)
                     | (table[:, 1].astype(np.int64) << 26)
@@ -461,9 +481,10 @@ class KVCache:
         return found
 
     def by_depth(self) -> dict[str, dict[str, int]]:
-        """Blocks that prompts have asked for and found, by their depth: "0" the first of a prompt, "2-3", "4-7" ..."""
+        """Return the blocks that prefix lookups looked for and found, by depth in the prompt.  The keys are ranges of
+        block indices: "0" is the first block, then "1", "2-3", "4-7" and so on."""
         out: dict[str, dict[str, int]] = {}
-        first, end = 0, 1  # of the depths of a line
+        first, end = 0, 1  # range of depths of one entry
 
         def blocks(lookups: dict[int, int]) -> int:
             return sum(max(0, min(depth, end) - first) * n for depth, n in lookups.items())
@@ -475,12 +496,14 @@ class KVCache:
         return out
 
     def audit(self) -> None:
-        """What a few counters of each pool show, whatever the number of blocks; EngineDeadError if one is wrong."""
+        """Raise EngineDeadError if the block counters of a pool are inconsistent.  The time does not depend on the
+        number of blocks."""
         for pool in self.pools:
             pool.audit(at_rest=not len(self.slots.running))
 
     def check(self) -> None:
-        """The full walk, for tests and on request (see ``cache_walk``); AssertionError says what is broken."""
+        """Compare all block tables with the pools (see ``cache_walk``); AssertionError names the inconsistency.  It is
+        slow, for tests and on request."""
         walk(self.pools, self.slots)
         if self.checkpoints is not None:
             self.checkpoints.check(self.pools[0].key != 0)

@@ -51,20 +51,20 @@ if TYPE_CHECKING:
 
     from .parts import CacheOptions, EngineParts
 
-FAILED_STEPS = 3  # in a row, and the engine gives up
+FAILED_STEPS = 3  # failed steps in a row that end the engine
 CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
 IDLE = 0.05  # seconds to wait at most when nothing can run
-MAX_TENANTS = 65536  # names that keep their number
+MAX_TENANTS = 65536  # tenants that are stored with a number at the same time
 log = logging.getLogger("minivllm")
-# an application decides what is shown; errors reach their request anyway
+# The application configures log output. Errors reach their requests in any case.
 log.addHandler(logging.NullHandler())
 
 
 class Engine:
-    """Requests in, tokens to their sinks.  Not thread-safe: one thread calls everything (see ``async_llm``).
+    """Engine that turns requests into tokens for their sinks.  It is not thread-safe: one thread makes all calls (see
+    ``async_llm``).
 
-    ``eos_ids`` are those of the model, without any that its vocabulary does not have.
-    """
+    ``eos_ids`` are the model's end-of-sequence token ids that lie inside its vocabulary."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Engine:
     ) -> None:
         self.wiring, self.executor, self.capacity = wiring, executor, capacity
         self.events, self.now, self.energy = parts.events, parts.now, parts.energy
-        self.within = ""  # the method that runs (see ``foreign.alone``)
+        self.within = ""  # name of the running method (see ``external_calls.alone``)
         self.clock = StepClock()
         self.processors, self.strategies = parts.processors, parts.strategies
         self.host_sampler = parts.host_sampler
@@ -125,7 +125,8 @@ class Engine:
         self._seeds = random.Random(wiring.seed)
 
     def _cache(self, parts: EngineParts, caching: CacheOptions) -> KVCache:
-        """Make the books of the KV cache, and of checkpoints if the model has recurrent states."""
+        """Build the KV cache with one block pool per KV group, and with checkpoints if the model has recurrent
+        states."""
         pools = [self._pool(g, parts.evictor) for g in range(len(caching.windows))]
         count, checkpoints = self.capacity.checkpoints, None
         if count is not None:
@@ -141,11 +142,12 @@ class Engine:
         size = self.capacity.block_bytes[group]
         return BlockPool(total, self.wiring.block, made, size, self.clock.seams, self.events, group)
 
-    # ---- requests ------------------------------------------------------------------------------------------------
+    # ---- requests ----------------------------------------------------------------------------------------------------
 
     @alone
     def add(self, request: Request) -> None:
-        """Check a request and queue its sequences.  RequestError leaves everything as it was."""
+        """Check a request and queue its sequences.  RequestError leaves the engine unchanged; EngineDeadError if the
+        engine has ended."""
         if self.dead:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
@@ -176,7 +178,8 @@ class Engine:
                 add_guide(self, seq, b.guide)
             request.sequences.append(seq)
         first, *rest = request.sequences
-        apart = first.guide is not None  # pairs queue up one by one: no branch forks from another
+        # Sequences with guides are queued one by one, because their branches cannot fork.
+        apart = first.guide is not None
         first.branches = list(rest) if request.beams is None and not apart else []
         queued = request.sequences if apart else [first]
         try:
@@ -193,7 +196,8 @@ class Engine:
 
     @alone
     def abort(self, request_id: str) -> bool:
-        """End a request now; its blocks are free before the next step is planned.  Unknown ids are ignored."""
+        """End a request at once and return True.  Its blocks are free before the next step is planned.  Return False
+        for an unknown id."""
         request = self.requests.get(request_id)
         if request is None:
             return False
@@ -209,14 +213,14 @@ class Engine:
         stop_reason: int | str | None = None,
         error: str | None = None,
     ) -> None:
-        """End a sequence wherever it is; the request ends with its last one.  Beams end together, and so do a sequence
-        and its guide."""
+        """End a sequence that waits, runs or was preempted.  Its request ends with its last sequence.  All beams of a
+        request end together, and so do a sequence and its guide."""
         seq = seq.lead or seq
         if seq.request.beams is not None:
             finish_beams(self, seq.request, Finish(reason, stop_reason), error)
             return
         if reason in ("abort", "error"):
-            self.publisher.flush(seq)  # what it has generated is not lost
+            self.publisher.flush(seq)  # deliver the tokens generated so far
             if seq.status == FINISHED:
                 return
         try:
@@ -231,14 +235,15 @@ class Engine:
     def close(
         self, seq: Seq, reason: FinishReason, stop_reason: int | str | None, error: str | None
     ) -> None:
-        """A sequence that has left its slot or the queue has ended; the last of its request is the request's end."""
+        """Mark a sequence as finished after it has left its slot or the queue.  When it is the last of its request,
+        finish the request and call ``on_done``."""
         self.publisher.taps.end()
         seq.status = FINISHED
         seq.finish_reason = reason
         seq.stop_reason = stop_reason
         seq.error = error
         self.masks.forget(seq)
-        # branches never forked: what ended their prompt ends them
+        # Branches that have not forked yet end together with their prompt.
         for b in (*seq.branches, *seq.pair[1:]):
             b.status, b.finish_reason, b.error = FINISHED, reason, error
         request = seq.request
@@ -251,14 +256,15 @@ class Engine:
             if request.on_done is not None:
                 try:
                     call_foreign(request.on_done, request)
-                except Exception:  # a listener's fault is not the engine's
+                except Exception:  # an error in a callback must not end the engine
                     log.exception("request %s: its on_done failed", request.id)
 
     def answer(self, request: Request) -> list[Seq]:
-        """The sequences of a finished request's answer, best first, as its strategy says."""
+        """Return the sequences of a finished request's answer, best first, in the order that its decoding strategy
+        chose."""
         return request.answer
 
-    # ---- the loop ------------------------------------------------------------------------------------------------
+    # ---- the loop ----------------------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
@@ -266,7 +272,8 @@ class Engine:
 
     @alone
     def step(self) -> bool:
-        """One turn of the loop; False if nothing could be planned and nothing was in flight (see ``idle``)."""
+        """Plan, submit and collect one step of the loop.  Return False if nothing could be planned and nothing was in
+        flight (see ``idle``).  A fault of the executor or the cache ends the engine."""
         if self.dead:
             raise EngineDeadError(self.dead)
         self.clock.begin()
@@ -280,10 +287,10 @@ class Engine:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             self.check() if self.checked else self.cache.audit()
         except BaseException as e:
-            # an executor or the cache broke its promise: nothing can be trusted from here on
+            # The executor or the cache failed, so the engine's state cannot be trusted any more.
             self._die(str(e) if isinstance(e, MinivllmError) else describe_error(e))
             log.error("the engine ends", exc_info=e)
-            # raised into the engine itself, by a signal's handler say
+            # not an Exception: for example a KeyboardInterrupt raised by a signal handler
             if not isinstance(e, Exception):
                 raise
             plan = None
@@ -295,7 +302,7 @@ class Engine:
         return True
 
     def _launch(self) -> StepPlan | None:
-        """Plan a step and submit it, if there is one."""
+        """Plan a step and submit it to the executor.  Return its plan, or None if nothing can run."""
         flight = self.plan()
         self.clock.lap(PLAN)
         if flight is None:
@@ -307,10 +314,11 @@ class Engine:
         return flight.plan
 
     def _supply(self, plan: StepPlan) -> None:
-        """Give the executor the masks of a step whose layers run; they follow from the tokens of every step before it.
+        """Send the executor the token masks of a step whose layers already run.  The masks depend on the tokens of
+        every earlier step.
 
-        Between the tokens and the masks comes only what the masks need.  The step after is planned, and its layers are
-        enqueued, while this one draws."""
+        Only the collection of those tokens precedes the masks, so the device waits as little as possible.  The next
+        step is planned and its layers are enqueued while this step samples."""
         self.collect(1)
         self.clock.lap(PUBLISH)
         if self.dead:
@@ -319,7 +327,7 @@ class Engine:
         self.clock.lap(SUBMIT)
 
     def collect(self, in_flight: int) -> None:
-        """Publish the steps that have come back; waits until at most ``in_flight`` remain."""
+        """Publish the steps that have finished, and wait until at most ``in_flight`` steps remain."""
         found = self.ask(self.executor.collect, in_flight)
         self.clock.lap(WAIT)
         for result in self.ask(self._results, found):
@@ -333,7 +341,8 @@ class Engine:
             advance(self, beams)
 
     def _results(self, found: Any) -> list[StepResult]:
-        """What the executor collected, if that is what was due."""
+        """Check the collected results against the plans in flight and return them.  ValueError if the executor returned
+        more steps than are in flight."""
         due = [flight.plan for flight in itertools.islice(self.in_flight, len(found))]
         if len(found) > len(due):
             raise ValueError(f"it collected {len(found)} steps where {len(due)} are in flight")
@@ -341,7 +350,8 @@ class Engine:
         return [checks.result(result, plan, at) for result, plan in zip(found, due, strict=True)]
 
     def ask(self, question: Callable[..., Any], *args: Any) -> Any:
-        """The executor.  EngineDeadError names it if it raises: it promised not to."""
+        """Call a method of the executor and return its result.  An exception becomes an EngineDeadError that names the
+        executor, because an executor must not raise here."""
         try:
             return call_foreign(question, *args)
         except EngineDeadError:
@@ -351,22 +361,25 @@ class Engine:
             raise EngineDeadError(f"executor {who} failed: {said}") from e
 
     def watch(self) -> None:
-        """Look at the executor while there is nothing to do: one that has died ends the engine now."""
+        """Check that the executor is alive while the engine has nothing to do.  An executor that is not alive ends the
+        engine at once."""
         if self.dead or self.executor.alive():
             return
         try:
             self.ask(self.executor.collect, 0)
             self._die(f"executor {type(self.executor).__name__} is not alive")
-        except EngineDeadError as e:  # it says why
+        except EngineDeadError as e:  # the message of the error is the reason
             self._die(str(e))
 
     def idle(self) -> float:
-        """Seconds to wait after a ``step`` that found nothing to do: until the policy's hold ends, or a short while."""
+        """Return the seconds to wait after a ``step`` that found no work: until the scheduler's hold ends, and at most
+        ``IDLE``."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
         return min(max(hold, 0.0), IDLE)
 
     def plan(self) -> Flight | None:
-        """The next step.  A policy that raises costs a turn; three times in a row, and the engine gives up."""
+        """Plan the next step; None if nothing can run or planning failed.  A scheduler that raises costs one turn of
+        the loop.  Three failures in a row end the engine."""
         try:
             plan = self.planner.next(self.now())
             return None if plan is None else Flight.of(plan, self.slots)
@@ -390,12 +403,13 @@ class Engine:
             self._die(f"{FAILED_STEPS} steps failed in a row; the last: {message}")
 
     def _die(self, message: str) -> None:
-        """Tell every request and refuse new ones.  Slots and blocks are left as they are: nobody will use them."""
+        """End the engine: fail every request with ``message`` and refuse new ones.  Slots and blocks are left as they
+        are, because no step will use them."""
         self.dead = message
         for request in list(self.requests.values()):
             try:
                 self._tell_dead(request, message)
-            except Exception:  # in doubt are the books of one: the others are told all the same
+            except Exception:  # one inconsistent request must not keep the others from ending
                 log.exception("request %s could not be told", request.id)
 
     def _tell_dead(self, request: Request, message: str) -> None:
@@ -407,16 +421,17 @@ class Engine:
                 self.publisher.flush(seq)
                 self.close(seq, "error", None, message)
 
-    # ---- care ----------------------------------------------------------------------------------------------------
+    # ---- maintenance -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Walk all block tables and pools: AssertionError if one block is not accounted for.  Takes milliseconds for a
-        thousand blocks; after every step with MINIVLLM_CHECK=1, where a fault ends the engine."""
+        """Compare all block tables and pools; AssertionError if a block is not accounted for.  It takes milliseconds
+        per thousand blocks.  With MINIVLLM_CHECK=1 it runs after every step, where a fault ends the engine."""
         self.cache.check()
 
     @alone
     def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes that no running sequence uses."""
+        """Remove the cached prefixes that no running sequence uses.  EngineDeadError if the evictor fails, which ends
+        the engine."""
         try:
             for pool in self.cache.pools[::-1]:
                 pool.reset()
@@ -426,7 +441,8 @@ class Engine:
 
     @alone
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
-        """A rare verb of the executor."""
+        """Call a control method of the executor by its name ``verb``, and return the result.  EngineDeadError if the
+        engine has ended."""
         if self.dead:
             raise EngineDeadError(self.dead)
         return self.executor.call(verb, args)
@@ -456,7 +472,7 @@ class Engine:
         return stats
 
     def _state_stats(self) -> dict[str, Any]:
-        """Return the figures of recurrent states; none for a model without them."""
+        """Return the statistics of recurrent states; an empty dict for a model without them."""
         checkpoints = self.cache.checkpoints
         if checkpoints is None:
             return {}
@@ -469,13 +485,13 @@ class Engine:
         return {"states": figures}
 
     def fail_all(self, message: str) -> None:
-        """End every request with an error and accept no more."""
+        """End every request with an error and refuse new ones."""
         if not self.dead:
             self._die(message)
 
     @alone
     def stop(self) -> None:
-        """Give everything back; idempotent."""
+        """End all requests and stop the executor.  Further calls have no effect on requests."""
         error = self.dead
         self.fail_all("the engine was stopped")
         self.executor.stop()

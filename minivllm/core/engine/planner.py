@@ -51,7 +51,7 @@ NO_DRAFTS = no_rows()
 
 
 class Planner:
-    """Owns the queue of waiting sequences and decides each step."""
+    """Queue of waiting sequences, and the planning of each step."""
 
     def __init__(
         self,
@@ -72,23 +72,26 @@ class Planner:
         self.finish, self.events, self.speculation = finish, events, speculation
         self.waiting = WaitingQueue()
         self.step_id = 0
-        # prompt tokens of a step; a server has fewer where a step would take too long
+        # most prompt tokens in a step; a server lowers it if steps would take too long
         self.most_prefill = max_tokens
         self.reserved = 0  # slots kept for branches that will fork
-        self.wake_at = 0.0  # clock before which a policy holds newcomers back; 0 = it does not
+        self.wake_at = 0.0  # time before which the policy admits no sequence; 0 = no hold
         self.preemptions = 0
-        self.departed: dict[int, Seq] = {}  # by serial: left its slot with steps in flight
+        # by serial: sequences that left their slot with steps in flight
+        self.departed: dict[int, Seq] = {}
         self.left: list[int] = []  # slots left since the last plan
         self.keeps: list[tuple[int, int]] = []  # (slot, sequence) preempted since the last plan
-        self.forgotten: list[int] = []  # sequences ended since then that had been preempted
-        self.steady: Steady | None = None  # the last plan, if the next may be like it
-        self.chosen: list[tuple[int, int]] = []  # (slot, token) of the host since then
+        self.forgotten: list[int] = []  # preempted sequences that ended since the last plan
+        self.steady: Steady | None = None  # the last plan, if the next may repeat it
+        # (slot, token) chosen on the host since the last plan
+        self.chosen: list[tuple[int, int]] = []
         self.joins: list[tuple[int, Seq]] = []  # (slot, seq) that took a slot since the last plan
         self.forks: list[tuple[int, int, Seq]] = []  # (parent slot, slot, branch) likewise
-        self.searches: list[Beams] = []  # that have decided something which is not applied yet
-        self._ended: list[Seq] = []  # since the last plan, for a policy that wants to know
-        self.shared = False  # requests say whose they are (see ``owners``)
-        # of an owner without a row: there was no room for it in the last plan
+        self.searches: list[Beams] = []  # beam searches with decisions that are not applied yet
+        # ended since the last plan, for a policy that defines ``ended``
+        self._ended: list[Seq] = []
+        self.shared = False  # some request names its owner (see ``owners``)
+        # waiting sequence of an owner without a row, for which the last plan had no room
         self.stuck: Seq | None = None
         self.way_for = -1  # the last sequence for which a row was freed
         checks.window(policy)
@@ -100,14 +103,14 @@ class Planner:
     def ask(self, question: Callable[..., Any], *args: Any) -> Any:
         return self.seams.run("scheduler", question, *args)
 
-    # ---- the queue -----------------------------------------------------------------------------------------------
+    # ---- the queue ---------------------------------------------------------------------------------------------------
 
     @property
     def n_waiting(self) -> int:
         return self.waiting.n
 
     def add(self, seq: Seq) -> None:
-        """Queue a sequence (new, or preempted and at rest)."""
+        """Queue a sequence that is new, or preempted and without a step in flight."""
         row, seq.hint = row_of(seq), None
         view = queue_view([row])
         key = checks.key(self.ask(self.policy.key, view))
@@ -121,7 +124,7 @@ class Planner:
         seq.status = WAITING
 
     def end(self, seq: Seq) -> None:
-        """A sequence ends, wherever it is."""
+        """Remove a sequence that ends from its slot or from the queue.  A row with a guide leaves together with it."""
         self.slots.changes += 1
         if seq.slot >= 0:
             for one in seq.pair:
@@ -133,17 +136,18 @@ class Planner:
         if self._ends:
             self._ended.append(seq)
 
-    # ---- a step --------------------------------------------------------------------------------------------------
+    # ---- a step ------------------------------------------------------------------------------------------------------
 
     def next(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run (all rows wait for results, or there is nothing to do)."""
+        """Plan the next step.  None means that nothing can run: all rows wait for results, or there is no work.
+        ``now`` is in seconds."""
         if (plan := next_steady(self)) is not None:
             return plan
         s, self.steady = self.slots, None
-        # the others left before any plan
+        # drop forks whose branch left before any plan
         if self.forks:
             self.forks = [fork for fork in self.forks if s.seq[fork[1]] is fork[2]]
-        # a fork that the device has not heard of still reads its parent's row
+        # A fork that was not sent to the device yet still reads its parent's row.
         if s.cooling and not self.forks:
             s.free.extend(s.cooling)
             s.cooling.clear()
@@ -175,7 +179,7 @@ class Planner:
         return self._make_plan(decode, chunks, self.max_tokens - len(decode) - sum(chunks.values()))
 
     def _load(self, now: float) -> Load:
-        """Return the figures by which a policy shapes a step."""
+        """Return the load figures from which a scheduler policy decides the shape of a step."""
         s, head = self.slots, self.waiting.head()
         return Load(
             waiting=self.n_waiting,
@@ -191,7 +195,8 @@ class Planner:
     def _fill(
         self, shape: StepShape, decode: np.ndarray, chunks: dict[int, int], now: float
     ) -> np.ndarray:
-        """Cut chunks of prompts, of rows that run and of newcomers.  Return the rows that decode yet."""
+        """Plan prompt chunks for running rows and for new rows within the token budget.  Return the rows that still
+        decode, because preemption may remove some."""
         s = self.slots
         cap = self.max_tokens if shape.prefill_cap is None else int(shape.prefill_cap)
         parts = OwnerShares(
@@ -215,22 +220,22 @@ class Planner:
         return decode
 
     def _spare(self, budget: int) -> int:
-        """Return the tokens that running prompts leave to a newcomer who is short, where time bounds a step: it need
-        not wait for all of a prompt that takes many steps."""
+        """Return the budget tokens to reserve for a waiting short prompt; 0 reserves none.  Where time limits a step, a
+        short prompt would otherwise wait for all of a long prompt that takes many steps."""
         if self.most_prefill >= self.max_tokens or not self.n_waiting:
             return 0
         least = min(seq.known for seq in self.waiting.heads())
         return least if 4 * least <= budget else 0
 
     def need(self, run: np.ndarray) -> np.ndarray:
-        """Tokens that each row has to compute; 0 where it has to wait."""
+        """Count the tokens that each running row has to compute; 0 where the row waits.  ``run`` holds slots."""
         s = self.slots
         may = s.ready[run] & (s.known[run] < s.end[run])
         return (s.schedulable[run] - s.computed[run]) * may
 
     def _decode(self, need: np.ndarray) -> np.ndarray:
-        """Rows that lack one token, with the blocks for it; preempts where there are none.  ``need`` of those that
-        run."""
+        """Return the rows that lack one token and have the blocks for it.  Rows are preempted if blocks are missing.
+        ``need`` holds the missing tokens of each running row."""
         s = self.slots
         rows = s.running[need == 1][: self.max_tokens]
         missing = self.cache.missing(rows, s.computed[rows] + 1)
@@ -241,18 +246,19 @@ class Planner:
             gone = self.make_room(int(lacking[np.argmax(s.id[lacking])]), int(missing.sum()))
             left = (
                 (rows == gone) | (s.partner[rows] == gone) | (s.serial[rows] < 0)
-            )  # none goes alone
+            )  # partners leave together
             rows, missing = rows[~left], missing[:, ~left]
         self.cache.grow(rows, missing)
         return rows
 
     def make_room(self, requester: int, need: int) -> int:
-        """Preempt one row for ``need`` blocks.  Returns the slot that leaves the step: the victim, or the requester if
-        it must go back, or (oldest or protected, with nobody left to preempt) only wait."""
+        """Preempt one row to free ``need`` blocks for the row ``requester``.  Return the slot that leaves this step.
+        It is the victim, or the requester itself.  A requester that is not protected by its age or its preemptions is
+        preempted; a protected one only waits."""
         s, oldest = self.slots, self.slots.id[self.slots.running].min()
         victim = self.preempt_one_of(s.running, need)
         if victim is None and s.id[requester] == oldest and len(self.cache.pools) > 1:
-            # a sliding window's blocks cannot be reserved ahead
+            # Blocks of a sliding window cannot be reserved ahead, so protected rows are preempted too.
             victim = self.preempt_one_of(s.running, need, True)
         if victim is not None:
             return victim
@@ -263,12 +269,12 @@ class Planner:
         return requester
 
     def preempt_one_of(self, rows: np.ndarray, need: int, protected: bool = False) -> int | None:
-        """Preempt the one of these rows that the policy names, of the owner who has most of them; None if none of them
-        may be.  ``protected``: those too that were preempted often."""
+        """Preempt the row of ``rows`` that the policy selects, and return its slot; None if no row may be preempted.
+        Candidates belong to the owner with most of the rows.  ``protected`` allows rows that were preempted often."""
         s = self.slots
         rows = rows[s.id[rows] != s.id[s.running].min()]  # beams have one id
         if not protected:
-            # One that waits to fork has reserved nothing for its branches yet, nor have beams: they may be preempted.
+            # Rows that wait to fork and beams have no blocks reserved for branches, so they may be preempted.
             rows = rows[(s.preempted[rows] < PROTECTED_AFTER) | s.forking[rows] | s.beam[rows]]
         if not len(rows):
             return None
@@ -279,15 +285,15 @@ class Planner:
         return victim
 
     def preempt(self, slot: int) -> None:
-        """Send a running row back to the queue: blocks freed, tokens kept (recompute).  It is queued again once its
-        steps in flight have come back (see ``Publisher``)."""
+        """Move a running row back to the queue.  Its blocks are freed and its tokens kept, so that its KV is recomputed
+        later.  It is queued once its steps in flight have been collected (see ``Publisher``)."""
         seq = self.slots.at(slot)
         seq = seq.lead or seq
         self.preemptions += 1
         if seq.request.beams is not None:
             preempt_beams(self, seq.request.beams)
         else:
-            # the device knows of this stay
+            # Keep columns on the device only if it has received this row.
             if all(other is not seq for *_, other in (*self.joins, *self.forks)):
                 self.keeps.append((seq.slot, seq.id))
                 seq.saved = True
@@ -299,8 +305,8 @@ class Planner:
         self.requeue(seq)
 
     def requeue(self, seq: Seq) -> None:
-        """Queue a preempted sequence again, once no step in flight holds it; if the policy fails on it, it ends.  Beams
-        queue up as one, and so does a sequence with its guide."""
+        """Queue a preempted sequence again if no step in flight contains it.  It ends with an error if the policy fails
+        on it.  All beams are queued as one entry, and so are a sequence and its guide."""
         seq = seq.lead or seq
         if any(one.in_flight for one in seq.pair):
             return
@@ -319,14 +325,15 @@ class Planner:
             )
 
     def leave(self, slot: int) -> None:
-        """A row's stay ends: its blocks are free for steps planned from now on (those in flight run before)."""
+        """End a row's stay in its slot and release its blocks.  Steps planned later may use the blocks, because steps
+        in flight run before them."""
         seq = self.slots.at(slot)
         if self.slots.forking[slot]:
             self.reserved -= len(seq.branches)
         self.cache.release(slot)
         self.slots.leave(slot)
         self.left.append(slot)
-        # the row's next owner must not get its token
+        # the next sequence in this slot must not receive the token
         self.chosen = [c for c in self.chosen if c[0] != slot]
         if seq.in_flight:
             self.departed[seq.serial] = seq
@@ -334,8 +341,8 @@ class Planner:
     def _prefill(
         self, chunks: dict[int, int], parts: OwnerShares, decode: np.ndarray
     ) -> np.ndarray:
-        """Chunks for running rows that lack more than one token, or more of those that they have.  Only the oldest
-        preempts for them; others wait.  Returns the rows that decode yet."""
+        """Plan chunks in ``chunks`` for running rows that lack more than one token, or extend their chunks.  Only the
+        oldest row preempts others for blocks; the others wait.  Return the rows that still decode."""
         s = self.slots
         need = self.need(s.running)
         rows, need = s.running[need > 1], need[need > 1]
@@ -348,7 +355,7 @@ class Planner:
             if parts.left <= 0:
                 break
             if s.seq[slot] is None or more <= 0:
-                continue  # preempted for the oldest a moment ago, or others have their part first
+                continue  # the row was preempted for the oldest, or its owner's share is spent
             chunk = self.cache.grow_chunk(slot, have + more)
             while not chunk and s.id[slot] == oldest:
                 if self.make_room(slot, 1) == slot:
@@ -362,19 +369,19 @@ class Planner:
                 parts.spend(owner_number, chunk - have)
         return decode
 
-    # ---- newcomers -----------------------------------------------------------------------------------------------
+    # ---- newcomers ---------------------------------------------------------------------------------------------------
 
     def _admit(
         self, chunks: dict[int, int], parts: OwnerShares, now: float, static: bool = False
     ) -> None:
-        """Newcomers with their first chunks.  A ``static`` batch enters at once, whether its tokens fit or not.  Blocks
-        for the chunks are promised to each and taken for all together."""
+        """Admit waiting sequences and plan their first chunks in ``chunks``.  A ``static`` batch enters at once, even
+        if its tokens exceed the budget.  Blocks are first promised to each row, then taken for all rows together."""
         s, new, promised, refused = self.slots, {}, 0, None
         for seq in self._newcomers(now, None if static else parts):
             if parts.left <= 0 and not static:
                 break
             if not self._enter(seq, promised):
-                refused = seq  # nobody overtakes the first that has no room
+                refused = seq  # no later sequence overtakes the first that does not fit
                 break
             seq.request.scheduled = seq.request.scheduled or now
             owner_number = seq.request.owner_number
@@ -393,7 +400,8 @@ class Planner:
             self.stuck = who_is_stuck(self, refused)
 
     def _newcomers(self, now: float, parts: OwnerShares | None) -> Iterator[Seq]:
-        """Who is to enter next, while there is a slot; the policy is asked again once all that it named are in."""
+        """Yield the waiting sequences in the order of admission while a slot and blocks are free.  When all selected
+        sequences have entered, the policy selects again."""
         s, entered = self.slots, True
         while entered and self.n_waiting and len(s.free) > self.reserved and self.cache.available:
             entered = False
@@ -402,8 +410,9 @@ class Planner:
                 entered = True
 
     def _enter(self, seq: Seq, promised: int) -> bool:
-        """Give a waiting sequence a slot and its prefix hit if all that it knows has room beside what is ``promised``;
-        False leaves it waiting."""
+        """Move a waiting sequence into a slot with its prefix hit, and return True.  Return False and leave it waiting
+        if a slot or the blocks for all its known tokens are missing.  ``promised`` blocks are reserved for other
+        rows."""
         s = self.slots
         beams, guide = seq.request.beams, seq.guide
         wide = len(seq.pair) + len(seq.branches) if beams is None else beams.width
@@ -436,12 +445,13 @@ class Planner:
             enter_guide(s, self.cache, self.joins, seq, protected)
         return True
 
-    # ---- the plan ------------------------------------------------------------------------------------------------
+    # ---- the plan ----------------------------------------------------------------------------------------------------
 
     def _make_plan(
         self, decode: np.ndarray, chunks: dict[int, int], budget: int
     ) -> StepPlan | None:
-        """The step of these rows; drafts get what is left of the budget."""
+        """Build the step from the decoding slots and the chunks (slot -> tokens); None if it has no rows.  Draft tokens
+        use what remains of ``budget``."""
         s, spec = self.slots, self.speculation
         ahead = spec is not None and spec.on(len(decode))
         n = NO_DRAFTS if spec is None or not ahead else spec.drafts(s, self.cache, decode, budget)
@@ -452,7 +462,8 @@ class Planner:
         delta, computed = self._delta(), s.computed[at]
         if len(draft):
             computed += draft
-        s.computed[at] = after = computed + q_len  # of a row with drafts the last one counts
+        # of a row with drafts, the last position is stored
+        s.computed[at] = after = computed + q_len
         draws = after == s.known[at]
         if len(draft):
             draws |= draft > 0
@@ -462,7 +473,7 @@ class Planner:
             s.ready[drawn[s.speculates[drawn]]] = False
         if len(draft):
             mine = at[draft > 0]
-            # at most: see Publisher._take_back
+            # an upper bound, see Publisher._take_back
             s.known[mine] = s.schedulable[mine] = after[draft > 0] + 1
             s.drafting[mine] = True
         self.step_id += 1
@@ -481,10 +492,10 @@ class Planner:
         return plan
 
     def _delta(self) -> Delta:
-        """Take the changes that the device does not know yet."""
+        """Return the changes since the last plan that the device has not received, and clear them."""
         s = self.slots
         forks = [(parent, slot, b.sample) for parent, slot, b in self.forks if s.seq[slot] is b]
-        # preempted perhaps, but the fork copies their columns
+        # A parent may be preempted, but the fork still copies its columns.
         parents = {parent for parent, _, _ in forks}
         joins = [(slot, seq) for slot, seq in self.joins if s.seq[slot] is seq or slot in parents]
         changes: dict[str, Any] = self.cache.changes()

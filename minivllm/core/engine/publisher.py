@@ -1,5 +1,6 @@
 """StepResult -> sequences: tokens into the columns, ends, streams, prefix publication.  Vectorised over the rows;
-Python runs only for rows that ended, that somebody watches (a server does so in columns), or whose block has filled.
+Python runs per row only for rows that ended, that a client watches (a server does so in columns), or that filled a
+block.
 
 A result may come for a row that has left its slot meanwhile (finished, aborted, preempted): the serial of its stay,
 noted when the step was planned, no longer matches the slot's, and the sequence is found in ``planner.departed``.
@@ -41,11 +42,11 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .speculation import Speculation
 
-FLUSH_LOGPROBS = 32  # tokens after which a row's log-probabilities become entries at the latest
+FLUSH_LOGPROBS = 32  # most tokens whose log-probabilities wait before they become entries
 
 
 class Publisher:
-    """``now`` is the engine's clock, seconds."""
+    """Writer of step results into the columns of the rows.  ``now`` is the engine's clock in seconds."""
 
     def __init__(
         self,
@@ -64,7 +65,8 @@ class Publisher:
         self.tokens = self.overshoot = 0
 
     def publish(self, flight: Flight, result: StepResult) -> list[Beams]:
-        """Returns the searches that have all candidates now, so that their strategy is to be asked."""
+        """Store the results of a step, and return the beam searches that now have all their candidates.  The engine
+        then calls their strategies."""
         s, plan = self.slots, flight.plan
         live = s.serial[flight.slots] == flight.serial
         s.published = plan.id
@@ -87,7 +89,7 @@ class Publisher:
         s.collected[mine] = pos + 1
         s.ready[mine] = True
         self.tokens += len(mine)
-        if len(plan.guided):  # a guide's token is no other than its row's
+        if len(plan.guided):  # a guide repeats its row's token, so it is not counted
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
         if result.prompt is not None:
             keep_prompt(s, plan, lambda row: self._sequence(flight, live, row), result.prompt)
@@ -105,7 +107,7 @@ class Publisher:
             for j in np.flatnonzero(ok & s.scored[slots]).tolist():
                 seq = s.seq[slots[j]]
                 seq.defer_logprobs(result.logprobs, j)
-                # some rows in each step: all at their end take long
+                # spread over the steps, because converting all at the end takes long
                 if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                     seq.flush_logprobs()
         self._tell(flight, result, live, ok)
@@ -117,13 +119,14 @@ class Publisher:
         return self._hold(flight, result) if len(plan.held) else []
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
-        """Tokens of the rows that are watched, and rows that have ended, to their sinks.  ``ok``: rows with a token."""
+        """Send new tokens of watched rows to their sinks, and end the rows that have ended.  ``live`` marks the step's
+        rows that still hold their slot.  ``ok`` marks the sampled rows that received a token."""
         s, plan, slots, at = self.slots, flight.plan, flight.drawn, flight.position
         if not s.watched and not np.count_nonzero(result.flags):
             return
         pick, ended = plan.samples, (result.flags & ENDED) != 0
         busy = live[pick] & (ended | (s.watch[slots] & ok))
-        # a row is told of all its tokens at once, with what the last of them says
+        # A row with drafts is handled once, at its last token.
         if len(plan.draft):
             follows = np.append(plan.draft[pick][1:] > 0, False)
             busy &= ~(follows & np.append((result.count | (ended * 1))[1:] > 0, False))
@@ -140,12 +143,12 @@ class Publisher:
             if seq is not None and seq.serial == flight.serial[pick[j]]:
                 self._deliver(seq, result, j)
 
-    # ---- rows with drafts ----------------------------------------------------------------------------------------
+    # ---- rows with drafts --------------------------------------------------------------------------------------------
 
     def _speculated(
         self, spec: Speculation, flight: Flight, live: np.ndarray, result: StepResult, now: float
     ) -> None:
-        """Count what became of the drafts, and take back what was planned for those that were rejected."""
+        """Count accepted and rejected drafts, and undo the planning of the rejected ones.  ``now`` is in seconds."""
         plan = flight.plan
         decodes = int((plan.q_len == 1).sum())
         if not len(plan.draft):
@@ -175,8 +178,10 @@ class Publisher:
     def _take_back(
         self, flight: Flight, heads: np.ndarray, first: np.ndarray, got: np.ndarray
     ) -> None:
-        """``known`` and ``computed`` were upper bounds; what is behind an accepted token was written and is not read.
-        The blocks stay with the row, which fills them next."""
+        """Lower ``known`` and ``computed`` of rows with drafts from their upper bounds to the accepted tokens.
+        ``heads`` are the first plan rows of live rows with drafts, ``first`` maps each plan row to its head, and
+        ``got`` counts the tokens of each head.  KV behind the last accepted token was written but is not read.  The row
+        keeps the blocks and fills them next."""
         s, plan = self.slots, flight.plan
         slots = plan.slots[heads]
         s.known[slots] = s.schedulable[slots] = s.collected[slots] = (
@@ -187,10 +192,11 @@ class Publisher:
         among = np.isin(first, heads)
         flight.after[among] = np.minimum(flight.after, (plan.computed + got)[first])[among]
 
-    # ---- one row -------------------------------------------------------------------------------------------------
+    # ---- one row -----------------------------------------------------------------------------------------------------
 
     def _deliver(self, seq: Seq, result: StepResult, j: int) -> None:
-        """Hand a live row's new tokens to its sink and end it if it has ended."""
+        """Send a row's new tokens to its sink, and end its sequence if result row j is marked as ended.  A row that
+        failed or has NaN logits ends with an error."""
         flags = int(result.flags[j])
         if flags & (FAILED | NAN):
             error = next((e for e in result.errors if j in e.rows), None)
@@ -204,15 +210,16 @@ class Publisher:
         self.send(seq, finish_of(flags, int(result.tokens[j])))
 
     def send(self, seq: Seq, ended: Finish | None) -> None:
-        """New tokens of a sequence to its sink; ends it if it has ended or its text now holds a stop string."""
+        """Send a sequence's new tokens to its sink.  End it if ``ended`` is not None or if its text now contains a stop
+        string."""
         if (stopped := self.flush(seq, ended)) is not None:
             ended = Finish("stop", stopped)
         if ended is not None and seq.status != FINISHED:
             self.finish(seq, *ended)
 
     def flush(self, seq: Seq, ended: Finish | None = None) -> str | None:
-        """Tokens that the sink has not had yet; the stop string that they complete.  A sink that raises ends its own
-        sequence."""
+        """Send the tokens that the sink has not received yet, and return the stop string that they complete, or None.
+        A sink that raises ends its own sequence with an error."""
         seq.flush_logprobs()
         s, slot, prompt = self.slots, seq.slot, len(seq.request.prompt)
         if slot >= 0:
@@ -232,30 +239,32 @@ class Publisher:
             return None
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
-        """Blocks that this step has filled become findable, but not those of rows that went wrong in it."""
+        """Publish the blocks that this step has filled in the prefix cache.  Rows that failed in the step are left
+        out."""
         s, slots = self.slots, flight.slots
         full = live & (flight.after // s.block > s.prefix_published[slots])
         if not np.count_nonzero(full):
             return
         if np.count_nonzero(wrong := result.flags & (NAN | FAILED)):
             full[np.isin(slots, flight.drawn[wrong != 0])] = False
-        if s.tapping:  # before its first token nobody knows whether there was memory to steer it
+        if s.tapping:  # whether memory sufficed to steer the row is known only with its first token
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if np.count_nonzero(full):
             mine = slots[full]
             done = np.minimum(flight.after[full], s.collected[mine])
             self.cache.publish(list(zip(mine.tolist(), done.tolist(), strict=True)))
 
-    # ---- rows that have left -------------------------------------------------------------------------------------
+    # ---- rows that have left -----------------------------------------------------------------------------------------
 
     def _sequence(self, flight: Flight, live: np.ndarray, row: int) -> Seq | None:
-        """Whose row of the step it was, unless it has ended."""
+        """Return the sequence of plan row ``row``, also if it has left its slot; None if it has ended."""
         if live[row]:
             return self.slots.seq[flight.plan.slots[row]]
         return self.planner.departed.get(int(flight.serial[row]))
 
     def _departed(self, flight: Flight, result: StepResult, live: np.ndarray) -> None:
-        """Results for stays that ended: a preempted sequence keeps its token, all others drop theirs."""
+        """Handle results of rows that have left their slot.  A preempted sequence keeps its token; the token of an
+        ended sequence is dropped."""
         plan = flight.plan
         drawn: dict[int, list[int]] = {}
         for j, r in enumerate(plan.samples.tolist()):
@@ -273,7 +282,7 @@ class Publisher:
                     seq.tokens = np.append(seq.tokens[: seq.known], np.int32(result.tokens[j]))
                     seq.known += 1
                     self.tokens += seq.lead is None
-                    # asked for, or a strategy ranks by them
+                    # the client requested them, or a strategy ranks by them
                     if result.logprobs is not None and seq.request.topk >= 0:
                         seq.defer_logprobs(result.logprobs, j)
                     self._deliver(seq, result, j)
@@ -282,14 +291,15 @@ class Publisher:
                 self.planner.requeue(seq)
 
     def _rest(self, seq: Seq, plan: StepPlan) -> None:
-        """A sequence that has left is at rest once the last step that held it has come back."""
+        """Mark a sequence that has left its slot as free of steps in flight, if ``plan`` was the last step that
+        contained it."""
         if seq.in_flight <= plan.id:
             seq.in_flight = 0
             del self.planner.departed[seq.serial]
 
     def _fail_step(self, flight: Flight, live: np.ndarray, error: StepError) -> None:
-        """No row of the step has a result: all its sequences end with the error (blocks unpublished); if the device's
-        columns are in doubt, so do all that run."""
+        """End all sequences of a failed step with the error, without publishing their blocks.  An error of scope
+        "device" ends all running sequences, because the device's columns may be wrong."""
         named = f"{error.plugin}: {error.message}" if error.plugin else error.message
         for r in (
             np.flatnonzero(flight.plan.draft == 0)
@@ -305,16 +315,16 @@ class Publisher:
             for slot in self.slots.running.tolist():
                 self.finish(self.slots.seq[slot], "error", error=f"the device failed: {named}")
 
-    # ---- rows whose token is chosen on the host ------------------------------------------------------------------
+    # ---- rows whose token is chosen on the host ----------------------------------------------------------------------
 
     def _hold(self, flight: Flight, result: StepResult) -> list[Beams]:
-        """Candidates of held rows to their beams."""
+        """Pass the candidates of held rows to their beam searches, and return the searches that are complete."""
         complete = []
         for j in flight.plan.held.tolist():
             r = int(flight.plan.samples[j])
             slot = int(flight.plan.slots[r])
             if self.slots.serial[slot] != flight.serial[r]:
-                continue  # it has left, or failed a moment ago
+                continue  # the row has left its slot or failed
             seq = self.slots.at(slot)
             seq.request.first_token = seq.request.first_token or self.now()
             if seq.request.beams.take(seq.sample, result.logprobs, j):
@@ -332,7 +342,7 @@ class Publisher:
             seq, n = s.at(slot), int(s.known[slot])
             try:
                 token = call_foreign(_chosen, seq, logits[h], s.tokens[slot, :n].tolist())
-            except Exception as e:  # the user's code: it ends its own request and nothing else
+            except Exception as e:  # an error in the user's code ends only its own request
                 what = (
                     "choose_fn" if seq.request.params.choose_fn is not None else "logits_processors"
                 )

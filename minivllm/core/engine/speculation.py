@@ -131,7 +131,7 @@ class Speculation:
             row is None or able for row, able in zip(request.rows, self.able, strict=True)
         )
 
-    # ---- planning ------------------------------------------------------------------------------------------------
+    # ---- planning ----------------------------------------------------------------------------------------------------
 
     def on(self, rows: int) -> bool:
         """Whether a batch of so many decoding rows speculates now."""
@@ -162,7 +162,7 @@ class Speculation:
             cache.grow(decode, missing)
         return n
 
-    # ---- what became of them -------------------------------------------------------------------------------------
+    # ---- what became of them -----------------------------------------------------------------------------------------
 
     def collect(
         self, plan: StepPlan, result: StepResult, heads: np.ndarray, got: np.ndarray
