@@ -1,12 +1,12 @@
-"""What the processes that share a model tell each other: sums of partial results, parts of logits, drawn tokens.
+"""Collective operations of the processes (ranks) that share a model by tensor parallelism.
 
     all_reduce   x of each rank ──► the sum of all, on each       a product whose inputs are cut, the embedding
     gather       columns of each rank ──► rank 0, side by side    logits of a head that is cut by vocabulary
     broadcast    of rank 0 ──► each                               tokens, at the head of the next step
-    all_gather   numbers of each rank ──► each                    blocks that all have room for, checksums
+    all_gather   numbers of each rank ──► each                    KV blocks that fit on every rank, checksums
 
-Every rank makes the same calls in the same order.  Each call is counted (``calls``), so that of two ranks that part
-it can be said where.
+Every rank makes the same calls in the same order.  Each rank counts its calls (``calls``), so that an error can name
+the call at which two ranks diverged.
 """
 
 from __future__ import annotations
@@ -30,45 +30,52 @@ OPERATIONS = ("", "all_reduce", "gather", "broadcast", "all_gather")
 
 
 class Communicator(Protocol):
-    """One rank's end, as layers and executors use it."""
+    """The interface of one rank to the collective operations, for layers and executors."""
 
     rank: int
     size: int
-    peers: PeerMemory | None  # memory of GPUs that all reach, if there is some
+    peers: PeerMemory | None  # GPU memory that all ranks can access; None without it
 
     def all_reduce(self, x: Tensor) -> None:
-        """``x`` becomes the sum of all ranks', in place, with the same bits on each."""
+        """Replace ``x`` in place by the sum of ``x`` over all ranks, with the same bits on each rank."""
         ...
 
     def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place, and the
-        norm of that is given back.  ``peers`` must take x."""
+        """Sum x [T, dim] over all ranks, add the sum and ``bias`` [dim] to ``residual`` [T, dim] in place, and return
+        the norm of the new ``residual``, [T, dim].  Requires ``peers.takes(x)``."""
         ...
 
     def gather(self, x: Tensor, width: int) -> Tensor | None:
-        """The columns of all ranks' x [N, n] side by side, cut at ``width``, on rank 0; None on others."""
+        """Concatenate the columns of x [N, n] of all ranks and return the first ``width`` on rank 0, [N, width].
+
+        Return None on the other ranks."""
         ...
 
 
 class LostRank(RuntimeError):
-    """Another rank has ended, or has not come to a call in time."""
+    """Another rank has ended, or has not joined a collective call before the timeout."""
 
 
 class ProcessGroup:
-    """``Communicator`` over torch's default process group of this process: gloo on a CPU; on GPUs NCCL, and memory that
-    all of them reach for the calls of a step, if there is some (``device.layers.peer_memory``)."""
+    """``Communicator`` over the default process group of torch: gloo on a CPU, NCCL on GPUs.
+
+    The calls within a step use GPU memory that all ranks can access, if any (``device.layers.peer_memory``)."""
 
     def __init__(self, rank: int, size: int, device: str, note: Callable[[int, int], None] | None = None) -> None:
-        """``note(call, operation)`` hears when a call begins, and with operation 0 when the host goes on."""
+        """Set up a rank that has not joined the others yet.
+
+        ``note(call, operation)`` is called when a collective call begins, with its number and its index in
+        ``OPERATIONS``, and again with operation 0 when the call has returned on the host."""
         self.rank, self.size, self.device, self.calls = rank, size, torch.device(device), 0
         self.lost: LostRank | None = None
         self.peers: PeerMemory | None = None
-        self.why_not = ""  # there is no such memory
+        self.why_not = ""  # the reason why ``peers`` is None
         self._note = note or (lambda call, operation: None)
 
     def join(self, store: str | dist.Store, seconds: float) -> None:
-        """Meet the other ranks by ``store``, a file or one of torch's.  Each wait, here and in calls, ends after so
-        many seconds: LostRank."""
+        """Join the other ranks through ``store``, the path of a file or a torch store.
+
+        A wait for the others longer than ``seconds``, here or in a later call, raises LostRank."""
         limit, device = timedelta(seconds=seconds), None
         if self.device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
@@ -83,8 +90,9 @@ class ProcessGroup:
             raise LostRank(f"the {self.size} ranks have not met by {backend} (within {seconds:.0f} s): {first}") from e
 
     def share_memory(self) -> None:
-        """Use memory of the GPUs that all ranks reach from now on.  Where there is none ``why_not`` says why, and calls
-        go by NCCL as before."""
+        """Set up GPU memory that all ranks can access, and use it for later calls.
+
+        If a rank cannot, ``peers`` stays None on all of them, ``why_not`` has the reason, and calls use NCCL."""
         from .peer_memory import PeerMemory, reachable, region_of
 
         region = None
@@ -92,7 +100,7 @@ class ProcessGroup:
         if not self.why_not:
             try:
                 region = region_of(self.size, torch.device("cuda", torch.cuda.current_device()))
-            except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface to it is not a public one
+            except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface is private and may change
                 self.why_not = describe_error(e)
         if not self.least([region is not None])[0]:
             self.why_not = self.why_not or "another rank has none"
@@ -111,13 +119,13 @@ class ProcessGroup:
 
     def _call(self, operation: str, call: Callable[..., Any], *args: Any) -> Any:
         if self.peers is not None and self.peers.capturing():
-            return call(*args)  # is recorded: how often that is tried, the others need not know
+            return call(*args)  # a capture only records the call, and the ranks may try a different number of captures
         number = OPERATIONS.index(operation)
         self.calls += 1
         self._note(self.calls, number)
         try:
             return call(*args)
-        except torch.OutOfMemoryError:  # of this rank alone, before anything was sent
+        except torch.OutOfMemoryError:  # this rank failed before it sent anything, so no rank is lost
             raise
         except RuntimeError as e:
             first = str(e).splitlines()[0]
@@ -136,8 +144,8 @@ class ProcessGroup:
         if x.device.type != "cpu":
             dist.all_reduce(x)
             return
-        # Summed in the order of the ranks in one place: gloo's ring adds an element in the order that its place
-        # in the tensor says, so that a row's sum would go by the rows beside it, and takes longer on few cores.
+        # Rank 0 sums in the order of the ranks.  gloo's ring sums an element in an order that depends on its place in
+        # the tensor, so the bits of a row would depend on the other rows; it is also slower on few cores.
         parts = self._gathered(x)
         if parts is not None:
             total = parts[0].float()
@@ -154,13 +162,15 @@ class ProcessGroup:
         if self.peers is None:
             parts = self._call("gather", self._gathered, x.contiguous())
             return None if parts is None else torch.cat(parts, dim=1)[:, :width].contiguous()
-        if self.peers.alone:  # no call to the others: they come to it when a capture is replayed
+        if self.peers.alone:  # a trial before a capture: the other ranks join only when the capture is replayed
             return self.peers.gather(x, width)
         return self._call("gather", self.peers.gather, x, width)
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
-        """Rank 0's columns (``state``) of the rows that drew, to all: of ``slots`` i64 [N] the token at ``position``
-        i64 [N], the length, and whether it has ended."""
+        """Copy the result of sampling from rank 0's ``state`` to that of all ranks.
+
+        For each of the N rows ``slots`` i64 [N] it copies the token at ``position`` i64 [N], the number of known
+        tokens, and whether the row has stopped."""
         if self.peers is not None:
             self._call("broadcast", self.peers.share_drawn, slots, position, state)
             return
@@ -177,25 +187,29 @@ class ProcessGroup:
         return parts
 
     def replayed(self, operation: str) -> None:
-        """Count a call that a captured step of this rank makes, and the others make by themselves."""
+        """Count a call that is part of a captured step of this rank.
+
+        The other ranks make the call directly, so the count keeps the call numbers equal."""
         self._call(operation, lambda: None)
 
     def broadcast(self, x: Tensor) -> None:
-        """``x`` becomes rank 0's, in place."""
+        """Replace ``x`` in place by the ``x`` of rank 0."""
         self._call("broadcast", dist.broadcast, x, 0)
 
     def all_gather(self, numbers: list[int]) -> list[list[int]]:
-        """Numbers of 64 bits of each rank, as many of each; waits for the device."""
+        """Return the 64-bit integers of every rank, in the order of the ranks.
+
+        All ranks must pass the same count of numbers.  Waits for the device."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         found = [torch.empty_like(mine) for _ in range(self.size)]
         self._call("all_gather", dist.all_gather, found, mine)
         return torch.stack(found).tolist()
 
     def least(self, numbers: list[int]) -> list[int]:
-        """The least of all ranks', one by one."""
+        """Return the minimum over all ranks of each of the numbers."""
         return [min(column) for column in zip(*self.all_gather(numbers), strict=True)]
 
 
 def share_of(communicator: Any) -> Shard:
-    """The place of a process among those that share its model; None: it is alone."""
+    """Return the rank and size of a communicator as a Shard; None means a single process that has the whole model."""
     return Shard() if communicator is None else Shard(communicator.rank, communicator.size)

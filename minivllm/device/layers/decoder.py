@@ -1,13 +1,14 @@
-"""The decoder that a ``DecoderSpec`` describes, built of the engine's parts and fused where they can be.
+"""The decoder that a ``DecoderSpec`` describes, built of ``ModuleParts`` and with fused kernels where possible.
 
-What lies between two products is one object (``device.layers.fused``): it adds to the stream, and gives what the next
-product takes, so that a norm runs where the stream is written, whatever stands on the two sides::
+One object (``device.layers.fused``) does the work between two matrix products: it adds to the residual stream and
+returns the input of the next product.  So a norm runs where the stream is written::
 
     embed ─ n1 ─► qkv ─ attention ─► out  ┐                  ┌► gate_up ─► down ┐
       └─ stream ───────────────────────── + ─ after, before ─┤                  + ─ after, before ─► next layer ... norm
                                                              └── stream ────────┘
 
-A layer of which a request taps a point runs by its parts (``DecoderBlock.tapped``), and the others as they always do.
+If a request reads or changes a value inside a layer (a tap), that layer runs unfused (``DecoderBlock.tapped``).  The
+other layers run as usual.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ from .rotary import order_of_halves
 
 
 class Decoder:
-    """ids [T] -> hidden [T, H], or [N, H] of the tokens asked for -> logits [N, V]."""
+    """A decoder-only model.  A call turns the step's ids [T] into hidden states [T, H]; ``logits`` returns [N, V].
+
+    If the step has ``logits_indices`` i64 [N], a call returns the hidden states [N, H] of these tokens only."""
 
     takes_logits_indices = True
 
@@ -62,7 +65,7 @@ class Decoder:
         self.positions = None
         if spec.positions:
             self.positions = parts.embedding("positions", spec.positions, spec.hidden, whole=True)
-        # rounded as the product of two numbers of that dtype would be
+        # rounded to the model's dtype, as a multiplication by a tensor of that dtype would use it
         self.scale = float(torch.tensor(spec.embed_scale, dtype=parts.dtype))
         entries = [_norm(parts, spec, f"layers.{i}.norm1", layer.norms != AFTER) for i, layer in enumerate(spec.layers)]
         self.norm = parts.norm("norm", spec.hidden, spec.norm)
@@ -99,7 +102,7 @@ class Decoder:
 
     @property
     def tap_points(self) -> dict[str, int]:
-        """In the order in which a token comes to them."""
+        """Return the width of each tap point by its name, in the order in which a step computes the points."""
         hidden = self.spec.hidden
         points = {"embedding": hidden, "layers.0.input": hidden}
         for block in self.blocks:
@@ -114,8 +117,9 @@ class Decoder:
 
 
 class DecoderBlock:
-    """One layer: takes what its first product takes, and gives that of the next layer's (``follows``: the norm before
-    it, or None).  The residual stream travels beside it."""
+    """One layer: (normed input of its first product, residual stream) -> (the same of the next layer's, new stream).
+
+    ``follows`` is the norm before the next layer's first product, or the final norm; None where there is none."""
 
     def __init__(self, spec: DecoderSpec, i: int, parts: ModuleParts, follows: Any) -> None:
         layer = spec.layers[i]
@@ -142,14 +146,17 @@ class DecoderBlock:
                 one.follow(other)
 
     def before(self, following: DecoderBlock) -> None:
-        """``following`` is the next layer.  Of a parallel one two products take what this gives."""
+        """Connect this layer's last product to the first product of ``following``, the next layer.
+
+        The output can then have the 8-bit form that the next product reads.  This needs a single reader: in a parallel
+        layer, or one with a gated delta net, two products read the output, so nothing is connected."""
         one = not self.parallel and not following.parallel and following.delta is None
         if one and isinstance(self.down, LinearNorm):
             self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
-        """What can be tapped in this layer, and behind it, and the widths."""
-        # a process that shares the model has some heads only
+        """Return the width of each tap point of this layer, and of the next layer's input, by the point's name."""
+        # q, k and v are no points where the heads are split over processes
         widths = {} if self.shared or self.delta else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:
@@ -159,7 +166,7 @@ class DecoderBlock:
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
-        """Make attention, or the gated delta net, and return the width of its result in the whole model."""
+        """Make attention, or the gated delta net, and return the width of its output over all processes."""
         self.shared, self.order, self.wide, self.clip = parts.shard.size > 1, None, list[Any](), layer.qkv_clip
         self.delta: DeltaNet | None = None
         if isinstance(layer.attention, GatedDelta):
@@ -236,7 +243,9 @@ class DecoderBlock:
         return h if self.mlp_norm is None else Normed(self.mlp_norm(residual)[0])
 
     def tapped(self, h: Normed, residual: Tensor, step: StepTensors) -> tuple[Normed, Tensor]:
-        """The same in parts, each of which passes through ``step.taps``."""
+        """Compute the same as a call with unfused parts, and pass the value of each tap point through ``step.taps``.
+
+        The layer continues with the value that the taps return."""
         taps, name = step.taps, self.name
         assert taps is not None
         x = self._mixed(h, step, taps)
@@ -254,13 +263,16 @@ class DecoderBlock:
         return down.entry(residual), residual
 
     def _branch(self, h: Normed, down: Any, taps: StepTaps) -> Tensor:
-        """What the MLP, or the experts, add to the residual."""
+        """Return the value [T, H] that the MLP, or the experts, add to the residual stream."""
         if self.experts is None:
             return down.branch(self.up(h))
         return down.scaled(self.experts(self.up(h), lambda point, x: taps(self.name + point, x)))
 
     def _tap_head(self, taps: StepTaps, which: str, x: Tensor) -> Tensor:
-        """q or k [T, heads * dim], tapped as the checkpoint has its rows: without the order of the rotary embedding."""
+        """Pass q or k [T, heads * dim] through the tap ``which`` and return the result.
+
+        The tap sees the elements of a head in the checkpoint's order.  They are reordered before and after, because the
+        rotary embedding here uses another order for interleaved pairs."""
         if self.order is None:
             return taps(self.name + which, x)
         there, back = self.order

@@ -1,6 +1,7 @@
-"""What transformers' configuration objects say, read for ``DecoderSpec``; no torch.
+"""Functions that read the fields of a transformers configuration object for a ``DecoderSpec``; they need no torch.
 
-A value that changes the arithmetic and is not served raises ModelError, which names the field.
+``cfg`` is that object everywhere.  A value that would change the arithmetic and is not implemented raises ModelError,
+which names the field.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ACTIVATION = {
 }
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 FULL, SLIDING = "full_attention", "sliding_attention"
-# the numbers of each rope_type: those it must have, those it may have
+# rope_type -> (numbers that rope_parameters must have, numbers that they may have)
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 YARN = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 ORIGINAL = "original_max_position_embeddings"
@@ -37,14 +38,14 @@ ROPES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", ORIGINAL), ("factor", "attention_factor")),
     "proportional": ((), ("factor",)),
 }
-# sections of the multimodal rotary embedding, whose positions are equal on text
+# fields of the multimodal rotary embedding; text has the same position in all sections, so they change nothing
 MROPE = ("mrope_section", "mrope_interleaved")
 HARMLESS = {"finetuned", "rope_type", "type", "rope_theta", "partial_rotary_factor", ORIGINAL, *MROPE}
 LISTS, FLAGS = {"short_factor", "long_factor"}, {"truncate"}
 
 
 def activation(cfg: Any, field: str = "hidden_act") -> str:
-    """Of the MLP, as ``MLP.activation`` calls it."""
+    """Return the MLP's activation by its name in ``decoder.ACTIVATIONS``.  ModelError for an unknown activation."""
     name = getattr(cfg, field)
     if not isinstance(name, str) or name not in ACTIVATION:
         raise ModelError(f"{field}={shown(name)}: want one of {', '.join(sorted(ACTIVATION))}")
@@ -60,7 +61,10 @@ def kv_heads(cfg: Any) -> int:
 
 
 def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
-    """Grouped-query attention of these heads; ``more`` are fields of ``AttnSpec``."""
+    """Return the grouped-query attention of ``cfg``; ``more`` are further fields of ``AttnSpec``.
+
+    ``window`` is in tokens; None means no window.  ModelError for heads that the KV heads do not divide, or of an odd
+    size."""
     dim, n = head_dim(cfg), kv_heads(cfg)
     if n < 1 or cfg.num_attention_heads % n:
         raise ModelError(f"num_attention_heads={cfg.num_attention_heads}: want a multiple of num_key_value_heads={n}")
@@ -70,9 +74,9 @@ def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
 
 
 def even_share(cfg: Any, width: str, count: str, heads: int, rotary: bool = False) -> int:
-    """Return the elements of a head, where ``heads`` of them share the field ``width``.
+    """Return the size of a head: the field ``width`` divided by ``heads``, the value of the field ``count``.
 
-    ModelError, naming ``width`` and ``count``, where they do not, or where ``rotary`` has no pairs to turn."""
+    ModelError, which names both fields, if the division is not even, or if ``rotary`` is set and a head is odd."""
     size = getattr(cfg, width)
     if size % heads or (rotary and size // heads % 2):
         raise ModelError(f"{width}={shown(size)}: want {'an even' if rotary else 'a'} multiple of {count}={heads}")
@@ -82,7 +86,8 @@ def even_share(cfg: Any, width: str, count: str, heads: int, rotary: bool = Fals
 def alibi(heads: int) -> tuple[float, ...]:
     """Return the slopes of ALiBi (arXiv:2108.12409): 2 ** (-8 i / n) for head i = 1 .. n.
 
-    Where ``heads`` is no power of two, those of the power below come first, then every other one of the power above."""
+    If ``heads`` is no power of two, the slopes for the next lower power of two come first, then every second slope for
+    the next higher power."""
     below = 1 << heads.bit_length() - 1
     slopes = [2.0 ** (-8 * i / below) for i in range(1, below + 1)]
     slopes += [2.0 ** (-8 * i / (2 * below)) for i in range(1, 2 * below + 1, 2)]
@@ -90,15 +95,14 @@ def alibi(heads: int) -> tuple[float, ...]:
 
 
 def check_plain(cfg: Any) -> None:
-    """Refuse layers that differ by ``per_layer_config`` and attention to later tokens (ModelError): no architecture
-    here serves them."""
+    """Raise ModelError for ``per_layer_config`` and for attention to later tokens, which no architecture implements."""
     if getattr(cfg, "is_heterogeneous", getattr(cfg, "per_layer_config", None)):
         raise ModelError("per_layer_config: layers that differ from each other are not implemented")
     check_causal(cfg)
 
 
 def check_causal(cfg: Any) -> None:
-    """Refuse attention to later tokens (ModelError).  "vision" means among the tokens of an image: text is causal."""
+    """Raise ModelError for attention to later tokens.  "vision" allows it within an image only, so it is accepted."""
     for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
         value = getattr(cfg, name, None)
         if value is not None and value != "vision" and bool(value) is not want:
@@ -106,7 +110,10 @@ def check_causal(cfg: Any) -> None:
 
 
 def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
-    """Attention window of each layer (None: all that came before), by its type in ``layer_types``."""
+    """Return the attention window of each layer in tokens; None means all earlier tokens.
+
+    ``types`` is the config's ``layer_types``; None means full attention in all layers.  ModelError for a wrong
+    number of entries, an unknown type, or sliding attention without a valid ``sliding_window``."""
     layers, window = cfg.num_hidden_layers, getattr(cfg, "sliding_window", None)
     types = list(types) if types is not None else [FULL] * layers
     if len(types) != layers:
@@ -120,7 +127,9 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
 
 
 def all_alike(cfg: Any) -> list[str]:
-    """``layer_types`` of an architecture in which all layers have the window, if there is one."""
+    """Return ``layer_types`` for an architecture whose layers all slide if the config has a window, or are all full.
+
+    ModelError if the config's own ``layer_types`` differ from that."""
     kind = SLIDING if getattr(cfg, "sliding_window", None) else FULL
     types = getattr(cfg, "layer_types", None)
     if types is not None and set(types) != {kind}:
@@ -129,14 +138,16 @@ def all_alike(cfg: Any) -> list[str]:
 
 
 def expert_key(cfg: Any) -> str:
-    """What config.json calls the number of experts; transformers' objects know some by both names."""
+    """Return the field that has the number of experts: the first of ``EXPERT_KEYS`` that the config's class defines."""
     known = getattr(type(cfg), "__dataclass_fields__", None) or vars(cfg)
     return next((key for key in EXPERT_KEYS if key in known), EXPERT_KEYS[0])
 
 
 def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
-    """Return a mixture of ``num_experts`` (``num_local_experts``) of ``inner`` units; ``more`` are fields of
-    ``Experts``.  ModelError for a number that no mixture has."""
+    """Return the mixture of experts of ``cfg``; each expert is ``inner`` units wide.
+
+    ``more`` are further fields of ``Experts``.  ModelError for a number of experts, of chosen experts or of units that
+    is not a whole number above 0, and for more chosen experts than experts."""
     name = expert_key(cfg)
     count, chosen = getattr(cfg, name), cfg.num_experts_per_tok
     for key, value in ((name, count), ("num_experts_per_tok", chosen), ("the width of an expert", inner)):
@@ -148,7 +159,9 @@ def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
 
 
 def sparse_layers(cfg: Any) -> list[bool]:
-    """Return which layers have experts, by ``decoder_sparse_step`` and ``mlp_only_layers``; none without experts."""
+    """Return for each layer whether it has experts: every ``decoder_sparse_step``-th but for ``mlp_only_layers``.
+
+    All are False if ``num_experts`` is 0.  ModelError for a step that is not a whole number above 0."""
     step, dense = cfg.decoder_sparse_step, set(cfg.mlp_only_layers or ())
     if not cfg.num_experts:
         return [False] * cfg.num_hidden_layers
@@ -159,9 +172,12 @@ def sparse_layers(cfg: Any) -> list[bool]:
 
 
 def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope:
-    """Return the rotary embedding of a layer, from transformers' ``rope_parameters`` (one table, or one for each layer
-    type), or an older config's ``rope_scaling`` and ``rope_theta``.  ``partial``: the architecture rotates the part of
-    a head that ``partial_rotary_factor`` gives.  ModelError for a type that is not implemented or lacks a number."""
+    """Return the rotary embedding of the layers of ``layer_type``.
+
+    It is read from ``rope_parameters``, which is one table or one table for each layer type, or from ``rope_scaling``
+    and ``rope_theta`` of an older config.  ``partial`` says that the architecture may rotate only the part of a head
+    that ``partial_rotary_factor`` sets.  ModelError for a type that is not implemented, a missing number, or an unknown
+    entry."""
     found = getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}
     nested = layer_type in found
     params = dict(found.get(layer_type) or {}) if nested else dict(found)
@@ -175,7 +191,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
     if ORIGINAL in ROPES[kind][0]:
         params[ORIGINAL] = _trained_length(cfg, params, nested)
     if nested:
-        params.pop("truncate", None)  # transformers reads it from the outer table, where no layer type has it
+        params.pop("truncate", None)  # transformers reads it from the outer table only, so a nested value has no effect
     needs, takes = ROPES[kind]
     for name in ("rope_theta", *needs, *takes):
         if name in needs or name == "rope_theta" or params.get(name) is not None:
@@ -198,8 +214,10 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
 
 
 def _trained_length(cfg: Any, params: Mapping[str, Any], nested: bool) -> Any:
-    """Return ``original_max_position_embeddings``: as transformers does, the config's own before that of a table for
-    all layers, then ``max_position_embeddings``."""
+    """Return ``original_max_position_embeddings`` in the order of precedence that transformers has.
+
+    A table for one layer type (``nested``) has its own value.  A table for all layers comes after the config's own
+    field.  The last choice is ``max_position_embeddings``."""
     own, table = getattr(cfg, ORIGINAL, None), params.get(ORIGINAL)
     most = getattr(cfg, "max_position_embeddings", None)
     return (table or most) if nested else (own or table or most)
@@ -219,12 +237,13 @@ def _check_number(name: str, value: Any, kind: str) -> None:
 def _numbers(
     cfg: Any, kind: str, params: Mapping[str, Any], dim: int, share: float
 ) -> tuple[tuple[tuple[str, Any], ...], int | None]:
-    """``Rope.numbers`` and ``Rope.switch``."""
+    """Return the fields ``numbers`` and ``switch`` of a ``Rope``: its scaling numbers, and the length in tokens
+    above which other tables apply (None means that the tables never change)."""
     needs, takes = ROPES[kind]
     found = {name: params[name] for name in (*needs, *takes) if params.get(name) is not None}
     switch = None
     if kind == "proportional":
-        found["turning"] = int(share * dim // 2)  # pairs that turn; the others stand still
+        found["turning"] = int(share * dim // 2)  # pairs that are rotated; the others keep their values
     if kind == "dynamic":
         switch = found["trained"] = cfg.max_position_embeddings
     if kind == "longrope":

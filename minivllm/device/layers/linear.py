@@ -14,28 +14,33 @@ from .invariant import FixedRows
 from .matmul import Packed, matmul
 from .module import Module, check_shape, fill
 
-CAPTURED = "of captured steps"  # in ``WeightScheme.served``: what a CPU's native part reads, if it reads all weights
+CAPTURED = "of captured steps"  # key in ``WeightScheme.served`` for the native program of a CPU
 
 
 def part_rows(info: ModuleInfo, part: str) -> slice:
-    """Where the output rows of a part lie in the merged weight."""
+    """Return the range of a part's output rows in the merged weight.  KeyError for an unknown part."""
     if part in info.rows:
         return info.rows[part]
     raise KeyError(f"{info.name} has no part {part!r}")
 
 
 def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
+    """Raise PluginError if a scheme that applies no adapters (LoRA) is given one."""
     if adapter is not None:
         raise PluginError(f"{type(scheme).__name__} applies no adapters: want adapter=None")
 
 
 def stored_by(scheme: WeightScheme) -> StoredWeight | None:
-    """What the class of a scheme says of itself: one made of it may multiply in another way."""
+    """Return ``scheme.stored()`` if the scheme's own class defines it, else None.
+
+    An inherited method is ignored, because a subclass may multiply in another way."""
     return scheme.stored() if "stored" in vars(type(scheme)) else None
 
 
 def joined_by(scheme: WeightScheme, bias: Tensor | None, mode: int, activation: str) -> Any:
-    """Likewise."""
+    """Return the kernel ``scheme.joined(...)`` if the scheme's own class defines the method, else None.
+
+    An inherited method is ignored, as in ``stored_by``."""
     return scheme.joined(bias, mode, activation) if "joined" in vars(type(scheme)) else None
 
 
@@ -44,8 +49,8 @@ class Dense(WeightScheme):
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
         self.info, self.fuse, self.invariant = info, fuse, invariant
-        self.row: Any = None  # the kernel for a single row
-        self.fixed: Any = None  # the product that is the same for any number of rows, if ``invariant``
+        self.row: Any = None  # the kernel for a product of one row
+        self.fixed: Any = None  # the product whose bits do not depend on the number of rows, if ``invariant``
         shape = (info.out_features, info.in_features)
         if weight is None:
             weight = torch.empty(shape, dtype=getattr(torch, info.dtype), device=info.device)
@@ -94,11 +99,11 @@ class Dense(WeightScheme):
 
 
 class Linear(Module):
-    """y = x W^T (+ b): x [T, in] -> [T, out], both this process's share.
+    """A linear layer: x [T, in] -> x W^T (+ b) [T, out], with this process's share of inputs and outputs.
 
-    ``split="column"`` cuts the outputs of every part over the processes, ``"row"`` the inputs; a row-split layer sums
-    its result over ``group`` (one all-reduce) and then adds the bias once.  Of a part of which there are copies
-    neighbouring processes have the same share (``ModuleInfo.copies``).
+    ``split="column"`` divides the outputs of every part over the processes, ``"row"`` the inputs.  A row-split layer
+    sums its result over ``group`` (one all-reduce) and then adds the bias once.  If a part has copies
+    (``ModuleInfo.copies``), that many neighbouring processes have the same share of it.
     """
 
     def __init__(self, info: ModuleInfo, scheme: WeightScheme, group: Any = None) -> None:
@@ -143,7 +148,7 @@ class Linear(Module):
 
     def finish(self) -> None:
         self.scheme.finish()
-        self.tensors = dict(self.scheme.tensors)  # a scheme may have repacked: what it dropped is not kept alive here
+        self.tensors = dict(self.scheme.tensors)  # a scheme may repack; this frees tensors that it dropped
         if self.bias is not None:
             self.tensors["bias"] = self.bias
 
@@ -154,7 +159,9 @@ class Linear(Module):
         return self.summed(self.scheme.apply(x))
 
     def summed(self, y: Tensor) -> Tensor:
-        """The result, of this process's part ``y`` [T, out] of the product; ``y`` belongs to the layer from then on."""
+        """Return the layer's result [T, out] from this process's part ``y`` [T, out] of the product.
+
+        Sums over the processes if the inputs are split, and adds the bias; ``y`` may be changed in place."""
         if self.reduce:
             self.group.all_reduce(y)
         return y if self.bias is None else y.add_(self.bias)

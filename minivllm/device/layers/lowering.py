@@ -1,10 +1,11 @@
-"""A decoder as operations of the native part: what a captured step on a CPU runs (``device.native.program``).
+"""Translation of a decoder into operations of the native library, which runs a step on a CPU in one call.
 
-The order is that of ``device.layers.decoder.Decoder``; norms before a product are part of it::
+The operations (``device.native.program``) have the order of ``device.layers.decoder.Decoder``.  A norm before a matrix
+product is part of the product's operation::
 
     x        the stream             ┌────────────── o, + ─────────────┐┌── down, + ──┐
     qkv  ◄── norm1, product ─ x ────┤ ─► attend ─► attn ─┘            ├┤ norm2, gate ─► mid
-    hidden ◄─ norm ─ x  (after PICK: of the tokens that draw)         x
+    hidden ◄─ norm ─ x  (after PICK: of the tokens that sample)         x
 """
 
 from __future__ import annotations
@@ -32,20 +33,21 @@ if TYPE_CHECKING:
     from .module import Module
 
 
-SCALES = ("k_scale", "v_scale")  # of keys and values in int8, see plugins/kvformat/scaled.py
-PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # numbers that need no scale
-NIBBLES = 32  # inputs of a block of int4
+SCALES = ("k_scale", "v_scale")  # cache tensors of the scales of int8 keys and values, see plugins/kvformat/scaled.py
+PLAIN = (torch.float32, torch.bfloat16, torch.float16)  # dtypes of numbers without a scale
+NIBBLES = 32  # the number of inputs of an int4 group is a multiple of this
 
 
 class NotLowered(Exception):
-    """Why a model has no program, in a line."""
+    """The model cannot run as a native program; the message is the reason, in one line."""
 
 
 class Lowering:
-    """Adds the operations of ``model`` to ``program``; NotLowered if it has what they cannot do.
+    """The translation of one model: the constructor adds the operations of ``model`` to ``program``.
 
-    ``hidden`` f32 [most_tokens, H] has the normalised states of the tokens that draw once FORWARD has run, and
-    ``logits`` f32 [rows, V] what SAMPLE drew from.
+    It raises NotLowered for a model with a part that no operation computes.  FORWARD writes the final normed hidden
+    states of the tokens that sample to ``hidden`` f32 [most_tokens, H].  SAMPLE writes their logits to ``logits`` f32
+    [rows, V].  ``block`` is the tokens of a KV block, and ``room`` the most bytes that copies of weights may take.
     """
 
     def __init__(
@@ -63,10 +65,10 @@ class Lowering:
         if any(isinstance(layer.attention, GatedDelta) or layer.gated for layer in model.spec.layers):
             raise NotLowered("the model has layers with a recurrent state, or a gate behind attention")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
-        self.block = block  # tokens of one of the KV cache
+        self.block = block  # tokens of a KV block
         self._room = room
-        self.copied = 0  # bytes of weights that the program has beside the model's own
-        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # address -> a weight and its copy
+        self.copied = 0  # bytes of the copies of weights that the program reads
+        self._narrowed: dict[int, tuple[Tensor, Tensor]] = {}  # weight's address -> weight, tensor to read
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
@@ -110,7 +112,7 @@ class Lowering:
         return a
 
     def _view(self, name: str, first: int, width: int) -> int:
-        """The register of columns [first, first + width) of a buffer."""
+        """Return the register of columns [first, first + width) of the buffer ``name``."""
         key = (name, first, width)
         if key not in self._views:
             self._views[key] = self.program.register(self._memory[name][:, first : first + width])
@@ -122,7 +124,9 @@ class Lowering:
         return self.modules[f"layers.{i}.attn.qkv"]
 
     def _norm(self, name: str | None) -> dict[str, Any]:
-        """Of an operation, the fields of its norm; none if there is none."""
+        """Return the operation fields of the norm module ``name``; ``name`` None means no norm and no fields.
+
+        NotLowered for a kind of norm that no operation computes."""
         if name is None:
             return {}
         norm = self.modules[name]
@@ -134,7 +138,9 @@ class Lowering:
         raise NotLowered(f"{name} is a {type(norm).__name__}")
 
     def _weight(self, module: Any) -> dict[str, Any]:
-        """Of an operation, the fields of its matrix."""
+        """Return the operation fields of the weight and bias of a linear layer or head.
+
+        NotLowered for a layer that sums over processes, and for a storage form that the kernels cannot read."""
         if not isinstance(module, (Linear, LMHead, TiedLMHead)) or (isinstance(module, Linear) and module.reduce):
             raise NotLowered(f"{module.name} is a {type(module).__name__} that it cannot multiply by")
         stored = module.stored()
@@ -153,13 +159,14 @@ class Lowering:
         }
 
     def _narrow(self, weight: Tensor) -> Tensor:
-        """A copy in bfloat16 if that is the same numbers, as those of most checkpoints are: half as much to read.
+        """Return a bfloat16 copy of a float32 weight if it has exactly the same numbers, else the weight itself.
 
-        Where there is no room for it the weight itself is read."""
+        The copy halves the bytes to read; most checkpoints have bfloat16 numbers.  No copy is made if it would exceed
+        the room for copies."""
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self._narrowed:  # the weight stays: nothing else may come to lie at its address
+        if key not in self._narrowed:  # keeps the weight alive, so that no other tensor gets its address
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()
@@ -195,7 +202,7 @@ class Lowering:
         name, last = f"layers.{i}.", i + 1 == len(self.spec.layers)
         before = layer.norms != AFTER
         attn = self._attention(i, layer, attention, name + "norm1" if before else None)
-        if last:  # no other token is needed behind the last attention
+        if last:  # after the last attention only the tokens that sample are needed
             self.program.add("pick", in_=self.x, out=attn)
         o, down = self.modules[name + "attn.o"], self.modules[name + "mlp.down"]
         if layer.parallel:
@@ -214,7 +221,7 @@ class Lowering:
         self._add(self._mlp(name, layer, middle), down, second, layer)
 
     def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
-        """The register of what the heads give."""
+        """Add the projection and attention of layer i, and return the register of the heads' outputs."""
         a, block = attention.spec, self.model.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
         qkv, attn = self._view("qkv", 0, sum(widths)), self._view("attn", 0, a.heads * a.dim_v)
@@ -252,7 +259,7 @@ class Lowering:
         return attn
 
     def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
-        """The register of what the last product takes."""
+        """Add the first product of an MLP, and return the register that its last product reads."""
         mlp, out = layer.mlp, self._view("mid", 0, layer.mlp.inner)
         up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
         self.program.add(
@@ -267,7 +274,7 @@ class Lowering:
         return out
 
     def _add(self, x: int, linear: Any, after: str | None, layer: LayerSpec) -> None:
-        """stream += scale * after(linear(x))."""
+        """Add the operations for stream += scale * after(linear(x)); ``after`` names a norm, None means none."""
         weight, scale = self._weight(linear), layer.residual_scale
         if after is None:
             self.program.add("product", in_=x, out=self.x, adds=1, alpha=scale, **weight)
@@ -283,12 +290,14 @@ class Lowering:
 
 
 def _whole(*tensors: Tensor | None) -> bool:
-    """Whether those that are there lie without gaps in the memory of this machine."""
+    """Return whether all tensors but those that are None are contiguous and in CPU memory."""
     return all(t is None or (t.is_contiguous() and t.device.type == "cpu") for t in tensors)
 
 
 def readable(stored: StoredWeight, outputs: int, inputs: int) -> bool:
-    """Whether a weight lies in one of the forms of ``StoredWeight``, as kernels read it: without looking."""
+    """Return whether the kernels can read a weight of shape [outputs, inputs] that is stored as ``stored``.
+
+    Only devices, dtypes and shapes are checked, because the kernels read the memory without checks of their own."""
     weight, scale, zero, group = stored
     if not _whole(weight, scale, zero) or any(t is not None and t.dtype != torch.float32 for t in (scale, zero)):
         return False
@@ -318,6 +327,8 @@ def lower(
     rows: int,
     room: int,
 ) -> Lowering:
-    """The program of a model, with ``threads``, for steps of up to ``most_tokens``, of which ``rows`` draw; copies of
-    weights take up to ``room`` bytes."""
+    """Translate a model into a native program for steps of up to ``most_tokens`` tokens, ``rows`` of which sample.
+
+    The program runs on ``threads`` threads and reads the worker's ``columns`` of row state.  Copies of weights take up
+    to ``room`` bytes.  NotLowered, with the reason, for a model that cannot be translated."""
     return Lowering(model, modules, layers, Program(threads, most_tokens, columns), rows, columns["block"], room)

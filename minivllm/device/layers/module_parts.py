@@ -1,4 +1,7 @@
-"""The makers of a model's modules: quantization, tensor parallelism and the attention back end are inside."""
+"""Functions that make the modules of a model.
+
+They apply quantization, tensor parallelism and the attention back end, so that a model need not handle them.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,22 @@ from .rotary import rotary_tables
 
 
 class Found(NamedTuple):
-    """What is known of a checkpoint's tensors, by module: as ``ModuleInfo.sources`` and ``ModuleInfo.names``."""
+    """The checkpoint's tensors of each module, by module name, in the form of ``ModuleInfo.sources`` and ``.names``.
+
+    ``sources`` None means that the checkpoint has not been read."""
 
     sources: Mapping[str, Mapping[str, PartSource]] | None = None
     names: Mapping[str, Mapping[str, str]] = {}
 
 
 class ModuleParts:
-    """Makes modules and remembers them: ``modules`` by name for the loader, ``layers`` for the KV cache.
+    """A factory of modules that also stores them: ``modules`` by name for the loader, ``layers`` for the KV cache.
 
-    ``batch_invariant``: what they give a row has the same bits whatever rows are beside it.
-    A model gives full sizes everywhere; this process's share is taken here, ``group`` being its end of the communicator
-    of those that share the model (None: it is alone, or ``shard`` says what it would have).  ``groups`` names the
-    layers of each KV group; without it layers of equal geometry form one, in the order they come.  ``unfused``: as in
+    A model passes the full sizes to every method; the methods compute this process's share.  ``group`` is the
+    communicator of the processes that share the model.  None means that nothing is communicated: there is one process,
+    or ``shard`` sets the share.  ``groups`` lists the attention layers of each KV group; None puts layers of equal
+    geometry into one group, in the order in which they are made.  With ``batch_invariant`` the result of a row has the
+    same bits for every batch that contains the row.  ``unfused`` names the fused kernels that are not used, as in
     ``StepWiring``.
     """
 
@@ -61,12 +67,12 @@ class ModuleParts:
     ) -> None:
         self.device, self.shard, self.group = str(device), shard or share_of(group), group
         self.dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        self.arch: Any = None  # the plug-in that describes or builds the model
+        self.arch: Any = None  # the plug-in of the architecture, which describes or builds the model
         self.quantizer, self.backend, self.fuse, self.invariant = quantizer, backend, fuse, batch_invariant
-        # the kernels for pairs go by the number of rows
+        # whether these kernels run depends on the number of rows, and with it the bits of a result
         self.pairs = fuse and not batch_invariant and "pairs" not in unfused
         self.fuse_norms, self.fuse_gate = (fuse and which not in unfused for which in ("norms", "gate"))
-        self.described = False  # the model is what its architecture's table says, and nothing else
+        self.described = False  # the model is a plain ``Decoder`` of its architecture's ``DecoderSpec``
         self.found = Found()
         self.modules: dict[str, Module] = {}
         self.layers: list[AttnLayer] = []  # layers[i].index == i
@@ -93,21 +99,27 @@ class ModuleParts:
         return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **known, **more)
 
     def heads(self, n: int) -> int:
-        """This process's share of n heads.  ModelError if they cannot be split evenly."""
+        """Return the number of this process's heads, of n query heads.  ModelError if the processes do not divide n."""
         return self._share(n, "heads")
 
     def kv_heads(self, n: int) -> int:
-        """Likewise of n KV heads; where there are fewer than processes each has one, the same as its neighbours."""
+        """Return the number of this process's KV heads, of n in the model.
+
+        With fewer KV heads than processes each process has one head, and neighbouring processes have copies of it.
+        ModelError if neither number divides the other."""
         return 1 if self._copies(n) > 1 else self._share(n, "KV heads")
 
     def _copies(self, kv_heads: int) -> int:
-        """Processes that have the same KV head."""
+        """Return how many processes have a copy of the same KV head; at most 1 means that none is copied."""
         return 1 if self.shard.size % kv_heads else self.shard.size // kv_heads
 
     def linear(
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], *, bias: bool = False, split: str | None = None
     ) -> Linear:
-        """``parts``: (name, outputs) stacked in one matrix; ``split`` None, "column" (outputs) or "row" (inputs)."""
+        """Make a linear layer of ``inp`` inputs.  ``parts`` are (name, outputs), stacked in one weight matrix.
+
+        ``split`` says what the processes divide: "column" the outputs of each part, "row" the inputs, None nothing.
+        ModelError if the processes do not divide a size evenly."""
         inp, parts = self._shares(name, inp, parts, split)
         return self._linear(name, inp, parts, bias, split)
 
@@ -124,7 +136,9 @@ class ModuleParts:
         return self._add(Linear(info, self._scheme(info) or self._dense(info), self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
-        """Make one matrix for queries, keys and values, as parts "q", "k" and "v", and "gate" if ``gated``."""
+        """Make one projection with the parts "q", "k" and "v".
+
+        ``gated`` adds the part "gate", whose sigmoid multiplies the output of attention."""
         heads, kv_heads, copies = self.heads(spec.heads), self.kv_heads(spec.kv_heads), self._copies(spec.kv_heads)
         sizes = [("q", heads * spec.dim_qk), ("k", kv_heads * spec.dim_qk), ("v", kv_heads * spec.dim_v)]
         if gated:
@@ -132,9 +146,10 @@ class ModuleParts:
         return self._linear(name, inp, sizes, bias, "column", {"k": copies, "v": copies})
 
     def delta_net(self, name: str, hidden: int, spec: GatedDelta) -> DeltaNet:
-        """Make a gated delta net without its last product: Normed -> [T, value_heads * value_dim] of this process.
+        """Make a gated delta net without its output projection: Normed -> [T, value_heads * value_dim] of this process.
 
-        Its projections are the modules ``name.in`` and ``name.gates``, its own weights ``name.delta``."""
+        The module of its input projection is named ``name.in``, that of its gates ``name.gates``, and that of its other
+        weights ``name.delta``.  ModelError if the processes do not divide the key heads."""
         self._share(spec.key_heads, f"{name}: key heads")
         keys, values = spec.key_heads * spec.key_dim, spec.inner
         mixed = [("q", keys), ("k", keys), ("v", values), ("z", values)]
@@ -169,7 +184,9 @@ class ModuleParts:
         return inp, parts
 
     def _scheme(self, info: ModuleInfo) -> WeightScheme | None:
-        """The quantizer's, None: it leaves the module as it is.  PluginError for what is neither."""
+        """Return the quantizer's scheme for a module; None means that the module stays unquantized.
+
+        PluginError if the quantizer returns any other type."""
         scheme = self.quantizer.scheme(info)
         if scheme is not None and not isinstance(scheme, WeightScheme):
             who = f"quantizer {type(self.quantizer).__name__}{from_file(self.quantizer)}"
@@ -182,14 +199,19 @@ class ModuleParts:
     def router(
         self, name: str, inp: int, outputs: int = 1, bias: bool = False, choice_bias: bool = False
     ) -> RouterLinear:
-        """x [T, inp] -> logits [T, outputs]: of experts, or of the gate of a shared one."""
+        """Make a router: x [T, inp] -> logits [T, outputs], one for each expert, or one to gate a shared expert.
+
+        ``choice_bias`` adds a number for each expert that affects only which experts are chosen."""
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
         return self._add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
 
     def expert_linear(
         self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
     ) -> ExpertLinear:
-        """The weights of ``count`` experts one after another, each of ``parts``: "0.gate", "0.up", "1.gate" ..."""
+        """Make one linear layer that stacks the weights of ``count`` experts.
+
+        Each expert has all of ``parts`` (name, outputs); the layer's parts are "0.gate", "0.up", "1.gate" ...
+        ``split`` is as in ``linear``.  PluginError if the quantizer's scheme cannot store experts."""
         inp, parts = self._shares(name, inp, parts, split)
         each = [(f"{e}.{part}" if part else str(e), rows) for e in range(count) for part, rows in parts]
         info = self._info(name, "experts", inp, each, bias=bias, split=split, experts=count)
@@ -204,7 +226,9 @@ class ModuleParts:
         return self._add(ExpertLinear(info, scheme, self.group))
 
     def tensors(self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]) -> Mapping[str, Tensor]:
-        """Weights of the architecture's own, whole on every process: name -> shape and dtype (None: the model's)."""
+        """Make uninitialized weights that the architecture itself computes with, unsplit on every process.
+
+        ``shapes`` maps a weight's name to its shape and dtype; a dtype of None means the model's."""
         made = {
             param: torch.empty(tuple(shape), dtype=getattr(torch, dtype) if dtype else self.dtype, device=self.device)
             for param, (shape, dtype) in shapes.items()
@@ -212,8 +236,10 @@ class ModuleParts:
         return self._add(Tensors(name, made)).tensors
 
     def embedding(self, name: str, rows: int, dim: int, whole: bool = False, packable: bool = False) -> Embedding:
-        """``whole``: processes that share the model have all of it each, as is better where it is small; ``packable``:
-        it is looked up by calling it alone, so that a quantizer may hold it."""
+        """Make an embedding of ``rows`` vectors of ``dim`` elements, split by rows over the processes.
+
+        ``whole`` keeps all rows on every process, which is better for a small table.  ``packable`` lets the quantizer
+        store it: the model must then read rows only by calling the module."""
         group = self.group if self.shard.size > 1 and not whole else None
         scheme, info = None, self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
         if packable and (scheme := self._scheme(info)) is not None:
@@ -221,7 +247,10 @@ class ModuleParts:
         return self._add(Embedding(info, rows, scheme, group))
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
-        """``tied``: the embedding whose weight it shares, made before it."""
+        """Make the output head: hidden states [N, inp] -> logits [N, vocab].
+
+        ``tied`` is the embedding whose weight the head shares; None gives the head its own.  ModelError for a quantized
+        checkpoint whose vocabulary the processes do not divide."""
         group = self.group if self.shard.size > 1 else None
         size = share_of(group).size
         even = "column" if size > 1 and vocab % size == 0 else None
@@ -237,14 +266,17 @@ class ModuleParts:
         return self._add(LMHead(info, self._scheme(info) or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
-        """``kind``: a number is the epsilon of a plain RMSNorm."""
+        """Make a norm over ``dim`` elements.  A ``kind`` that is a number means an RMSNorm with that epsilon."""
         kind = kind if isinstance(kind, Norm) else Norm(kind)
         if kind.centered:
             return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
         return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
 
     def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
-        """Over all ``heads`` of ``dim`` that a projection gives, ``keys``: to KV heads, which may be copied."""
+        """Make one norm over all ``heads`` heads of ``dim`` elements together, as a projection returns them.
+
+        ``keys`` says that they are KV heads, of which processes may have copies.  ModelError for a LayerNorm that is
+        split over processes."""
         if self.shard.size == 1:
             return self.norm(name, heads * dim, kind)
         if kind.centered:
@@ -253,7 +285,7 @@ class ModuleParts:
         return self._add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
 
     def heads_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> HeadsNorm:
-        """Make the norm of each of ``heads`` heads of ``dim`` by itself, with weights for each.
+        """Make a norm that normalises each of ``heads`` heads of ``dim`` elements separately, with its own weights.
 
         ``keys`` says that they are KV heads, of which processes may have copies."""
         copies = self._copies(heads) if keys else 1
@@ -262,12 +294,12 @@ class ModuleParts:
         return self._add(HeadsNorm(name, heads, range(first, first + here), dim, kind, self.dtype, self.device))
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
-        """Of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
+        """Return the elementwise activation of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
         return partial(invariant.activate, activation=name) if self.invariant else APPLY[name]
 
     @property
     def gate_mul(self) -> Callable[..., Tensor]:
-        """The gate of an MLP: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
+        """Return the function that gates an MLP: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
         if not self.fuse_gate:
             return invariant.gate_mul if self.invariant else gate_mul
         from minivllm.device.kernels.activation import gate_mul as fused
@@ -275,7 +307,7 @@ class ModuleParts:
         return fused
 
     def mlp_up(self, name: str, hidden: int, mlp: MLP) -> Callable[[Normed], Tensor]:
-        """The first half of an MLP, Normed -> activation(gate) * up, or without a gate activation(up) [T, inner]."""
+        """Make the first half of an MLP: Normed -> activation(gate) * up [T, inner]; without a gate, activation(up)."""
         if mlp.gated:
             sizes = [("gate", mlp.inner), ("up", mlp.inner)]
             linear = self.linear(name + ".gate_up", hidden, sizes, bias=mlp.bias, split="column")
@@ -288,11 +320,13 @@ class ModuleParts:
         return self.linear(name + ".down", mlp.inner, [("", hidden)], bias=mlp.bias, split="row")
 
     def normed_linear(self, linear: Linear) -> NormedLinear:
-        """Normed -> linear(x) [T, out]; see ``device.layers.fused``."""
+        """Wrap a linear layer to take a Normed input: Normed -> linear(x) [T, out]; see ``device.layers.fused``."""
         return NormedLinear(linear, self.pairs)
 
     def gated_linear(self, linear: Linear, activation: str = "silu") -> GatedLinear:
-        """Normed -> activation(gate) * up [T, n], where linear(x) [T, 2 n] = gate | up."""
+        """Join a linear layer and the gate behind it: Normed -> activation(gate) * up [T, n].
+
+        The output of ``linear`` is gate | up, [T, 2 n]."""
         return GatedLinear(linear, self.gate_mul, self.pairs, activation, divides=self.fuse_gate)
 
     def linear_norm(
@@ -303,9 +337,11 @@ class ModuleParts:
         after: RMSNorm | LayerNorm | None = None,
         scale: float = 1.0,
     ) -> LinearNorm | Joined:
-        """Return ``(x, residual) -> (Normed of residual + scale * after(linear(x)), that sum)``.
+        """Join a linear layer, the addition to the residual stream and the norm of the next product.
 
-        ``whole`` says that the norm is computed fully.  Without a ``norm`` the next product takes the sum itself."""
+        The result is ``(x, residual) -> (Normed(norm(sum)), sum)`` with sum = residual + scale * after(linear(x)).
+        ``whole`` says that the norm is computed fully, because no product follows that could divide by the root mean
+        square.  With ``norm`` None the Normed holds the sum itself; ``after`` None is left out."""
         if after is None and scale == 1.0 and isinstance(norm, RMSNorm):
             if isinstance(linear, NormFusing):
                 return linear.with_norm(norm, whole)
@@ -313,10 +349,10 @@ class ModuleParts:
         return Joined(linear, after, norm, scale)
 
     def attention(self, index: int, spec: AttnSpec, name: str | None = None) -> AttentionLayer:
-        """Make the attention of layer ``index``, which counts layers with attention from 0 in order.
+        """Make an attention layer and append it to ``layers`` with this process's share of the heads.
 
-        ``spec`` is the whole model's; ``layers`` keeps the share of this process.  ``name`` is the module's; None means
-        that every layer has attention."""
+        ``index`` counts the layers with attention from 0; they must be made in order (ValueError).  ``spec`` has the
+        sizes of the whole model.  ``name`` is the module's; None means "layers.INDEX.attn"."""
         if index != len(self.layers):
             raise ValueError(f"attention layer {index} made after {len(self.layers)} others: want them in order")
         if self._group_of is None:
@@ -339,8 +375,10 @@ class ModuleParts:
         return self._add(AttentionLayer(name, layer, self.backend, self.device, self.shard))
 
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
-        """cos and sin for every position that the engine may ask for, as ``rotary.rotary_tables`` makes them; once for
-        layers of equal rope.  ModelError for one table of a rope that changes with the length of a request."""
+        """Return the cos and sin tables of ``rotary.rotary_tables`` for all positions that the engine allows.
+
+        Layers of equal ``rope`` share the tables.  ModelError for a rope that changes with the length of a request
+        (``rope.switch``) unless ``twice`` makes the tables of both lengths."""
         if rope.switch is not None and not twice:
             raise ModelError(f"rope_type={rope.kind!r} changes at {rope.switch} tokens: want a model that is described")
         key = (rope, twice)

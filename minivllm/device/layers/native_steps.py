@@ -1,9 +1,9 @@
-"""Captured steps of a CPU: FORWARD is one call of the native part, and so is SAMPLE where nothing but a draw is asked.
+"""Captured steps on a CPU.  FORWARD is one call of the native library; SAMPLE is one if it only draws tokens.
 
     plan ─► box ─► forward ─► hidden of the rows that draw ─► sample ─► columns, packed result
-                                          └──────────────► ``step.sample``, where processors run, or the host wants more
+                                          └──────────────► ``step.sample``, for logits processors or data for the host
 
-A step of more tokens than ``MOST_TOKENS`` runs as separate operations: the library's wide products are faster there.
+A step of more tokens than ``MOST_TOKENS`` runs as separate torch operations, because torch's products are faster then.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ MOST_TOKENS = 64
 
 
 class NativeSteps:
-    """The program of a model.  NotLowered, with the reason, where there can be none.
+    """The native program of a model, and the calls that run a step with it.
 
-    ``state`` has the columns of the rows (``device/worker/state.py:DeviceState``), and ``parts`` what the model is made
-    of, with its KV cache; copies of weights take up to ``room`` bytes.
+    The constructor raises NotLowered, with the reason, if the model or the configuration cannot run natively.
+    ``state`` is the ``DeviceState`` of ``device/worker/state.py``, ``parts`` the factory that made the model's modules
+    and KV cache.  Copies of weights take up to ``room`` bytes.
     """
 
     def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int) -> None:
         self.state = state
         self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
-        self.plain = int(replaceable(sampler))  # variant bits of rows that are drawn here
+        self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
         columns = {
             "tokens": state.tokens,
             "longest": state.tokens.shape[1],
@@ -57,13 +58,15 @@ class NativeSteps:
         threads = torch.get_num_threads()
         made = lower(model, parts.modules, parts.layers, columns, threads, MOST_TOKENS, rows, room)
         self.program, self.hidden, self.logits = made.program, made.hidden, made.logits
-        self.copied = made.copied  # bytes of weights beside the model's own
+        self.copied = made.copied  # bytes of the copies of weights
         self._decode = wiring.steps.graph == "decode"
         self._box = np.zeros(2 + 4 * MOST_TOKENS, np.int64)
         self._at, self._dtype = address(self._box), getattr(torch, wiring.dtype)
 
     def _check(self, wiring: Wiring, parts: ModelParts) -> None:
-        """What the program replaces must be what was chosen."""
+        """Raise NotLowered if the program would not do the same as the configured plug-ins and options.
+
+        The program replaces the attention back end, the KV format and the model's own code."""
         if reason := library.why_not():
             raise NotLowered(reason)
         if wiring.batch_invariant:
@@ -80,7 +83,7 @@ class NativeSteps:
             )
 
     def _temperature(self, wiring: Wiring) -> torch.Tensor:
-        """The sampler's column, f32 [S].  PluginError if there is none like that."""
+        """Return the sampler's column of temperatures, f32 [S].  PluginError if no column has this dtype and shape."""
         column = self.state.processors[-1].columns.get("temperature")
         if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
             name = wiring.parts["sampler"].name
@@ -90,14 +93,19 @@ class NativeSteps:
         return column
 
     def takes(self, plan: StepPlan) -> bool:
-        """Whether FORWARD of a step can run here."""
+        """Return whether the program can run FORWARD of a step.
+
+        It needs 1 to ``MOST_TOKENS`` rows and at most as many tokens, and no prompt logprobs, taps or steering.  If
+        only decode steps are captured, each row must have one token."""
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
             return False
         return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
 
     def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Hidden states [N, H] of the rows that draw, valid until the next step; None if nobody draws."""
+        """Run FORWARD and return the hidden states [N, H] of the N tokens that sample; None if N is 0.
+
+        They may be overwritten by the next step."""
         whole = merged(plan) if len(plan.draft) else plan
         box, r, n = self._box, len(whole.slots), len(plan.samples)
         box[0], box[1] = r, n
@@ -113,7 +121,10 @@ class NativeSteps:
         return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
 
     def draws(self, plan: StepPlan) -> bool:
-        """Whether SAMPLE of a step whose FORWARD ran here is nothing but a draw."""
+        """Return whether the program can run SAMPLE of a step whose FORWARD it ran.
+
+        It can if every row only draws a token in a variant that the program has.  Logprobs, drafts, guided decoding,
+        active logits processors and data for the host need ``step.sample``."""
         if not self.plain or plan.topk >= 0 or len(plan.late) or len(plan.host) or len(plan.held):
             return False
         if len(plan.draft) or len(plan.guided) or not 0 < len(plan.samples) <= len(self.logits):
@@ -126,7 +137,7 @@ class NativeSteps:
         return bool(((variant & self.plain) == variant).all() and variant.all())
 
     def sample(self, plan: StepPlan) -> torch.Tensor:
-        """Draws, and writes to the columns: i32 [3, N] tokens, counts and flags."""
+        """Draw the tokens of N rows, write them to the columns, and return i32 [3, N]: tokens, counts and flags."""
         box, n = self._box, len(plan.samples)
         box[0], box[1] = n, 1
         box[2 : 2 + n] = plan.slots[plan.samples]
@@ -140,14 +151,17 @@ class NativeSteps:
 
 
 def replaceable(plugin: Any) -> Any:
-    """Of a plug-in what its class says of itself in ``native``, which a class made of it does not inherit: it runs."""
+    """Return the attribute ``native`` that the plug-in's own class defines, or 0 if it defines none.
+
+    A non-zero value allows the native program to replace the plug-in.  It is not inherited, because a subclass may
+    compute something else, so its own code must run."""
     return vars(type(plugin)).get("native", 0)
 
 
 def native_steps(
     wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int
 ) -> tuple[NativeSteps | None, str]:
-    """(the steps of a model, ""); or (None, why there are none)."""
+    """Return (the native steps of a model, ""), or (None, the reason) if it cannot run natively."""
     try:
         return NativeSteps(wiring, state, model, parts, sampler, room), ""
     except NotLowered as e:

@@ -14,11 +14,12 @@ from .module import Module, check_shape, fill
 
 
 class RMSNorm(Module):
-    """``norm(x, residual) -> (y, residual)``: adds x [T, dim] to the residual stream, which y normalises.
+    """RMSNorm with the residual addition before it: ``norm(x, residual) -> (y, sum)``, all [T, dim].
 
-    The statistics are float32 whatever the dtype.  Without a residual x itself begins the stream.  The residual that is
-    passed in belongs to the norm from then on: the fused kernel adds in place.  A weight to which ``kind.offset`` is
-    added is kept in float32: its small differences would be lost beside the offset.
+    sum = residual + x is the new residual stream, and y is the norm of the sum.  If ``residual`` is None the sum is x.
+    The fused kernel adds in place, so the caller may not use the old ``residual`` again.  The statistics are float32.
+    If ``kind.offset`` is added to the weight, the weight is float32, because a lower precision would lose its small
+    differences from the offset.
     """
 
     def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
@@ -43,16 +44,19 @@ class RMSNorm(Module):
         return rms_norm(residual, self.weight, self.eps), residual
 
     def rounded(self, x: Tensor, residual: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """As a call with a ``fused`` norm, of which rows of y come in 8 bits: (codes, scale f32 [T, 1], residual)."""
+        """Do the same as a call, but quantize y to the 8-bit ``dtype``; the norm must be ``fused``.
+
+        Return (codes [T, dim], scale f32 [T, 1], new residual), where y = codes * scale."""
         from minivllm.device.kernels.norm import add_rms_norm_rounded
 
         return add_rms_norm_rounded(x, residual, self.weight, self.eps, dtype)
 
 
 class SplitNorm(Module):
-    """RMSNorm over all heads of a projection, of which each process has some: x [T, its share] of ``dim``.
+    """RMSNorm over all ``dim`` elements of a projection's heads, which are split over the processes.
 
-    The mean is that of all: one more sum over the processes.  ``copies`` neighbours have the same share.
+    A call takes and returns this process's share, x [T, dim * copies / processes].  The mean square is over all heads,
+    which needs a sum over the processes.  ``copies`` is the number of neighbouring processes with the same share.
     """
 
     def __init__(
@@ -82,7 +86,7 @@ class SplitNorm(Module):
 
 
 class LayerNorm(Module):
-    """As ``RMSNorm``, of what is left of x when its mean is subtracted; with a bias if ``kind`` says so."""
+    """LayerNorm with the residual addition before it, called as ``RMSNorm``; it has a bias if ``kind.bias``."""
 
     def __init__(self, name: str, dim: int, kind: Norm, dtype: torch.dtype, device: str, fuse: bool = False) -> None:
         super().__init__(name)
@@ -103,9 +107,10 @@ class LayerNorm(Module):
 
 
 class HeadsNorm(Module):
-    """RMSNorm or LayerNorm of each head by itself, with weights of its own: x [T, heads * dim] of the heads ``here``.
+    """A norm that normalises each head separately and has weights for each head: RMSNorm, or LayerNorm if centered.
 
-    The statistics are float32.  Checkpoint parts are the numbers of all ``heads``; of the others nothing is kept.
+    This process has the heads ``here`` of ``heads``; a call takes and returns x [T, len(here) * dim].  The statistics
+    are float32.  A checkpoint part is named by the number of its head; weights of other heads are not stored.
     """
 
     def __init__(
@@ -133,11 +138,13 @@ class HeadsNorm(Module):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., dim] / sqrt(mean(x^2) + eps) * weight [dim], statistics in float32; in the dtype of x."""
+    """Return x [..., dim] / sqrt(mean(x^2) + eps) * weight [dim] in the dtype of x; the statistics are float32.
+
+    The mean is over the last axis."""
     if weight.dtype != x.dtype:
         return rms_norm(x.float(), weight.float(), eps).to(x.dtype)
     if x.device.type != "cpu" or x.dtype != torch.float32:
         return F.rms_norm(x, weight.shape, weight, eps)
-    # torch has no fused CPU kernel: this takes a third less time than its own seven operations.
+    # torch has no fused CPU kernel for this; these operations take a third less time than its seven.
     scale = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
     return x.mul(scale).mul_(weight)
