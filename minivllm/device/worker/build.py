@@ -1,4 +1,6 @@
-"""Wiring -> a worker: model, back end, processors and KV cache on one device.  Runs in the process that computes."""
+"""Build a worker from a wiring: model, attention back end, processors and KV cache on one device.
+
+This runs in the process that computes the steps."""
 
 from __future__ import annotations
 
@@ -35,38 +37,39 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
 
-CPU_CACHE_SHARE = 0.25  # of the memory that is free; pages are only taken when they are written
+CPU_CACHE_SHARE = 0.25  # share of the free memory; the system allocates a page when it is first written
 CPU_CACHE_LIMIT = 8 << 30
-# of the memory behind weights and the states of slots, for checkpoints of states; and how many a slot, at most
+# share of the memory left after weights and states of slots that checkpoints of states may take, and the largest number
+# of checkpoints for each slot
 CHECKPOINT_SHARE, CHECKPOINTS_EACH = 0.2, 4
 
 
 @dataclass
 class Worker:
-    """What a runner runs."""
+    """The parts that a runner needs: model, attention back end, processors and memory of one device."""
 
     device: torch.device
     model: Any
     backend: AttentionBackend
     processors: list[tuple[str, Processor]]
-    groups: list[list[int]]
+    groups: list[list[int]]  # indices of the layers in each group; a group shares its block tables
     vocab_size: int
     hidden_size: int
     weight_bytes: int
-    # [group][layer of it]
+    # [group][layer of the group] -> cache tensors by name
     caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    parts: ModelParts | None = None  # what the model is made of
-    states: StateMemory | None = None  # of layers without keys and values
-    # by "drafter", or the name of the processor
+    parts: ModelParts | None = None  # the parts that the model was built from
+    states: StateMemory | None = None  # states of recurrent layers; None without any
+    # key: "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
 
 
 @dataclass
 class SecondModel:
-    """The model of a drafter or processor, whose layers keep their KV in the blocks of the leading group."""
+    """The model of a drafter or processor.  Its layers store their KV cache in the blocks of the first group."""
 
     model: Any
     backend: AttentionBackend
@@ -74,7 +77,10 @@ class SecondModel:
 
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
-    """(name, instance) in order, the sampler last.  The engine's host side and the worker each make their own."""
+    """Build the processors and the sampler of a wiring; return (name, instance) pairs in order, the sampler last.
+
+    The host side of the engine and the worker each build their own instances.  Raise ConfigError if the wiring needs
+    processed log-probabilities and the sampler does not implement ``drawn_from``."""
     draw = fused(wiring, "draw")
     ctx = SamplingContext(vocab_size, wiring.max_model_len, wiring.eos_ids, wiring.batch_invariant, draw)
     made = [(p.name, build_part("processor", p, ctx)) for p in wiring.processors]
@@ -87,19 +93,22 @@ def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processo
 
 
 def has_kernels(wiring: Wiring) -> bool:
-    """Whether Triton's kernels can run there."""
+    """Return whether Triton kernels can run: the device is CUDA and triton is installed."""
     return wiring.device.startswith("cuda") and importlib.util.find_spec("triton") is not None
 
 
 def fused(wiring: Wiring, which: str = "") -> bool:
-    """Whether the kernels run that join layers, or the operations of a sampler; ``which`` of them, as in
-    ``StepWiring.unfused``."""
+    """Return whether fused kernels run, which compute several operations of layers or of a sampler in one launch.
+
+    ``which`` names one kind of fused kernel, as in ``StepWiring.unfused``; "" means fused kernels in general."""
     return wiring.steps.fuse and has_kernels(wiring) and which not in wiring.steps.unfused
 
 
 def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
-    """Load the model and take the memory.  ``ranks``: the communicator of those that share the model, if it is shared.
-    Models beside it are whole on the rank that the wiring gives them to."""
+    """Load the models of a wiring and allocate the memory for states and KV cache.
+
+    ``ranks`` is the communicator of the processes that share the model, or None if one process has all of it.  Models
+    of a drafter or of processors are not sharded: each process loads all weights of those in its wiring."""
     device = torch.device(wiring.device)
     cfg = open_checkpoint(wiring.model_dir, overrides=wiring.hf_overrides).hf_config()
     fmt = build_part("kvformat", wiring.parts["kvformat"])
@@ -134,7 +143,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 
 
 def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemory:
-    """Take the memory of recurrent states: one for each slot, and checkpoints.  ResourceError if it is too little."""
+    """Allocate the recurrent states: one for each slot, and checkpoints.  Raise ResourceError if memory is too small."""
     slots, drafts = wiring.max_num_seqs + 1, wiring.speculation.num_speculative_tokens
     each = state_bytes(parts.states, parts.dtype, drafts)
     free, checkpoints = _free_memory(str(worker.device)), wiring.cache.num_state_checkpoints
@@ -159,7 +168,7 @@ def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemo
 
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
-    """What an attention back end of this wiring is told."""
+    """Return the context with which the attention back end of a wiring is built."""
     rows = min(
         wiring.max_num_seqs * (1 + wiring.speculation.num_speculative_tokens),
         max(wiring.max_num_batched_tokens, wiring.max_num_seqs),
@@ -186,7 +195,10 @@ def _load(
     groups: Sequence[Sequence[int]],
     ranks: Any = None,
 ) -> tuple[Any, ModelParts, list[str]]:
-    """A model with its weights, an attention back end of its own, and what the user should know of the weights."""
+    """Build a model with its own attention back end, and load its weights from ``folder``.
+
+    ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  Return (model, its parts, notes on
+    the weights for the user)."""
     backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
     quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
     arch = build_part("model", chosen["model"])
@@ -236,7 +248,9 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
 
 
 def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int]) -> None:
-    """Of the layers of all models."""
+    """Allocate the caches of the layers of all models, with ``blocks[g]`` blocks in group g.
+
+    The layers of second models belong to group 0."""
     second = [layer for own in worker.own_models.values() for layer in own.parts.layers]
     layers, n_layers = [*parts.layers, *second], len(parts.layers)
     groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
@@ -245,8 +259,12 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
 
 
 def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None]) -> list[int]:
-    """Blocks per group for ``budget`` bytes: a window's group never needs more than its rows can see; the others share
-    what is left, and nobody gets more than all rows at full length could fill."""
+    """Return the number of blocks of each group of layers, for ``budget`` bytes in total.
+
+    ``windows[g]`` is the attention window of group g in tokens; None means no window.  A group gets at most the blocks
+    that all rows can use: those of ``max_model_len`` tokens, or with a window those of the window and of one step.  If
+    the budget is smaller, all groups are reduced by the same factor.  Raise ResourceError if a group would have fewer
+    than 3 blocks."""
     block = wiring.block
     per_row = -(-wiring.max_model_len // block) + 1
     most = wiring.max_num_seqs * per_row + 1
@@ -271,11 +289,13 @@ def _fit(worker: Worker, wiring: Wiring, budget: int, windows: list[int | None])
 
 
 def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) -> int:
-    """Bytes for the KV cache."""
+    """Return the bytes that the KV cache may take.
+
+    On a CPU they are a share of the free memory.  On a GPU a trial step measures the memory of activations first."""
     if worker.device.type == "cpu":
         return min(int(CPU_CACHE_SHARE * free_ram()), CPU_CACHE_LIMIT) // parts.shard.size
     _allocate(worker, parts, layouts, [1] * len(worker.groups))
-    with ALONE:  # what another engine's capture takes meanwhile would count as this one's
+    with ALONE:  # memory that a capture of another engine takes at the same time would be counted here
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -288,7 +308,7 @@ def _budget(worker: Worker, wiring: Wiring, parts: ModelParts, layouts: list) ->
 
 
 def _trial_step(worker: Worker, wiring: Wiring) -> None:
-    """The largest step, on the null block: what it allocates beside weights and cache must stay free."""
+    """Run the largest possible step on the null block, so that the caller can measure its temporary memory."""
     t = min(wiring.max_num_batched_tokens, wiring.max_num_seqs * wiring.max_model_len)
     rows = max(1, min(wiring.max_num_seqs, -(-t // wiring.max_model_len)))
     plan = StepPlan(
@@ -309,7 +329,7 @@ def _trial_step(worker: Worker, wiring: Wiring) -> None:
         n = min(wiring.max_num_seqs, host.tokens)
         logits = worker.model.logits(hidden[:n]).float()
         del hidden
-        torch.softmax(logits, dim=-1).sort(dim=-1)  # what a sampler may need
+        torch.softmax(logits, dim=-1).sort(dim=-1)  # the temporary tensors that a sampler may need
         synchronize()
 
 

@@ -1,9 +1,10 @@
-"""Calls of processors and sampler on the logits of a step: each over the rows that bound it.
+"""Calls of processors and the sampler on the logits of a step.  Each runs on the rows that use it.
 
-    logits [N, V] ──rows that bound it──► [n, V] ─ apply ─► back to their rows
+    logits [N, V] ──rows that use it──► [n, V] ─ apply ─► back to their rows
 
-A drafter's guesses are drawn by ``BoundCalls``: what a plug-in raises costs them all.  A step that runs as separate
-launches has ``GuardedCalls``: it ends the rows that bound it.  Those of a capture are in ``captured``.
+``BoundCalls`` draws the tokens of a drafter's model; an exception of a plug-in costs all drafts of the step.
+``GuardedCalls`` is for steps of separate launches; an exception ends the rows that use the plug-in.  ``captured`` has
+the calls of a capture.  A row uses (has bound) a processor if the parameters of its request need it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class ProcessorChain:
-    """The processors of a config in order, the sampler last, and their columns."""
+    """The processors of a config in order, with the sampler last, and their columns."""
 
     def __init__(
         self,
@@ -51,36 +52,44 @@ class ProcessorChain:
 
 
 class SampleCalls(ABC):
-    """What a plug-in raises goes to the caller, and its time is the caller's.  N rows, V tokens of the vocabulary."""
+    """Calls of processors and the sampler for N rows and V tokens of the vocabulary.
+
+    Exceptions of plug-ins are raised to the caller, and their time is not measured; subclasses change both."""
 
     def __init__(self, chain: ProcessorChain, wants_min: bool) -> None:
         self.chain, self.state, self.wants_min = chain, chain.state, wants_min
 
     @abstractmethod
     def bound(self, p: int) -> tuple[np.ndarray | None, int] | None:
-        """(rows i64 [n] that processor ``p`` runs on, None: all; their variant bits); None if no row bound it."""
+        """Return (rows i64 [n] that use processor ``p``, or None for all rows; their variant bits).
+
+        Return None if no row uses it."""
 
     @abstractmethod
     def sampler_variant(self) -> int:
-        """The variant bits of all rows."""
+        """Return the variant bits of the sampler, combined over all rows."""
 
     @abstractmethod
     def blank(self, logits: Tensor) -> Tensor:
-        """i64 [N] for the sampler to write tokens to."""
+        """Return a tensor i64 [N] to which the sampler writes its tokens."""
 
     def own_logits(self, p: int, some: np.ndarray | None) -> Tensor | None:
-        """f32 [n, V] of the model of processor ``p``, if it has one, for the rows ``some`` i64 [n], None: all."""
+        """Return the logits f32 [n, V] of the model of processor ``p``, or None if it has no model.
+
+        ``some`` i64 [n] are the rows; None means all."""
         return None
 
     def run(self, p: int, call: Callable[..., Any], *args: Any) -> Any:
         return call(*args)
 
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
-        """Plug-in ``p`` raised for ``rows`` i64 [n], None: all."""
+        """Handle the exception ``e`` of plug-in ``p`` for ``rows`` i64 [n] (None means all).  Here it is raised again."""
         raise e
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
-        """The processors, in order, on ``logits`` [N, V] in place; of rows that fail they are made harmless."""
+        """Call the processors in order; they change ``logits`` [N, V] in place.
+
+        If a processor fails, the logits of its rows become 0, so that the sampler can still run."""
         for p in range(len(self.chain.made) - 1):
             if (found := self.bound(p)) is not None:
                 self._apply(p, logits, rows, *found)
@@ -95,12 +104,12 @@ class SampleCalls(ABC):
         except Exception as e:
             self.fail(p, e, some)
             part.zero_()
-        its.own_logits = None  # ``its`` may be what the others get
+        its.own_logits = None  # ``its`` may be ``rows``, which the other processors get too
         if index is not None:
             logits[index] = part
 
     def drawn_from(self, logits: Tensor, rows: Rows) -> Tensor:
-        """The sampler's, f32 [N, V]."""
+        """Return the logits f32 [N, V] whose softmax the sampler draws from (``Sampler.drawn_from``)."""
         rows.variant = self.sampler_variant()
         try:
             found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
@@ -112,7 +121,7 @@ class SampleCalls(ABC):
             return logits
 
     def draw(self, logits: Tensor, rows: Rows) -> Draw:
-        """The sampler's tokens i64 [N], which may be outside of the vocabulary."""
+        """Call the sampler; return its tokens i64 [N], which may be outside the vocabulary."""
         rows.variant, out = self.sampler_variant(), Draw(self.blank(logits))
         try:
             self.run(-1, self.chain.sampler.draw, logits, rows, self.state.processors[-1].columns, out)
@@ -123,7 +132,10 @@ class SampleCalls(ABC):
         return out
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows) -> None:
-        """Processors hear of accepted tokens i64 [N, k] (``Processor.commit``); rows that fail at it are stopped."""
+        """Report accepted tokens to the processors (``Processor.commit``).
+
+        ``tokens`` is i64 [N, k]; of row i the first ``count[i]`` are accepted.  If a processor raises, and ``fail`` does
+        not, its rows are stopped."""
         for p, processor in enumerate(self.chain.made):
             if not self.chain.commits[p] or (found := self.bound(p)) is None:
                 continue
@@ -139,7 +151,7 @@ class SampleCalls(ABC):
 
 
 class BoundCalls(SampleCalls):
-    """Over rows of ``slots`` i64 [N], of which the host knows who bound what."""
+    """Calls for the rows of ``slots`` i64 [N].  The host arrays of ``ProcessorState`` give the rows of each processor."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
         super().__init__(chain, bool(chain.state.wants_min[slots].any()))
@@ -156,12 +168,12 @@ class BoundCalls(SampleCalls):
         return int(np.bitwise_or.reduce(self.state.processors[-1].variant[self.slots]))
 
     def blank(self, logits: Tensor) -> Tensor:
-        """No token, so that it shows if none is written."""
+        """Return a tensor of -1, which is no token, so that a row without a written token is detected."""
         return torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)
 
 
 class GuardedCalls(BoundCalls):
-    """What a plug-in raises is an error of these rows, in ``errors``; its time is counted."""
+    """Calls that turn an exception of a plug-in into an error of its rows, in ``errors``, and measure the time."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray, errors: list[StepError]) -> None:
         super().__init__(chain, slots)
@@ -178,17 +190,18 @@ class GuardedCalls(BoundCalls):
 
 
 class ProcessorModel(Protocol):
-    """The own model of a processor."""
+    """The model that a processor brings (see ``own_model``)."""
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray) -> Tensor:
-        """Return logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N]."""
+        """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N]."""
         ...
 
 
 class SeparateCalls(GuardedCalls):
     """The calls of a step that runs as separate launches.
 
-    ``own_models``: by the name of a processor.  ``poison``: the errors of slots whose processors failed between steps.
+    ``own_models`` maps the name of a processor to its model.  ``poison`` maps a slot to the error of a processor that
+    failed between steps; these rows end in this step, and their errors are removed from it.
     """
 
     float32, changes = True, True
@@ -233,7 +246,7 @@ class SeparateCalls(GuardedCalls):
         return logits
 
     def draw(self, logits: Tensor, rows: Rows) -> Draw:
-        """A guide's token is that of its row."""
+        """Call the sampler, then copy the token of each guided row to the row of its guide."""
         drawn = super().draw(logits, rows)
         if self.pairs is not None:
             row, guide = self.pairs
@@ -245,7 +258,7 @@ class SeparateCalls(GuardedCalls):
         return step.rows_of(self.state, slots, position, int(self.position.max()))
 
     def meet_host(self, logits: Tensor) -> None:
-        """Apply late masks to ``logits`` in place, and start the copy of the logits that the host wants."""
+        """Apply late masks to ``logits`` in place, and start the copy of the logits in ``plan.host``."""
         plan, to = self.plan, self.state.to
         if self.late is not None:
             sampling.apply_mask(logits, to(self.late.mask), to(plan.late).long())
@@ -253,7 +266,7 @@ class SeparateCalls(GuardedCalls):
             self.running.logits = to_host(logits[to(plan.host).long()])
 
     def peaks(self, logits: Tensor) -> Tensor:
-        """bool [N]: the rows that nothing can be drawn from."""
+        """Return bool [N], True for rows whose logits allow no draw (see ``sampling.bad_rows``)."""
         return sampling.bad_rows(logits)
 
     def accept(self, logits: Tensor, rows: Rows, drawn: Draw, peaks: Tensor) -> Tensor:
@@ -276,7 +289,9 @@ class SeparateCalls(GuardedCalls):
         return tokens
 
     def _commit_slots(self, tokens: Tensor, count: Tensor, rows: Rows, draft: np.ndarray) -> None:
-        """A slot that stands in several rows has several tokens; what fails is its first row."""
+        """Report the accepted tokens of a step with drafts to the processors, one call for all tokens of a slot.
+
+        An error of a slot is assigned to its first row."""
         heads, tokens, count = step.by_slot(self.state, draft, tokens, count)
         calls = GuardedCalls(self.chain, self.slots[heads], [])
         calls.commit(tokens, count, rows.pick(self.state.to(heads)))

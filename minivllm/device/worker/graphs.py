@@ -1,19 +1,20 @@
-"""Captured steps: a decode step, or a mixed one, is two replays and next to no work per row on the host.
+"""Captured steps: a decode step or a mixed step is two replays of CUDA graphs, with little work per row on the host.
 
     host:    slots (if they changed), or a packed row table ──►                                 packed ──► pinned memory
     device:  FORWARD[kind, rows, tokens]   begin ─ embed ─ layers ─ norm ──► hidden of each row      ▲
-             SAMPLE[rows, what is asked]   head ─ processors ─ draw ─ commit ────────────────────────┘
+             SAMPLE[rows, Asked]           head ─ processors ─ draw ─ commit ────────────────────────┘
 
 A *decode* step (one token a row) reads token, length and block table of each slot from the device's own columns, and
 ``commit`` writes them, so step N + 1 can be launched before the host has seen the tokens of step N.  A *mixed* step
-(some rows bring several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are padded
-to the next captured size with the *spare slot*, the last one of the columns: it belongs to nobody, counts as ended, and
-what it computes is not kept (its cache slot is in the null block).
+(some rows have several tokens) gets its rows and positions from the host in one copy.  Rows and tokens are padded to
+the next captured size with the *spare slot*, the last slot of the columns.  No request uses it and it is marked as
+stopped, so its results are dropped; its keys and values are written to the null block.
 
-The masks of late rows are copied, beside the layers, to where SAMPLE finds them (``device.kernels.mask``).
+The masks of late rows are copied to a fixed buffer while the layers run, and SAMPLE reads them from this buffer
+(``device.kernels.mask``).
 
-What cannot be captured (a processor that is not graph safe, a token that the host chooses, a model that waits)
-runs as separate launches instead; ``notes`` says why.
+Steps that cannot be captured (a processor is not graph safe, the host chooses a token, the model waits for the device)
+run as separate launches.  ``notes`` gives the reason.
 """
 
 from __future__ import annotations
@@ -53,23 +54,28 @@ if TYPE_CHECKING:
     from .runner import Runner
 
 log = logging.getLogger(__name__)
-# contexts up to here share their captures; longer ones are cut differently by the attention back end
+# Steps whose contexts have at most this number of tokens share their captures.  The attention back end splits longer
+# contexts differently, so they have captures of their own.
 SHORT = 8192
-CAPTURES = 160  # mixed steps and sampling variants that are kept
-# A kind of mixed steps is captured when its steps have cost about as much as its capture will: after so many that ran
-# as separate launches, or by what a larger capture computes for nothing.  A burst has many kinds.
+CAPTURES = 160  # largest number of FORWARD captures, and of SAMPLE captures
+# A mixed step of a new shape is captured when earlier steps of this shape have cost about as much time as a capture:
+# SIGHTS steps as separate launches, or more steps in a larger capture, whose cost is the padding.  A burst of requests
+# has many shapes, so capturing each at once would be slow.
 SIGHTS = 4
-CAPTURE_FLOPS = 3e13  # of an H100 at half its peak, while its host captures a step: 80 ms
-# a larger capture serves a mixed step of so many times its tokens, and up to so many in any case: the device takes less
-# time than the host takes to launch a step's kernels
+# operations that an H100 does at half its peak in 80 ms, the time in which its host captures a step
+CAPTURE_FLOPS = 3e13
+# A mixed step may run in a larger capture of at most WASTE times its tokens.  Captures of up to CHEAP_TOKENS tokens are
+# always allowed, because they take less time than the host needs to launch the kernels of a step.
 WASTE, CHEAP_TOKENS = 1.5, 512
-MOST_KINDS = 4096  # that are counted; points can be tapped in many combinations
-TAPPED_CAPTURES = 48  # of the captures, those of steps with taps
+MOST_KINDS = 4096  # largest number of shapes in ``Graphs.paid``; taps of several points have many combinations
+TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
 
 
 @dataclass(frozen=True)
 class TappedKey(GraphKey):
-    """The captured shape of a step with taps: numbers of the points at which something is added, and of those that are
+    """The captured shape of a step with taps.
+
+    ``steered`` are the numbers of the points at which a vector is added, ``read`` those of the points whose values are
     read."""
 
     steered: tuple[int, ...] = ()
@@ -77,7 +83,7 @@ class TappedKey(GraphKey):
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    """Milliseconds of a replay: the least of three."""
+    """Return the time of a replay in milliseconds, the shortest of three."""
     begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     found = []
     for _ in range(3):
@@ -91,45 +97,50 @@ def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
 
 @dataclass
 class Captured:
+    """A captured graph, and the tensors through which a replay gets its input and returns its result."""
+
     graph: Any
     result: Any = None
-    # i64, the packed row table of a mixed step (see ``step.pack_rows``)
+    # i64 row table of a mixed step (see ``step.pack_rows``)
     rows: torch.Tensor | None = None
-    # tensors of the graph that were made outside of it: it knows their addresses only
+    # tensors that the graph uses but did not allocate: it stores only their addresses, so they must not be freed
     keep: Any = None
 
 
 @dataclass
 class Graphs:
-    """The captures of one runner.  All share one memory pool: they run one after another."""
+    """The captures of one runner.  They share one memory pool, because they never run at the same time."""
 
-    # rows; captures of fewer differ in how attention cuts a context, which spare rows do not show
+    # Captures of at least this number of rows are timed, and useless sizes are removed.  Captures of fewer rows differ
+    # in how attention splits a context, and a replay with spare rows does not show this.
     measured_from = 128
     runner: Runner
     mixed: bool  # the attention back end can be captured in mixed steps
     buffers: dict[int, Buffers] = field(default_factory=dict)
     forwards: dict[GraphKey, Captured] = field(default_factory=dict)
     samples: dict[tuple[int, Asked], Captured | None] = field(default_factory=dict)
-    # of mixed steps that have no capture of their own: what they have cost; 1.0 is as much as a capture
+    # for each shape without a capture of its own, the cost of its steps so far; 1.0 is the cost of a capture
     paid: dict[GraphKey, float] = field(default_factory=dict)
-    # the larger captures in which mixed steps run meanwhile, as far as they were looked for
+    # results of ``_larger``: the larger capture in which a mixed step runs until its shape has its own
     serving: dict[GraphKey, GraphKey | None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    masks: DeviceMasks | None = None  # of late rows, from the first step that has some
-    # captures that failed: such steps run uncaptured
+    masks: DeviceMasks | None = None  # masks of late rows; None until the first step with a mask
+    # shapes whose capture failed; their steps run as separate launches
     refused: set[GraphKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.spare = self.runner.wiring.max_num_seqs
         self.sizes, self.coarse = row_sizes(self.spare), coarse_sizes(self.spare)
         self.recorder = GraphRecorder()
-        # about the operations of a token (two for the two bytes of a weight); of a mixture all experts are counted
+        # estimate of the operations for a token: two for each weight of two bytes.  All experts are counted.
         self.token_flops = self.runner.worker.weight_bytes
 
     # ---- which capture -------------------------------------------------------------------------------------------
 
     def key(self, plan: StepPlan) -> GraphKey | None:
-        """The capture that a step can run in, or None."""
+        """Return the shape of the capture in which a step runs, or None if it must run as separate launches.
+
+        The capture may not exist yet; ``forward`` then makes it."""
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
@@ -138,14 +149,14 @@ class Graphs:
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         steered, read = self.runner.taps.of_step(plan)
-        # drafts have places of their own
+        # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
             key = GraphKey("decode", size, size, span)
             if not steered and not read:
                 return self._unless_refused(key)
         elif not self.mixed or tokens > MOST_TOKENS or read:
-            return None  # what many tokens have at a point is kept by no capture
+            return None  # a capture stores tap values of one token for each row only
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
             key = GraphKey("mixed", size, max(token_size(tokens), size), span)
@@ -158,7 +169,9 @@ class Graphs:
         return (self._unless_refused(key) if due else None) or larger
 
     def _larger(self, key: GraphKey) -> GraphKey | None:
-        """The smallest capture that a mixed step without taps can run in, if there is one that is not much larger."""
+        """Return the smallest existing capture that can run a mixed step of shape ``key``.
+
+        Return None if it would be too large (see ``WASTE``), or if the step has taps."""
         if type(key) is not GraphKey:
             return None
         if key not in self.serving:
@@ -173,7 +186,10 @@ class Graphs:
         return self.serving[key]
 
     def _is_due(self, key: GraphKey, larger: GraphKey | None) -> bool:
-        """Whether steps of this kind, in ``larger`` or apart, have cost as much as their capture, and there is room."""
+        """Count a step of shape ``key``; return whether to capture this shape now.
+
+        It is captured once its steps, run in ``larger`` or as separate launches, have cost as much time as a capture
+        takes, unless the largest number of captures is reached."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
         padding = larger and larger.tokens - key.tokens + larger.rows - key.rows
@@ -188,7 +204,7 @@ class Graphs:
         return None if key in self.refused else key
 
     def asked(self, plan: StepPlan) -> Asked | None:
-        """What the rows of a step ask of processors and sampler; None if that cannot be captured."""
+        """Return the operations that the SAMPLE part of a step needs, or None if they cannot be captured."""
         if not len(plan.samples) or len(plan.held) or len(plan.draft) or len(plan.guided):
             return None
         slots = plan.slots[plan.samples]
@@ -206,8 +222,9 @@ class Graphs:
     # ---- run -----------------------------------------------------------------------------------------------------
 
     def forward(self, key: GraphKey, plan: StepPlan) -> torch.Tensor | None:
-        """Hidden states [R, H] of the rows; captures the step first if this is the first of its kind.  None if it
-        cannot be captured."""
+        """Replay the layers of a step, and return the hidden states [R, H] of its rows.
+
+        The capture of shape ``key`` is made first if it does not exist.  Return None if that fails."""
         if key not in self.forwards and not self._try_forward(key):
             return None
         captured = self.forwards[key]
@@ -229,8 +246,10 @@ class Graphs:
         plan: StepPlan,
         late: LateInputs | None,
     ) -> tuple[torch.Tensor, Any] | None:
-        """(i32 [3, B] tokens, counts and flags of the rows; their log-probabilities or None).  None if what is asked
-        cannot be captured.  ``late``: the masks of late rows."""
+        """Replay the SAMPLE part of a step.
+
+        Return (tokens, counts and flags of the rows, i32 [3, B]; their log-probabilities, or None if ``asked`` has
+        none), or None if the capture fails.  ``late`` holds the masks of late rows, or is None."""
         if late is not None:
             self.late_masks().put(plan.samples[plan.late], late.mask)
         captured = self._sample_of(key.rows, asked)
@@ -242,7 +261,9 @@ class Graphs:
         return self.buffers[key.rows].out, captured.result
 
     def _sample_of(self, rows: int, asked: Asked) -> Captured | None:
-        """The capture of a draw, made if it is the first of its kind; None if there is none."""
+        """Return the SAMPLE capture for ``rows`` rows, and make it if it does not exist.
+
+        Return None if its capture failed, or if there are CAPTURES of them already."""
         at = (rows, asked)
         if at not in self.samples:
             if len(self.samples) >= CAPTURES:
@@ -257,7 +278,10 @@ class Graphs:
         return self.masks
 
     def warm(self) -> None:
-        """Capture decode steps of every size and some mixed ones, the largest first: others find their memory there."""
+        """Capture decode steps of every size and some mixed steps.
+
+        The largest sizes come first, so that smaller captures reuse their memory.  Decode sizes whose replay
+        takes longer than that of a larger size are removed."""
         none = (-1,) * (len(self.runner.processors) - 1)
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
@@ -268,7 +292,8 @@ class Graphs:
             for variant in variants:
                 self._sample_of(size, Asked((*none, variant), False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= self.measured_from}
-        # so kernels are compiled now, not in the middle of the first burst; the least tells whether it can be done
+        # Mixed steps are captured now so that kernels are not compiled during the first burst.  The smallest comes
+        # first: if its capture fails, the others are not tried.
         if self.mixed:
             *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
             if self._try_forward(GraphKey("mixed", *least, SHORT)):
@@ -283,7 +308,9 @@ class Graphs:
             del self.forwards[keys[size]]
 
     def _draw_once(self, variant: int) -> None:
-        """A draw of the spare row over float32 logits, which is what steps that are not captured have."""
+        """Draw once for the spare slot from float32 logits, so that the sampler's kernels are compiled.
+
+        Steps of separate launches always use float32 logits."""
         r = self.runner
         slots = torch.full((1,), self.spare, dtype=torch.int64, device=r.device)
         rows = step.rows_of(r.state, slots, torch.zeros_like(slots), 1)
@@ -291,11 +318,14 @@ class Graphs:
         logits = torch.zeros(1, r.worker.vocab_size, device=r.device)
         try:
             r.sampler.draw(logits, rows, r.state.processors[-1].columns, Draw(torch.zeros_like(slots)))
-        except BaseException as e:  # a plug-in's: requests will tell
+        except BaseException as e:  # raised by a plug-in; requests will report it
             self._note(f"the sampler was not tried before the first request: {describe_error(as_exception(e))}")
 
     def _take(self, size: int, slots: np.ndarray) -> Buffers:
-        """The buffers of a size, holding these slots."""
+        """Return the buffers for ``size`` rows with these slots in them.
+
+        ``slots`` [n] has at most ``size`` slots; the other rows get the spare slot.  They are copied only if changed.
+        """
         b = self._buffers(size)
         if not np.array_equal(b.host_slots[: len(slots)], slots) or (b.host_slots[len(slots) :] != self.spare).any():
             b.host_slots[: len(slots)], b.host_slots[len(slots) :] = slots, self.spare
@@ -314,7 +344,7 @@ class Graphs:
         return self.buffers[size]
 
     def _try_forward(self, key: GraphKey) -> bool:
-        """Capture a step; False, and said once, if that fails."""
+        """Capture the layers of a step of shape ``key``; return False and write a note if that fails."""
         try:
             self._capture_forward(key)
         except BaseException as e:
@@ -381,11 +411,11 @@ class Graphs:
             b.slots.copy_(before)
 
     def _note(self, text: str) -> None:
-        """Say it once."""
+        """Add a text to the notes and log it as a warning, unless it is there already."""
         if text not in self.notes:
             self.notes.append(text)
             log.warning(text)
 
     def _capture(self, run: Callable[[], Any]) -> Captured:
-        """Record it on rows of the spare slot."""
+        """Record the operations of ``run`` in a CUDA graph.  All slots must be the spare slot meanwhile."""
         return Captured(*self.recorder.capture(run))

@@ -3,9 +3,9 @@
     delta ──► columns          FORWARD  gather ids by slot, layers, hidden states of the rows that draw
                                SAMPLE   logits, processors, (late masks), draw, commit, stop flags, result ──► host
 
-FORWARD and SAMPLE are apart so that masks may arrive from the host between them.  A processor or sampler that raises
-ends the rows that bound it; a model or attention back end that raises fails the step.  Neither leaves this file as an
-exception.
+FORWARD and SAMPLE are separate so that masks may arrive from the host between them.  If a processor or sampler raises,
+the rows that use it end with an error.  If the model or attention back end raises, the step fails.  Both errors are
+returned in the ``StepResult``; this module does not raise them.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """The model, its KV cache and the columns of one device."""
+    """The model, its KV cache and the columns of one device.  It runs the steps of the engine."""
 
-    captures: Any = None  # a class of captures of its own
-    drafts: Any = Drafting  # makes its drafter
+    captures: Any = None  # class of the captures; a subclass may set it, None means ``Graphs``
+    drafts: Any = Drafting  # class that runs the drafter
 
     def __init__(self, wiring: Wiring, ranks: Any = None) -> None:
         self.wiring = wiring
@@ -82,7 +82,9 @@ class Runner:
         self.graphs, self.native = self._graphs(), self._native()
 
     def _native(self) -> NativeSteps | None:
-        """The steps of a CPU in one call each, if config, plug-ins and model allow them."""
+        """Return the native steps of a CPU, which run all layers in one call, or None if they cannot be used.
+
+        The device, config, plug-ins and model decide; the reason is added to the notes."""
         if self.device.type != "cpu" or self.wiring.steps.graph == "off":
             return None
         with torch.inference_mode():
@@ -95,7 +97,8 @@ class Runner:
         return made
 
     def _graphs(self) -> Any:
-        """Captured decode steps, if device, config and plug-ins allow them."""
+        """Return the captured steps, or None if device, config or plug-ins do not allow them or their capture fails."""
+
         wanted = self.wiring.steps.graph != "off" and has_kernels(self.wiring)
         traits = self.wiring.parts["attention"].traits
         graph = traits.get("graph", "none")
@@ -118,7 +121,9 @@ class Runner:
         return graphs
 
     def capacity(self) -> Capacity:
-        """What there is room for.  Unless the config says otherwise one step runs ahead on a GPU, none on a CPU."""
+        """Return the blocks, states and features of the device.
+
+        ``depth`` is the number of steps that run ahead: by default 1 on a GPU and 0 on a CPU."""
         w, depth = self.worker, self.wiring.steps.run_ahead
         return Capacity(
             blocks=tuple(w.num_blocks),
@@ -137,7 +142,10 @@ class Runner:
     # ---- FORWARD -------------------------------------------------------------------------------------------------
 
     def forward(self, plan: StepPlan) -> Running:
-        """Apply the delta and run the layers.  The hidden states of the drawing rows wait in the result."""
+        """Apply the delta of a plan and run the layers.
+
+        The returned step holds the hidden states of the rows that draw, for ``sample``.  An exception becomes an error
+        of the step."""
         running = Running(plan, start=time.perf_counter())
         what = "delta"
         try:
@@ -183,7 +191,7 @@ class Runner:
 
                 self._forward(running, plan, run)
         except BaseException as e:
-            # whatever a model or a back end raises is the step's error, never the loop's end
+            # an exception of a model or back end must fail this step only, not end the loop of the worker
             self._fail(running, what, as_exception(e))
         return running
 
@@ -195,7 +203,7 @@ class Runner:
         selects = self.selects and read.taps is None
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
         if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or selects):
-            # one token where nobody draws: kernels are not launched for none
+            # keep one token if no row draws, because kernels cannot be launched for an empty tensor
             indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
         hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
         if len(plan.taps):
@@ -231,7 +239,8 @@ class Runner:
         running.taps = to_host(self.taps.flat(found))
 
     def read(self, plan: StepPlan) -> StepTensors:
-        """What a model is called with: one copy to the device, then gathers."""
+        """Return the inputs of the model for a plan.  One array is copied to the device; the rest is gathered there."""
+
         recurrent = self.state.recurrent is not None
         whole = merged(plan) if self.merges or recurrent else plan
         read = self._read(whole if self.merges else plan)
@@ -249,8 +258,9 @@ class Runner:
         return step.read_rows(self.state, self.state.to(table), host)[0]
 
     def _recommit(self, plan: StepPlan) -> None:
-        """Sequences that come back after a preemption: their columns start afresh, so the processors hear again of all
-        the tokens that were accepted before."""
+        """Report the accepted tokens of sequences that join again after a preemption to the processors.
+
+        The columns of these sequences were reset, so the processors must see all earlier generated tokens again."""
         join = plan.delta.join
         back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self.chain.commits) else ()
         if not len(back):
@@ -263,7 +273,7 @@ class Runner:
         self._tell(slots_np, slots, first, tokens, self.state.to(count))
 
     def _take_tokens(self, plan: StepPlan) -> None:
-        """Tokens that the host chose: into the history, and to the processors as any accepted token."""
+        """Append the tokens that the host chose to their sequences, and report them to the processors."""
         if not len(plan.delta.token):
             return
         slots_np = plan.delta.token[:, 0].astype(np.int64)
@@ -274,7 +284,11 @@ class Runner:
         self._tell(slots_np, slots, position, tokens[:, None], torch.ones_like(tokens))
 
     def _tell(self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Tell the processors of tokens that were accepted between steps; rows that fail at it end in their next."""
+        """Report tokens that were accepted between steps to the processors (``Processor.commit``).
+
+        ``slots_np`` and ``slots`` are the slots i64 [N] on the host and on the device.  ``first`` i64 [N] is the position
+        of the first token, ``tokens`` i64 [N, k] the tokens and ``count`` i64 [N] their number.  If a processor raises,
+        its rows end with an error in their next step."""
         rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
         calls = GuardedCalls(self.chain, slots_np, [])
         calls.commit(tokens, count, rows)
@@ -283,7 +297,9 @@ class Runner:
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
-        """Draw tokens from logits, commit them to the columns, and start the copy of the result."""
+        """Draw the tokens of a step, write them to the columns, and start the copy of the result to the host.
+
+        ``late`` holds the masks of late rows; None means that there are none."""
         running.sampled, running.sampler = True, self.names[-1]
         try:
             if running.hidden is not None and not running.errors:
@@ -303,11 +319,13 @@ class Runner:
         running.hidden, running.seams = None, self.seams.take()
 
     def _draws_natively(self, plan: StepPlan) -> bool:
-        """Whether a draw is all that a step asks for: no failure to report, no sampler that is told of tokens."""
+        """Return whether the native part can draw the tokens of a step.
+
+        It cannot if an error of a slot must be reported, or if the sampler implements ``commit``."""
         return not self._poison and not self.chain.commits[-1] and self.native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """Run SAMPLE as one replay; return False if the step asks for something that cannot be captured."""
+        """Run SAMPLE as one replay; return False if the step needs an operation that cannot be captured."""
         plan = running.plan
         asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
         done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None
@@ -319,7 +337,7 @@ class Runner:
         return True
 
     def _mark(self) -> Any:
-        """An event behind everything enqueued so far; None on a CPU."""
+        """Record a CUDA event after all work queued so far and return it; return None on a CPU."""
         if self.device.type == "cpu":
             return None
         event = torch.cuda.Event(enable_timing=True)
@@ -327,7 +345,9 @@ class Runner:
         return event
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """i32 [rows, words] that late masks are written to: what captures read from, or at least pinned."""
+        """Return the host array i32 [rows, words] to which late masks are written.
+
+        It is the buffer that captured steps copy from, if this is large enough, else a new array (pinned on a GPU)."""
         masks = self.graphs.late_masks() if self.graphs is not None else None
         if masks is not None and len(masks.host) >= rows:
             return masks.host[:rows]
@@ -360,7 +380,7 @@ class Runner:
             self._trace.close()
             self._trace = None
         if self.device.type == "cuda":
-            # a failed device raises here; nothing on it is worth waiting for
+            # a failed device raises here; its results are lost, so there is nothing to wait for
             with contextlib.suppress(RuntimeError):
                 synchronize()  # a step in flight still uses graphs and memory
         if self.native is not None:
