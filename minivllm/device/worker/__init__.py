@@ -1,8 +1,10 @@
-"""The device's room: StepPlan -> StepResult.  torch, and no policy: it does what a plan says.
+"""Run the steps of an engine on one device: StepPlan -> StepResult.
+
+The code here uses torch and makes no scheduling decisions; the plan of a step contains all of them.
 
 process ──► runner ──► state        the columns of rows that run
-               ├─────► step         what a step does; sampling, scoring
-               ├─────► calls        of processors and sampler, each over its rows
+               ├─────► step         the operations of a step; sampling, scoring
+               ├─────► calls        calls of processors and sampler
                ├─────► graphs ──► captured, capture
                └─────► drafting ──► own_model
 """

@@ -143,7 +143,7 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 
 
 def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemory:
-    """Allocate the recurrent states: one for each slot, and checkpoints.  Raise ResourceError if memory is too small."""
+    """Allocate the recurrent states: one for each slot, and checkpoints.  Raise ResourceError if they do not fit."""
     slots, drafts = wiring.max_num_seqs + 1, wiring.speculation.num_speculative_tokens
     each = state_bytes(parts.states, parts.dtype, drafts)
     free, checkpoints = _free_memory(str(worker.device)), wiring.cache.num_state_checkpoints

@@ -83,7 +83,7 @@ class SampleCalls(ABC):
         return call(*args)
 
     def fail(self, p: int, e: Exception, rows: np.ndarray | None = None) -> None:
-        """Handle the exception ``e`` of plug-in ``p`` for ``rows`` i64 [n] (None means all).  Here it is raised again."""
+        """Handle the exception ``e`` of plug-in ``p`` for ``rows`` i64 [n] (None means all).  It is raised here."""
         raise e
 
     def apply(self, logits: Tensor, rows: Rows) -> None:
@@ -134,8 +134,8 @@ class SampleCalls(ABC):
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows) -> None:
         """Report accepted tokens to the processors (``Processor.commit``).
 
-        ``tokens`` is i64 [N, k]; of row i the first ``count[i]`` are accepted.  If a processor raises, and ``fail`` does
-        not, its rows are stopped."""
+        ``tokens`` is i64 [N, k]; of row i the first ``count[i]`` are accepted.  If a processor raises and ``fail``
+        returns, the rows that use the processor are stopped."""
         for p, processor in enumerate(self.chain.made):
             if not self.chain.commits[p] or (found := self.bound(p)) is None:
                 continue
@@ -151,7 +151,7 @@ class SampleCalls(ABC):
 
 
 class BoundCalls(SampleCalls):
-    """Calls for the rows of ``slots`` i64 [N].  The host arrays of ``ProcessorState`` give the rows of each processor."""
+    """Calls for the rows of ``slots`` i64 [N].  Arrays of ``ProcessorState`` on the host give the rows of a processor."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
         super().__init__(chain, bool(chain.state.wants_min[slots].any()))

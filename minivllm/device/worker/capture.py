@@ -1,14 +1,14 @@
-"""Recording CUDA graphs: one at a time in a process, and whatever happens the thread is back on its own stream.
+"""Record CUDA graphs: one at a time in a process.  Afterwards, also after an error, the thread is on its own stream.
 
     ALONE held:   own stream ──wait──► [ run once ] ──► [ begin ─ run ─ end ] ──wait──► own stream
                                        compiles, takes scratch      recorded, nothing runs
 
-What goes wrong otherwise, each seen as wrong tokens or a device-side assert of some later step:
+This avoids three failures.  Each caused wrong tokens or a device-side assert in a later step:
 
-* torch lets one capture be under way in a process; a second one, begun by another engine's thread, breaks both.
-* CUDA refuses to wait for a whole device while a stream of it is being captured, and ends the capture as well.
-* ``torch.cuda.graph`` leaves its thread on the capture stream if the capture cannot be begun or ended.  All that the
-  thread enqueues from then on runs beside what is on its way on the stream that it had before.
+* torch allows one capture at a time in a process.  A second capture, from the thread of another engine, breaks both.
+* If a thread waits for the whole device while a stream is captured, CUDA raises an error and ends the capture.
+* If a capture cannot begin or end, ``torch.cuda.graph`` leaves its thread on the capture stream.  Later work of the
+  thread then runs concurrently with the work that is still queued on its previous stream.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from typing import Any
 
 import torch
 
-ALONE = threading.RLock()  # held by who captures, and by who waits for the device as a whole
+ALONE = threading.RLock()  # held during a capture, and while a thread waits for the whole device
 
 
 @lru_cache(maxsize=16)
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream that captures are recorded on: one for all, so that their memory can be shared."""
+    """Return the stream on which captures of a device are recorded.
+
+    All captures use the same stream, so that they can share memory."""
     return torch.cuda.Stream(device)
 
 
@@ -36,15 +38,15 @@ class GraphRecorder:
 
     def __init__(self) -> None:
         self.pool = torch.cuda.graph_pool_handle()
-        # torch still counts them as users of their pools
+        # graphs whose capture failed; they are kept because torch still counts them as users of their memory pools
         self._broken: list[torch.cuda.CUDAGraph] = []
 
     def capture(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """(the graph of what ``run`` enqueues, what ``run`` returned while it was recorded).
+        """Record the kernels that ``run`` launches; return (the graph, the result of ``run`` in the recorded call).
 
-        ``run`` is called once as it is, so that kernels are compiled and scratch is taken, and then to be recorded; it
-        must neither wait for the device nor depend on what a call left behind.  What ``run`` raises, and a capture that
-        CUDA refuses, come out as they are; nothing is recorded then.
+        ``run`` is called twice: first without recording, so that kernels are compiled and scratch memory is allocated,
+        and then while it is recorded.  It must not wait for the device, and must not depend on the effects of an
+        earlier call.  Exceptions of ``run`` and errors of CUDA are raised unchanged; nothing is recorded then.
         """
         before = torch.cuda.current_stream()
         stream = _stream(torch.cuda.current_device())
@@ -56,7 +58,7 @@ class GraphRecorder:
                     try:
                         return self._record(run)
                     except torch.OutOfMemoryError:
-                        # graphs have memory of their own: what others keep goes back
+                        # a graph cannot use memory that torch caches outside its pool, so return this to the device
                         torch.cuda.synchronize()
                         torch.cuda.empty_cache()
                         return self._record(run)
@@ -64,19 +66,19 @@ class GraphRecorder:
                 before.wait_stream(stream)
 
     def _record(self, run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """On the current stream."""
+        """Record one call of ``run`` on the current stream; return the graph and the result of the call."""
         graph = torch.cuda.CUDAGraph()
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 result = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # the capture is broken by what was raised
+                with contextlib.suppress(RuntimeError):  # the exception may have broken the capture
                     graph.capture_end()
                 raise
             graph.capture_end()
         except BaseException:
-            # torch may count the pool as being recorded to for ever: those to come get another one
+            # torch may mark the pool as recording for ever, so later captures use a new pool
             self._broken.append(graph)
             self.pool = torch.cuda.graph_pool_handle()
             raise

@@ -1,12 +1,12 @@
-"""Speculation on the device: drafts into the history before FORWARD.  Which of them hold is found out by ``step``.
+"""Write the drafts of speculative decoding to the columns before FORWARD.  ``step.accept`` decides which are accepted.
 
     row of a slot       newest    draft 1   draft 2        rows of one token, position after position
     token               x         d0        d1
-    draw                y0        y1        y2             d0 holds if y0 = d0, d1 if besides y1 = d1
-    accepted            y0        y1        y2             each if all drafts before it hold and nothing has ended
+    draw                y0        y1        y2             d0 is right if y0 = d0; d1 if also y1 = d1
+    accepted            y0        y1        y2             if all drafts before it are right and no token was an end
 
-Nothing here waits for the device.  A rejected draft stays in history and cache behind the row's length, where nobody
-reads it and the next step writes.
+Nothing here waits for a GPU.  A rejected draft stays in the columns and in the KV cache beyond the length of the
+sequence.  It is never read, and the next step overwrites it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Drafting:
-    """The drafter of a runner.  ``model`` is its own model, if it has one."""
+    """The drafter of a runner.  ``model`` is the drafter's model, or None if it needs none."""
 
     def __init__(
         self, wiring: Wiring, state: DeviceState, seams: SeamTimes, vocab_size: int, model: DraftModel | None
@@ -45,7 +45,9 @@ class Drafting:
         self.broken = False
 
     def prepare(self, running: Running) -> None:
-        """Write the drafts of a step to the history.  On a CPU a row without a draft leaves the step."""
+        """Write the drafts of a step to the columns.
+
+        On a CPU, draft rows for which the drafter proposed no token are removed from the plan of the step."""
         plan, state = running.plan, self.state
         if not len(plan.draft):
             return
@@ -74,7 +76,7 @@ class Drafting:
         try:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
             return _checked(tokens, count, len(slots), ask.k, self.vocab_size)
-        except Exception as e:  # whatever a drafter raises costs its drafts
+        except Exception as e:  # after an exception of the drafter, steps run without drafts
             running.without_drafts = StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
             self.broken = True
             return None
@@ -83,8 +85,10 @@ class Drafting:
 def _checked(
     tokens: torch.Tensor, count: torch.Tensor, n: int, k: int, vocab: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a drafter proposed for n rows.  ValueError for shapes and dtypes, and where the values can be looked at
-    without waiting for the device; elsewhere a row's drafts end before the first that is no token."""
+    """Check the output of a drafter; return the drafts [n, k] and the number of usable drafts of each of n rows.
+
+    The usable drafts of a row end before the first that is not a token of the vocabulary.  Raise ValueError for wrong
+    shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
     if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
         raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}")
     for name, found in (("drafts", tokens), ("count", count)):
@@ -101,7 +105,9 @@ def _checked(
 
 
 def _kept(plan: StepPlan, first: np.ndarray, heads: np.ndarray, drafted: np.ndarray) -> np.ndarray:
-    """bool [R]: rows that are no draft, or one that there is."""
+    """Return bool [R], False for draft rows for which the drafter proposed no token.
+
+    ``first`` and ``heads`` come from ``group_rows``.  ``drafted`` is the number of drafts of each row in ``heads``."""
     there = np.zeros(len(first), np.int64)
     there[heads] = drafted
     return plan.draft <= there[first]

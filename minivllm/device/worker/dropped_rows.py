@@ -1,4 +1,4 @@
-"""Rows that leave a step before it runs: the plan of the others, and the result for the plan as it was made."""
+"""Remove rows from the plan of a step before it runs, and later convert its result to one of the original plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minivllm.core.interfaces.plan import StepPlan, StepResult, group_rows
 def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     """Return the plan of the rows in ``keep`` bool [R], and for each of them that draws its index in ``plan.samples``.
 
-    Rows that still have drafts stand behind the other rows of one token."""
+    Rows that still have drafts come after the other rows with one token, as ``StepPlan`` requires."""
     first, _ = group_rows(plan.draft)
     alone = np.bincount(first[keep], minlength=len(first))[first] == 1
     rows = np.flatnonzero(keep)
@@ -42,7 +42,9 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
 
 
 def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
-    """Return a result of the remaining rows as one of all rows of ``plan``; ``back`` is the second of ``without``."""
+    """Return a result of the remaining rows as one of all rows of ``plan``; ``back`` comes from ``without``.
+
+    Removed rows get zeros."""
 
     def full(part: np.ndarray) -> np.ndarray:
         out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)

@@ -1,4 +1,4 @@
-"""The model of a drafter or processor: a second model on the block tables of the first."""
+"""The model of a drafter or processor.  It uses the block tables of the served model."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 class OwnModel(DraftModel):
-    """A second model on the target's block tables.  ``read_plan`` makes the model's input of a plan.
+    """A second model that uses the block tables of the served model.  ``read_plan`` returns the model inputs of a plan.
 
-    Invariant: of the row in slot s the KV of the first ``read[s]`` tokens is there, and of up to ``extra[s]`` more if
-    the last step's drafts were accepted."""
+    Invariant: the KV cache of this model holds the first ``read[s]`` tokens of the sequence in slot s.  It also holds
+    the next ``extra[s]`` tokens, which are drafts of the last step; they are valid as far as they were accepted."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class OwnModel(DraftModel):
             self.extra[to] = 0
         self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
         table = delta.table[delta.table[:, 0] == 0]
-        # a block that took another's place (a duplicate in the prefix cache) may not hold what was read
+        # a block that replaced another one (a duplicate in the prefix cache) may not hold the KV of this model
         if len(table):
             slots, index = table[:, 1], table[:, 2].astype(np.int64)
             start = index * self.wiring.block
@@ -62,7 +62,7 @@ class OwnModel(DraftModel):
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
-            # the others go on for the row with most drafts; what that gives for them is dropped
+            # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
             last = self.wiring.max_model_len - 1
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
@@ -70,13 +70,13 @@ class OwnModel(DraftModel):
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
-        """Return logits [N, V] behind the first ``known`` i32 [N] tokens of the rows in ``slots`` i32 [N].
+        """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
 
-        A slot occurs once.  The model first reads the tokens that it has not read.  Later calls of ``logits``
-        add the KV of ``extra`` more tokens to each row."""
+        Each slot occurs once.  The model first computes the tokens that are not in its KV cache.  ``extra`` is the
+        number of tokens that later calls of ``logits`` will add to the KV cache of each row."""
         read = self.read[slots]
         accepted = np.clip(known - 1 - read, 0, self.extra[slots])
-        # a row whose last draw was not accepted asks again
+        # a row whose last draw was not accepted has the same ``known`` as before; its last token is computed again
         done = np.minimum(read + accepted, known - 1)
         most = max(1, self.wiring.max_num_batched_tokens // len(slots))
         while (far := np.flatnonzero(known - done > most)).size:
@@ -87,7 +87,9 @@ class OwnModel(DraftModel):
         return self._run(slots, (known - done).astype(np.int32), done)
 
     def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
-        """Read ``q_len`` tokens of each row behind ``computed``; return logits [N, V] behind the last of each."""
+        """Compute the ``q_len`` tokens of each row that follow its first ``computed`` tokens.
+
+        Return the logits f32 [N, V] of the last token of each row."""
         model, backend = self.second.model, self.second.backend
         order = np.argsort(q_len > 1, kind="stable")
         plan = StepPlan(
@@ -98,7 +100,7 @@ class OwnModel(DraftModel):
             samples=np.arange(len(slots), dtype=np.int32),
         )
         read = self.read_plan(plan)
-        read.states = None  # those of the served model
+        read.states = None  # recurrent states belong to the served model
         indices = None
         if len(read.ids) > len(slots):
             last = np.cumsum(plan.q_len) - 1
@@ -107,7 +109,9 @@ class OwnModel(DraftModel):
         return model.logits(hidden).float()
 
     def draw(self, ask: Ask, logits: torch.Tensor, j: int) -> torch.Tensor:
-        """Draw as a step draws from these logits, which may be overwritten.  Errors of processors are not caught."""
+        """Draw draft number ``j`` of each row from ``logits`` as a step does, and write it to the columns.
+
+        Return the tokens i64 [N].  The logits may be overwritten.  Exceptions of processors are not caught."""
         state = self.state
         slots, position = ask.rows.slots, ask.rows.position + j
         rows = step.rows_of(state, slots, position, int(ask.known.max()) + j)
@@ -120,6 +124,6 @@ class OwnModel(DraftModel):
 
 
 def _lone(plan: StepPlan) -> np.ndarray:
-    """Slots of the rows that bring no drafts."""
+    """Return the slots of the rows without drafts."""
     first, heads = group_rows(plan.draft)
     return plan.slots[np.setdiff1d(first, heads)]

@@ -1,10 +1,10 @@
-"""What a worker process does first: from the JSON of a wiring to a runner on its device.
+"""Build the runner of a worker process from the JSON of a wiring.
 
     parent  argv = fresh.command("my_executor:serve", wiring_to_json(wiring), ...);  subprocess.Popen(argv)
     worker  def serve(text, ...): runner = worker.build(text)
 
-The choices were made in the parent.  Here no catalog is asked and no metadata read: exactly the targets in the wiring
-are imported, from the parent's import path, and a package that is installed beside them is not touched.
+The parent process has selected all plug-ins.  The worker does not search for plug-ins or read package metadata.  It
+imports only the targets in the wiring, from the import path of the parent; other installed packages are not imported.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ if TYPE_CHECKING:
 
 
 def build(text: str, make: Any = None) -> Runner:
-    """Load the model and take the memory; ``make(wiring)`` is called in place of ``Runner`` once torch may be imported.
-    ModelError, PluginError (names the package of a target that cannot be imported here) or ResourceError (also if
-    another version of minivllm made the wiring)."""
+    """Build a runner from the JSON of a wiring: load the model and allocate its memory.
+
+    ``make(wiring)`` is called instead of ``Runner`` if it is given, after the environment for torch was set.  Raise
+    ModelError, PluginError (a target cannot be imported; the message names its package) or ResourceError (not enough
+    memory, or another version of minivllm wrote the JSON)."""
     prepare_environment()  # before torch is imported
     from minivllm.core.wiring import wiring_from_json
 

@@ -1,4 +1,4 @@
-"""torch's profile of everything that a worker's process does."""
+"""Profile a worker process with torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm.errors import RequestError
 
 
 class TorchTrace:
-    """torch's profile of this process, from now to ``stop``."""
+    """A torch profile of this process.  It begins when the object is created and ends with ``stop``."""
 
     def __init__(self, cuda: bool) -> None:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -19,7 +19,9 @@ class TorchTrace:
         self._profile.__enter__()
 
     def stop(self, path: str) -> None:
-        """End it and write it as a Chrome trace.  RequestError if there is no folder for it, and it goes on."""
+        """End the profile and write it to ``path`` as a Chrome trace.
+
+        Raise RequestError if the folder does not exist or the file cannot be written; the profile then continues."""
         folder = Path(path).absolute().parent
         if not folder.is_dir():
             raise RequestError(f"{path}: there is no folder {folder}; make it, then call stop_profile again")

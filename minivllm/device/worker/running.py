@@ -1,4 +1,4 @@
-"""A step on its way through the device."""
+"""A step that the device has not finished."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Running:
 
     plan: StepPlan
     hidden: torch.Tensor | None = None  # [N, H]
-    graph: GraphKey | None = None  # the capture that it runs in
-    native: bool = False  # the native part ran its layers
+    graph: GraphKey | None = None  # shape of the capture in which the step runs; None for separate launches
+    native: bool = False  # the native CPU code computed the layers
     start: float = 0.0
     device_ms: float = 0.0
     sampled: bool = False
-    sampler: str = ""  # who drew, for errors
+    sampler: str = ""  # name of the sampler, for error messages
     # i32 [3, N] tokens, count, flags (host memory once ``event`` has passed)
     packed: torch.Tensor | None = None
     logprobs: tuple[torch.Tensor, ...] | None = None
@@ -35,12 +35,12 @@ class Running:
     logits: torch.Tensor | None = None
     taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
     errors: list[StepError] = field(default_factory=list)
-    without_drafts: StepError | None = None  # why there are none; the step itself goes on
-    drafted: torch.Tensor | None = None  # i32, drafts of each row that speculates
-    came: StepPlan | None = None  # the plan as it was submitted, if rows have left it
-    back: np.ndarray | None = None  # and for each drawing row its index in ``came.samples``
+    without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
+    drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
+    came: StepPlan | None = None  # the submitted plan, if rows were removed from it
+    back: np.ndarray | None = None  # for each remaining row that draws, its index in ``came.samples``
     seams: dict[str, float] = field(default_factory=dict)
-    pick: np.ndarray | None = None  # a captured SAMPLE has results for all rows: those that drew
+    pick: np.ndarray | None = None  # rows that draw, because a captured SAMPLE returns all rows
     event: Any = None
     begun: Any = None
 
@@ -51,7 +51,9 @@ class Running:
             return True
 
     def result(self) -> StepResult:
-        """Wait for the device and hand over the arrays."""
+        """Wait for the device and return the result of the step.
+
+        A fault of the device becomes an error in the result."""
         if self.event is not None:
             try:
                 self.event.synchronize()
@@ -92,7 +94,9 @@ class Running:
         return result if self.came is None else spread(result, self.back, self.came)
 
     def _explain_failures(self, flags: np.ndarray) -> None:
-        """An error for rows [N] that failed without one: the device found no token of the vocabulary."""
+        """Add an error for rows that have FAILED in ``flags`` [N] but no error yet.
+
+        Their sampler drew a token outside the vocabulary, which only the device detects."""
         failed = np.flatnonzero(flags & FAILED)
         if not len(failed):
             return

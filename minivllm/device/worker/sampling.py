@@ -1,7 +1,7 @@
-"""What every sampler shares: the noise, log-probabilities, stop flags and masks.  All of it is vectorised over N rows.
+"""Functions for all samplers: noise, log-probabilities, stop flags and masks.  They are vectorised over N rows.
 
-The noise is counter-based: no generator, no state.  A draw is a function of (logits, seed, position, sample) alone, so
-batching, preemption and recomputation cannot change it.
+The noise is counter-based: there is no generator and no state.  A draw depends only on (logits, seed, position,
+sample), so batching, preemption and recomputation cannot change it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from minivllm.core.interfaces.plan import EOS, LENGTH, NAN, STOP_ID, STOP_IDS
 from minivllm.device.layers.invariant import logsumexp
 
 _WORD = 1 << 32
-GROUP = 64  # logits of which the largest is looked at first, where the best are looked for
-# sort keys, or logits of guided rows, that are made at a time: bounds temporary memory to 0.1 GB
+GROUP = 64  # logits in a group; ``best_of`` first compares the largest logits of the groups
+# sort keys, or logits of guided rows, that are created at a time; this limits temporary memory to 0.1 GB
 KEYS = 1 << 22
 
 
 def _signed(word: int) -> int:
-    """The int32 with the bits of an unsigned 32-bit constant."""
+    """Return the int32 that has the same bits as an unsigned 32-bit number."""
     return word - _WORD if word >= _WORD // 2 else word
 
 
@@ -30,12 +30,14 @@ INIT, FOLD_A, FOLD_B = 0x9E3779B9, 0xCC9E2D51, 0x1B873593
 
 
 def _xorshift_(x: Tensor, bits: int) -> Tensor:
-    """x ^= x >> bits, the shift being unsigned although the dtype is int32."""
+    """Compute x ^= x >> bits in place, with an unsigned shift although the dtype is int32."""
     return x.bitwise_xor_((x >> bits).bitwise_and_((1 << (32 - bits)) - 1))
 
 
 def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, Tensor]:
-    """64 bits of key per row: two words, so that two rows of equal first word still get unrelated noise."""
+    """Return a key of 64 bits for each row, as two int32 words.
+
+    With two words, rows whose first words are equal still get unrelated noise."""
     words = (
         seed.to(torch.int32),
         (seed >> 32).to(torch.int32),
@@ -52,8 +54,10 @@ def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, T
 
 
 def noise_bits(seed: Tensor, position: Tensor, sample: Tensor, lane: Tensor | int) -> Tensor:
-    """32 hashed bits as int32, of the broadcast shape of the arguments (any integer dtype; ``seed`` counts 64 bits, the
-    others 32).  Equal bits on every device: only wrapping 32-bit multiply, add, xor and unsigned shift are used::
+    """Return 32 hashed bits as int32, in the broadcast shape of the arguments.
+
+    The arguments have any integer dtype; 64 bits of ``seed`` are used, and 32 of the others.  The bits are equal on
+    every device, because only 32-bit multiply and add with wrap-around, xor and unsigned shift are used::
 
         a, b = 0x9E3779B9, 0
         for w in (seed & 0xffffffff, seed >> 32, position, sample):
@@ -72,20 +76,20 @@ def noise_bits(seed: Tensor, position: Tensor, sample: Tensor, lane: Tensor | in
 
 
 def noise(seed: Tensor, position: Tensor, sample: Tensor, lane: Tensor | int) -> Tensor:
-    """Uniform float32 in (0, 1), of the broadcast shape of the arguments; the engine's only randomness.
+    """Return uniform float32 numbers in (0, 1), in the broadcast shape of the arguments.
 
-    31 bits, u = (bits + 1/2) / 2**31: the smallest is 2**-32 and steps near 0 are 2**-31, the largest is 1 - 2**-24.
-    Lanes below the vocabulary's size belong to ``gumbel``; who needs other draws at the same position takes lanes from
-    2**30 on.
+    All randomness of the engine comes from here.  u = (bits + 1/2) / 2**31 with 31 bits: the smallest number is 2**-32,
+    steps near 0 are 2**-31, and the largest is 1 - 2**-24.  ``gumbel`` uses the lanes below the size of the vocabulary;
+    for other draws at the same position use lanes from 2**30 on.
     """
     u = noise_bits(seed, position, sample, lane).bitwise_and_(_WORD // 2 - 1).to(torch.float32)
     return u.add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
 
 
 def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor:
-    """Standard Gumbel noise float32 [N, width] for rows [N]; argmax(logits + gumbel) draws from softmax(logits).
+    """Return standard Gumbel noise float32 [N, width] for N rows; argmax(logits + gumbel) draws from softmax(logits).
 
-    Small u become the large values, where float32 resolves u finely.  Finite: between -2.9 and 22.2.
+    Large values come from small u, where float32 has a fine resolution.  All values are between -2.9 and 22.2.
     """
     lane = torch.arange(width, dtype=torch.int32, device=seed.device)
     u = noise(seed[:, None], position[:, None], sample[:, None], lane)
@@ -95,11 +99,11 @@ def gumbel(seed: Tensor, position: Tensor, sample: Tensor, width: int) -> Tensor
 def logprobs_of(
     logits: Tensor, chosen: Tensor, topk: int, fuse: bool = False, batch_invariant: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Natural log-softmax of raw logits [N, V], of any dtype, at ``chosen`` i64 [N], and the ``topk`` best.
+    """Return the natural log-softmax of logits [N, V] of any dtype at the tokens ``chosen`` i64 [N] and at the best.
 
-    Returns chosen f32 [N], rank i32 [N] (1 + how many tokens are strictly likelier), top_ids i32 [N, k] and top f32
-    [N, k], in the order of ``best_of``, k = min(topk, V).  Tokens without any probability (-inf) may stand at the end.
-    ``fuse``: by the kernels, which make no float32 copy (and are batch invariant anyway).
+    The result is chosen f32 [N], rank i32 [N] (1 + the number of strictly likelier tokens), top_ids i32 [N, k] and top
+    f32 [N, k] in the order of ``best_of``, with k = min(topk, V).  Tokens of probability 0 (-inf) may be at the end.
+    ``fuse`` uses kernels, which make no float32 copy of the logits and are always batch invariant.
     """
     if fuse:
         from minivllm.device.kernels import logprobs
@@ -114,11 +118,11 @@ def logprobs_of(
 
 
 def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` <= V best of logits [N, V], of any dtype: f32 [N, k] and their ids i64 [N, k].
+    """Return the ``k`` <= V largest of logits [N, V] of any dtype, as f32 [N, k], and their ids i64 [N, k].
 
-    The order is total: the larger logit first, of equal ones the lower id.  So the best few of a row are the first of
-    its best many, which is not so of ``Tensor.topk``, whose choice among equals is left open.  Of a row with a NaN any
-    ids may come.
+    Larger logits come first; of equal logits the lower id comes first.  So the result for a small k is the beginning
+    of the result for a large k.  ``Tensor.topk`` does not guarantee this, because it does not define the order of equal
+    values.  The ids of a row with a NaN are undefined.
     """
     rows = max(KEYS // logits.shape[1], 1)
     values, ids = zip(*(_best_of(part.float(), k) for part in logits.split(rows)), strict=True)
@@ -126,8 +130,11 @@ def best_of(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k best are in the k groups whose largest logits are the best (of equal ones the first), because each of these
-    holds a logit that ranks before all those of the other groups; and in what is left over behind the last group."""
+    """Return the k best of x f32 [N, V] and their ids, as ``best_of`` does.
+
+    If there are many groups of GROUP logits, only the k groups with the largest maxima and the logits after the last
+    whole group are sorted.  Other groups cannot contain one of the k best: each of the k groups has a logit that comes
+    before all of theirs.  Of groups with equal maxima the first is taken."""
     width = x.shape[1]
     ids = torch.arange(width, device=x.device).expand_as(x)
     groups = width // GROUP
@@ -141,7 +148,9 @@ def _best_of(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
-    """The ``ids`` i64 [N, M] of the k best of ``x`` f32 [N, M].  Both make one integer, so that no two are equal."""
+    """Return the positions i64 [N, k] of the k best values of ``x`` f32 [N, M], as given by ``ids`` i64 [N, M].
+
+    A value and its id form one integer key, so that no two keys are equal."""
     bits = (x + 0.0).view(torch.int32)  # -0 becomes the 0 that it is equal to
     bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # the order of the floats, as integers
     keys = (bits.long() << 32) | (_WORD - 1 - ids)
@@ -149,8 +158,10 @@ def _in_order(x: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def guide_rows(logits: Tensor, pairs: Tensor, scale: Tensor, batch_invariant: bool = False) -> None:
-    """Rows ``pairs[0]`` i64 [n] of logits f32 [N, V] become, in place, what ``strategy.Guide`` says of them and their
-    guides, rows ``pairs[1]``, with ``scale`` f32 [n]."""
+    """Combine the logits of guided rows with those of their guides, in place, as ``strategy.Guide`` defines.
+
+    ``pairs`` i64 [2, n] holds the guided rows and their guides, as rows of ``logits`` f32 [N, V].  The row becomes
+    b + scale * (a - b), where a are its log-probabilities and b those of its guide; ``scale`` is f32 [n]."""
     total = logsumexp if batch_invariant else _logsumexp
     rows = max(KEYS // logits.shape[1], 1)
     for (own, other), by in zip(pairs.split(rows, dim=1), scale.split(rows), strict=True):
@@ -164,7 +175,7 @@ def _logsumexp(logits: Tensor) -> Tensor:
 
 
 def bad_rows(logits: Tensor) -> Tensor:
-    """bool [N]: rows that nothing can be drawn from, because they hold a NaN or +inf or are -inf throughout."""
+    """Return bool [N], True for rows that allow no draw: they contain a NaN or +inf, or all their logits are -inf."""
     return ~logits.amax(dim=1).isfinite()
 
 
@@ -177,11 +188,11 @@ def stop_flags(
     end: Tensor,
     bad: Tensor | None = None,
 ) -> Tensor:
-    """Flags u8 [N] (EOS, STOP_ID, LENGTH, NAN) of ``tokens`` [N] drawn for index ``position`` [N] of their sequences.
+    """Return the flags u8 [N] of ``tokens`` [N] that were drawn for index ``position`` [N] of their sequences.
 
-    ``stop_ids`` [N, STOP_IDS], -1 = none, the first ``n_eos`` [N] of a row are end-of-sequence ids; none of them counts
-    while position < ``min_end`` [N].  LENGTH: with this token the sequence has ``end`` [N] tokens.  A row of ``bad``
-    bool [N] has the flag NAN and no other.
+    ``stop_ids`` [N, STOP_IDS] is padded with -1; the first ``n_eos`` [N] ids of a row are end-of-sequence ids and give
+    EOS, the others give STOP_ID.  They are ignored while position < ``min_end`` [N].  LENGTH means that the sequence
+    has at least ``end`` [N] tokens with this one.  Rows marked in ``bad`` bool [N] get only the flag NAN.
     """
     hit = (stop_ids == tokens[:, None]) & (position >= min_end)[:, None]
     is_eos = torch.arange(STOP_IDS, device=tokens.device) < n_eos[:, None]
@@ -192,7 +203,9 @@ def stop_flags(
 
 
 def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: Tensor) -> None:
-    """min_tokens: ``stop_ids`` [N, STOP_IDS] become -inf in ``logits`` [N, V], in place, where position < min_end."""
+    """Set the logits of stop ids to -inf, in place, in rows with position < ``min_end`` (the option min_tokens).
+
+    ``logits`` is [N, V], ``stop_ids`` [N, STOP_IDS] padded with -1, ``position`` and ``min_end`` are [N]."""
     on = (position < min_end)[:, None] & (stop_ids >= 0) & (stop_ids < logits.shape[1])
     push = torch.where(on, float("-inf"), 0.0).to(logits.dtype)
     # added, not stored: the padding entries all fall on token 0, which may itself be a stop id
@@ -200,14 +213,18 @@ def suppress_stops(logits: Tensor, position: Tensor, min_end: Tensor, stop_ids: 
 
 
 def unpack_bits(mask: Tensor, n: int) -> Tensor:
-    """bool [rows, n]: bit t % 32 of ``mask[j, t // 32]``, i32 [rows, ceil(n / 32)], for each t below n."""
+    """Return bool [rows, n] of a packed mask i32 [rows, ceil(n / 32)].
+
+    Element (j, t) is bit t % 32 of ``mask[j, t // 32]``."""
     bits = (mask[:, :, None] >> torch.arange(32, dtype=torch.int32, device=mask.device)) & 1
     return bits.flatten(1)[:, :n] != 0
 
 
 def apply_mask(logits: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
-    """Tokens whose bit is 0 become -inf, in place: bit t % 32 of ``mask[j, t // 32]``, i32 [n, ceil(V / 32)], is that
-    of token t in row ``rows[j]`` (i64 [n]; None: in row j)."""
+    """Set the logits of tokens whose bit in the mask is 0 to -inf, in place.
+
+    ``mask`` is i32 [n, ceil(V / 32)].  Bit t % 32 of ``mask[j, t // 32]`` belongs to token t in row ``rows[j]`` of
+    ``logits`` [N, V].  ``rows`` is i64 [n]; None means row j."""
     banned = ~unpack_bits(mask, logits.shape[1])
     if rows is None:
         logits.masked_fill_(banned, float("-inf"))

@@ -1,4 +1,4 @@
-"""Log-probabilities on the device that are not those of a captured step: of a prompt, and of what is drawn from."""
+"""Log-probabilities of prompt tokens.  They are computed by separate launches, never in a captured step."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def score_prompt(
 ) -> tuple[Tensor, ...]:
     """Return the log-probabilities of the prompt tokens in ``plan.prompt``, as ``sampling.logprobs_of`` does.
 
-    ``hidden`` [T, H] has all tokens of the step.  The head runs over tiles of it, so that logits [T, V] are never in
-    memory at once."""
+    ``hidden`` [T, H] are the hidden states of all tokens of the step.  The output layer runs on parts of them, so that
+    memory never has to hold the logits [T, V] of all tokens."""
     rows, counts = plan.prompt[:, 0], plan.prompt[:, 1].astype(np.int64)
     row = np.repeat(rows, counts)
     ahead = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

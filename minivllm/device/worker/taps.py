@@ -1,10 +1,10 @@
-"""Taps on the device: vectors that are added at points of the model, and values that are read there.
+"""Taps on the device: vectors that are added at points of the model, and values that are read at these points.
 
-    steering[point]  [S, width]    a row of each slot, zeros for those that add nothing there
+    steering[point]  [S, width]    a vector for each slot; zeros if the slot adds nothing at this point
     x [T, width] at a point ──► x + steering[point][slot of each token] ──┬──► goes on in the model
                                                                           └──► tokens that are read ──► host
 
-A step in which nobody has taps hears of none of this (``StepTensors.taps`` is None).
+In a step without taps ``StepTensors.taps`` is None, and the model runs no extra operations.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ NO_MEMORY = (
 
 
 class TapState:
-    """What the taps of one device's rows need: ``points`` of the model and their widths, "logits" last; empty: none.
-    ``ranks``: the communicator of those that share the model, which add at the same points or capture other steps."""
+    """The points of a model, and the memory for vectors that are added and values that are read.
+
+    ``points`` maps the name of a point to its width, with "logits" last; it is empty if the model has no points.
+    ``ranks`` is the communicator of the processes that share the model, or None.  All of them must add vectors at the
+    same points, because otherwise they would capture different steps."""
 
     def __init__(
         self,
@@ -52,19 +55,21 @@ class TapState:
         self.names, self.dtype, self.state = list(self.points), dtype, state
         self.slots = len(state.known)
         self.steering: dict[str, Tensor] = {}
-        self.buffers: dict[str, Tensor] = {}  # [S, width] what rows of captured decode steps have
+        self.buffers: dict[str, Tensor] = {}  # [S, width] values of the rows of captured decode steps
 
     def _rows(self, rows: dict[str, Tensor], point: str) -> Tensor:
-        """[S, width], made when the point is first asked for."""
+        """Return the tensor [S, width] of a point in ``rows``, and create it with zeros at the first use."""
         if point not in rows:
             width = self.points[point]
-            # float32 holds an expert's number
+            # values of a read-only point may be expert numbers, which float32 stores exactly
             dtype = torch.float32 if read_only(point) else self.dtype
             rows[point] = torch.zeros(self.slots, width, dtype=dtype, device=self.state.device)
         return rows[point]
 
     def apply(self, delta: Delta) -> dict[int, StepError]:
-        """Rows that joined or forked: what is added to them.  Slots for whose vectors there is no memory."""
+        """Store the vectors of sequences that join, and copy those of sequences that fork.
+
+        Return an error for each slot whose vectors do not fit in memory."""
         join, to = delta.join, self.state.to
         failed: dict[int, StepError] = {}
         if join is not None and self.steering:
@@ -88,7 +93,9 @@ class TapState:
         return failed
 
     def _has_room(self, point: str) -> bool:
-        """Whether there are rows for what is added at a point: on all ranks, or on none."""
+        """Allocate the vectors of a point if necessary; return whether there is memory on all ranks.
+
+        If one rank has no memory, the vectors of the point are freed on all."""
         if point in self.steering:
             return True
         with suppress(torch.OutOfMemoryError):
@@ -100,14 +107,18 @@ class TapState:
     # ---- a step --------------------------------------------------------------------------------------------------
 
     def of_step(self, plan: StepPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Numbers of the points at which rows of a step add something, and of those of the layers that they read."""
+        """Return (numbers of the points at which rows of a step add a vector, numbers of the points that they read).
+
+        The point "logits" is not among them."""
         if not len(plan.taps) and not len(plan.steered):
             return (), ()
         read = set(plan.taps[:, 0].tolist()) - {len(self.names) - 1}
         return self._steered(plan), tuple(sorted(read))
 
     def _steered(self, plan: StepPlan) -> tuple[int, ...]:
-        """Numbers of the points at which something is added; rows without memory for it have failed."""
+        """Return the numbers of the points at which a vector is added, without points that have no memory.
+
+        The rows that add a vector at a point without memory have failed already."""
         return tuple(n for n in plan.steered.tolist() if self.names[n] in self.steering)
 
     def eager(
@@ -117,8 +128,9 @@ class TapState:
         meta: AttnMeta,
         found: dict[str, Tensor],
     ) -> TapsOfStep | None:
-        """Those of a step of separate launches; None if it has none.  What is read of a point is put into ``found``:
-        [n, width], those of its ``tokens``."""
+        """Return the taps of a step of separate launches, or None if it has none.
+
+        While the model runs, the values [n, width] of each point at its ``tokens`` i64 [n] are stored in ``found``."""
         if not len(plan.taps) and not len(plan.steered):
             return None
         indices = {point: self.state.to(at) for point, at in tokens.items() if point != LOGITS}
@@ -129,7 +141,7 @@ class TapState:
         return self._of_step(self._steered(plan), meta, frozenset(indices), keep)
 
     def captured(self, steered: tuple[int, ...], read: tuple[int, ...], meta: AttnMeta) -> TapsOfStep:
-        """Those of a captured step: what all rows have goes to ``buffers``."""
+        """Return the taps of a captured step.  The values of all rows are copied to ``buffers``."""
         buffers = {p: self._rows(self.buffers, p) for p in (self.names[n] for n in read)}
 
         def keep(point: str, x: Tensor) -> None:
@@ -138,16 +150,18 @@ class TapState:
         return self._of_step(steered, meta, frozenset(buffers), keep)
 
     def replayed(self, tokens: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-        """What ``eager`` finds, of a decode step that was replayed: rows are tokens."""
+        """Return the values of each point after the replay of a decode step, as ``eager`` stores them in ``found``.
+
+        Each row of a decode step has one token, so numbers of tokens are numbers of rows."""
         return {point: self._rows_at(self.buffers[point], at) for point, at in tokens.items() if point != LOGITS}
 
     def _rows_at(self, buffer: Tensor, at: np.ndarray) -> Tensor:
-        """Rows ``at``, ascending: a view where they are the first ones."""
+        """Return the rows ``at`` (ascending) of a buffer: a view if they are the first rows, else a copy."""
         n = len(at)
         return buffer[:n] if at[-1] == n - 1 else buffer[self.state.to(at)]
 
     def flat(self, found: Mapping[str, Tensor]) -> Tensor:
-        """f32, the values that were found, one after another in the order of the points."""
+        """Return all values as one f32 tensor, concatenated in the order of the points."""
         values = [found[point].float().ravel() for point in self.names if point in found]
         return values[0] if len(values) == 1 else torch.cat(values)
 
@@ -156,7 +170,7 @@ class TapState:
         return TapsOfStep(steering, meta.slots[meta.row], read, keep)
 
     def tokens(self, plan: StepPlan) -> dict[str, np.ndarray]:
-        """point -> i64 [n] numbers of the tokens of the step that are read there, ascending."""
+        """Return a dict from each point that is read to the numbers i64 [n] of the tokens to read, ascending."""
         ends, found = plan.q_len.cumsum(), {}
         for number, rows, first in by_point(plan.taps):
             n = plan.q_len[rows] - first
