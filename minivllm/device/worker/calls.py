@@ -151,7 +151,7 @@ class SampleCalls(ABC):
 
 
 class BoundCalls(SampleCalls):
-    """Calls for the rows of ``slots`` i64 [N].  Arrays of ``ProcessorState`` on the host give the rows of a processor."""
+    """Calls for the rows of ``slots`` i64 [N].  Host arrays of ``ProcessorState`` give the rows of a processor."""
 
     def __init__(self, chain: ProcessorChain, slots: np.ndarray) -> None:
         super().__init__(chain, bool(chain.state.wants_min[slots].any()))

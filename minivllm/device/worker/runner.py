@@ -286,8 +286,8 @@ class Runner:
     def _tell(self, slots_np: np.ndarray, slots: Tensor, first: Tensor, tokens: Tensor, count: Tensor) -> None:
         """Report tokens that were accepted between steps to the processors (``Processor.commit``).
 
-        ``slots_np`` and ``slots`` are the slots i64 [N] on the host and on the device.  ``first`` i64 [N] is the index of
-        the first token, ``tokens`` i64 [N, k] are the tokens and ``count`` i64 [N] is their number.  If a processor
+        ``slots_np`` and ``slots`` are the slots i64 [N] on the host and on the device.  ``first`` i64 [N] is the index
+        of the first token, ``tokens`` i64 [N, k] are the tokens and ``count`` i64 [N] is their number.  If a processor
         raises, the rows that use it end with an error in their next step."""
         rows = step.rows_of(self.state, slots, first, self.wiring.max_model_len)
         calls = GuardedCalls(self.chain, slots_np, [])
