@@ -1,9 +1,9 @@
-"""A request whose strategy is asked after every step (``mode = "stepwise"``): what its search decides, as data.
+"""The beams of a request whose strategy is called after every step (``mode = "stepwise"``), and its decisions as data.
 
 The request keeps ``width`` slots, its *beams*, from admission on.  A beam is live, or idle without a block.  After a
-step the strategy says which live beams go on, and with which tokens.  A beam that goes on stays where it is; if it goes
-on several times the others take the places of beams that do not: they share its full blocks, copy the last one, and
-its columns (``Delta.fork``), so nothing is ever computed twice::
+step the strategy selects the live beams that continue, and their next tokens.  A beam that continues keeps its slot.
+If it continues with several tokens, each further one takes the slot of a beam that ends.  It shares the full blocks and
+copies the last block and the columns (``Delta.fork``), so that nothing is computed twice::
 
     beam            0     1     2         blocks of 4 tokens
     after step 1    a     .     .         a: [b1][b2 |          width 3, the others idle
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SearchNode(NamedTuple):
-    """A generated token and those before it: beams with a common beginning share its nodes."""
+    """Generated token and a link to the token before it.  Beams with a common beginning share its nodes."""
 
     before: SearchNode | None
     token: int
@@ -42,7 +42,7 @@ class SearchNode(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A continuation that may be an output."""
+    """Finished continuation that the search may return as an output."""
 
     last: SearchNode | None
     score: float | None
@@ -50,7 +50,7 @@ class Kept(NamedTuple):
 
 
 class BeamFork(NamedTuple):
-    """``beam`` takes over what ``parent`` has computed; both are numbers of beams, from 0."""
+    """Fork of a beam: ``beam`` takes over the computed tokens of ``parent``.  Both are beam numbers from 0."""
 
     parent: int
     beam: int
@@ -58,19 +58,19 @@ class BeamFork(NamedTuple):
 
 @dataclass(frozen=True)
 class BeamStep:
-    """What a search has decided after a step, to be applied in this order."""
+    """Decisions of a search after a step, to be applied in the order of the fields."""
 
-    drop: tuple[int, ...]  # live beams from which nothing goes on: their blocks are given back
+    drop: tuple[int, ...]  # live beams that do not continue: their blocks are released
     fork: tuple[BeamFork, ...]
-    # (beam, its new last token): the live beams from then on
+    # (beam, its new last token) of each beam that is live after this step
     append: tuple[tuple[int, SearchNode], ...]
     outputs: int  # continuations that were kept
-    done: bool  # the search has ended: nothing of the above is to be applied
+    done: bool  # the search has ended, and the fields above are not applied
 
 
 class Survivor(NamedTuple):
-    """A live beam of a request that loses its slots: ``beam`` has computed its tokens, which ``token`` follows if it is
-    not None."""
+    """Live beam of a request that loses its slots.  ``beam`` has computed the tokens; ``token`` follows them unless it
+    is None."""
 
     beam: int
     token: int | None
@@ -78,9 +78,11 @@ class Survivor(NamedTuple):
 
 @dataclass(eq=False)
 class Beams:
-    """Invariants: either all beams have a slot or none has; ``live`` are beams in the order in which the search knows
-    them, and have generated ``length`` tokens each; a beam that is not live holds no block and is not ready;
-    ``pending`` is None while a step is awaited."""
+    """State of a stepwise search with ``width`` beams.
+
+    Invariants: either all beams have a slot or none has; ``live`` lists beams in the search's own order, and each has
+    generated ``length`` tokens; a beam that is not live holds no block and is not ready; ``pending`` is None while a
+    step is awaited."""
 
     request: Request
     search: Search
@@ -88,7 +90,7 @@ class Beams:
     length: int = 0
     kept: list[Kept] = field(default_factory=list)
     pending: BeamStep | None = None
-    given: int = 0  # outputs, once it has ended
+    given: int = 0  # number of outputs, once the search has ended
 
     def __post_init__(self) -> None:
         self.tail: list[SearchNode | None] = [None] * self.width  # by beam
@@ -106,14 +108,16 @@ class Beams:
     # ---- after a step ------------------------------------------------------------------------------------------------
 
     def take(self, beam: int, logprobs: LogProbs, j: int) -> bool:
-        """Candidates of a live beam from row j of a result; True once all live beams have theirs."""
+        """Store the candidates of a live beam from row j of a step's result.  Return True once all live beams have
+        their candidates."""
         n = self.request.topk
         self._candidates[beam] = logprobs.top_ids[j, :n], logprobs.top[j, :n].astype(np.float64)
         return len(self._candidates) == len(self.live)
 
     def advance(self, generated: Callable[[int], list[int]]) -> BeamStep:
-        """Ask the search; what it has decided stays ``pending`` unless it is done.  ``generated(beam)``: its token ids
-        so far.  ValueError: the search broke its contract."""
+        """Call the search with the candidates and return its decisions, which stay ``pending`` unless the search is
+        done.  ``generated(beam)`` returns the beam's generated token ids.  ValueError if the search returns invalid
+        moves."""
         grown = [self._grown(beam) for beam in self.live]
         finishes: dict[tuple[int, int], Finish | None] = {}
 
@@ -149,9 +153,10 @@ class Beams:
     def _placed(
         self, go_on: Sequence[Pick], nodes: Sequence[SearchNode], outputs: int, done: bool
     ) -> BeamStep:
-        """Which beam is whose: the first that goes on from one stays there."""
+        """Assign a beam to each continuation.  The first continuation of a beam stays in it; each further one forks
+        into a beam that is not continued."""
         stays: dict[int, int] = {}  # beam -> continuation
-        rest: list[tuple[int, int]] = []  # (continuation, beam that it comes from)
+        rest: list[tuple[int, int]] = []  # (continuation, beam that it continues)
         for i, p in enumerate(go_on):
             beam = self.live[p.branch]
             if beam in stays:
@@ -178,7 +183,8 @@ class Beams:
     def _finish(
         self, beam: int, token: int, generated: Callable[[int], list[int]]
     ) -> Finish | None:
-        """How the beam ends if it goes on with this token."""
+        """Return how the beam ends if ``token`` is appended; None if it continues.  ``generated(beam)`` returns the
+        beam's generated token ids."""
         if self.request.completes is not None:
             stopped = self.request.completes([*generated(beam), token])
             if stopped is not None:
@@ -198,7 +204,8 @@ class Beams:
         return SearchNode(self.tail[beam], token, entry)
 
     def outputs(self, cut: Finish | None) -> list[Kept]:
-        """The answer, best first.  ``cut``: the reason if it ends early; live branches fill up then."""
+        """Return the outputs of the search, best first.  ``cut`` is the reason if the search ends early, else None;
+        live branches then fill up the outputs to n.  ValueError if a finished search has no output."""
         n, last = self.request.params.n, len(self.kept) - 1
         order = dict.fromkeys(
             checks.whole(i, 0, last, "result() gave") for i in self.search.result()
@@ -215,10 +222,11 @@ class Beams:
             raise ValueError("it ended without an output")
         return found
 
-    # ---- what the planner has done -----------------------------------------------------------------------------------
+    # ---- changes by the planner --------------------------------------------------------------------------------------
 
     def applied(self) -> None:
-        """The pending step has been applied: a step with the live beams may be planned."""
+        """Update the live beams after the planner has applied the pending step, so that a step with them may be
+        planned."""
         assert self.pending is not None
         for beam, node in self.pending.append:
             self.tail[beam] = node
@@ -226,7 +234,8 @@ class Beams:
         self.length, self.pending = self.length + 1, None
 
     def leave(self) -> list[Survivor]:
-        """All beams lose their slots.  Of the live ones, in order, the first beams keep the tokens."""
+        """Remove all beams from their slots, and return the live beams in order as survivors.  The first beams take
+        over their tokens."""
         found = [Survivor(beam, None) for beam in self.live]
         tails = [self.tail[beam] for beam in self.live]
         if self.pending is not None:
@@ -242,18 +251,19 @@ class Beams:
         return found
 
     def common(self) -> int:
-        """Leading tokens that all live beams have in common while none has a slot."""
+        """Count the leading tokens that all live beams share.  No beam may have a slot."""
         rows = np.stack([self.seqs[beam].tokens for beam in self.live])
-        return int(np.argmin((rows == rows[0]).all(axis=0)))  # no two are equal
+        return int(np.argmin((rows == rows[0]).all(axis=0)))  # no two rows are equal
 
     @property
     def resting(self) -> bool:
-        """No step in flight holds a beam that has left."""
+        """Return True if no step in flight contains a beam that has left its slot."""
         return not any(seq.in_flight for seq in self.seqs)
 
 
 def unwind(last: SearchNode | None) -> tuple[list[int], list[TokenLogprobs]]:
-    """Tokens and log-probabilities up to a node, in order."""
+    """Return the tokens and the log-probabilities from the first node to ``last``, in order; two empty lists for
+    None."""
     nodes = []
     while last is not None:
         nodes.append(last)

@@ -1,5 +1,5 @@
 """The full walk over the KV cache: every block, every table, every chain.  For tests, ``LLM.check`` and
-MINIVLLM_CHECK=1; what is cheap enough for every step is ``BlockPool.audit``.  AssertionError says what is broken."""
+MINIVLLM_CHECK=1.  ``BlockPool.audit`` is the cheap check of every step.  AssertionError names the inconsistency."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def walk(pools: list[BlockPool], s: Slots) -> None:
         for i, block in enumerate(s.table[0, slot, : s.prefix_published[slot]].tolist()):
             row = s.tokens[slot, i * s.block : (i + 1) * s.block]
             if not lead.published(block):
-                break  # a collision: private from here on
+                break  # its key collided: this block and all later ones are unpublished
             assert lead.parent[block] == before, (
                 f"slot {slot}: block {i} hangs on a block or salt of others"
             )
@@ -37,7 +37,8 @@ def walk(pools: list[BlockPool], s: Slots) -> None:
 
 
 def walk_pool(pool: BlockPool, tables: list[np.ndarray]) -> None:
-    """Every invariant of ``BlockPool``'s docstring.  ``tables``: all block tables in use."""
+    """Check every invariant of ``BlockPool``; AssertionError names the broken one.  ``tables`` holds all block tables
+    in use."""
     free = pool._free[: pool.free]
     assert len(np.unique(free)) == len(free) and NULL_BLOCK not in free, (
         "a block is twice in the free list"

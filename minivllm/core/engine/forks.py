@@ -35,21 +35,22 @@ class ForkPlanner(Protocol):
 
 
 def fork_ready(planner: ForkPlanner) -> None:
-    """Fork the rows that have computed their prompt but for its last token: their branches share its blocks.
+    """Fork the rows that have computed their prompt except for its last token.  Their branches share the prompt's
+    blocks.
 
-    Beams that come back after a preemption fork once the first of them has computed their common tokens.  A row with a
-    guide goes on together with it."""
+    Beams that return after a preemption fork once the first of them has computed their common tokens.  A row with a
+    guide continues when its guide is ready too."""
     s = planner.slots
     for slot in s.running[s.forking[s.running]].tolist():
         seq = s.seq[slot]
         if seq is None:
-            continue  # preempted a moment ago to make room for another's branches
+            continue  # preempted to free blocks for the branches of another row
         if s.partner[slot] >= 0:
             release(s, slot)
             continue
         at = int(s.computed[slot])
         if at < s.schedulable[slot] or s.step[slot] > s.published:
-            continue  # what the branches share must be there, not merely planned
+            continue  # the shared KV must be computed, not only planned
         beams = seq.request.beams
         branches = seq.branches if beams is None else beams.seqs[1 : len(beams.live)]
         if not room_for(planner, slot, len(branches) * (at % s.block > 0)):
@@ -66,12 +67,13 @@ def fork_ready(planner: ForkPlanner) -> None:
             for beam in branches:
                 planner.cache.fork(slot, beam.slot, at)
                 s.ready[beam.slot] = True
-                planner.joins.append((beam.slot, beam))  # its tokens are its own, so it joins
+                planner.joins.append((beam.slot, beam))  # its later tokens differ, so it joins
         s.forking[slot], s.schedulable[slot] = False, s.known[slot]
 
 
 def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
-    """Return whether there are ``copies`` blocks for a fork of this row; the oldest row preempts others for them."""
+    """Return True if ``copies`` blocks are available in each KV group for a fork of this row.  The oldest row preempts
+    others for them."""
     s, cache = planner.slots, planner.cache
     need = np.full((len(cache.pools), 1), copies)
     while not cache.can_take(need):
@@ -81,7 +83,8 @@ def room_for(planner: ForkPlanner, slot: int, copies: int) -> bool:
 
 
 def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Give the other beams their slots, in which they idle; the first beam has just taken its slot."""
+    """Assign a slot to each further beam of a request, where it stays idle.  The first beam has just entered its
+    slot."""
     s, first = planner.slots, beams.seqs[0]
     for seq in beams.seqs[1:]:
         slot = s.enter(seq)
@@ -91,12 +94,13 @@ def enter_beams(planner: ForkPlanner, beams: Beams) -> None:
 
 
 def apply_pending(planner: ForkPlanner) -> None:
-    """Apply the decisions of searches, as far as there are blocks for their forks.
+    """Apply the decisions of searches as far as there are blocks for their forks.
 
-    Blocks are short only at first, when idle beams get theirs: later each takes the place of one that ends."""
+    Blocks are short only at first, when idle beams receive theirs.  Later each fork takes the place of a beam that
+    ends."""
     for beams in list(planner.searches):
         if beams.pending is None:
-            continue  # preempted a moment ago
+            continue  # preempted while the step was pending
         drop_beams(planner, beams)
         fits = _fits(planner, beams)
         if not fits and room_for(planner, beams.seqs[0].slot, beams.width - 1):
@@ -107,7 +111,7 @@ def apply_pending(planner: ForkPlanner) -> None:
 
 
 def drop_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Give back the blocks of the beams that the pending step drops."""
+    """Release the blocks of the beams that the pending step drops."""
     assert beams.pending is not None
     s = planner.slots
     for beam in beams.pending.drop:
@@ -124,7 +128,7 @@ def drop_beams(planner: ForkPlanner, beams: Beams) -> None:
 def _fits(planner: ForkPlanner, beams: Beams) -> bool:
     """Return whether there are blocks for the copies that the pending forks need."""
     if beams.pending is None:
-        return False  # it was preempted itself
+        return False  # these beams were preempted
     s, cache = planner.slots, planner.cache
     partly = (len(beams.request.prompt) + beams.length) % s.block > 0
     return cache.can_take(np.full((len(cache.pools), 1), len(beams.pending.fork) * partly))
@@ -151,7 +155,7 @@ def apply(planner: ForkPlanner, beams: Beams) -> None:
 
 
 def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
-    """Take the slots of all beams together; the first beams keep the tokens of the live ones."""
+    """Remove all beams of a request from their slots together.  The first beams keep the tokens of the live ones."""
     s, seqs = planner.slots, beams.seqs
     if beams.pending is not None:
         planner.searches.remove(beams)

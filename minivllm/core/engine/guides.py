@@ -1,14 +1,13 @@
-"""Guides: a second sequence beside that of a request, against whose logits its tokens are drawn (``strategy.Guide``).
+"""Guides: second sequences whose logits steer the sampling of a request's sequence (``strategy.Guide``).
 
     lead     p p p p p p p .  g g g        the request's sequence
-    guide    q q q . . . . .  g g g        its guide, in a slot of its own, with a prompt of its own
+    guide    q q q . . . . .  g g g        its guide, with its own slot and prompt
 
-The last known token of both is left (.) until all others of both are computed.  From then on both lack one token, so
-either both are in a step or neither is; the device draws from the logits of both and gives both the same token.  They
-take their slots together, leave them together, and wait in the queue as the lead.
+The last known token of each waits (.) until all other tokens of both are computed.  From then on both lack one token,
+so a step contains both or neither.  The device samples from the logits of both and appends the same token to both.
+They enter and leave their slots together, and wait in the queue as the lead.
 
-A guide belongs to a request of its own, which nobody else knows of: it has no sink, binds no processor and is asked for
-no mask, and it ends where its lead does.
+A guide has an internal request of its own, without a sink, processors or masks.  It ends together with its lead.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
 
 def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
-    """Give the sequence of a new request its guide.  RequestError if it cannot have one."""
+    """Attach a guide to the sequence of a new request.  RequestError if the request cannot have a guide, or if both do
+    not fit the KV cache."""
     request, p, cache = lead.request, lead.request.params, engine.cache
     for name in ("choose_fn", "logits_processors"):
         if getattr(p, name):
@@ -82,9 +82,9 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
 def enter_guide(
     s: Slots, cache: KVCache, joins: list[tuple[int, Seq]], lead: Seq, protected: bool
 ) -> None:
-    """Give the guide of a sequence that has just taken a slot a slot too; each waits for the other.
+    """Put the guide of a sequence that has just entered its slot into a slot too.  Each row then waits for the other.
 
-    ``joins`` gets the guide's (slot, sequence).  A ``protected`` guide gets all blocks that it needs at once."""
+    The guide's (slot, sequence) is appended to ``joins``.  A ``protected`` guide receives all its blocks at once."""
     guide = lead.guide
     assert guide is not None
     slot = s.enter(guide)
@@ -101,14 +101,16 @@ def enter_guide(
 
 
 def release(s: Slots, slot: int) -> None:
-    """This row and its partner lack one token each if all others of both are computed: they draw from now on."""
+    """Release a row and its partner for sampling once all other tokens of both are computed.  Each then lacks one
+    token."""
     pair = [slot, s.partner[slot]]
     if (s.computed[pair] >= s.schedulable[pair]).all():
         s.forking[pair], s.schedulable[pair] = False, s.known[pair]
 
 
 def guided_rows(s: Slots, drawn: np.ndarray) -> dict[str, np.ndarray]:
-    """``guided`` and ``scale`` of plan.StepPlan for a step in which the rows ``drawn`` draw."""
+    """Return the columns ``guided`` and ``scale`` of plan.StepPlan.  ``drawn`` i64 [N] are the slots that sample in the
+    step."""
     leads = np.flatnonzero(s.leads[drawn])
     at = np.zeros(s.size, np.int32)
     at[drawn] = np.arange(len(drawn))

@@ -1,7 +1,7 @@
-"""Masks of late rows: which tokens they may draw, computed on the host while the layers of their step run.
+"""Masks of late rows: the tokens that a row may draw, computed on the host while the layers of its step run.
 
-A row has a mask by its grammar, by ``allowed_tokens_fn``, or by both, which then must agree.  Matchers are told of
-tokens here and nowhere else: whatever became known since the last time, so that preemption and branches need no care.
+A row has a mask by its grammar, by ``allowed_tokens_fn``, or by both, which then must agree.  Matchers
+receive tokens here only: all tokens since the last mask, so that preemption and branches need no special case.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(256)
 def _bits(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-    """The words i64 of a mask that hold the bits of these ids, and the bits i32."""
+    """Return the mask words i64 that contain the bits of these token ids, and the bits i32 in each word."""
     words, where = np.unique(np.array(ids) // 32, return_inverse=True)
     bits = np.zeros(len(words), np.uint32)
     np.bitwise_or.at(bits, where, np.uint32(1) << np.array(ids, np.uint32) % 32)
@@ -36,24 +36,25 @@ def _bits(ids: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 
 
 class _Ends:
-    """Ids that rows of a mask are to do without for as long as they have anything else to go on with."""
+    """Token ids that rows of a mask must avoid as long as another token is allowed."""
 
     def __init__(self, at: Sequence[int], ids: Sequence[tuple[int, ...]]) -> None:
-        """``ids[i]`` are those of row ``at[i]``."""
+        """Store the ids to avoid: ``ids[i]`` belongs to mask row ``at[i]``."""
         found: dict[tuple[int, ...], list[int]] = {}
         for i, some in enumerate(ids):
             if some:
                 found.setdefault(some, []).append(i)
-        # rows of equal ids together: their indices i, rows, and the ids as words and bits of these
+        # rows grouped by equal ids: (indices i, mask rows, words, bits)
         self.kinds = [
             (np.array(which), np.array(at)[which], *_bits(some)) for some, which in found.items()
         ]
 
     def leave_out(self, mask: np.ndarray, among: np.ndarray) -> None:
-        """In place; of row ``at[i]`` if ``among[i]``, bool."""
+        """Clear the bits of the ids in ``mask`` in place, for each row ``at[i]`` with ``among[i]`` (bool).  A row that
+        would allow no token keeps them."""
         for which, rows, words, ends in self.kinds:
             allowed = mask[rows[:, None], words]
-            # Where a text may end is rare, so the rest of a row is looked at only there.
+            # Few rows allow an end id, so only these rows are checked in full.
             for i in np.flatnonzero((allowed & ends).any(axis=1) & among[which]).tolist():
                 row = mask[rows[i]]
                 row[words] = allowed[i] & ~ends
@@ -62,21 +63,22 @@ class _Ends:
 
 
 class _Late:
-    """The late rows of a step.  Most of the time the next step has the same ones: what does not change is kept, so that
-    next to nothing is done for each of them."""
+    """The late rows of a step, whose masks are computed while the step runs.  The next step usually has the same rows,
+    so all unchanged data is kept to save time per row."""
 
     def __init__(self, slots: np.ndarray, stays: np.ndarray, seqs: list[Seq | None]) -> None:
-        self.slots, self.stays = slots, stays  # stays: their serials, -1 of those that have left
+        # stays: serial of each row's stay in its slot, -1 if the row has left
+        self.slots, self.stays = slots, stays
         stay = np.flatnonzero(stays >= 0).tolist()
         there: list[tuple[int, Seq]] = [(j, seqs[slots[j]]) for j in stay]  # type: ignore[misc]
         self.functions = [
             (j, seq) for j, seq in there if seq.request.params.allowed_tokens_fn is not None
         ]
         ruled = [(j, seq) for j, seq in there if seq.request.grammar is not None]
-        # those that have a grammar
+        # rows with a grammar
         self.at, self.seqs = [j for j, _ in ruled], [seq for _, seq in ruled]
         self.at_slots = slots[self.at]
-        self.matchers: list[Any] = []  # theirs, from the first mask on
+        self.matchers: list[Any] = []  # matchers of these rows, from the first mask on
         self.matched = np.zeros(len(ruled), np.int64)  # ``Seq.matched`` of each
         requests = [seq.request for seq in self.seqs]
         self.min_length = np.array([r.stops.min_length for r in requests], np.int64)
@@ -97,8 +99,8 @@ class _Late:
         self.matched[:] = [seq.matched for seq in self.seqs]
 
     def news(self, known: np.ndarray, tokens: np.ndarray) -> tuple[Sequence[int], list[list[int]]]:
-        """The indices of those whose matchers have not heard of all ``known`` tokens, i64 [n], and what they are to
-        hear, which counts as heard."""
+        """Return the indices of the matchers that have not received all tokens, and the missing tokens of each.
+        ``known`` i64 [n] counts the known tokens of each row.  The returned tokens are counted as received."""
         behind: Sequence[int] = range(len(known))
         if (known == self.matched + 1).all():
             new = tokens[self.at_slots, self.matched][:, None].tolist()
@@ -112,8 +114,8 @@ class _Late:
 
 
 class RowMasks:
-    """``grammars.plugin`` made the matchers' grammars; ``memory(rows, words)`` is i32 host memory that the device reads
-    without a copy (``Executor.mask_memory``)."""
+    """Token masks of late rows.  ``grammars.plugin`` compiled the grammars of the matchers.  ``memory(rows, words)``
+    returns i32 host memory that the device reads without a copy (``Executor.mask_memory``)."""
 
     def __init__(
         self,
@@ -130,12 +132,14 @@ class RowMasks:
         self.finish = finish
         self.seams = seams
         self.memory = memory
-        self._held: np.ndarray | None = None  # the last step's, which has been drawn meanwhile
-        self._late: _Late | None = None  # the last step's, unless one of them has ended since
+        # mask memory of the last step, whose sampling has finished
+        self._held: np.ndarray | None = None
+        self._late: _Late | None = None  # late rows of the last step; None if one has ended since
 
     def of(self, flight: Flight) -> np.ndarray:
-        """i32 [n, ceil(V / 32)] for the n late rows of a step, all steps before which have been published.  The array
-        is used again for the next such step.  Rows that ended meanwhile are not restricted: they draw nothing."""
+        """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The
+        array is reused for the next such step.  Rows that have ended meanwhile are not restricted, because their tokens
+        are dropped."""
         s, plan = self.slots, flight.plan
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]
@@ -155,13 +159,13 @@ class RowMasks:
         return mask
 
     def forget(self, seq: Seq) -> None:
-        """It has ended: nothing of it is kept."""
+        """Drop all data of a sequence that has ended."""
         if seq.masked:
             self._late, seq.matcher = None, None
 
     def _by_grammar(self, late: _Late, mask: np.ndarray) -> None:
-        """Tell the matchers what was drawn since the last time, and fill their rows.  A plug-in that raises ends the
-        sequences that it serves; one that a matcher cannot follow ends that one."""
+        """Pass the newly drawn tokens to the matchers and fill their rows of the mask.  A plug-in that raises ends all
+        its sequences.  A token that a matcher refuses ends that sequence only."""
         plugin: Grammar = self.grammars.plugin
         known = self.slots.collected[late.at_slots].astype(np.int64)
         seqs, matchers, at, sound = late.seqs, late.matchers, late.at, True
@@ -210,14 +214,15 @@ class RowMasks:
             self.finish(seq, "error", error=f"structured_outputs: {message}")
 
     def _by_function(self, seq: Seq, row: np.ndarray) -> None:
-        """What the user's function allows: in place, within what the grammar left."""
+        """Restrict a mask row in place to the tokens that the user's function allows.  An error of the function ends
+        the sequence."""
         try:
             so_far = self.slots.tokens[seq.slot, : self.slots.collected[seq.slot]].tolist()
             function: Any = seq.request.params.allowed_tokens_fn
             ids = call_foreign(
                 lambda: checks.allowed_tokens(function(so_far), self.vocab)
-            )  # its answer may run code too
-        except Exception as e:  # the user's code: it ends its own request and nothing else
+            )  # converting the result may run user code too
+        except Exception as e:  # an error in the user's code ends only its own request
             self.finish(seq, "error", error=f"allowed_tokens_fn: {describe_error(e)}")
             row[:] = -1
             return

@@ -1,15 +1,16 @@
-"""Several owners on one engine: the keys, or addresses, whose requests a server takes (``Request.owner``).
+"""Fairness between owners on one engine: an owner is an API key or a client address (``Request.owner``).
 
-Three rules keep one owner's load out of another's way.  Where requests name no owner, or all the same, none of them
-changes anything.
+Three rules limit the effect of one owner's load on others.  They change nothing where requests name no owner, or all
+name the same owner.
 
-* *Turns.*  The queue has a lane for each owner, unless the policy divides it itself.  Whoever has the fewest rows is
-  next, among equals who was served longest ago; the policy orders what each of them has waiting.
-* *Parts.*  A step's prompt tokens are dealt out evenly to the owners who want some; what one leaves the others get.
-* *A row each.*  Where no row or no blocks are free for an owner who has no row, whoever has most rows gives one up,
-  one a step.  It is preempted as for a lack of blocks: its tokens are kept.
+* *Turns.*  The queue has a lane for each owner, unless the policy divides it itself.  The owner with
+  the fewest rows is next, among equals the owner served longest ago.  The policy orders the sequences of each owner.
+* *Shares.*  A step's prompt tokens are divided evenly among the owners with prompts to compute.  The rest of a share
+  goes to the others.
+* *A row each.*  If no row or no blocks are free for an owner without a row, the owner with most rows loses one row per
+  step.  It is preempted as for a lack of blocks, and its tokens are kept.
 
-*Party* is the number of an owner here; 0: the request has none.
+``owner_number`` is the number of an owner; 0 means that the request has no owner.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
     from .slots import Slots
     from .waiting import Entry, WaitingQueue
 
-# prompt tokens of a step that an owner's part has at least: prompts are not computed in crumbs
+# least prompt tokens of a step in an owner's share, so that chunks are not tiny
 LEAST = 32
-# owners for each of whom a policy is asked for an order, of those who wait: who has the fewest rows
+# most waiting owners whose sequences the policy orders in a step: the owners with the fewest rows
 ASKED = 16
 
 
 class OwnerShares:
-    """The prompt tokens of a step.  Invariant: ``left`` is the budget less what was spent of all parts."""
+    """Prompt-token budget of a step, divided among owners.  Invariant: ``left`` is the budget minus the tokens spent by
+    all owners."""
 
     def __init__(self, budget: int, owners: int) -> None:
         self.left = budget
@@ -57,7 +59,8 @@ class OwnerShares:
         self._spent[owner_number] += tokens
 
     def join(self) -> bool:
-        """What is left is anybody's from now on; False if there is nothing, or it was."""
+        """Stop dividing the budget, so that any owner may spend the rest.  Return False if nothing is left, or if it
+        was not divided."""
         divided, self._each = self._each < sys.maxsize, sys.maxsize
         return divided and self.left > 0
 
@@ -103,8 +106,9 @@ def of_the_largest(slots: Slots, rows: np.ndarray) -> np.ndarray:
 def in_turn(
     slots: Slots, lines: Iterable[Sequence[Seq]], parts: OwnerShares | None
 ) -> Iterator[Seq]:
-    """The sequences of these lines, one line an owner, owners in turn.  Whoever has spent its part of the step's tokens
-    is left out.  The next is asked for when the one before has got its row."""
+    """Yield the sequences of these lists, one list per owner, taking owners in turn.  The owner with the fewest rows is
+    next.  An owner that has spent its share of the step's tokens is left out.  The caller admits each sequence before
+    it takes the next."""
     left = {line[0].request.owner_number: deque(line) for line in lines if line}
     rows = rows_of(slots)
     while open_ := [
@@ -129,7 +133,7 @@ def candidates(planner: OwnersPlanner, now: float, parts: OwnerShares | None) ->
             yield first
         return
     lines = queue.lines(p.policy.window)
-    # each owner's line is ordered by itself: the policy's opinion of others is no reason to wait
+    # The policy orders each owner's sequences separately, so no owner waits for another's order.
     if turns and p.orders:
         rows = rows_of(p.slots)
         lines = sorted(lines, key=lambda line: rows[line[0][2].request.owner_number])[:ASKED]
@@ -153,7 +157,7 @@ def _ordered(planner: OwnersPlanner, entries: list[Entry], now: float) -> list[S
 
 
 def make_way(planner: OwnersPlanner) -> None:
-    """Preempt a row for an owner who has none and for whom there was no room when the last step was planned."""
+    """Preempt one row for an owner that has no row, and for which the last plan had no room."""
     s, seq = planner.slots, planner.stuck
     planner.stuck = None
     if seq is None or not seq.queued:
@@ -170,12 +174,13 @@ def make_way(planner: OwnersPlanner) -> None:
 def who_is_stuck(planner: OwnersPlanner, refused: Seq | None) -> Seq | None:
     """Return the first waiting sequence of an owner without a row; None if a row is free, or was freed for it already.
 
-    It is the sequence that was ``refused`` blocks or rows, or, if no row was free, the head of the owner's lane."""
+    ``refused`` is the sequence that had no room in this plan, or None; then the heads of the owners' lanes are
+    searched."""
     s, rows = planner.slots, rows_of(planner.slots)
     if refused is not None:
         return None if rows[refused.request.owner_number] else refused
     if len(s.free) > planner.reserved or s.cooling:
         return None
     found = (seq for seq in planner.waiting.heads() if not rows[seq.request.owner_number])
-    seq = next(found, None)  # a policy may leave it out even so: a row is freed once
+    seq = next(found, None)  # the policy may still not select it, so a row is freed once only
     return None if seq is None or seq.id == planner.way_for else seq

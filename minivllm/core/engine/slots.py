@@ -1,4 +1,4 @@
-"""Per-sequence columns on the host: a running sequence keeps one row for its life.
+"""Per-sequence columns on the host: a running sequence keeps one row until it ends or is preempted.
 
     slot        0     1     2     3   ...  S-1
     seq         A     -     B     C         -        list of Seq or None
@@ -24,23 +24,25 @@ if TYPE_CHECKING:
 
 
 class Slots:
-    """S rows.  Invariants: a row in ``running`` has a Seq; ``computed <= known <= end``; ``collected <= known``;
-    blocks of a row are ``table[g, slot, :blocks[g, slot]]`` (null where trimmed), zero beyond."""
+    """Columns of S rows.  Invariants: a row in ``running`` has a Seq; ``computed <= known <= end``; ``collected <=
+    known``; the blocks of a row are ``table[g, slot, :blocks[g, slot]]`` (null where trimmed), with zeros behind
+    them."""
 
     def __init__(self, size: int, max_len: int, groups: int, block: int) -> None:
         self.size, self.block = size, block
         self.seq: list[Seq | None] = [None] * size
         self.free = list(range(size - 1, -1, -1))
-        # left since the last plan: a delta must not name a row's old and new owner
+        # slots left since the last plan; not reused yet, because a delta must not contain two sequences of a slot
         self.cooling: list[int] = []
-        # slots in order of admission; numpy is five times as fast with indices of this type
+        # slots in order of admission; intp, because numpy indexes five times as fast with it
         self.running = np.empty(0, np.intp)
         self.next_serial = 0
         self.changes = (
-            0  # counts whenever a later step may differ from the last in more than tokens
+            # counts the changes after which a step differs from the last one in more than its tokens
+            0
         )
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
-        self.step = np.zeros(size, np.int64)  # id of the last step that holds the row
+        self.step = np.zeros(size, np.int64)  # id of the last step that contains the row
         self.published = 0  # id of the last step whose result is in the columns
         self.id, self.stream = np.zeros((2, size), np.int64)
         # Columns of one type are rows of one table, so that ``enter`` sets them all at once.
@@ -53,46 +55,47 @@ class Slots:
         # compute up to here: ``known``, or prompt - 1 while branches wait to fork
         self.schedulable = self._ints[9]
         self.topk = self._ints[10]
-        self.prompt_topk = self._ints[11]  # -1, or its prompt's log-probabilities are still wanted
+        # log-probabilities per prompt token still to collect; -1 = none
+        self.prompt_topk = self._ints[11]
         self.owner_number = self._ints[14]  # number of the request's owner, see ``owners``
-        self.emitted = self._ints[12]  # tokens handed to the text side, the prompt's among them
+        self.emitted = self._ints[12]  # tokens sent to the sink, including the prompt's
         self.sample = self._ints[13]
-        self.partner = self._ints[15]  # slot of the row that draws with it (see ``guides``), or -1
+        self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
         self._flags = np.zeros((11, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its partner
-        # False: sits out until its last token was collected (host rows)
+        # False: the row is not planned until its last token was collected
         self.ready = self._flags[1]
         self.late, self.host = self._flags[2:4]
         self.beam = self._flags[4]  # of a stepwise strategy: held after each step (see ``beams``)
         self.speculates = self._flags[5]  # its steps may bring drafts
         # a step with drafts is in flight: known and computed are upper bounds
         self.drafting = self._flags[6]
-        self.watch = self._flags[7]  # somebody wants each token as it comes
-        self.scored = self._flags[8]  # it wants log-probabilities
+        self.watch = self._flags[7]  # a client receives each token at once
+        self.scored = self._flags[8]  # the request returns log-probabilities
         self.leads = self._flags[9]  # its partner is its guide
         self.tapped = self._flags[10]  # its request reads or adds at points of the model
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
-        self.asking = 0  # rows with such
-        self.special = 0  # rows that are late or host, or want log-probabilities
+        self.asking = 0  # rows with ``prompt_topk``
+        self.special = 0  # rows that are late, host or scored
         self.watched = 0  # rows with ``watch``
         self.timed = 0  # rows with ``tpot``
         self.paired = 0  # rows with a partner
         self.tapping = 0  # rows with taps
-        self.prefix_published = np.zeros(size, np.int32)  # blocks handed to the prefix index
+        self.prefix_published = np.zeros(size, np.int32)  # blocks published in the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
-        # leading blocks given back (sliding window)
+        # leading blocks released (sliding window)
         self.trimmed = np.zeros((groups, size), np.int32)
         self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
         self.tokens = np.zeros((size, max_len + 1), np.int32)
 
     @property
     def n_running(self) -> int:
-        """Sequences of requests that run, which their guides are not."""
+        """Count the running sequences of requests, without their guides."""
         return len(self.running) - self.paired // 2
 
     def enter(self, seq: Seq) -> int:
-        """Give a sequence a row; all columns are set from it."""
+        """Move a sequence into a free slot, set all its columns, and return the slot."""
         slot = self.free.pop()
         r, p = seq.request, seq.request.params
         seq.slot, seq.serial = slot, self.next_serial
@@ -150,13 +153,14 @@ class Slots:
         return slot
 
     def at(self, slot: int) -> Seq:
-        """The sequence in a row that is taken."""
+        """Return the sequence in an occupied slot."""
         seq = self.seq[slot]
         assert seq is not None, f"row {slot} is free"
         return seq
 
     def leave(self, slot: int) -> None:
-        """Take the row back; the caller has released its blocks.  The tokens that the host has seen go to the Seq."""
+        """Free a slot whose blocks the caller has released.  The tokens that the host has seen are copied to the
+        Seq."""
         seq = self.at(slot)
         self.changes += 1
         self.asking -= int(self.prompt_topk[slot] >= 0)
@@ -181,7 +185,7 @@ class Slots:
         self.cooling.append(slot)
 
     def view(self, slots: np.ndarray) -> QueueView:
-        """What a policy sees of these rows."""
+        """Return the columns of these rows as a policy reads them.  Each column is computed when it is first read."""
 
         made = {
             "cached": lambda: np.zeros(len(slots), np.int32),
