@@ -194,7 +194,7 @@ class StepCalls(DrawCalls, Protocol):
 
 
 def restrict(calls: DrawCalls, state: DeviceState, logits: Tensor, rows: Rows) -> None:
-    """Forbid stop ids in rows below ``min_tokens``, then call the processors.  ``logits`` [N, V] change in place."""
+    """Set stop ids to -inf in rows below ``min_tokens``, then call processors.  ``logits`` [N, V] change in place."""
     if calls.wants_min:
         at = state.min_end[rows.slots], state.stop_ids[rows.slots]
         sampling.suppress_stops(logits, rows.position, *at)
