@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def relu2(x: Tensor) -> Tensor:
-    """Squared ReLU (Primer, arXiv:2109.08668)."""
+    """Return the squared ReLU, max(x, 0) ** 2 (Primer, arXiv:2109.08668)."""
     return F.relu(x).square_()
 
 
@@ -24,6 +24,6 @@ APPLY: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 
 def gate_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """The gate of a gated MLP (arXiv:2002.05202): [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
+    """Return activation(gate) * up [T, n] for x [T, 2 n] = gate | up, as in a gated MLP (arXiv:2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return APPLY[activation](gate).mul_(up)

@@ -1,4 +1,4 @@
-"""The attention layer: between the projections of a model and the attention back end."""
+"""The attention layer, which calls the attention back end with the projections of a model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from .module import Module, check_shape, fill
 
 
 class AttentionLayer(Module):
-    """q [T, heads * dim_qk], k [T, kv_heads * dim_qk], v [T, kv_heads * dim_v] -> [T, heads * dim_v] (local heads)."""
+    """Attention of this process's heads, with the KV cache of one layer.
+
+    A call takes q [T, heads * dim_qk], k [T, kv_heads * dim_qk] and v [T, kv_heads * dim_v], writes k and v to the
+    cache, and returns [T, heads * dim_v].  ``pre`` is the norm and rotary embedding of q and k; None means neither."""
 
     def __init__(self, name: str, layer: AttnLayer, backend: AttentionBackend, device: str, shard: Shard) -> None:
         super().__init__(name)

@@ -1,18 +1,21 @@
-"""Sizes of steps that are captured: rows and tokens are padded to the next one.
+"""Sizes of captured steps (CUDA graphs).  A step is padded to the next larger number of rows and tokens.
 
-decode   one token a row: every size is captured at the start
-mixed    some rows bring several tokens: a few at the start, which serve smaller steps, others when they come often
+decode   one token for each row.  Every size is captured at start-up.
+mixed    some rows have several tokens.  A few sizes are captured at start-up, and smaller steps are padded to them.
+         Other sizes are captured when they have become frequent.
 """
 
 from __future__ import annotations
 
-MOST_TOKENS = 2048  # of a captured mixed step: larger ones are bound by the device either way
-# of the mixed steps that are captured at the start
+MOST_TOKENS = 2048  # most tokens of a captured mixed step; larger steps are limited by the GPU, not by launches
+# tokens and rows of the mixed steps that are captured at start-up
 FIRST_TOKENS, FIRST_ROWS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048), (16, 128, 512)
 
 
 def row_sizes(most: int) -> list[int]:
-    """Captured batch sizes up to ``most``: close together where a padded row costs the most, relatively."""
+    """Return the captured numbers of rows up to ``most``, ascending, and at most 1024.
+
+    Small sizes are close together, because a padded row costs relatively most there."""
     steps = [
         1,
         2,
@@ -26,19 +29,25 @@ def row_sizes(most: int) -> list[int]:
 
 
 def coarse_sizes(most: int) -> list[int]:
-    """Rows of captured mixed steps: few, because a padded row costs little there."""
+    """Return the numbers of rows of captured mixed steps up to ``most``, ascending, and at most 1024.
+
+    They are few, because a padded row costs little in a mixed step."""
     return sorted({n for n in (16, 32, 64, 128, 192, 256, 384, 512, 768) if n < most} | {min(most, 1024)})
 
 
 def token_size(tokens: int) -> int:
-    """Tokens of a captured mixed step: from 256 on at most a quarter is padding, from 1,024 on an eighth."""
+    """Round a number of tokens up to that of a captured mixed step: a multiple of 64 up to 512, then of 128.
+
+    So from 256 tokens on at most a quarter of a step is padding, from 1,024 on at most an eighth."""
     unit = 64 if tokens <= 512 else 128
     return -(-tokens // unit) * unit
 
 
 def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
-    """(rows, tokens) of the mixed steps that are captured at the start, most tokens first, of steps with up to ``most``
-    tokens: any other may run in one of them (``device/worker/graphs.py``).  ``coarse``: sizes of rows."""
+    """Return (rows, tokens) of the mixed steps that are captured at start-up, those with most tokens first.
+
+    ``most`` is the token limit of a step, and ``coarse`` the result of ``coarse_sizes``.  Any smaller mixed step can be
+    padded to one of these (``device/worker/graphs.py``)."""
     most = token_size(min(most, MOST_TOKENS))
     tokens = [*(n for n in FIRST_TOKENS if n < most), most]
     rows = [*(n for n in coarse[:-1] if n in FIRST_ROWS), coarse[-1]]
@@ -47,7 +56,9 @@ def first_mixed(coarse: list[int], most: int) -> list[tuple[int, int]]:
 
 
 def useful_sizes(ms: dict[int, float]) -> list[int]:
-    """The sizes that no larger one beats: the library's products have sizes that take a third longer than the next."""
+    """Return the sizes, ascending, for which no larger size takes less time; ``ms`` maps a size to its milliseconds.
+
+    Some sizes take a third longer than the next larger size in the GPU's matrix library."""
     keep: list[int] = []
     for size in sorted(ms, reverse=True):
         if not keep or ms[size] <= min(ms[k] for k in keep):

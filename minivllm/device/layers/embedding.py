@@ -1,10 +1,10 @@
 """Token embedding and the output head, which may share its weight.
 
-Over several processes each has the rows of a range of the vocabulary.  Where that does not divide, the last ranges are
-shorter, and their weights padded with rows of zeros::
+With several processes each stores the rows of one range of the vocabulary.  If the processes do not divide it, the last
+ranges are shorter, and their weights are padded with rows of zeros::
 
-    ids ──► rows of the ids in my range, zeros for others ──► sum over the processes ──► [T, dim]
-    x   ──► logits of my range ──► side by side on rank 0 ──► [N, V];  on other ranks [N, 0]
+    ids ──► rows of the ids in this range, zeros for others ──► sum over the processes ──► [T, dim]
+    x   ──► logits of this range ──► side by side on rank 0 ──► [N, V];  on other ranks [N, 0]
 """
 
 from __future__ import annotations
@@ -26,24 +26,28 @@ from .module import Module, check_shape, fill
 
 
 class VocabRange:
-    """The rows of a vocabulary that a process has: ``first`` to ``end``, of the ``rows`` that its weight has."""
+    """The range of token ids whose rows a process stores: ``first`` up to but not including ``end``.
+
+    Its weight has ``rows`` rows, which may be more than the range."""
 
     def __init__(self, vocab: int, shard: Shard) -> None:
         self.vocab, self.rows = vocab, -(-vocab // shard.size)
         self.first, self.end = (min(vocab, (shard.rank + i) * self.rows) for i in (0, 1))
 
     def cut(self, tensor: Tensor) -> Tensor:
-        """Of [V, ...] these rows [rows, ...], padded with zeros."""
+        """Return the range's rows [rows, ...] of a tensor [V, ...], padded with rows of zeros."""
         mine = tensor[self.first : self.end]
         return mine if len(mine) == self.rows else F.pad(mine, (0, 0) * (mine.dim() - 1) + (0, self.rows - len(mine)))
 
 
 class Embedding(Module):
-    """ids i64 [T] -> [T, dim].  A quantized one (``scheme``) makes numbers of the rows that are looked up."""
+    """A token embedding: ids i64 [T] -> [T, dim].  With a quantized weight (``scheme``) a call dequantizes its rows."""
 
     def __init__(self, info: ModuleInfo, rows: int, scheme: WeightScheme | None = None, group: Any = None) -> None:
-        """``info``: of this process's rows; ``group``: the communicator of the processes that share all ``rows``; None:
-        all are here."""
+        """Allocate this process's part of an embedding that has ``rows`` rows in total.
+
+        ``info`` describes the part of this process.  ``group`` is the communicator of the processes that share the
+        rows; None means that this process has all rows.  ``scheme`` None means an unquantized weight."""
         super().__init__(info.name)
         self.info, self.scheme, self.group = info, scheme, group
         self.range, self.dim = VocabRange(rows, share_of(group)), info.in_features
@@ -68,7 +72,7 @@ class Embedding(Module):
             self.tensors = dict(self.scheme.tensors)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Those of this process's rows, counted from its first."""
+        """Return the rows [T, dim] for ``ids`` i64 [T], which count from the first row of this process."""
         return F.embedding(ids, self.weight) if self.scheme is None else self.scheme.gather(ids, self.dtype)
 
     def __call__(self, ids: Tensor) -> Tensor:
@@ -81,7 +85,9 @@ class Embedding(Module):
 
 
 def beside(logits: Tensor, vocab: int, group: Any) -> Tensor:
-    """Logits [N, V] on rank 0 of those of each rank's range, on others what the communicator leaves them."""
+    """Gather the logits of each rank's vocabulary range on rank 0 and return all ``vocab`` columns there, [N, V].
+
+    The other ranks return [N, 0].  ``group`` None means a single process, which returns ``logits`` as they are."""
     if group is None:
         return logits
     whole = group.gather(logits, vocab)
@@ -89,7 +95,7 @@ def beside(logits: Tensor, vocab: int, group: Any) -> Tensor:
 
 
 class LMHead(Linear):
-    """Hidden states [N, dim] -> logits [N, V] with a weight of its own."""
+    """The output head with its own weight: hidden states [N, dim] -> logits [N, V]."""
 
     def __init__(self, info: ModuleInfo, scheme: WeightScheme, vocab: int, group: Any = None) -> None:
         super().__init__(info, scheme)
@@ -104,7 +110,7 @@ class LMHead(Linear):
             super().load(part, param, tensor)
             return
         whole = self.wanted()[part, param]
-        # a form that its scheme alone can cut, where the vocabulary divides (``ModuleParts.lm_head``)
+        # only the scheme can slice this form; ``ModuleParts.lm_head`` ensures that the processes divide the vocabulary
         if whole is None or getattr(self.scheme, "cuts_parts", False):
             super().load(part, param, tensor)
             return
@@ -116,10 +122,10 @@ class LMHead(Linear):
 
 
 class TiedLMHead(Module):
-    """The head whose weight is the embedding's, quantized or not.  Where only the head is quantized, by ``scheme_of``,
-    it makes a copy of its own once the embedding is loaded.
+    """The output head that shares the weight of the embedding, quantized or not.
 
-    ``untie`` gives it a weight of its own after all, before anything is loaded.
+    If ``scheme_of`` quantizes only the head, ``finish`` makes a quantized copy of the loaded embedding.  ``untie``
+    replaces the shared weight by a separate one; call it before any weight is loaded.
     """
 
     def __init__(
@@ -130,7 +136,7 @@ class TiedLMHead(Module):
         fuse: bool = False,
         invariant: bool = False,
     ) -> None:
-        """OptionError for an embedding and a head that are to be in two quantized forms."""
+        """Share the weight of ``tied``.  OptionError if the embedding and the head would have two quantized forms."""
         super().__init__(info.name)
         self.info, self.tied, self.part, self.scheme_of = info, tied, info.parts[0][0], scheme_of
         self.fuse, self.invariant = fuse, invariant

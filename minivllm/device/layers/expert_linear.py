@@ -1,4 +1,4 @@
-"""The weights of a mixture of experts: those of all experts in one module, and those of the router."""
+"""The linear layers of a mixture of experts: one with the stacked weights of all experts, and the router."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHOICE_BIAS = "e_score_correction_bias"
 
 
 class DenseExperts(Dense):
-    """The unquantized weights of all experts, [experts * rows of one, in]."""
+    """The unquantized weights of all experts, [experts * rows of an expert, in]."""
 
     def __init__(self, info: ModuleInfo, fuse: bool = False, weight: Tensor | None = None, invariant: bool = False):
         super().__init__(info, fuse, weight, invariant)
@@ -25,34 +25,37 @@ class DenseExperts(Dense):
         self._rows = 0
 
     def finish(self) -> None:
-        """There is nothing to pack: what an expert multiplies is few rows."""
+        """Do nothing: an expert multiplies few rows, for which a packed copy is not faster."""
 
     def expert(self, x: Tensor, e: int) -> Tensor:
         if not self.invariant or self.weight.device.type != "cpu":
             return F.linear(x, self.each[e])
         if e not in self._fixed:
             self._fixed[e] = FixedRows(self.each[e], self._rows)
-            self._rows = self._fixed[e].rows  # of one shape all do alike
+            self._rows = self._fixed[e].rows  # the experts have one shape, so the number of rows is the same for all
         return self._fixed[e](x)
 
 
 class ExpertLinear(Linear):
-    """One of the two products of all experts.  Its ``split`` is within each expert; over processes the sum is the
-    caller's."""
+    """The first or the last linear layer of all experts, with their weights stacked.
+
+    ``split`` divides each expert over the processes.  The caller sums the results of a row split over processes."""
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if param == "bias" and self.info.split == "row" and self.info.shard.rank > 0:
-            tensor = torch.zeros_like(tensor)  # the sum over processes has it once
+            tensor = torch.zeros_like(tensor)  # so that the sum over processes has it once
         super().load(part, param, tensor)
 
     def expert(self, x: Tensor, e: int) -> Tensor:
-        """x [T, in] -> [T, rows of an expert]."""
+        """Multiply x [T, in] by the weight of expert e and add its bias: [T, rows of an expert]."""
         y = self.scheme.expert(x, e)
         return y if self.bias is None else y.add_(self.bias.view(self.info.experts, -1)[e])
 
 
 class RouterLinear(Linear):
-    """Logits [T, E]; with the number of each expert that is added for the choice alone, if there is one."""
+    """The router: x [T, in] -> logits [T, E].
+
+    ``choice_bias`` f32 [E] is added to the scores only to choose the experts; None means that there is none."""
 
     def __init__(self, info: ModuleInfo, scheme: WeightScheme, choice_bias: bool) -> None:
         super().__init__(info, scheme)

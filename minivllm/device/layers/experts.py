@@ -1,11 +1,12 @@
-"""A mixture of experts: where each token goes, and the products of the experts that are hit.
+"""A mixture of experts: the choice of k experts for each token, and the products of the chosen experts.
 
     x [T, H] ── router ─► logits [T, E] ─ route ─► weights, ids [T, k]
       │                                              │
       └──► gate|up of expert ids[t, s] ──► down ──► y [T, k, H] ──► sum over the k places, in their order (+ shared(x))
 
-The sum is in float32 and is rounded once.  On a GPU with Triton ``device.kernels.experts``, or of quantized weights
-``device.kernels.packed_experts``, does the same without the host, which here reads how many tokens each expert has.
+The sum is in float32 and is rounded once.  Here the host reads how many tokens each expert has.  On a GPU with Triton
+``device.kernels.experts``, or for quantized weights ``device.kernels.packed_experts``, computes the same without a wait
+of the host.
 """
 
 from __future__ import annotations
@@ -30,10 +31,13 @@ RouterHook = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # ``Deco
 
 
 def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> weights f32 [T, chosen] and ids i32 [T, chosen], best first, of equal scores the lower id."""
+    """Choose experts for each token: logits [T, E] -> weights f32 [T, chosen] and ids i32 [T, chosen], best first.
+
+    Of equal scores the lower id comes first.  ``choice_bias`` f32 [E] is added to the scores for the choice only, not
+    for the weights; None means no bias."""
     scores = logits.float()
     if router.score == SIGMOID:
-        scores = scores.neg().exp_().add_(1.0).reciprocal_()  # ``torch.sigmoid`` goes by an element's place
+        scores = scores.neg().exp_().add_(1.0).reciprocal_()  # ``torch.sigmoid`` rounds by an element's position
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
     choice = scores if choice_bias is None else scores + choice_bias
@@ -43,7 +47,7 @@ def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | Non
         weights = torch.softmax(weights, dim=-1)
     if router.normalize:
         total = weights[:, 0]
-        for s in range(1, chosen):  # a sum over an axis would go by its neighbours
+        for s in range(1, chosen):  # the bits of ``torch.sum`` would depend on the other rows
             total = total + weights[:, s]
         # the weights of a softmax are never all 0
         weights = weights / (total + 1e-20 if router.score == SIGMOID else total)[:, None]
@@ -53,8 +57,10 @@ def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | Non
 
 
 def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
-    """[T, 2 n] = gate | up -> (up + 1) * gate * sigmoid(alpha * gate) [T, n] of clamped ones (``decoder.CLAMPED``); in
-    float32, of operations that go by the element alone."""
+    """Return (up + 1) * gate * sigmoid(alpha * gate) [T, n] for x [T, 2 n] = gate | up (``decoder.CLAMPED``).
+
+    ``gate`` is clamped to at most ``limit`` and ``up`` to -limit .. limit; None means no clamp.  The arithmetic is
+    float32, in operations whose result does not depend on an element's position."""
     gate, up = x.float().chunk(2, dim=-1)
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
@@ -76,7 +82,7 @@ def kernels_serve(parts: ModuleParts, hidden: int, inner: int) -> bool:
 
 
 class Mixture(NormFusing):
-    """x [T, H] -> [T, H]."""
+    """The experts of a layer, their router and the shared MLP: Normed x [T, H] -> [T, H]."""
 
     def __init__(
         self, name: str, hidden: int, spec: Experts, parts: ModuleParts, hook: RouterHook | None = None
@@ -107,8 +113,10 @@ class Mixture(NormFusing):
             self.shared_gate = parts.normed_linear(parts.router(name + ".shared_gate", hidden))
 
     def __call__(self, h: Normed, tap: Tap | None = None) -> Tensor:
-        """``tap`` is given the logits under the name "router", and gives what goes on in their place; and the chosen
-        ids as numbers under "experts"."""
+        """Return the weighted sum [T, H] of the chosen experts, and the shared MLP if there is one.
+
+        ``tap`` is called as ``tap("router", logits)``, and its result replaces the logits; then as ``tap("experts",
+        ids)`` with the chosen ids as float32 [T, k].  None means no taps."""
         if not self.fast:
             h = Normed(h.finished())
         weights, ids = self.choose(h, tap)
@@ -118,7 +126,7 @@ class Mixture(NormFusing):
         return y if self.shared is None else y.add_(self._of_shared(h, *self.shared))
 
     def choose(self, h: Normed, tap: Tap | None = None) -> tuple[Tensor, Tensor]:
-        """(weights f32, ids i32) [T, k]."""
+        """Choose k experts for each token of ``h``: weights f32 [T, k] and ids i32 [T, k].  ``tap`` is as in a call."""
         logits = self.logits(h)
         if tap is not None:
             logits = tap("router", logits)
@@ -138,8 +146,10 @@ class Mixture(NormFusing):
 
     @cached_property
     def fast(self) -> bool:
-        """Whether kernels multiply by all experts at once: of plain weights, or of quantized ones that lie in a form
-        that they read, which is asked once these are loaded."""
+        """Return whether one kernel launch can multiply by the weights of all experts.
+
+        The weights must be unquantized, or quantized in a form that the kernels read.  Read this only after the weights
+        are loaded, because the value is cached."""
         schemes = self.gate_up.scheme, self.down.scheme
         if not self._serves or all(isinstance(scheme, Dense) for scheme in schemes):
             return self._serves
@@ -152,11 +162,13 @@ class Mixture(NormFusing):
 
     @property
     def joins(self) -> bool:
-        """Whether the kernels add to the stream, too."""
+        """Return whether the kernels can also add the result to the residual stream."""
         return self.fast and self.shared is None and not self.down.reduce
 
     def onto(self, h: Normed, stream: Any) -> tuple[Tensor, Tensor | None]:
-        """As ``device.kernels.experts.ExpertProducts`` does with a ``stream``, where it ``joins``."""
+        """Compute the experts and add the result in place to the residual of ``stream``, a ``ResidualNorm``.
+
+        Return (y, squares) as for a Normed: y [T, H] is the norm of the new residual.  Requires ``joins``."""
         weights, ids = self.choose(h)
         return self.kernel()(h.x, ids, weights, h.squares, h.eps, stream)
 
@@ -170,8 +182,10 @@ class Mixture(NormFusing):
         return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded)
 
     def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
-        """What a hook gives, as weights f32 and ids i32.  A token of which an id is no expert's has no number for a
-        result, with which its request ends and no other."""
+        """Check the result of a router hook and return it as weights f32 [T, k] and ids i32 [T, k].
+
+        ValueError if the result is no pair of tensors of the shape and device of ``like``.  An id that is no expert's
+        gets a weight of NaN, so that only the request of that token fails."""
         pair = given if isinstance(given, tuple) and len(given) == 2 else ()
         told = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
         if told != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
@@ -180,7 +194,7 @@ class Mixture(NormFusing):
                 f"each {list(like.shape)} on {like.device}"
             )
         weights, ids = pair
-        wrong = (ids < 0) | (ids >= self.spec.count)  # before 64 bits become 32
+        wrong = (ids < 0) | (ids >= self.spec.count)  # checked before the cast from 64 to 32 bits, which could wrap
         weights = weights.float().masked_fill(wrong, torch.nan).contiguous()
         return weights, ids.clamp(0, self.spec.count - 1).int().contiguous()
 
@@ -193,7 +207,7 @@ class Mixture(NormFusing):
         return self._kernel
 
     def products(self, h: Normed, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, H]: the sum over the places s of weights[t, s] times what expert ids[t, s] makes of token t."""
+        """Return [T, H]: for each token t the sum over s of weights[t, s] times the output of expert ids[t, s]."""
         if self.fast:
             return self.kernel()(h.x, ids, weights, h.squares, h.eps)[0]
         x, (tokens, k) = h.x, ids.shape
@@ -223,7 +237,7 @@ class Mixture(NormFusing):
         return self.down.expert(self.gate(self.gate_up.expert(x, e)), e)
 
     def _hit(self, x: Tensor, ids: Tensor) -> Tensor:
-        """ids [T * k] -> [T * k, H], expert by expert of those that some token goes to."""
+        """Return the expert outputs [T * k, H] for ids i64 [T * k], computed for one chosen expert at a time."""
         order, k = ids.argsort(stable=True), len(ids) // max(1, len(x))
         y, start = x.new_empty(len(ids), x.shape[1]), 0
         for e, n in enumerate(ids.bincount(minlength=self.spec.count).tolist()):
@@ -234,7 +248,9 @@ class Mixture(NormFusing):
         return y
 
     def _all(self, x: Tensor, ids: Tensor) -> Tensor:
-        """[T, k, H] of all experts for all tokens: a step that is captured cannot ask which ones are hit."""
+        """Return the expert outputs [T, k, H] for ids [T, k] by multiplying all tokens by all experts.
+
+        A captured step needs this, because the host cannot read there which experts are chosen."""
         y = x.new_zeros(*ids.shape, x.shape[1])
         for e in range(self.spec.count):
             y = torch.where((ids == e)[..., None], self._one(x, e)[:, None], y)
@@ -242,7 +258,9 @@ class Mixture(NormFusing):
 
 
 class ExpertsNorm(Joined):
-    """``Joined`` of experts whose kernels add to the stream and compute the norm that follows; ``whole``: all of it."""
+    """A ``Joined`` of experts whose kernels also do the residual addition and the norm.
+
+    ``whole`` says that the norm is computed fully, because its reader is no product."""
 
     def __init__(self, experts: Mixture, norm: RMSNorm, whole: bool) -> None:
         super().__init__(experts, None, norm, 1.0)

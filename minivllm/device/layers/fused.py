@@ -1,16 +1,16 @@
-"""Norms and linear layers that run together where the rows are few.
+"""Norms and linear layers that run as one kernel for steps of few rows.
 
 A pre-norm decoder alternates between the residual stream and products of its norm::
 
     stream ──norm──► NormedLinear (qkv) ── attention ──► LinearNorm (o) ──norm──► GatedLinear (gate_up)
       ▲                                                  adds to stream                    │
-      └──────────────── LinearNorm (down) adds to the stream, gives the next norm ◄────────┘
+      └──────────────── LinearNorm (down) adds to the stream, computes the norm ◄────────┘
 
-Where a norm stands behind a product too, or the stream is scaled, ``Joined`` is what comes between.
+If a norm also follows a product, or the branch is scaled, a ``Joined`` does the work between two products.
 
-What goes from a norm to a product is a ``Normed``.  Each pair decides by the number of rows whether it is one kernel or
-its layers one after another, and takes a Normed of either kind.  Where a product of many rows rounds them to 8 bits,
-what comes before it (``follow``) hands them over ``Rounded``: a norm or a gate has each row at hand.
+A norm passes a ``Normed`` to a product.  Each pair chooses by the number of rows whether it runs as one kernel or as
+separate layers, and accepts the Normed of both.  Some products quantize many rows to 8 bits.  The norm or gate before
+such a product (see ``follow``) then returns the rows ``Rounded``, because its kernel has each row in registers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class Rounded(NamedTuple):
-    """Rows in 8 bits: ``codes`` [T, dim] int8 or float8_e4m3fn, times ``scale`` [T, 1] float32; of ``dtype`` before."""
+    """Rows quantized to 8 bits: ``codes`` [T, dim] int8 or float8_e4m3fn, times ``scale`` [T, 1] float32.
+
+    ``dtype`` is the dtype that the rows had before."""
 
     codes: Tensor
     scale: Tensor
@@ -37,23 +39,26 @@ class Rounded(NamedTuple):
 
 
 class GatedRow(NamedTuple):
-    """A row ``x`` [1, dim] that is not rounded yet, and ``tops`` int32 [1, P]: of its parts the bits of the largest
-    |element|, by which a product rounds or scales it."""
+    """One row ``x`` [1, dim] that is not quantized yet, and the largest absolute values of its P parts.
+
+    ``tops`` int32 [1, P] has their bits.  The next product computes the scale of the row from them."""
 
     x: Tensor
     tops: Tensor
 
 
 class Normed(NamedTuple):
-    """RMSNorm's result x [T, dim]; if ``squares`` [T, P] float32 is given, x is not yet divided by
-    sqrt(sum of the token's squares / dim + eps).  Rounded only for a product that asked for it."""
+    """The result x [T, dim] of an RMSNorm, which may still need its division.
+
+    If ``squares`` float32 [T, P] is not None, x must still be divided by sqrt(sum of the row's squares / dim + eps).
+    x is Rounded only if the next product reads 8 bits (``_Pair.rounds``)."""
 
     x: Any  # Tensor or Rounded
     squares: Tensor | None = None
     eps: float = 0.0
 
     def finished(self) -> Any:
-        """With the division."""
+        """Return x [T, dim] after the division, if it was still needed."""
         if self.squares is None:
             return self.x
         factor = torch.rsqrt(self.squares.sum(dim=1, keepdim=True) / self.x.shape[1] + self.eps)
@@ -61,56 +66,60 @@ class Normed(NamedTuple):
 
 
 def row_of(x: Any) -> tuple[Any, dict[str, Tensor]]:
-    """What a product takes, and what its kernel of one row is told beside it."""
+    """Split a GatedRow into the row and its ``tops`` as a kernel keyword; return any other x without keywords."""
     return (x.x, {"tops": x.tops}) if isinstance(x, GatedRow) else (x, {})
 
 
 class _Pair:
-    """A linear layer with a kernel for few rows, if its weight has one and nothing is reduced over processes."""
+    """A linear layer joined with its neighbours in one kernel for few rows.
+
+    Without such a kernel for the weight, or if the layer sums over processes, the layers run separately."""
 
     mode = 0
-    activation = "silu"  # of a gate
+    activation = "silu"  # of the gate, if ``mode`` has one
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         self.linear, self.fuse = linear, fuse and not linear.reduce
-        self.bias = linear.bias  # what the kernel adds to the product
+        self.bias = linear.bias  # the kernel adds it to the product; None means no bias
         self.follower: _Pair | None = None
         self._kernel: Any = None
 
     def follow(self, other: Any) -> None:
-        """``other``, if it is a pair, is what takes all that this gives, and nothing else does."""
+        """Set ``other`` as the only reader of this pair's output, so that the output can have the form that it reads.
+
+        An ``other`` that is no pair is ignored."""
         self.follower = other if isinstance(other, _Pair) else None
 
     def made(self) -> Any:
-        """The kernel, which is made once the weight is loaded, or None if there is none."""
+        """Return the joined kernel, or None if there is none.  The first call makes it, and needs a loaded weight."""
         if self.fuse and self._kernel is None:
             self._kernel = joined_by(self.linear.scheme, self.bias, self.mode, self.activation)
             self.fuse = self._kernel is not None
         return self._kernel
 
     def kernel(self, x: Tensor | Rounded) -> Any:
-        """The kernel, or None if the layers do as well by themselves."""
+        """Return the joined kernel if it is faster for the rows of ``x`` [T, in] than separate layers, else None."""
         kernel = None if isinstance(x, Rounded) else self.made()
         return kernel if kernel is not None and kernel.fits(x) else None
 
     def rounds(self, rows: int) -> torch.dtype | None:
-        """The 8-bit dtype in which this wants so many rows, or None."""
+        """Return the 8-bit dtype in which the product reads this number of rows; None means unquantized."""
         wants = getattr(self.made(), "rounds", None)
         return None if wants is None else wants(rows)
 
     def takes_tops(self) -> bool:
-        """Whether its kernel is told the largest elements of a row's parts (``GatedRow``)."""
+        """Return whether the kernel accepts the largest absolute values of a row's parts (``GatedRow.tops``)."""
         return bool(getattr(self.made(), "takes_tops", False))
 
     def product(self, x: Tensor | Rounded) -> Tensor:
-        """linear(x), as its layer gives it."""
+        """Return linear(x) [T, out], summed over processes and with the bias, for x in either form."""
         if not isinstance(x, Rounded):
             return self.linear(x)
         return self.linear.summed(self._kernel.of_rows(*x))
 
 
 class NormedLinear(_Pair):
-    """``Normed -> linear(x)``."""
+    """A linear layer that takes a Normed: a call returns linear(x) [T, out]."""
 
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
@@ -118,8 +127,10 @@ class NormedLinear(_Pair):
 
 
 class GatedLinear(_Pair):
-    """``Normed -> activation(gate) * up``, linear(x) [T, 2 n] being gate | up; a Tensor, or for a follower Rounded, if
-    it wants it, or GatedRow."""
+    """A linear layer and a gate: a call with a Normed returns activation(gate) * up [T, n].
+
+    linear(x) [T, 2 n] is gate | up.  The result is a Tensor, or the form that the follower reads: Rounded or
+    GatedRow."""
 
     mode = 1
 
@@ -129,7 +140,7 @@ class GatedLinear(_Pair):
         gate_mul: Callable[..., Tensor],
         fuse: bool,
         activation: str = "silu",
-        divides: bool = True,  # ``gate_mul`` takes what a Normed is divided by
+        divides: bool = True,  # ``gate_mul`` can do the division that a Normed still needs
     ) -> None:
         super().__init__(linear, fuse)
         self.divides = divides
@@ -154,7 +165,7 @@ class GatedLinear(_Pair):
 
 
 class Partial(_Pair):
-    """``x -> this process's part of linear(x)``, without the bias: what is summed over those that share the model."""
+    """A row-split linear layer without sum and bias: a call returns this process's part of linear(x) [T, out]."""
 
     def __init__(self, linear: Linear, fuse: bool) -> None:
         super().__init__(linear, False)
@@ -170,12 +181,14 @@ class Partial(_Pair):
 
 
 class LinearNorm(_Pair):
-    """``(x, residual) -> (norm(residual + linear(x)), residual + linear(x))``; the residual given belongs to the layer
-    from then on.  ``whole``: the Normed is a finished one, for what is no product.
+    """A linear layer, the residual addition and an RMSNorm: ``(x, residual) -> (Normed(norm(sum)), sum)``.
 
-    Where processes share the model, and their devices each other's memory, one kernel behind the product sums over
-    them, adds to the residual and normalises: a fused norm (``StepWiring.unfused``), whether products of few rows are
-    joined to others or not."""
+    sum = residual + linear(x) [T, dim].  The addition may be in place, so the caller may not use ``residual`` again.
+    ``whole`` says that the norm is computed fully, because its reader is no product.
+
+    If processes share the model and their GPUs can access each other's memory, one kernel after the product sums over
+    the processes, adds to the residual and normalises.  It counts as a fused norm (``StepWiring.unfused``) and runs
+    also if the products of few rows are not joined."""
 
     mode = 2
 
@@ -205,7 +218,7 @@ class LinearNorm(_Pair):
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
-        """By kernels of their own: the sum over the processes, and the norm."""
+        """Sum this process's ``part`` of the product over the processes, add it and normalise, in separate kernels."""
         return self._normed(self.linear.summed(part), residual)
 
     def _normed(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
@@ -217,28 +230,32 @@ class LinearNorm(_Pair):
         return Normed(Rounded(codes, scale, y.dtype)), residual
 
     def branch(self, x: Tensor | Rounded | GatedRow) -> Tensor:
-        """What is added to the residual, by itself."""
+        """Return linear(x) [T, dim], the value that a call adds to the residual stream."""
         x, _ = row_of(x)
         if self.part is not None and isinstance(x, Rounded):
             return self.linear.summed(self.part(x))
         return self.product(x)
 
     def entry(self, residual: Tensor) -> Normed:
-        """What the next product takes of a residual to which that was added."""
+        """Return the next product's input for a residual stream to which ``branch`` has been added."""
         return Normed(self.norm(residual)[0])
 
 
 class NormFusing:
-    """A module that is no ``Linear``, and may be one kernel with the addition to the stream and the norm behind it."""
+    """A module other than ``Linear`` whose kernel may include the residual addition and the norm that follow it."""
 
     def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
-        """Return ``(x, residual) -> (Normed of the sum, the sum)``; ``whole`` says that the norm is computed fully."""
+        """Join the module with the addition and ``norm``: ``(x, residual) -> (Normed(norm(sum)), sum)``.
+
+        ``whole`` says that the norm is computed fully, because its reader is no product."""
         raise NotImplementedError
 
 
 class Joined:
-    """``(x, residual) -> (what the next product takes, residual + scale * after(linear(x)))``; ``after`` and the norm
-    ``before`` the next product may be left out.  Two norms with the addition between them are one kernel."""
+    """A linear layer and the work between it and the next product: ``(x, residual) -> (Normed(before(sum)), sum)``.
+
+    sum = residual + scale * after(linear(x)) [T, dim].  ``after`` or ``before`` None leaves that norm out.  Two
+    RMSNorms with the addition between them run as one kernel."""
 
     def __init__(
         self,
@@ -256,7 +273,7 @@ class Joined:
         return self.add(self.linear(x), residual)
 
     def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
-        """The same of linear(x)."""
+        """Do the same as a call, for y = linear(x) [T, dim] that has been computed."""
         if self.kernel is not None:
             at = self.before.weight, self.before.eps, self.after.weight, self.after.eps
             y, residual = self.kernel(y, residual, *at)
@@ -269,15 +286,15 @@ class Joined:
         return Normed(y), residual
 
     def scaled(self, y: Tensor) -> Tensor:
-        """``scale * after(y)``."""
+        """Return scale * after(y) [T, dim]."""
         if self.after is not None:
             y = self.after(y)[0]
         return y if self.scale == 1.0 else y * self.scale
 
     def branch(self, x: Tensor) -> Tensor:
-        """What is added to the residual, by itself."""
+        """Return scale * after(linear(x)) [T, dim], the value that a call adds to the residual stream."""
         return self.scaled(self.linear(x))
 
     def entry(self, residual: Tensor) -> Normed:
-        """What the next product takes of a residual to which that was added."""
+        """Return the next product's input for a residual stream to which ``branch`` has been added."""
         return Normed(residual if self.before is None else self.before(residual)[0])

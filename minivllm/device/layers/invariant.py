@@ -1,14 +1,14 @@
-"""Products and activations that give a row the same bits whatever rows are beside it (``batch_invariant``), on a CPU.
+"""CPU products and activations whose bits for a row do not depend on the other rows (``batch_invariant``).
 
-A library picks its kernel, and with it the order of its sums, by the number of rows.  So a product is always a call on
-``ROWS`` of them, the last ones filled up with zeros::
+A matrix library chooses its kernel, and so the order of its sums, by the number of rows.  So every product here is a
+series of library calls on exactly ``ROWS`` rows; the last call is filled up with zeros::
 
     x [T, in] ──► [ROWS, in] [ROWS, in] ... [ROWS, in] ──► y [T, out]
 
-What is left is that a row's *place* in the call might matter.  It does not on the libraries that were looked at; it is
-tried on each weight's shape, and where it does matter a call is one row.  Elementwise operations that are exact in
-every element (+, *, /, sqrt) are safe; of the others torch's ``exp``, ``log`` and ``tanh`` go by the element alone,
-``silu`` and ``sigmoid`` do not: the last few elements of a thread's share are computed otherwise.
+A row's *position* in the call could still matter.  It does not with the libraries examined.  This is tested for the
+shape of each weight; if it matters, a call has one row.  Elementwise operations that are correctly rounded (+, *, /,
+sqrt) are safe.  The results of torch's ``exp``, ``log`` and ``tanh`` depend on the element alone.  Those of ``silu``
+and ``sigmoid`` do not: the last few elements of a thread's share are computed by another method.
 
 On a GPU ``device.kernels.products.FixedProduct`` and the kernels of norm and activation do the same.
 """
@@ -28,7 +28,9 @@ ROWS = 16
 
 
 def same_at_every_place(call: Callable[[Tensor], Tensor], like: Tensor) -> bool:
-    """Whether ``call``, given the last axis of ``like`` repeated over all others, gives each of them the same bits."""
+    """Return whether ``call`` gives equal rows the same bits at every position.
+
+    The test input has the shape, dtype and device of ``like``; all its rows are the same random row."""
     line = torch.randn(like.shape[-1], generator=torch.Generator().manual_seed(0)).to(like)
     got = call(line.expand(like.shape).contiguous())
     got = got.reshape(-1, got.shape[-1])
@@ -36,8 +38,9 @@ def same_at_every_place(call: Callable[[Tensor], Tensor], like: Tensor) -> bool:
 
 
 class FixedRows:
-    """x [T, in] -> x W^T [T, out] in calls of ``rows`` rows each; 0: as many as are found to be right for
-    the weight."""
+    """A product x [T, in] -> x W^T [T, out] in library calls of ``rows`` rows each.
+
+    ``rows`` 0 means ``ROWS``, or 1 if the position of a row changes its bits for this shape of weight."""
 
     def __init__(self, weight: Tensor, rows: int = 0) -> None:
         self.weight, self.packed, self.rows = weight, pack(weight), rows or ROWS
@@ -56,13 +59,13 @@ class FixedRows:
             x, given = x.new_zeros(whole, x.shape[1]), x
             x[:tokens] = given
         parts = x.split(self.rows)
-        if x.data_ptr() % 64 or (self.rows * x.shape[1] * x.element_size()) % 64:  # libraries may look at that, too
+        if x.data_ptr() % 64 or (self.rows * x.shape[1] * x.element_size()) % 64:  # may affect the kernel
             parts = tuple(part.clone() for part in parts)
         return torch.cat([self._call(part) for part in parts])[:tokens]
 
 
 def activate(x: Tensor, activation: str = "silu") -> Tensor:
-    """As ``activation.APPLY``, of operations that go by the element alone."""
+    """Apply an activation of ``activation.APPLY`` in operations whose result depends on each element alone."""
     y = x.float()
     if activation == "silu":
         y = y.div(y.neg().exp_().add_(1.0))
@@ -77,13 +80,15 @@ def activate(x: Tensor, activation: str = "silu") -> Tensor:
 
 
 def gate_mul(x: Tensor, activation: str = "silu") -> Tensor:
-    """As ``activation.gate_mul``: [T, 2 n] = gate | up -> activation(gate) * up [T, n]."""
+    """Return activation(gate) * up [T, n] for x [T, 2 n] = gate | up, with the batch-invariant ``activate``."""
     gate, up = x.chunk(2, dim=-1)
     return activate(gate, activation).mul_(up)
 
 
 def logsumexp(x: Tensor) -> Tensor:
-    """[N, V] -> [N, 1]: a wide row by itself is summed by several threads, one of several rows is not."""
+    """Return the logsumexp of each row, [N, V] -> [N, 1], computed row by row.
+
+    torch sums a wide single row in several threads but not the rows of a batch, so a batch would have other bits."""
     if not len(x):
         return x.new_empty(0, 1)
     return torch.stack([torch.logsumexp(row.clone(), 0, keepdim=True) for row in x])

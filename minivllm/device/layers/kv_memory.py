@@ -1,4 +1,4 @@
-"""The memory of a KV cache."""
+"""Layout and allocation of the KV cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minivllm.errors import PluginError, from_file, shown
 
 
 def layouts_of(backend: AttentionBackend, layers: Sequence[Any], fmt: Any, block: int) -> list[KVLayout]:
-    """How a back end lays out the blocks of each layer.  PluginError for what is no layout."""
+    """Return the back end's layout of blocks of ``block`` tokens for each layer.  PluginError if one is no KVLayout."""
     found = [backend.layout(layer.spec, fmt, block) for layer in layers]
     if wrong := [one for one in found if not isinstance(one, KVLayout)]:
         who = f"attention {type(backend).__name__}{from_file(backend)}"
@@ -48,6 +48,6 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> t
         return torch.zeros(shape, dtype=dtype, device=device)
     try:
         memory = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-    except ValueError as e:  # of a size that no array can have
+    except ValueError as e:  # the size is more than an array can have
         raise MemoryError(str(e)) from e
     return torch.from_numpy(memory).view(dtype).reshape(shape)

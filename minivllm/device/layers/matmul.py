@@ -1,7 +1,7 @@
-"""x W^T for a plain weight.  On a CPU, several rows at once run on a second copy of the weight in oneDNN's own order.
+"""The product x W^T with an unquantized weight.  On a CPU a second copy in oneDNN's order serves several rows.
 
 A float32 product of 8 to 128 rows is 1.4 to 2 times as fast that way (measured, AVX-512, 256 to 512 columns); one row
-is slower, and large matrices are bound by memory either way, so those keep the plain weight alone.
+is slower.  Large matrices are limited by memory bandwidth in both forms, so they have no second copy.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PACK_LIMIT = 4 << 20  # bytes of a weight that is worth a second copy
-PACK_ROWS = 32  # rows that the order is chosen for
-PACKED_FROM = 4  # rows from which the packed copy wins
+PACK_LIMIT = 4 << 20  # most bytes of a weight that gets a second copy
+PACK_ROWS = 32  # rows for which oneDNN chooses the order
+PACKED_FROM = 4  # fewest rows for which the packed copy is faster
 
 
 def pack(weight: Tensor) -> Tensor | None:
-    """An opaque oneDNN copy of weight [out, in], or None where the plain weight does as well."""
+    """Return a copy of ``weight`` [out, in] in oneDNN's opaque order; None if that is not faster or not available."""
     small = weight.numel() * weight.element_size() <= PACK_LIMIT
     if (
         weight.device.type != "cpu"
@@ -29,21 +29,23 @@ def pack(weight: Tensor) -> Tensor | None:
 
 
 class Packed:
-    """``pack`` of a weight, made by the first product that takes it: native steps run the short ones without."""
+    """A packed copy of a weight (see ``pack``) that the first product of enough rows makes.
+
+    Native steps compute short products without it, so it may never be needed."""
 
     def __init__(self, weight: Tensor) -> None:
         self._weight: Tensor | None = weight
         self._copy: Tensor | None = None
 
     def of(self, rows: int) -> Tensor | None:
-        """The copy if a product of so many rows takes it."""
+        """Return the copy for a product of ``rows`` rows; make it if needed.  None if there is no copy."""
         if rows >= PACKED_FROM and self._weight is not None:
             self._copy, self._weight = pack(self._weight), None
         return self._copy
 
 
 def matmul(x: Tensor, weight: Tensor, packed: Tensor | None) -> Tensor:
-    """x [T, in] -> [T, out]."""
+    """Return x W^T, x [T, in] -> [T, out], with ``packed`` for several rows; None means only ``weight``."""
     if packed is None or x.shape[0] < PACKED_FROM:
         return F.linear(x, weight)
     return torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")

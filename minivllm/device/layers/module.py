@@ -1,4 +1,4 @@
-"""What the weight loader sees of a module that owns weights."""
+"""The interface between the weight loader and a module that owns weights."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from minivllm.errors import ModelError
 
 
 class Module:
-    """A named owner of ``tensors``.  The loader asks ``wanted``, calls ``load`` once an entry, then ``finish`` once.
+    """A named owner of ``tensors``.
 
-    A *part* is one of several checkpoint tensors that are stacked into one parameter (q, k, v); "" where there is one.
+    The loader calls ``wanted``, then ``load`` once for each entry, then ``finish`` once.  A *part* is one of several
+    checkpoint tensors that are stacked into one parameter, such as q, k and v; "" names the only part.
     """
 
     def __init__(self, name: str) -> None:
@@ -20,19 +21,21 @@ class Module:
         self.tensors: dict[str, Tensor] = {}
 
     def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
-        """(part, parameter) -> full checkpoint shape, before tensor-parallel slicing (None: only the scheme knows)."""
+        """Return the checkpoint tensors to load: (part, parameter) -> full shape before tensor-parallel slicing.
+
+        A shape of None means that only the weight scheme can check it."""
         return {("", name): tuple(t.shape) for name, t in self.tensors.items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        """Take a full checkpoint tensor of any floating dtype on any device.  ModelError on a wrong shape or dtype."""
+        """Store a full checkpoint tensor of any floating dtype and device.  ModelError on a wrong shape or dtype."""
         fill(self.tensors[param], tensor)
 
     def finish(self) -> None:
-        """All modules that come before this one, and all its own parts, are loaded."""
+        """Prepare for use; called after all parts of this module, and all earlier modules, are loaded."""
 
 
 class Tensors(Module):
-    """Weights that somebody else computes with."""
+    """Weights that the architecture's own code computes with."""
 
     def __init__(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         super().__init__(name)
@@ -40,15 +43,15 @@ class Tensors(Module):
 
 
 def fill(target: Tensor, tensor: Tensor) -> None:
-    """Copy with a cast; refuses what would be silently wrong."""
+    """Copy ``tensor`` to ``target`` with a cast to its dtype.  ModelError as in ``check_shape``."""
     check_shape(tensor, target.shape)
     target.copy_(tensor)
 
 
 def check_shape(tensor: Tensor, want: Sequence[int]) -> None:
-    """ModelError unless ``tensor`` has exactly the shape ``want`` and numbers that need no scale.
+    """Raise ModelError unless ``tensor`` has exactly the shape ``want`` and a floating dtype of 16 bits or more.
 
-    A float8 weight without its scales is refused, because a cast would keep its numbers and lose their size."""
+    A float8 weight without its scales is refused, because a cast would drop the factor that the numbers need."""
     if tuple(tensor.shape) != tuple(want):
         raise ModelError(f"shape {list(tensor.shape)}, want {list(want)}")
     if not tensor.is_floating_point():

@@ -1,4 +1,4 @@
-"""The building blocks handed to ``ModelArch.build``: the makers of modules, and those of what is made of several."""
+"""The factory passed to ``ModelArch.build``: it makes single modules, mixtures of experts and whole models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .module_parts import ModuleParts
 
 
 class ModelParts(ModuleParts):
-    """``ModuleParts``, and the makers of a mixture of experts and of a whole model."""
+    """A ``ModuleParts`` that can also make a mixture of experts and a whole model."""
 
     def experts(self, name: str, hidden: int, spec: Experts, hook: RouterHook | None = None) -> Mixture:
         """Make the router, experts and shared MLP of a layer: x [T, hidden] -> [T, hidden]."""

@@ -1,7 +1,7 @@
-"""Memory of one host's GPUs that all of them reach, and the calls of a step that go through it
-(``device.kernels.peer_sums``, ``device.kernels.peer_moves``).
+"""GPU memory that all ranks of one host can access, and the collective calls of a step that use it.
 
-Each rank has a region, which torch's symmetric memory maps into all processes.  Its parts, in bytes from the begin::
+The kernels are in ``device.kernels.peer_sums`` and ``device.kernels.peer_moves``.  Each rank has a region, which
+torch's symmetric memory maps into all processes.  Its parts are, in this order::
 
     flags of sums        i32 [BLOCKS, size]
     flags, acks of moves i32 [MOVERS, size] twice;  acks of drawn tokens i32 [MOVERS, size]
@@ -10,7 +10,8 @@ Each rank has a region, which torch's symmetric memory maps into all processes. 
     places of moves      [2, MOVERS, size, PLACE] bytes
     places of tokens     i64 [2, MOVERS, 2, DRAWN]
 
-Beside it each rank counts its meetings, by program and kind.
+A meeting is one exchange of a program with the same program of the other ranks.  Each rank counts its meetings by
+program and kind.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ if TYPE_CHECKING:
     from .norm import RMSNorm
 
 BLOCKS = 264  # programs of a sum, two for each multiprocessor of an H100 or H200
-CHUNK = 8192  # words of 32 bits that a program brings to a meeting
-WORD_ROWS, WORDS = 128, 8192  # of sums by words: rows, and words of 32 bits of a row
-MOVERS, PLACE = 132, 32768  # programs of a gather, bytes that each has room for at a time
-# elements that a program of a gather moves at a time, by the rows from which on; ascending.  Each is a kernel, which
-# all ranks must have compiled before rank 0 captures a draw: the first by ``RankGraphs.warm``, which gathers one row,
-# and that of the most rows by the step that measures memory (``worker.build``)
+CHUNK = 8192  # most 32-bit words that a program exchanges at a meeting
+WORD_ROWS, WORDS = 128, 8192  # most rows of a sum by words, and most 32-bit words of a row
+MOVERS, PLACE = 132, 32768  # most programs of a gather, and bytes that each moves at a time
+# (fewest rows, elements that a program of a gather moves at a time), ascending.  Each entry is a kernel that all ranks
+# must compile before rank 0 captures a draw.  ``RankGraphs.warm``, which gathers one row, compiles the first; the step
+# that measures memory (``worker.build``) compiles the last.
 TILES = ((1, 4096), (32, 16384))
-DRAWN = 128  # rows of drawn tokens for each program
+DRAWN = 128  # rows of sampled tokens for each program
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
-# rows of 8 KiB up to which a sum goes by words, and bytes of all rows from which it is split, by ranks
+# number of ranks -> most rows of 8 KiB of a sum by words; -> fewest bytes of all rows of a split sum
 BY_WORDS = {2: 32, 3: 16, 4: 16, 5: 8, 6: 8, 7: 8, 8: 8}
 SPLIT_FROM = {4: 4 << 20, 8: 256 << 10}
 
 
 @dataclass(frozen=True)
 class RegionLayout:
-    """Bytes from a region's begin, by ``size`` ranks."""
+    """The offset in bytes of each part of a region, and its total ``bytes``, for ``size`` ranks."""
 
     size: int
 
@@ -73,20 +74,20 @@ class RegionLayout:
 
 
 def reachable(size: int) -> str:
-    """Why the first ``size`` GPUs of this host cannot use each other's memory; "" if they can."""
+    """Return the reason why the first ``size`` GPUs cannot access each other's memory; "" if they can."""
     if torch.cuda.device_count() < size:
         return f"a rank sees {torch.cuda.device_count()} GPU(s) of {size}"
     for a in range(size):
         for b in range(size):
             if a != b and not torch.cuda.can_device_access_peer(a, b):
                 return f"cuda:{a} does not reach the memory of cuda:{b}"
-            if a != b and not _atomics_between(a, b):  # flags are exchanged by them
+            if a != b and not _atomics_between(a, b):  # the ranks exchange flags by atomic operations
                 return f"atomic operations of cuda:{a} on the memory of cuda:{b} are not its own, as over PCIe"
     return ""
 
 
 def _atomics_between(a: int, b: int) -> bool:
-    """What the driver says of these two GPUs; True where it cannot be asked."""
+    """Return whether the driver reports native atomics of GPU a on GPU b's memory; True if it cannot be queried."""
     native, found = 3, ctypes.c_int(1)  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(found), native, a, b)
@@ -96,37 +97,40 @@ def _atomics_between(a: int, b: int) -> bool:
 
 
 def region_of(size: int, device: torch.device) -> Tensor:
-    """Memory of this rank's that the others can come to reach; zeros."""
+    """Allocate this rank's region: u8 zeros [bytes] that the other ranks can map."""
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(RegionLayout(size).bytes, dtype=torch.uint8, device=device).zero_()
 
 
 def tile_of(rows: int) -> int:
-    """Elements that a program of a gather of so many rows moves at a time."""
+    """Return the elements that a program moves at a time in a gather of ``rows`` rows (``TILES``)."""
     return [tile for start, tile in TILES if start <= max(rows, 1)][-1]
 
 
 class PeerMemory:
-    """One rank's end.  ``peers`` i64 [size]: the addresses of all regions in this process, which are zero at first;
-    ``keep``: what holds them."""
+    """One rank's access to the regions of all ranks.
+
+    ``peers`` i64 [size] are the addresses of the regions in this process; the regions start as zeros.  ``keep`` is an
+    object that keeps the mappings alive."""
 
     def __init__(self, rank: int, peers: Tensor, keep: Any = None) -> None:
         self.rank, self.size, self.peers, self.keep = rank, len(peers), peers, keep
         self.layout = RegionLayout(self.size)
-        self.alone = False  # the others do not take part, as when a draw is tried before it is captured
+        self.alone = False  # the other ranks do not take part, as in the trial of a draw before its capture
         device = peers.device
         self.words_met, self.flags_met, self.moves_met, self.tokens_met = (
             torch.zeros(n, dtype=torch.int32, device=device) for n in (WORD_ROWS, BLOCKS, MOVERS, MOVERS)
         )
 
-        # host memory: of sums by words, by flags, logits and drawn tokens the number that began last, that ended last
+        # host memory: (last meeting begun, last ended) of sums by words, sums by flags, gathers and sampled tokens
         self.progress = torch.zeros(8, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     @classmethod
     def meet(cls, rank: int, region: Tensor) -> PeerMemory:
-        """With the ranks of torch's default process group, all of which come here with a region.  RuntimeError where
-        they do not reach each other's."""
+        """Map the regions of all ranks of torch's default process group; every rank must make this call.
+
+        RuntimeError if the ranks cannot access each other's regions."""
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
@@ -137,15 +141,16 @@ class PeerMemory:
         return cls(rank, peers, (region, handle))
 
     def reached(self) -> tuple[int, int]:
-        """(meetings with others that the device has begun, those that it has ended), of all kinds together.  Read from
-        host memory: it says so, too, while a kernel waits for another rank."""
+        """Return (meetings that the device has begun, meetings that it has ended), summed over all kinds.
+
+        They are read from host memory, so the call does not block while a kernel waits for another rank."""
         begun, ended = zip(*self.progress.view(-1, 2).tolist(), strict=True)
         return sum(n % 2**32 for n in begun), sum(n % 2**32 for n in ended)
 
     # ---- sums ----------------------------------------------------------------------------------------------------
 
     def takes(self, x: Tensor) -> bool:
-        """Whether rows of x [T, dim] can be summed here."""
+        """Return whether the kernels can sum x [T, dim]: its dtype, row length, strides and alignment fit."""
         kind = KINDS.get(x.dtype)
         if kind is None or x.dim() != 2 or x.stride(1) != 1:
             return False
@@ -154,12 +159,12 @@ class PeerMemory:
         return fits and x.shape[1] % pair == 0 and x.stride(0) % pair == 0 and x.data_ptr() % 4 == 0
 
     def add(self, x: Tensor) -> None:
-        """x [T, dim], contiguous, becomes the sum of all ranks', in place."""
+        """Replace contiguous x [T, dim] in place by its sum over all ranks."""
         self._sum(x, x)
 
     def add_norm(self, x: Tensor, bias: Tensor | None, residual: Tensor, norm: RMSNorm) -> Tensor:
-        """The sum of all ranks' x [T, dim], with ``bias`` [dim], is added to ``residual`` [T, dim] in place.  What is
-        given back is the norm of that."""
+        """Sum x [T, dim] over all ranks, add the sum and ``bias`` [dim] to ``residual`` [T, dim] in place, and return
+        the norm of the new ``residual``, [T, dim]."""
         assert residual.is_contiguous()
         y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._sum(x, y, bias, residual, norm)
@@ -174,7 +179,10 @@ class PeerMemory:
         norm: RMSNorm | None = None,
         way: str = "",
     ) -> None:
-        """``way``: "words", "flags" or "split"; "" as measured."""
+        """Write the sum of x [T, dim] over all ranks to y [T, dim].
+
+        With ``residual`` the sum and ``bias`` are added to it in place, and y is the norm of the result.  None leaves
+        that step out.  ``way`` is "words", "flags" or "split"; "" selects the fastest by measurement."""
         tokens, dim = x.shape
         if not tokens:
             return
@@ -193,7 +201,7 @@ class PeerMemory:
             num_warps=4 if n <= 1024 else 8,
             **pdl(x),
         )
-        # what is not there is not read
+        # x stands in for absent tensors; the kernels do not read them
         given = (x, residual, None if norm is None else norm.weight, bias, y)
         tensors = [(x if one is None else one).view(torch.int32) for one in given]
         rest = (tensors[0].stride(0), self.rank, 0.0 if norm is None else norm.eps)
@@ -223,11 +231,13 @@ class PeerMemory:
 
     @staticmethod
     def capturing() -> bool:
-        """Whether what is launched now is recorded, and does not run."""
+        """Return whether the current stream is being captured: launches are recorded and do not run."""
         return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     def way(self, tokens: int, row_bytes: int) -> str:
-        """How ``tokens`` rows of so many bytes are summed: the same on all ranks."""
+        """Return the method for a sum of ``tokens`` rows of ``row_bytes`` bytes: "words", "flags" or "split".
+
+        The result is the same on all ranks, as the kernels require."""
         if tokens <= WORD_ROWS and tokens * row_bytes <= 8192 * BY_WORDS.get(self.size, 0):
             return "words"
         split = row_bytes >= 16 * self.size and tokens * row_bytes >= SPLIT_FROM.get(self.size, 1 << 62)
@@ -236,8 +246,10 @@ class PeerMemory:
     # ---- moves ---------------------------------------------------------------------------------------------------
 
     def gather(self, x: Tensor, vocab: int, tile: int = 0) -> Tensor | None:
-        """x [N, columns] of all ranks side by side, cut at ``vocab``: [N, vocab] on rank 0, None on others.  ``tile``:
-        elements that a program moves at a time, a power of two, the same on all ranks; 0: as measured (``TILES``)."""
+        """Concatenate the columns of x [N, columns] of all ranks; return the first ``vocab`` on rank 0, None elsewhere.
+
+        ``tile`` is the elements that a program moves at a time, a power of two and the same on all ranks; 0 selects the
+        measured one (``TILES``).  Without the other ranks (``alone``) the result is zeros, unless it is captured."""
         rows, columns = x.shape
         tile = min(tile or tile_of(rows), PLACE // x.element_size())
         out = torch.empty(rows, vocab, dtype=x.dtype, device=x.device) if self.rank == 0 else None
@@ -268,8 +280,10 @@ class PeerMemory:
         return out
 
     def share_drawn(self, slots: Tensor, position: Tensor, state: Any) -> None:
-        """Rank 0's columns (``state``) of the rows that drew, to all: of ``slots`` i64 [N] the token at ``position``
-        i64 [N], the length, and whether it has ended."""
+        """Copy the result of sampling from rank 0's ``state`` to that of all ranks.
+
+        For each of the N rows ``slots`` i64 [N] it copies the token at ``position`` i64 [N], the number of known
+        tokens, and whether the row has stopped."""
         rows = len(slots)
         if rows:
             drawn[(-(-rows // DRAWN),)](

@@ -16,20 +16,24 @@ from .norm import rms_norm
 
 
 def order_of_halves(dim: int, turned: int) -> Tensor:
-    """i64 [dim] which element of a checkpoint's head stands at each place here, if its first ``turned`` are pairs
-    (0, 1), (2, 3) ...: the even ones, then the odd ones, then the rest."""
+    """Return i64 [dim]: for each element of a head here, its index in a checkpoint with interleaved pairs.
+
+    The first ``turned`` elements of the checkpoint's head are pairs (0, 1), (2, 3) ...  Their even elements come first,
+    then the odd ones, then the elements that are not rotated."""
     order = torch.arange(dim)
     order[:turned] = torch.cat((torch.arange(0, turned, 2), torch.arange(1, turned, 2)))
     return order
 
 
 def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
-    """(radians per position, float32 [dim / 2], rounded as transformers rounds them; what cos and sin are multiplied
-    by).  ``longest``: 0, or of requests longer than ``rope.switch``, the most tokens that one may have."""
+    """Return (radians per position float32 [dim / 2], factor of cos and sin), rounded as in transformers.
+
+    ``longest`` 0 selects the frequencies of short requests.  A larger value selects those of requests longer than
+    ``rope.switch``, and is the most tokens that such a request may have."""
     numbers, dim = dict(rope.numbers), rope.dim
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     theta = rope.theta
-    if rope.kind == "dynamic" and longest:  # NTK-aware: a larger base, as for a sequence of that length
+    if rope.kind == "dynamic" and longest:  # NTK-aware scaling: the base grows with the length of the sequence
         stretch = numbers["factor"] * max(longest, numbers["trained"]) / numbers["trained"] - (numbers["factor"] - 1)
         theta = theta * stretch ** (dim / (dim - 2))
     inv = 1.0 / (theta**exponent)
@@ -48,7 +52,7 @@ def inverse_frequencies(rope: Rope, longest: int = 0) -> tuple[Tensor, float]:
 
 
 def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
-    """Llama 3.1: long waves are stretched, short ones kept, between them a blend."""
+    """Scale frequencies ``inv`` [dim / 2] as Llama 3.1: divide low ones by a factor, keep high ones, blend between."""
     factor, low, high = numbers["factor"], numbers["low_freq_factor"], numbers["high_freq_factor"]
     wave = 2 * math.pi / inv
     blend = ((numbers["original_max_position_embeddings"] / wave - low) / (high - low)).clamp(0, 1)
@@ -56,11 +60,13 @@ def _llama3(inv: Tensor, numbers: Mapping[str, Any]) -> Tensor:
 
 
 def _yarn(rope: Rope, numbers: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """YaRN (arXiv:2309.00071): waves that turn often within the trained length are kept, slow ones are stretched."""
+    """Return the frequencies [dim / 2] and the factor of cos and sin of YaRN (arXiv:2309.00071).
+
+    Frequencies that make many turns within the trained length are kept, and low ones are divided by the factor."""
     factor, dim, trained = numbers["factor"], rope.dim, numbers["original_max_position_embeddings"]
 
     def pair(turns: float) -> float:
-        """The pair, as a number that need not be whole, which turns so often in the trained length."""
+        """Return the fractional index of the pair that makes this number of turns within the trained length."""
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(numbers.get("beta_fast") or 32), pair(numbers.get("beta_slow") or 1)
@@ -82,7 +88,9 @@ def _mscale(factor: float, scale: float) -> float:
 
 
 def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bool) -> tuple[Tensor, float]:
-    """LongRoPE (arXiv:2402.13753): a factor for each pair, others for long sequences."""
+    """Return the frequencies [dim / 2] and the factor of cos and sin of LongRoPE (arXiv:2402.13753).
+
+    Each pair has its own divisor; ``long`` selects the divisors for long sequences."""
     stretch = torch.tensor(numbers["long_factor" if long else "short_factor"], dtype=torch.float32)
     factor, scale = numbers["factor"], numbers.get("attention_factor")
     if scale is None:
@@ -92,8 +100,9 @@ def _longrope(rope: Rope, numbers: Mapping[str, Any], exponent: Tensor, long: bo
 
 
 def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> tuple[Tensor, Tensor]:
-    """cos and sin, float32 [length, dim], halves repeated.  ``twice``: [2 * length, dim], where the second half is for
-    requests that are longer than ``rope.switch``."""
+    """Return cos and sin, float32 [length, dim], by position; the two halves of a row are equal.
+
+    ``twice`` returns [2 * length, dim]: the second ``length`` rows are for requests longer than ``rope.switch``."""
 
     def angles(longest: int) -> tuple[Tensor, float]:
         inv, scale = inverse_frequencies(rope, longest)
@@ -106,17 +115,19 @@ def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> 
 
 
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, 1, dim] at the positions; the first half of sin is negated, so ``rotate`` only has to roll."""
+    """Return cos and sin [T, 1, dim] at ``position`` i64 [T]; the first half of sin is negated, as ``rotate`` needs."""
     cos, sin = pre.cos.index_select(0, position).unsqueeze(1), pre.sin.index_select(0, position).unsqueeze(1)
     sin[..., : sin.shape[-1] // 2].neg_()
     return cos, sin
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, dim] rotated in float32; the leading cos.shape[-1] elements of a head, the rest passes."""
+    """Rotate the first cos.shape[-1] elements of each head of x [T, heads, dim], and keep the rest.
+
+    ``cos`` and ``sin`` come from ``gather_rotary``.  The arithmetic is float32, the result has the dtype of x."""
     dim = cos.shape[-1]
     head = (x if x.shape[-1] == dim else x[..., :dim]).float()
-    # not addcmul: whether that rounds its product depends on where in a thread's share an element lies
+    # not addcmul: whether it rounds its product depends on the position of an element in a thread's share
     y = (head * cos).add_(head.roll(dim // 2, -1).mul_(sin)).to(x.dtype)
     return y if x.shape[-1] == dim else torch.cat((y, x[..., dim:]), dim=-1)
 
@@ -124,13 +135,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def prepare_qk(
     q: Tensor, k: Tensor, position: Tensor, pre: QKPre, work: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """q [T, heads, dim] and k [T, kv_heads, dim], normalised per head and rotated as ``pre`` says.
+    """Normalise each head of q [T, heads, dim] and k [T, kv_heads, dim] and rotate them, as ``pre`` specifies.
 
-    ``work`` is a dict that lives for one step: the first layer keeps the table rows that it gathered for the others.
+    ``work`` is a dict for one step, in which the first layer stores its rows of the rotary tables for the other layers.
+    None means that nothing is stored.
     """
     same = (pre.q_norm is None) == (pre.k_norm is None)
     both = joined(q, k) if same and q.device.type == "cpu" and q.dtype == torch.float32 else None
-    if both is not None:  # two slices of one projection: one pass instead of two
+    if both is not None:  # q and k are adjacent in one projection, so one pass serves both
         if pre.q_norm is not None and pre.both is None:
             pre.both = torch.cat((pre.q_norm.expand(q.shape[1], -1), pre.k_norm.expand(k.shape[1], -1)))
         both = prepare(both, pre.both, position, pre, work)
@@ -139,7 +151,9 @@ def prepare_qk(
 
 
 def joined(q: Tensor, k: Tensor) -> Tensor | None:
-    """q and k as one tensor [T, heads + kv_heads, dim] if they lie side by side, as after a merged projection."""
+    """Return a view of q and k as one tensor [T, heads + kv_heads, dim] if they are adjacent in memory, else None.
+
+    They are after a merged projection."""
     near = q.stride() == k.stride() and q.shape[2] == k.shape[2] and q.stride()[1:] == (q.shape[2], 1)
     if not near or q.data_ptr() + q.shape[1] * q.shape[2] * q.element_size() != k.data_ptr():
         return None
@@ -147,7 +161,7 @@ def joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def prepare(x: Tensor, norm: Tensor | None, position: Tensor, pre: QKPre, work: dict[Any, Any] | None) -> Tensor:
-    """x [T, heads, dim] normalised (``norm`` [dim] or [heads, dim]) and rotated."""
+    """Normalise x [T, heads, dim] by ``norm`` [dim] or [heads, dim] and rotate it; None or no table skips a step."""
     if norm is not None:
         x = rms_norm(x, norm, pre.eps)
     if pre.cos is None:

@@ -1,4 +1,4 @@
-"""The taps of one step, as the layers of a model call them with the values of their points."""
+"""The taps of one step.  Layers call them with the values of their tap points, to read or steer these."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from torch import Tensor
 
 
 class TapsOfStep:
-    """``model.StepTaps``: ``steering`` [S, width] by point, ``slots`` i64 [T] of the tokens; ``keep(point, x)`` is
-    called with the value of each point in ``read``."""
+    """The implementation of ``model.StepTaps`` for one step.
+
+    ``steering`` maps a point to vectors [S, width], one for each slot, that are added to the value of the point.
+    ``slots`` i64 [T] are the slots of the tokens.  ``keep(point, x)`` is called with the value of each point in
+    ``read``, after steering."""
 
     def __init__(
         self,
