@@ -21,8 +21,8 @@ COLUMNS = frozenset(f.name for f in fields(QueueView))
 
 
 class LazyView(QueueView):
-    """A view of n sequences whose columns are made by ``column(name)``: a policy pays for what it reads.  (A policy
-    that sorts a thousand rows by arrival would else wait for thirteen other columns of them.)"""
+    """View of n sequences whose columns are built by ``column(name)`` when they are first read.  A policy that sorts a
+    thousand rows by arrival then does not wait for thirteen other columns."""
 
     _n: int
     _column: Callable[[str], np.ndarray]
@@ -45,7 +45,8 @@ class LazyView(QueueView):
 
 
 def row_of(seq: Seq) -> bytes:
-    """A sequence without a slot as one row of ``QueueView``; it does not change while the sequence waits."""
+    """Return a sequence without a slot as one row (bytes) of ``QueueView``.  The row stays valid while the sequence
+    waits."""
     r, n = seq.request, len(seq.request.prompt)
     ttft, at = r.params.ttft_ms, r.arrival
     due = np.inf if ttft is None else at + ttft / 1e3
@@ -66,11 +67,13 @@ def row_of(seq: Seq) -> bytes:
         0,
         seq.finish_reason == "abort",
     )
-    return np.array(row, ROW).tobytes()  # rows are joined to a table far faster than tuples are
+    # joining bytes to a table is far faster than joining tuples
+    return np.array(row, ROW).tobytes()
 
 
 def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None) -> QueueView:
-    """The columns of ``QueueView`` for rows of ``row_of``; ``cached`` makes that column, which is else 0."""
+    """Return the columns of ``QueueView`` for rows of ``row_of``.  ``cached`` computes the column of cached tokens,
+    which is 0 if it is None."""
     table = np.frombuffer(bytearray().join(rows), ROW)
     return LazyView(
         len(rows), lambda name: cached() if cached and name == "cached" else table[name]

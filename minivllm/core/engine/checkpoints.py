@@ -1,12 +1,12 @@
 """Copies of recurrent states behind cached blocks: a prefix hit needs the KV blocks and the state behind the last one.
 
-    block    [b4]──[b9]──[b7]──[b2]──[b5]        chain of a prompt that is cached
+    block    [b4]──[b9]──[b7]──[b2]──[b5]        cached chain of a prompt
     states          c1          c0               a hit is the first four blocks, or the first two
 
 A row copies its states while it computes its prompt (``Delta.save``): near the end of the prompt, where the next turn
 of a chat goes on, and where the prompt leaves a cached chain, because others may leave it there too.  A copy belongs to
-a block once that block is published, and goes with it.  Where all copies are taken, the least recently used one gives
-way.
+a block once that block is published, and goes with it.  If all copies are in use, the least recently used one is
+evicted.
 """
 
 from __future__ import annotations

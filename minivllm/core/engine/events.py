@@ -1,11 +1,11 @@
-"""What an engine tells whoever listens: one object, made before the engine and handed to each of its parts.
+"""Events that an engine reports to listeners. One object is created before the engine and passed to each of its parts.
 
-    events.request_added.subscribe(listener)        somebody wants to know
-    events.request_added(request)                   the engine says it; without a listener that costs next to nothing
+    events.request_added.subscribe(listener)        a listener subscribes
+    events.request_added(request)                   the engine reports it, almost free of cost without listeners
 
-A listener is called on the thread of the engine's loop, within the turn that it hears of, and what it is given is the
-engine's own: it reads and changes nothing.  One that raises breaks the step, so code of others is called through
-something that catches it (``runtime.hooks.bridge``).
+A listener runs on the thread of the engine's loop, within the turn that it is told of.  It may read the arguments but
+must not change them.  A listener that raises breaks the step, so user code is called through a wrapper that catches
+its errors (``runtime.hooks.bridge``).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Event(Generic[P]):
-    """Something that happens.  Listeners are called in the order in which they subscribed."""
+    """Event of the engine.  Listeners are called in the order of their subscription."""
 
     __slots__ = ("listeners",)
 
@@ -44,8 +44,8 @@ class Event(Generic[P]):
 
 
 class WrappedCall(Generic[P, T]):
-    """A part of a turn that listeners stand round: each is given the call and its arguments, and returns its result.
-    The first that subscribed is the innermost."""
+    """Call of the engine that listeners wrap.  Each wrapper receives the call and its arguments, and returns its
+    result.  The first wrapper subscribed is the innermost."""
 
     __slots__ = ("wrappers",)
 
@@ -62,27 +62,27 @@ class WrappedCall(Generic[P, T]):
 
 
 class EngineEvents:
-    """Each attribute is one kind of event; its type says what a listener is given."""
+    """Events of an engine.  Each attribute is one kind of event, and its type gives the arguments of a listener."""
 
     def __init__(self) -> None:
-        # A request was accepted; it has ended, in whatever way, once for each that was added.
+        # A request was accepted; an accepted request has ended for any reason.
         self.request_added: Event[[Request]] = Event()
         self.request_finished: Event[[Request]] = Event()
-        # A running sequence has lost its slot and its blocks; of a beam search one for all of its beams.
+        # A running sequence was preempted; reported once for all beams of a search.
         self.sequence_preempted: Event[[Seq]] = Event()
         # Tokens in the middle of answers with ``Request.stream``: (stream i64 [n], sample i32 [n], token i32 [n]).
         self.tokens_streamed: Event[[np.ndarray, np.ndarray, np.ndarray]] = Event()
-        # (KV group, keys u64 [n]) of blocks that a prefix hit finds from now on, or finds no longer: their room was
-        # needed, or they were dropped for another reason.
+        # (KV group, keys u64 [n]) of blocks that entered the prefix index, were evicted for lack of space, or were
+        # removed for another reason.
         self.blocks_stored: Event[[int, np.ndarray, BlockInfo]] = Event()
         self.blocks_evicted: Event[[int, np.ndarray]] = Event()
         self.blocks_dropped: Event[[int, np.ndarray]] = Event()
-        # Planning and submitting a step (None: there was none), and handing its result to its sequences.
+        # Planning and submitting a step (None if there was none), and publishing a step's result.
         self.planning: WrappedCall[[], StepPlan | None] = WrappedCall()
         self.publishing: WrappedCall[[Flight, StepResult], None] = WrappedCall()
         # A turn of the loop has ended, with its times in the engine's clock.
         self.turn_ended: Event[[]] = Event()
-        # ``Engine.stats`` is asked for: a listener may add figures of its own to the dict.
+        # ``Engine.stats`` is being built; a listener may add figures to the dict.
         self.stats_asked: Event[[dict[str, Any]]] = Event()
-        # The engine has given everything back; the error is what ended it before that, or None.
+        # The engine was stopped; the argument is the error that had ended it before, or None.
         self.engine_stopped: Event[[str | None]] = Event()

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Flight:
-    """A step in flight: its plan, and the stays of its rows."""
+    """Step in flight: its plan, and the serial numbers of its rows' stays in their slots."""
 
     plan: StepPlan
-    slots: np.ndarray  # i64 [R]; of the plan
-    serial: np.ndarray  # i64 [R]
+    slots: np.ndarray  # i64 [R] slots of the plan
+    serial: np.ndarray  # i64 [R] ``Slots.serial`` of each row when planned
     after: np.ndarray  # i32 [R] tokens with KV once the step has run
-    drawn: np.ndarray  # i64 [N] slots of the rows that draw
-    position: np.ndarray  # i32 [N] of their tokens
+    drawn: np.ndarray  # i64 [N] slots of the rows that sample
+    position: np.ndarray  # i32 [N] positions of their new tokens
     begun: float = 0.0  # when it was submitted, seconds of the engine's clock
 
     @classmethod

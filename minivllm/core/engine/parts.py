@@ -1,4 +1,4 @@
-"""What an engine is made with, beside its executor: the parts that were chosen by name, and how its cache works."""
+"""The arguments of an engine besides its executor: the plug-ins chosen by name, and the cache options."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 
 def monotonic() -> float:
-    return time.monotonic()  # looked up in each call: a test puts a clock of its own in this module
+    return time.monotonic()  # looked up in each call, because tests replace it in this module
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Plug-ins of the host, and what stands round the engine."""
+    """Host plug-ins of an engine, with its events, clock and energy account."""
 
     policy: Callable[[SchedulerContext], SchedulerPolicy]
     evictor: Callable[[EvictorContext], Evictor]  # called once for each KV group
     processors: Sequence[tuple[str, Processor]]  # (name, instance) in order, the sampler last
-    strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that takes a request has it
-    # for requests with ``logits_processors``; None: they are refused
+    strategies: Sequence[tuple[str, DecodingStrategy]]  # the first that accepts a request runs it
+    # for requests with ``logits_processors``; None refuses them
     host_sampler: HostSampler | None = None
     # the compiled grammars of requests (``runtime.structured.service.Grammars``)
     grammars: Any = None
-    # who listens may subscribe before there is an engine
+    # listeners may subscribe before the engine exists
     events: EngineEvents = field(default_factory=EngineEvents)
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
     energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
@@ -45,8 +45,9 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How the KV cache keeps what it has."""
+    """Options of the KV cache."""
 
-    windows: Sequence[int | None] = (None,)  # tokens that each KV group looks back; None: all
+    # sliding window of each KV group in tokens; None = all tokens
+    windows: Sequence[int | None] = (None,)
     prefix_caching: bool = True
-    partial_hits: bool = True  # a block that is equal in its first tokens is copied
+    partial_hits: bool = True  # copy a cached block that shares only its first tokens

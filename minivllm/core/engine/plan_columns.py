@@ -23,15 +23,17 @@ NO_VECTORS = no_rows(dtype=np.float32)
 def step_rows(
     decode: np.ndarray, n: np.ndarray, draft: np.ndarray, chunks: dict[int, int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Slots i64, ``q_len`` and ``draft`` of a StepPlan, in its order: rows of one token, those with drafts, chunks.
+    """Return the slots i64, ``q_len`` i32 and ``draft`` i32 of a StepPlan, in its order: rows of one token, rows with
+    drafts, chunks.
 
-    ``decode``: slots of rows of one token and their drafts (``plan.with_drafts``); ``n``: drafts of each of these
-    slots, ``draft``: their numbers, both empty if there are none; ``chunks``: slot -> tokens."""
+    ``decode`` holds the slots of decoding rows and of their drafts (see ``plan.with_drafts``).  ``n`` counts the drafts
+    of each of these slots, and ``draft`` numbers them; both are empty without drafts.  ``chunks`` maps slot to
+    tokens."""
     slots, q_len = decode, np.ones(len(decode), np.int32)
     if chunks:
         slots = np.concatenate([decode, np.fromiter(chunks, np.intp, len(chunks))])
         q_len = np.concatenate([q_len, np.fromiter(chunks.values(), np.int32, len(chunks))])
-    if not len(draft) and min(chunks.values(), default=2) > 1:  # they are in order
+    if not len(draft) and min(chunks.values(), default=2) > 1:  # the rows are in order already
         return slots, q_len, draft
     key = 2 * (q_len > 1)
     key[: len(n)] += n > 0
@@ -44,8 +46,8 @@ def step_rows(
 def asked_columns(
     s: Slots, at: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
 ) -> dict[str, Any]:
-    """Further columns of the StepPlan whose rows are those of the slots ``at`` i64 [R], of which those that ``draws``
-    draw; they do nothing for a step in which no row asks for any."""
+    """Return the optional columns of a StepPlan, an empty dict if no row uses any.  ``at`` i64 [R] are the slots of its
+    rows, and ``draws`` bool [R] marks the rows that sample."""
     columns: dict[str, Any] = {}
     if s.special:
         columns |= special_rows(s, at[draws])
@@ -59,8 +61,9 @@ def asked_columns(
 
 
 def special_rows(s: Slots, drawn: np.ndarray) -> dict[str, Any]:
-    """``topk``, ``late``, ``host`` and ``held`` of a StepPlan in which the rows of the slots ``drawn`` draw.  Of host
-    rows no token more is known than before, and they sit out until theirs has come; a late row's mask comes in time."""
+    """Return ``topk``, ``late``, ``host`` and ``held`` of a StepPlan.  ``drawn`` i64 [N] are the slots that sample.
+    The new token of a host row is not counted as known, and the row is not ready until that token is chosen.  A late
+    row stays ready, because its mask arrives in time."""
     host, beam = s.host[drawn], s.beam[drawn]
     waits = drawn[host]
     s.known[waits] -= 1

@@ -1,7 +1,7 @@
-"""Log-probabilities that a request asks for: how many it may have, and those of its prompt.
+"""Log-probabilities of a request: the allowed numbers, and the log-probabilities of its prompt.
 
-A prompt's come from the steps that compute it, in parts, one a chunk.  The prefix cache is left out until they are all
-there: a cached block has no log-probabilities.
+The steps that compute a prompt return its log-probabilities, one part per chunk.  The prefix cache is not used until
+all parts are collected, because a cached block has no log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
-    """Sets how many the client is told and how many the device has to give.  RequestError: more than the engine allows,
-    or a parameter that has no part in the log-probabilities by which branches are ranked."""
+    """Set the numbers of log-probabilities that the client and the device's results have.  RequestError for more than
+    the engine allows, or for a parameter that does not affect the log-probabilities by which branches are ranked."""
     p, most = request.params, vocab if wiring.max_logprobs < 0 else min(wiring.max_logprobs, vocab)
     for name in ("logprobs", "prompt_logprobs"):
         k = getattr(p, name)
@@ -53,7 +53,7 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
 def prompt_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
 ) -> dict[str, Any]:
-    """``prompt`` and ``prompt_topk`` of plan.StepPlan for the rows of a step."""
+    """Return the columns ``prompt`` and ``prompt_topk`` of plan.StepPlan for the rows of a step."""
     count = np.minimum(q_len, s.prompt[slots] - 1 - computed)
     rows = np.flatnonzero((s.prompt_topk[slots] >= 0) & (count > 0))
     return {
@@ -65,9 +65,9 @@ def prompt_rows(
 def keep_prompt(
     s: Slots, plan: StepPlan, sequence: Callable[[int], Seq | None], got: LogProbs
 ) -> None:
-    """Parts of prompts to their requests; who has all is not asked again.  ``sequence`` gives that of a row of the
-    step, also one that was preempted meanwhile: it keeps what the step has drawn for it, and may end by that.  If it
-    begins anew, what comes later counts."""
+    """Append a step's prompt log-probabilities to their requests.  A request that has all of them is not scored again.
+    ``sequence(row)`` returns the sequence of a plan row, also one preempted meanwhile, which keeps the result; None if
+    it has ended.  A part computed again after a preemption replaces the earlier part."""
     at = 0
     for row, count in plan.prompt.tolist():
         part, at = slice(at, at + count), at + count

@@ -1,4 +1,4 @@
-"""A request and its life: what a client asks for, and the sequences that the engine makes of it.
+"""A request of a client, the sequences that the engine creates for it, and their states.
 
 Request ──strategy.start──► Sequence (one per branch)
 
@@ -32,7 +32,7 @@ WAITING, RUNNING, FINISHED = 0, 1, 2
 
 @dataclass(eq=False, slots=True)
 class Seq:
-    """One branch of a request as the planner and the engine see it (a sequence, in prose)."""
+    """One branch of a request, as the planner and the engine handle it (a "sequence" in the texts)."""
 
     id: int
     request: Request
@@ -40,48 +40,48 @@ class Seq:
     seed: int
     status: int = WAITING
     slot: int = -1
-    serial: int = -1  # stamp of its stay in the slot: results of an older stay are dropped
-    # [known] while it has no slot
+    serial: int = -1  # number of its stay in the slot; results of an older stay are dropped
+    # token ids i32 [known] while it has no slot
     tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     known: int = 0  # tokens known to the host while it has no slot
-    queued: bool = False  # it is in the planner's queue, by key in its lane
+    queued: bool = False  # it is in the planner's queue, sorted by ``key`` in lane ``lane``
     key: float = 0.0
     lane: int = 0
-    hint: int | None = None  # of ``KVCache.hints``: blocks, while that holds
-    # while it has no slot: id of the last step that held it, if the result is still to come, else 0
+    hint: int | None = None  # cached blocks found by ``KVCache.hints``; None: not known
+    # without a slot: id of the last step that contains it until its result is published, else 0
     in_flight: int = 0
     preempted: int = 0
-    # the device has put its kept columns aside (see ``plan.Delta.keep``), or is about to
+    # the device has stored its kept columns (see ``plan.Delta.keep``), or will with the next delta
     saved: bool = False
-    # hash chain of its full blocks, in the prefix index
+    # keys of its first full blocks (see ``BlockPool.keys_of``)
     keys: list[int] = field(default_factory=list)
     # sequences that fork from it once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
     guide: Seq | None = None  # its guide, with ``scale`` (see ``guides``)
     scale: float = 1.0
-    lead: Seq | None = None  # whose guide it is
+    lead: Seq | None = None  # the sequence that this one guides, or None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    # of the generated tokens, without pending ones
+    # log-probabilities of the generated tokens, without the pending ones
     logprobs: Sequence[TokenLogprobs] = field(default_factory=Scores)
     cumulative_logprob: float = 0.0
-    # of the tokens after those; and rows in them
+    # step results that hold the log-probabilities of the later tokens, and the row in each
     pending_logprobs: list[LogProbs] = field(default_factory=list)
     pending_rows: list[int] = field(default_factory=list)
-    # a host row: its token, of logits and ids so far
+    # chooses the token on the host: choose(logits, ids so far); None: the device samples
     choose: Callable[[np.ndarray, Sequence[int]], int] | None = None
-    # output tokens handed to the text side, as of its last ``sink`` (in a slot: ``Slots.emitted``)
+    # output tokens sent to the sink so far (in a slot: ``Slots.emitted``)
     emitted: int = 0
-    score: float | None = None  # that a stepwise strategy gave it
-    tap_values: TapValues | None = None  # what it has read at points of the model
-    # its grammar's, from the first mask on: it has taken the tokens ``[prompt, matched)``
+    score: float | None = None  # score from a stepwise strategy, else None
+    tap_values: TapValues | None = None  # values read at its taps
+    # grammar matcher, from the first mask on; it has received the tokens ``[prompt, matched)``
     matcher: Any = None
     matched: int = 0
 
     @property
     def pair(self) -> tuple[Seq, ...]:
-        """It and its guide, if it has one."""
+        """Return the sequence and its guide, or the sequence alone if it has no guide."""
         return (self,) if self.guide is None else (self, self.guide)
 
     @property
@@ -89,12 +89,13 @@ class Seq:
         return self.request.grammar is not None or self.request.params.allowed_tokens_fn is not None
 
     def defer_logprobs(self, lp: LogProbs, row: int) -> None:
-        """Its newest token's log-probabilities are row ``row`` of a step's."""
+        """Store the log-probabilities of the newest token for later: row ``row`` of a step's ``lp``."""
         self.pending_logprobs.append(lp)
         self.pending_rows.append(row)
 
     def flush_logprobs(self) -> None:
-        """Make entries of the log-probabilities that have come: not before somebody asks, a step has no time for it."""
+        """Convert the stored log-probabilities to entries of ``logprobs``.  This is done late and for many tokens at
+        once, because it takes too long in every step."""
         if self.pending_logprobs and isinstance(self.logprobs, Scores):
             before = len(self.logprobs)
             self.logprobs.add_rows(self.pending_logprobs, self.pending_rows, self.request.logprobs)
@@ -105,16 +106,16 @@ class Seq:
 
 @dataclass(eq=False)
 class Request:
-    """What the client asked for.  Times are seconds of ``time.monotonic``."""
+    """Request of a client, with its state in the engine.  Times are in seconds of ``time.monotonic``."""
 
     id: str
     prompt: np.ndarray  # i32 [n]
     params: SamplingParams
     arrival: float
     text: str | None = None
-    # whose budget it is, if there are several; owners take turns (see ``core.engine.owners``)
+    # owner for fair shares (see ``core.engine.owners``); "" = none
     owner: str = ""
-    end: int = 0  # known length at which a sequence of it ends
+    end: int = 0  # length in tokens at which its sequences end
     rows: tuple[Any, ...] = ()  # per processor: Row or None, the sampler last
     stops: StopRule = field(default_factory=StopRule)
     grammar: Any = None  # interfaces.grammar.Compiled
@@ -124,40 +125,41 @@ class Request:
     finished: float | None = None
     cached_tokens: int = 0
     strategy: Any = None  # the DecodingStrategy that made its sequences
-    beams: Any = None  # beams.Beams if its strategy is asked after every step
-    logprobs: int = 0  # best log-probabilities that the client is told
-    # best log-probabilities of each prompt token; -1: none, or they are all there
+    beams: Any = None  # beams.Beams if its strategy is called after every step
+    logprobs: int = 0  # best log-probabilities per token in the client's answer
+    # best log-probabilities of each prompt token; -1 = none, or all are collected
     prompt_topk: int = -1
-    # (first position, plan.LogProbs) as they came
+    # (first position, plan.LogProbs) of each chunk, in the order of computation
     prompt_parts: list[tuple[int, Any]] = field(default_factory=list)
-    # log-probabilities that the device gives of each token, for client or strategy; -1 none
+    # best log-probabilities per token that the device returns, for client or strategy; -1 = none
     topk: int = -1
-    # completes(generated ids) -> the stop string that the last completes; for beams
+    # completes(generated ids) -> the stop string completed by the last id, or None; for beams
     completes: Any = None
     tenant: int = 0  # number of ``owner``, or of params.tenant
-    owner_number: int = 0  # number of ``owner``; 0: it names none
-    # (tenant, cache_salt, ...): the prefix cache keeps what differs in it apart
+    owner_number: int = 0  # number of ``owner``; 0 = no owner
+    # (tenant, cache_salt, ...): only requests with an equal salt share prefixes
     salt: tuple[str, ...] = ("", "")
     speculates: bool = False  # its steps may bring drafts
-    drafted: int = 0  # drafts that were checked
-    accepted: int = 0  # and those that were right
-    watch: bool = False  # somebody wants each token as it comes (a stream, a stop string)
-    # not 0: a token in the middle of its answer goes to ``Publisher.tell``, with this number
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # draft tokens that were accepted
+    watch: bool = False  # tokens are sent to the sink at once (streaming, stop strings)
+    # number of its stream in the event ``tokens_streamed``; 0 = no stream
     stream: int = 0
-    # sink(seq, new token ids, Finish or None) -> the stop string that they complete, or None
+    # sink(seq, new token ids, Finish or None) -> the stop string that the ids complete, or None
     sink: Any = None
-    # once it has finished: its sequences, best first
+    # the sequences of its answer once it has finished, best first
     answer: list[Seq] = field(default_factory=list)
-    on_done: Any = None  # on_done(request), once, when its last sequence has ended
-    taps: tuple[Tap, ...] = ()  # as its client gave them
-    tapped: RequestTaps | None = None  # and as the engine has them; None: there are none
-    tap_bytes: int = 0  # of the values that its sequences have read
-    # the joules of the request (``runtime.energy.account.RequestJoules``), where a counter is read
+    on_done: Any = None  # callback on_done(request) when its last sequence has ended
+    taps: tuple[Tap, ...] = ()  # taps of the client
+    tapped: RequestTaps | None = None  # taps as the engine uses them; None = none
+    tap_bytes: int = 0  # bytes of the values that its sequences have read
+    # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None
 
     @property
     def expected(self) -> int:
-        """Output tokens to reckon with: what the client expects, or the most that there can be."""
+        """Return the number of output tokens to plan with: the client's ``expected_tokens``, limited by the most that
+        the request can generate."""
         most = self.end - len(self.prompt)
         return (
             most if self.params.expected_tokens is None else min(self.params.expected_tokens, most)
@@ -169,7 +171,8 @@ class Request:
 
 
 class FinishSequence(Protocol):
-    """``Engine.finish``, as the parts get it that may end a sequence: wherever it is, and its request with its last."""
+    """Type of ``Engine.finish``, which the parts of the engine call to end a sequence.  The request ends with its last
+    sequence."""
 
     def __call__(
         self,

@@ -86,7 +86,8 @@ def _end(n: int, p: SamplingParams, limit: int, cache: KVCache) -> int:
 
 
 def check_read(p: SamplingParams, strategies: Strategies, processors: Processors) -> None:
-    """RequestError for a parameter that nothing in this engine reads."""
+    """Raise RequestError if a parameter of the request is not read by any processor, sampler or strategy of this
+    engine."""
     if p.extra:
         p.check_extra()
     asked = p.asked()
@@ -99,18 +100,20 @@ def check_read(p: SamplingParams, strategies: Strategies, processors: Processors
 
 
 class Binder(NamedTuple):
-    """A processor as it is asked about a new request; the sampler is the last one."""
+    """Processor that is bound to each new request; the sampler is the last one."""
 
-    seam: str  # under which its time is counted
+    seam: str  # name under which its time is counted
     name: str
     made: Processor
     columns: Mapping[str, Column]
 
     def bind(self, request: Request) -> Row | None:
-        """Its row, checked against its columns: a plug-in's fault ends this request only."""
+        """Return the processor's row for a request, checked against its columns; None if it does not apply.
+        RequestError if the processor fails, which ends this request only."""
         try:
             prompt = request.prompt.view()
-            prompt.flags.writeable = False  # one that writes to it would change what is computed
+            # a processor that writes to it would change the computed prompt
+            prompt.flags.writeable = False
             row = call_foreign(self.made.bind_prompt, request.params, prompt)
             return checks.bound(row, self.columns)
         except RequestError:
@@ -183,8 +186,8 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
 
 
 def salt_of(request: Request, wiring: Wiring) -> tuple[str, ...]:
-    """What must be equal of requests that share a prefix beside its tokens: who may share, the rotary embedding, and
-    what is added at points of the model."""
+    """Return the strings that must be equal for two requests to share a cached prefix: the client's salt, the rotary
+    embedding in use, and a digest of the steering vectors."""
     switch, taps = wiring.rope_switch, request.tapped
     longer = switch is not None and request.end - 1 > switch
     salt = (*request.params.salt, "longer") if longer else request.params.salt

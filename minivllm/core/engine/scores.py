@@ -1,7 +1,7 @@
 """Log-probabilities of a sequence's tokens, as columns.
 
-One object a sequence, not five a token: a batch with log-probabilities would otherwise leave a million objects to
-Python's garbage collector, which walks through all of them while the device waits.
+A sequence uses one object instead of five per token.  Otherwise a batch with log-probabilities would create a million
+objects, and Python's garbage collector would visit all of them while the device waits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from minivllm.core.interfaces.plan import LogProbs
 
 
 class TokenLogprobs(NamedTuple):
-    """One position as it comes from the device: the chosen token's, and the best with their ids, best first."""
+    """Log-probabilities of one position: the chosen token's, and the best tokens' with their ids, best first."""
 
     chosen: float
     rank: int
@@ -22,7 +22,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class Scores(Sequence[TokenLogprobs]):
-    """``chosen`` and ``rank`` of each token; the best of token i are ``top_ids[ends[i] : ends[i + 1]]`` and ``top``."""
+    """Log-probabilities of a sequence as columns.  ``chosen`` and ``rank`` have one entry per token.  The best of token
+    i are ``top_ids[ends[i] : ends[i + 1]]``, with log-probabilities in ``top``."""
 
     __slots__ = ("chosen", "ends", "rank", "top", "top_ids")
 
@@ -40,7 +41,7 @@ class Scores(Sequence[TokenLogprobs]):
             self.ends.append(len(self.top_ids))
 
     def add_rows(self, steps: Sequence[LogProbs], rows: Sequence[int], most: int) -> None:
-        """Row ``rows[i]`` of ``steps[i]``, with the ``most`` best, for each i."""
+        """Append one token per step: row ``rows[i]`` of ``steps[i]``, with its ``most`` best log-probabilities."""
         for lp, row in zip(steps, rows, strict=True):
             chosen, rank, top_ids, top, width = lp.lists
             self.chosen.append(chosen[row])

@@ -1,4 +1,4 @@
-"""The search of a request with beams after a step: ask its strategy, and end the request with its outputs."""
+"""The beam search of a request after a step: call its strategy, and end the request with its outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class SearchEngine(Protocol):
-    """The attributes of an engine that a search needs after a step, and at its end."""
+    """The attributes of an engine that a beam search uses after a step, and at its end."""
 
     planner: Planner
     publisher: Publisher
@@ -45,7 +45,7 @@ def advance(engine: SearchEngine, beams: Beams) -> None:
     try:
         step = engine.planner.seams.run("strategy", beams.advance, generated)
     except Exception as e:
-        # a plug-in or the client's stop strings: it ends its own request and nothing else
+        # An error of a plug-in or of the client's stop strings ends only its own request.
         finish_beams(
             engine,
             request,
@@ -63,9 +63,10 @@ def advance(engine: SearchEngine, beams: Beams) -> None:
 def finish_beams(
     engine: SearchEngine, request: Request, cut: Finish | None, error: str | None
 ) -> None:
-    """End a request that has beams: they leave their slots, and the first sequences become the answer.
+    """End a request that has beams.  All beams leave their slots, and the first sequences become the answer.
 
-    ``cut`` is the reason if the request ends before its strategy says so."""
+    ``cut`` is the reason if the request ends before its strategy is done, else None; ``error`` is the message of a
+    failure or None."""
     beams = request.beams
     if request.done:
         return
@@ -99,7 +100,8 @@ def finish_beams(
 
 
 def _hand_over(request: Request, seq: Seq, out: Kept) -> str | None:
-    """Make a sequence of the answer from an output and send it to the sink; return the error if that raises."""
+    """Fill a sequence of the answer with an output and send it to the sink.  Return the error message if the sink
+    raises, else None."""
     ids, seq.logprobs = unwind(out.last)
     seq.tokens = np.append(request.prompt, np.array(ids, np.int32))
     seq.known, seq.emitted, seq.score = len(seq.tokens), len(ids), out.score

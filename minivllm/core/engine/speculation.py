@@ -1,14 +1,13 @@
-"""Speculation on the host: how many drafts a step plans, what became of them, and whether it pays.
+"""Speculation on the host: the number of drafts in a step, the accepted drafts, and whether speculation pays.
 
 Drafts are accepted with some probability and cost time; beyond some batch size a step with drafts takes longer than
-the tokens that it wins are worth.  Nobody knows where, so it is measured: for each class of batch sizes (powers of
-two) the time of a step with and without drafts, and the tokens that a row gets from one with drafts.  Speculation is on
-while
+the accepted tokens save.  That size is measured: for each class of batch sizes (powers of two) the time of a step with
+and without drafts, and the tokens per row in a step with drafts.  Speculation is on while
 
     tokens per row and step with drafts * milliseconds without  >=  milliseconds with
 
-Where it is off it is tried again for a few steps, at first soon and then more and more rarely; what a trial costs says
-how long the next one waits.
+Where it is off it is tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial
+determines the wait before the next one.
 """
 
 from __future__ import annotations
@@ -28,31 +27,31 @@ if TYPE_CHECKING:
     from .slots import Slots
 
 log = logging.getLogger("minivllm")
-# steps of one kind in a row, of which the first is not counted: the one before was of the other kind
+# steps of a trial; the first is not timed, because the step before was of the other kind
 TRIES = 8
 FIRST_WAIT, MOST_WAIT = 32, 512  # steps without drafts until it is tried again
 RENEW = 512  # steps with drafts after which steps without are timed again
-WEIGHT = 0.1  # of a new step in the running means
-HOPELESS, ENOUGH = 0.7, 3  # gain below which a trial ends, after so many of its steps
-# times as long as a trial took it is not tried again, so that trials cost a twentieth of the time
+WEIGHT = 0.1  # weight of a new step in the running means
+HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
+# wait this many times a trial's duration before the next, so that trials take a twentieth of the time
 TRIAL_COST = 20
 
 
 @dataclass
 class Class:
-    """What is known of batches of a size."""
+    """Measurements of one class of batch sizes."""
 
     plain_ms: float = 0.0  # 0: not measured yet
     drafted_ms: float = 0.0
     per_row: float = 0.0  # tokens of a row in a step with drafts
     on: bool = False
-    left: int = TRIES  # steps until it is decided anew
-    trial: bool = True  # they are few, to find out
+    left: int = TRIES  # steps until the next decision
+    trial: bool = True  # the current steps are a trial
     wait: int = FIRST_WAIT
 
     @property
     def gain(self) -> float:
-        """Tokens per second with drafts, over those without; 0 before both were measured."""
+        """Return the tokens per second with drafts divided by those without; 0 before both were measured."""
         return (
             self.per_row * self.plain_ms / self.drafted_ms
             if self.plain_ms and self.drafted_ms
@@ -67,7 +66,8 @@ class Class:
             self.plain_ms = mix(self.plain_ms, ms)
 
     def turn(self) -> bool:
-        """One step less until it is decided anew; True if that changed ``on`` for good."""
+        """Count down one step, and decide anew at 0 whether the class speculates.  Return True if speculation was
+        switched off because it does not pay."""
         self.left -= 1
         hopeless = (
             self.on and self.trial and 0 < self.gain < HOPELESS and self.left <= TRIES - ENOUGH
@@ -81,7 +81,7 @@ class Class:
             self.wait = min(2 * self.wait, MOST_WAIT)
             self.on = self.trial = False
             return True
-        # One kind is not measured yet; or what drafts are compared with is timed again; or they are tried, or pay.
+        # Switch on if steps without drafts were just timed. Stay on only after a successful trial.
         self.on = (was and trial and pays) or not was
         self.trial = not self.gain or not pays or (was and not trial)
         self.left = TRIES if self.trial else RENEW
@@ -91,18 +91,18 @@ class Class:
 
 @dataclass
 class Speculation:
-    """``k``: drafts a row at most.  ``always``: whether it pays is not asked.  Invariant: ``accepted[j] <=
-    proposed[j]``, both falling in j."""
+    """Counters and decisions of speculation.  ``k`` is the most drafts per row.  ``always`` speculates without
+    measuring the gain.  Invariant: ``accepted[j] <= proposed[j]``, both falling in j."""
 
     k: int
     drafter: str
     always: bool = False
-    # per processor, the sampler last: it serves several positions of a row in one step
+    # per processor, the sampler last: True if it handles several positions of a row in one step
     able: tuple[bool, ...] = ()
-    failed: str = ""  # why the drafter is asked no more
+    failed: str = ""  # error of a failed drafter, which is not called any more
     steps: int = 0
-    rows: int = 0  # that speculated, over all steps
-    tokens: int = 0  # that these rows got
+    rows: int = 0  # rows with drafts, summed over all steps
+    tokens: int = 0  # tokens that these rows received
     classes: dict[int, Class] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -112,7 +112,7 @@ class Speculation:
 
     @classmethod
     def of(cls, wiring: Wiring) -> Speculation | None:
-        """None unless the wiring has a drafter that drafts."""
+        """Return the speculation of an engine; None if its wiring has no drafter that drafts."""
         asked = wiring.speculation
         if not asked.num_speculative_tokens:
             return None
@@ -123,8 +123,8 @@ class Speculation:
         return cls(asked.num_speculative_tokens, wiring.parts["drafter"].name, always, able)
 
     def serves(self, request: Request) -> bool:
-        """Whether its rows may bring drafts: not if the host has a word on each token, or a processor that they have
-        bound needs them one by one."""
+        """Return True if the rows of a request may have drafts.  They may not if the host decides on each token, or if
+        a bound processor cannot handle several positions in one step."""
         p = request.params
         free = p.allowed_tokens_fn is None and p.choose_fn is None and request.grammar is None
         return free and all(
@@ -134,18 +134,20 @@ class Speculation:
     # ---- planning ----------------------------------------------------------------------------------------------------
 
     def on(self, rows: int) -> bool:
-        """Whether a batch of so many decoding rows speculates now."""
+        """Return True if a batch of ``rows`` decoding rows speculates now."""
         return not self.failed and (self.always or self._class(rows).on)
 
     def _class(self, rows: int) -> Class:
         return self.classes.setdefault(max(rows - 1, 0).bit_length(), Class())
 
     def drafts(self, s: Slots, cache: KVCache, decode: np.ndarray, budget: int) -> np.ndarray:
-        """Drafts for each of the rows that decode, i32; takes the blocks that they need, but preempts nobody."""
+        """Return the number of drafts i32 [n] of each decoding row, within ``budget`` tokens in total.  The blocks for
+        them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
         if not len(decode) or budget <= 0 or not self.on(len(decode)):
             return n
-        known = s.known[decode]  # a row that waits to fork lacks one token too, and draws none
+        # A row that waits to fork also lacks one token, but it does not sample.
+        known = s.known[decode]
         fits = (
             s.speculates[decode]
             & (s.collected[decode] == known)
@@ -162,12 +164,13 @@ class Speculation:
             cache.grow(decode, missing)
         return n
 
-    # ---- what became of them -----------------------------------------------------------------------------------------
+    # ---- results -----------------------------------------------------------------------------------------------------
 
     def collect(
         self, plan: StepPlan, result: StepResult, heads: np.ndarray, got: np.ndarray
     ) -> None:
-        """``heads``: rows of the plan that speculated, ``got``: tokens that each of them was given."""
+        """Count the drafts of a step.  ``heads`` are the plan rows that speculated, and ``got`` counts the tokens that
+        each of them received.  A failed drafter switches speculation off."""
         failure = next((e for e in result.errors if e.scope == "drafts"), None)
         if failure is not None and not self.failed:
             self.failed = f"{failure.plugin}: {failure.message}"
@@ -183,8 +186,8 @@ class Speculation:
             self.accepted[j] += np.count_nonzero((taken > j) & (drafts > j))
 
     def time(self, rows: int, drafts: bool, got: int, begun: float, now: float, pure: bool) -> None:
-        """A step of ``rows`` decoding rows, planned at ``begun`` seconds, was published at ``now`` and gave them
-        ``got`` tokens; ``pure``: nothing else was in it."""
+        """Record the time of a step of ``rows`` decoding rows, which was planned at ``begun`` and published at ``now``,
+        in seconds.  ``got`` is the tokens of all rows.  ``pure`` means that the step had no other rows."""
         ms, self._begun = (now - max(begun, self._begun)) * 1e3, now
         if self.always or self.failed or not rows:
             return
@@ -203,7 +206,7 @@ class Speculation:
             )
 
     def summary(self) -> dict[str, Any]:
-        """For ``stats``: what was proposed and accepted, by position, and where it pays."""
+        """Return the figures for ``stats``: proposed and accepted drafts by position, and the gain by batch size."""
         proposed = self.proposed.tolist()
         rate = [
             round(a / p, 4) if p else 0.0

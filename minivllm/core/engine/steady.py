@@ -1,5 +1,5 @@
-"""Steps like the one before: the same rows, each one token further.  Most steps are, and most of a small model's time
-would go to planning them; so they are made from the one before in a few operations."""
+"""Steps with the same rows as the step before, each one token further.  Most steps are of this kind.  They are derived
+from the step before in a few operations, because planning would dominate the time of a small model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ ONE = np.ones(1, np.int32)  # numpy adds an array in half the time of a number
 
 
 class Steady(NamedTuple):
-    """A step in which every row that runs draws its next token, and what it holds of the steps behind it."""
+    """Step in which every running row draws its next token, with the number of further steps that may repeat it."""
 
     plan: StepPlan
-    slots: np.ndarray  # i64 [R]; of the plan
-    changes: int  # ``Slots.changes``: others run once that differs
-    steps: int  # so many more until a row has all its tokens, or waits for that
-    room: int  # so many more until a row lacks a block
+    slots: np.ndarray  # i64 [R] slots of the plan
+    changes: int  # ``Slots.changes`` at the plan; the rows are the same while it is equal
+    steps: int  # further steps until a row has all its tokens
+    room: int  # further steps until a row lacks a block
 
 
 class SteadyPlanner(Protocol):
@@ -45,10 +45,11 @@ class SteadyPlanner(Protocol):
 
 
 def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady | None:
-    """Return ``plan``, of the slots ``at`` i64, as the base of the next steps; None if these must be planned anew.
+    """Return ``plan`` as the base of the next steps; None if the next step must be planned in full.  ``at`` i64 are its
+    slots.
 
-    Steps differ if a policy or a drafter is asked in each step, or if a row waits for the host, computes its prompt, or
-    does not read all the values that it asks for."""
+    A step must be planned in full if a policy or a drafter is called in each step, or if a row waits for the host,
+    computes its prompt, or reads only some of its taps."""
     p, s = planner, planner.slots
     same = len(plan.samples) == len(at) and at.tobytes() == s.running.tobytes()
     if not same or p.asks_shape or p.speculation is not None or s.asking:
@@ -61,14 +62,14 @@ def steady_of(planner: SteadyPlanner, plan: StepPlan, at: np.ndarray) -> Steady 
 
 
 def next_steady(planner: SteadyPlanner) -> StepPlan | None:
-    """Return the next step if it is like the last one, else None.
+    """Return the next step if it repeats the last one with each row one token further, else None.
 
-    If it is None nothing has changed, except for blocks that a sliding window freed."""
+    None leaves everything unchanged, except for blocks that a sliding window has released."""
     p, s, cache, last = planner, planner.slots, planner.cache, planner.steady
     if last is None or last.changes != s.changes or not last.steps:
         return None
     if p.n_waiting and (s.free or s.cooling or p.shared):
-        return None  # somebody may enter
+        return None  # a waiting sequence may enter
     at, computed, room = last.slots, last.plan.computed + ONE, last.room
     after = computed + ONE
     if cache.slides:

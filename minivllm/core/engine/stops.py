@@ -1,7 +1,8 @@
-"""The stop rule of a request: which token ids end its sequences, from where on, and what a mask avoids before that.
+"""The stop rule of a request: the token ids that end its sequences, the length from which they apply, and the ids
+that a mask avoids.
 
-The device applies it to all rows of a step (``Join``, ``worker.sampling.stop_flags``); here it is applied to one token
-that the host chose, or that a search may go on with.
+The device applies it to all rows of a step (``Join``, ``worker.sampling.stop_flags``).  Here it is applied to one token
+that the host chose, or to a candidate of a beam search.
 """
 
 from __future__ import annotations
@@ -22,27 +23,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StopRule:
-    """Of a request without a grammar no id in ``ids`` is drawn while the known length is below ``min_end``.  A grammar
-    may leave nothing else to draw: its mask avoids ids while there are others, and those that it cannot avoid count."""
+    """Rule by which a sequence ends.
+
+    Without a grammar no id of ``ids`` is drawn while the length is below ``min_end``.  A grammar may allow only such an
+    id.  Its mask avoids these ids while other tokens are allowed, and an id that it cannot avoid ends the sequence."""
 
     ids: tuple[int, ...] = ()  # the first ``n_eos`` are end-of-sequence ids
     n_eos: int = 0
-    min_end: int = 0  # known length before which none of them ends a sequence
-    end: int = 0  # known length at which a sequence ends in any case
-    # prompt and ``min_tokens``: known length below which a mask avoids ``avoided_before``
+    min_end: int = 0  # length in tokens below which no stop id ends a sequence
+    end: int = 0  # length in tokens at which a sequence ends in any case
+    # prompt length plus ``min_tokens``; a mask avoids ``avoided_before`` below this length
     min_length: int = 0
     avoided_before: tuple[int, ...] = ()
-    avoided_after: tuple[int, ...] = ()  # and from there on these
+    avoided_after: tuple[int, ...] = ()  # ids that a mask avoids from that length on
 
     @classmethod
     def of(
         cls, params: SamplingParams, eos_ids: Sequence[int], prompt: int, end: int, grammar: bool
     ) -> StopRule:
-        """``eos_ids``: the model's, within its vocabulary; ``prompt``: tokens; ``grammar``: a text may end where that
-        says so, with an end-of-sequence token, whatever ``ignore_eos`` asks for."""
+        """Return the stop rule of a request.  ``eos_ids`` are the model's end-of-sequence ids within its vocabulary;
+        ``prompt`` and ``end`` are lengths in tokens.  With a ``grammar`` the text ends where the grammar allows it,
+        with an end-of-sequence token, even with ``ignore_eos``."""
         eos = () if params.ignore_eos and not grammar else tuple(eos_ids)
         ids = tuple(dict.fromkeys((*eos, *(params.stop_token_ids or ()))))
-        min_length = min(prompt + params.min_tokens, end)  # a column of int32 keeps it
+        min_length = min(prompt + params.min_tokens, end)  # limited, because it is stored as int32
         return cls(
             ids,
             len(eos),
@@ -54,14 +58,15 @@ class StopRule:
         )
 
     def finish(self, token: int, known: int) -> Finish | None:
-        """How a sequence of ``known`` tokens ends with its last one, ``token``; None if it goes on."""
+        """Return how a sequence of ``known`` tokens ends with its last token ``token``; None if it continues."""
         flags = LENGTH if known >= self.end else 0
         if token in self.ids and known > self.min_end:
             flags |= EOS if token in self.ids[: self.n_eos] else STOP_ID
         return finish_of(flags, token)
 
     def allowed(self, tokens: np.ndarray, known: int) -> np.ndarray:
-        """bool, of the shape of ``tokens``: whether a sequence of ``known`` tokens may go on with each of them."""
+        """Return bool, of the shape of ``tokens``: True for each token that may follow a sequence of ``known``
+        tokens."""
         if known >= self.min_end:
             return np.ones(tokens.shape, bool)
         return ~np.isin(tokens, self.ids)

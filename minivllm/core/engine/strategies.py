@@ -1,4 +1,4 @@
-"""What a decoding strategy is asked by the engine: the branches of a new request, and the answer of one that ended."""
+"""The engine's calls of a decoding strategy: the branches of a new request, and the answer of a finished one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
-    """Names in ``SamplingParams.extra`` that some strategy reads."""
+    """Return the names in ``SamplingParams.extra`` that any of the strategies reads."""
     return set().union(*(made.reads for _, made in strategies)) - NAMES
 
 
 def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:
-    """Ask the first of the strategies that takes the request.  RequestError if none does, or it fails."""
+    """Start the first strategy that accepts the request, and return the request's branches.  RequestError if no
+    strategy accepts it, or if the strategy fails."""
     made, p = None, request.params
     asked = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
     try:
@@ -33,7 +34,7 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
         made = next((made for made in able if call_foreign(made.takes, p)), None)
         for _, one in strategies if made is None else ():
             if one.reads & set(p.extra):
-                call_foreign(one.start, p)  # it says what it refuses
+                call_foreign(one.start, p)  # its own error explains the refusal
         if made is not None:
             request.strategy = made
             if made.mode == "stepwise":
@@ -55,7 +56,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
 
 
 def answer(request: Request) -> list[Seq]:
-    """The sequences of the answer, best first.  If the strategy fails they end with its error, in their own order."""
+    """Return the sequences of the answer, best first.  If the strategy fails, all sequences get its error and keep
+    their own order."""
     if request.beams is not None:
         return request.sequences[: request.beams.given]
     ends = [

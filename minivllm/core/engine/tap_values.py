@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FIRST_ROOM = 16 << 20  # bytes that a sequence's values of a point have before they grow, at most
+FIRST_ROOM = 16 << 20  # most bytes reserved at first for a sequence's values of one point
 ROOM = 1 << 30  # rows of a sequence whose length has no bound
 
 
@@ -16,9 +16,9 @@ ROOM = 1 << 30  # rows of a sequence whose length has no bound
 class RequestTaps:
     """The taps of a request, points by their number in ``Capacity.taps``."""
 
-    read: Mapping[int, tuple[str, int]]  # name and width of the points that it reads, ascending
-    steering: Mapping[int, np.ndarray]  # f32 [width] what it adds, likewise
-    logits: int  # the number of that point
+    read: Mapping[int, tuple[str, int]]  # point number -> (name, width) to read, ascending
+    steering: Mapping[int, np.ndarray]  # point number -> vector f32 [width] to add, ascending
+    logits: int  # number of the point ``logits``
 
     @property
     def salt(self) -> str:
@@ -30,9 +30,9 @@ class RequestTaps:
 
 
 class Growing:
-    """An array f32 [n, width] that grows at its end, in memory of its own.
+    """Array f32 [n, width] that grows at its end, in its own memory.
 
-    A value is copied once when it is added, and again whenever the room is doubled."""
+    A row is copied when it is added, and again whenever the memory is doubled."""
 
     def __init__(self, width: int, room: int) -> None:
         self.memory, self.n = np.empty((max(room, 1), width), np.float32), 0
@@ -55,16 +55,17 @@ class Growing:
 
 @dataclass(eq=False)
 class TapValues:
-    """The values that a sequence has read, at the positions [first, upto); values of steps in flight are still to come.
+    """Values that a sequence has read at its taps, for the positions [first, upto).  Values of steps in flight still
+    arrive.
 
-    ``upto`` stays behind in steps that were made from the one before (see ``steady``), until the next that was not, or
-    until the sequence leaves its slot."""
+    Steady steps (see ``steady``) do not advance ``upto``.  The next full step does, or the end of the sequence's stay
+    in its slot."""
 
     first: int
     upto: int
-    room: int = ROOM  # rows that there may be
-    parts: dict[int, Growing] = field(default_factory=dict)  # by point
-    # logits at the tokens of a scored prompt but the last, which one branch of a request has whole
+    room: int = ROOM  # most rows
+    parts: dict[int, Growing] = field(default_factory=dict)  # values by point number
+    # logits of a scored prompt except its last token; only one branch of a request has them in full
     scored: list[np.ndarray] = field(default_factory=list)
 
     def keep(self, number: int, rows: np.ndarray) -> None:

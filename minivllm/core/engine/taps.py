@@ -1,12 +1,12 @@
-"""Taps on the host: what a request may tap, which rows of a step read what, and where the values go.
+"""Taps on the host: the checks of a request's taps, the points that each row of a step reads, and the read values.
 
     step              1             2           3 (preempted)   4               5
     computed          p p p p       p p g       .               p p p p p p     g g
     read              0 1 2 3       4 5 6                       (none again)    7 8
 
-A sequence reads each position once, in order (``TapValues.upto``): what is computed a second time is not read again,
-and a request that reads takes no more from the prefix cache than what it has read.  A branch of a request begins where
-it forked; what lies before that are the values of the first sequence.
+A sequence reads each position once, in order (``TapValues.upto``).  A position that is computed again is not read
+again, and a request that reads uses the prefix cache only for positions that it has read.  A branch's values begin
+where it forked; the first sequence has the values before that position.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from .request import Request, Seq
     from .slots import Slots
 
-LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # of other dtypes that of float32
+LARGEST = {"float16": 65504.0, "bfloat16": 3.3895e38}  # other dtypes have the range of float32
 
 
 class TapLimits(NamedTuple):
-    """``widths`` of the points that can be tapped, and ``most`` bytes that a request may read."""
+    """Limits of taps: ``widths`` of the model's points by number, and the ``most`` bytes that a request may read."""
 
     widths: tuple[int, ...] = ()
     most: int = 0
@@ -44,7 +44,7 @@ class TapLimits(NamedTuple):
 
     @property
     def too_many(self) -> str:
-        """What a request is told that reads more."""
+        """Return the error message for a request that reads more than ``most`` bytes."""
         return (
             f"taps: the values that are read take more than {self.most} bytes; read fewer points, "
             "give a shorter prompt or fewer max_tokens, or raise the engine's max_tap_bytes"
@@ -55,10 +55,10 @@ NO_LIMITS = TapLimits()
 
 
 def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: Executor) -> None:
-    """Set the request's ``tapped`` from its taps.
+    """Check the taps of a request and set its ``tapped``.
 
-    RequestError: an unknown point, a vector that does not fit, values that cannot be read, or more values than a
-    request may read."""
+    RequestError for an unknown point, a vector of the wrong size or range, values that cannot be read, or more values
+    than a request may read."""
     if not request.taps:
         return
     points = capacity.taps
@@ -94,10 +94,10 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
     )
-    scores = request.params.prompt_logprobs is not None  # there are logits of the prompt
+    scores = request.params.prompt_logprobs is not None  # then the prompt's logits are computed
     row = 4 * sum(width for name, width in read.values() if name != LOGITS or scores)
     limits = TapLimits.of(capacity, wiring)
-    # each output has the prompt's values
+    # each output includes the prompt's values
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
     request.speculates = False
@@ -120,8 +120,8 @@ def _fitting(tap: Tap, width: int) -> np.ndarray:
 
 
 def most_cached(seq: Seq, most: int) -> int:
-    """How many of its first ``most`` tokens a prefix hit may look at: of what is cached there are no log-probabilities
-    and no values."""
+    """Return how many of the first ``most`` tokens may come from the prefix cache.  Cached tokens have no
+    log-probabilities and no tap values."""
     request = seq.request
     if request.prompt_topk >= 0:
         return 1
@@ -133,8 +133,8 @@ def most_cached(seq: Seq, most: int) -> int:
 def tap_rows(
     s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray, draws: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """``taps`` and ``steered`` of plan.StepPlan for the rows of a step, of which those that ``draws`` draw; what they
-    read counts as read from now on."""
+    """Return the columns ``taps`` and ``steered`` of plan.StepPlan.  ``slots`` are the step's rows, and ``draws`` bool
+    marks the rows that sample.  The positions read by the step are counted as read."""
     found: dict[int, list[tuple[int, int]]] = {}  # (row, first token) by point
     steered: set[int] = set()
     rows = np.flatnonzero(s.tapped[slots])
@@ -151,7 +151,7 @@ def tap_rows(
         if seq.tap_values is None:
             seq.tap_values = TapValues(at, at, seq.request.end - at)
         first = max(seq.tap_values.upto - at, 0)
-        if first >= n:  # a row that waited for the host may draw again after a preemption
+        if first >= n:  # a host row may repeat a position after a preemption
             continue
         seq.tap_values.upto = at + n
         for number in taps.read:
@@ -167,33 +167,34 @@ def tap_rows(
 
 
 def reads_all(s: Slots, at: np.ndarray, taps: np.ndarray) -> bool:
-    """Whether each row of a step, of the slots ``at`` and of one token each, reads all that it asks for: a step of the
-    same rows, each one token further, has the same lines."""
+    """Return True if each row of a step reads all points that its request taps.  ``at`` are the slots, with one token
+    each.  A step of the same rows, one token further, then has the same ``taps``."""
     asked = [s.at(slot).request.tapped for slot in at[s.tapped[at]].tolist()]
     return len(taps) == sum(len(tapped.read) for tapped in asked if tapped is not None)
 
 
 class TapKeeper:
-    """Values of steps, to the sequences of their rows.
+    """Writer of a step's tap values to the sequences of its rows.
 
-    Most decode steps read the same of the same rows as the step before, and their ``plan.taps`` is the same array (see
-    ``steady``).  For these the memory that each line fills is looked up once."""
+    Most decode steps read the same points of the same rows as the step before, and then have the same ``plan.taps``
+    array (see ``steady``).  For these the target memory of each line is looked up once."""
 
     def __init__(self, limits: TapLimits) -> None:
         self.limits, self.taps = limits, np.empty((0, 3), np.int32)
-        self.seqs: list[tuple[Seq, int]] = []  # of each line, and the bytes that it reads a step
+        self.seqs: list[tuple[Seq, int]] = []  # sequence of each line, and its bytes per step
         self.memory: list[
             tuple[int, list[Growing]]
-        ] = []  # by point: its width, and where its lines go
+        ] = []  # (width, memory of its lines) of each point
         self.steps = self.room = (
-            0  # that were kept so, and that can be before a request has too many
+            0  # steady steps stored, and the most until a request exceeds its limit
         )
 
     def keep(
         self, plan: StepPlan, live: bool, sequence: Callable[[int], Seq | None], values: np.ndarray
     ) -> Iterable[Seq]:
-        """``values`` of a step, f32 one after another, to its sequences; those whose request has too many now.
-        ``sequence`` gives that of a row, also one that was preempted meanwhile; ``live``: none was, and none ended."""
+        """Append the tap values of a step, f32 in one flat array, to its sequences.  Return the sequences whose request
+        now exceeds its byte limit.  ``sequence(row)`` returns the sequence of a plan row, also one preempted meanwhile,
+        or None.  ``live`` means that every row still holds its slot."""
         if plan.taps is self.taps and live:
             if not self.memory:
                 self._begin(sequence)
@@ -211,13 +212,15 @@ class TapKeeper:
         return self._look_up(plan, sequence, values)
 
     def end(self) -> None:
-        """A step differs, or a sequence that may be one of these has ended: nothing holds what it has read."""
+        """Add the bytes of steady steps to their requests and clear the looked-up memory.  It is called when a step
+        differs, or when a sequence ends."""
         for seq, size in self.seqs:
             seq.request.tap_bytes += self.steps * size
         self.seqs, self.memory, self.steps, self.room = [], [], 0, 0
 
     def _begin(self, sequence: Callable[[int], Seq | None]) -> None:
-        """All of these rows have values of all these points from the step before."""
+        """Look up the memory of each line of ``taps``.  All rows have values of all these points from the step
+        before."""
         sizes: dict[Request, int] = {}
         for number, rows, _ in by_point(self.taps):
             width, memory = self.limits.widths[number], []

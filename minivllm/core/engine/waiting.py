@@ -1,10 +1,10 @@
-"""The queue of waiting sequences, in lanes, each sorted by the policy's key with its first ones at hand.
+"""The queue of waiting sequences, in lanes. Each lane is sorted by the policy's key, and its first entries are a list.
 
     lane "a"   front [3.1  3.2  4.0]  sorted     back  a heap of all later ones
     lane "b"   front [1.7]                       back  empty
 
-A step looks at the first lanes and their fronts only, so what it costs does not depend on how many wait.  Most policies
-use one lane; one that divides sequences, by tenant say, is shown the first of each lane.
+A step reads only the first lanes and their fronts, so its time does not depend on the length of the queue.  Most
+policies use one lane.  A policy that divides sequences, for example by tenant, sees the first entries of each lane.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
     from .request import Seq
 
-    # key, id, sequence, what a policy is shown of it; no two have the same id
+    # (key, unique id, sequence, its row for the policy)
     Entry = tuple[float, int, Seq, bytes]
 
 FRONT = 512  # entries after which the later half of a front goes to the back
 
 
 class _Lane:
-    """Invariants: no entry of ``back`` comes before one of ``front``; all of ``front`` wait, and of ``back`` all but
-    ``gone``; a lane in which nobody waits is taken out of the queue."""
+    """Sorted entries of one lane.  Invariants: no entry of ``back`` comes before one of ``front``; all of ``front``
+    wait, and all of ``back`` except ``gone`` entries; a lane without a waiting entry is removed from the queue."""
 
     __slots__ = ("back", "front", "gone")
 
@@ -56,12 +56,12 @@ class _Lane:
         return self.front[:n]
 
     def remove(self, seq: Seq) -> None:
-        """``seq.queued`` is False by now."""
+        """Remove a sequence from the lane.  The caller has set ``seq.queued`` to False."""
         at = bisect_left(self.front, (seq.key, seq.id))
         if at < len(self.front) and self.front[at][2] is seq:
             del self.front[at]
             return
-        self.gone += 1  # it is skipped when it comes up
+        self.gone += 1  # the entry in ``back`` is skipped later
         if self.gone > len(self.back) // 2 + 32:
             self.back = [e for e in self.back if e[2].queued]
             heapq.heapify(self.back)
@@ -72,14 +72,15 @@ class _Lane:
 
 
 class WaitingQueue:
-    """``len`` is the number of those that wait, iteration gives them in no order."""
+    """Queue of the waiting sequences in lanes.  ``len`` counts them; iteration yields them in no fixed order."""
 
     def __init__(self) -> None:
-        self.lanes: dict[int, _Lane] = {}  # first the lane that was served longest ago
+        self.lanes: dict[int, _Lane] = {}  # lanes by number, the lane served longest ago first
         self.n = 0
 
     def push(self, seq: Seq, key: float, lane: int = 0, row: bytes = b"") -> None:
-        """``row`` of ``admission.row_of``; it is kept here because a step reads hundreds, and few of the sequences."""
+        """Add a sequence to a lane at its sort key.  ``row`` is the result of ``admission.row_of``.  It is stored in
+        the entry, because a step reads hundreds of rows but few sequences."""
         seq.key, seq.lane, seq.queued = key, lane, True
         if lane not in self.lanes:
             self.lanes[lane] = _Lane()
@@ -87,7 +88,7 @@ class WaitingQueue:
         self.n += 1
 
     def remove(self, seq: Seq, served: bool = False) -> None:
-        """It waits no longer; if it was ``served`` its lane goes behind the others."""
+        """Remove a sequence from the queue.  ``served`` moves its lane behind the other lanes."""
         seq.queued = False
         self.n -= 1
         lane = self.lanes[seq.lane]
@@ -98,7 +99,7 @@ class WaitingQueue:
             self.lanes[seq.lane] = self.lanes.pop(seq.lane)
 
     def head(self) -> Seq | None:
-        """The smallest key, of the first 64 lanes."""
+        """Return the sequence with the smallest key in the first 64 lanes; None if the queue is empty."""
         best = None
         for lane in islice(self.lanes.values(), 64):
             first = lane.front[0] if lane.front else lane.first(1)[0]
@@ -106,15 +107,15 @@ class WaitingQueue:
         return None if best is None else best[2]
 
     def heads(self) -> list[Seq]:
-        """The first of each lane, of the first 64 lanes."""
+        """Return the first sequence of each of the first 64 lanes."""
         return [(lane.front or lane.first(1))[0][2] for lane in islice(self.lanes.values(), 64)]
 
     def first(self, n: int) -> list[Entry]:
-        """At most n entries: the first of each lane, as many of each."""
+        """Return at most n entries, an equal number from the front of each lane."""
         return [entry for line in self.lines(n) for entry in line]
 
     def lines(self, n: int) -> list[list[Entry]]:
-        """The same lane by lane."""
+        """Return at most n entries as one list per lane, an equal number from the front of each lane."""
         share, lanes = max(1, n // max(len(self.lanes), 1)), islice(self.lanes.values(), n)
         return [
             lane.front[:share] if len(lane.front) >= share else lane.first(share) for lane in lanes
