@@ -4,9 +4,9 @@
     states          c1          c0               a hit is the first four blocks, or the first two
 
 A row copies its states while it computes its prompt (``Delta.save``): near the end of the prompt, where the next turn
-of a chat goes on, and where the prompt leaves a cached chain, because others may leave it there too.  A copy belongs to
-a block once that block is published, and goes with it.  If all copies are in use, the least recently used one is
-evicted.
+of a chat continues, and where the prompt leaves a cached chain, because later prompts may leave it there too.  A copy
+belongs to a block once that block is published, and is freed with it.  If all copies are in use, the least recently
+used one is evicted.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Checkpoints:
         self.free += [index for _, index in self.pending.pop(slot, ())]
 
     def check(self, published: np.ndarray) -> None:
-        """Compare the books with the published blocks, bool [blocks]; AssertionError says what is broken."""
+        """Compare the checkpoints with the published blocks, bool [blocks]; AssertionError names the inconsistency."""
         held = [index for copies in self.pending.values() for _, index in copies]
         taken = [*self.free, *self.of_block.values(), *held]
         assert len(taken) == len(set(taken)) == self.count, "a copy of states is lost or held twice"

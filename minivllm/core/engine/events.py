@@ -3,7 +3,7 @@
     events.request_added.subscribe(listener)        a listener subscribes
     events.request_added(request)                   the engine reports it, almost free of cost without listeners
 
-A listener runs on the thread of the engine's loop, within the turn that it is told of.  It may read the arguments but
+A listener runs on the thread of the engine's loop, within the turn that it reports on.  It may read the arguments but
 must not change them.  A listener that raises breaks the step, so user code is called through a wrapper that catches
 its errors (``runtime.hooks.bridge``).
 """

@@ -138,8 +138,8 @@ class RowMasks:
 
     def of(self, flight: Flight) -> np.ndarray:
         """Return the masks i32 [n, ceil(V / 32)] of a step's n late rows.  All earlier steps have been published.  The
-        array is reused for the next such step.  Rows that have ended meanwhile are not restricted, because their tokens
-        are dropped."""
+        array is reused for the next step with late rows.  Rows that have ended meanwhile are not restricted, because
+        their tokens are dropped."""
         s, plan = self.slots, flight.plan
         rows = plan.samples[plan.late]
         slots = plan.slots[rows]

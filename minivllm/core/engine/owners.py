@@ -83,7 +83,8 @@ class OwnersPlanner(Protocol):
 
 
 def owner_count(slots: Slots, prefilling: np.ndarray, heads: Iterable[Seq]) -> int:
-    """Count the owners that want prompt tokens: those of rows i64 [R], and of the first waiting sequences."""
+    """Count the owners with prompt tokens to compute: the owners of the rows ``prefilling`` i64 [R], and of the first
+    waiting sequences."""
     return len(
         {*slots.owner_number[prefilling].tolist(), *(seq.request.owner_number for seq in heads)}
     )

@@ -1,4 +1,4 @@
-"""The columns of a plan.StepPlan: its rows in order, the columns that only some rows ask for, and those of rows that
+"""The columns of a plan.StepPlan: its rows in order, the optional columns of some rows, and the columns of rows that
 join."""
 
 from __future__ import annotations

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 
 def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -> None:
-    """Check prompt, stop ids and size of a request, and set its ``end``; RequestError for what cannot be served."""
+    """Check the prompt, stop ids and size of a request, and set its ``end``.  RequestError if the request cannot be
+    served."""
     p, limit = request.params, wiring.max_model_len
     n = len(request.prompt)
     if not n:
