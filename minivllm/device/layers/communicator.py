@@ -1,8 +1,8 @@
 """Collective operations of the processes (ranks) that share a model by tensor parallelism.
 
-    all_reduce   x of each rank ──► the sum of all, on each       a product whose inputs are cut, the embedding
-    gather       columns of each rank ──► rank 0, side by side    logits of a head that is cut by vocabulary
-    broadcast    of rank 0 ──► each                               tokens, at the head of the next step
+    all_reduce   x of each rank ──► the sum of all, on each       a row-split linear layer, the embedding
+    gather       columns of each rank ──► rank 0, side by side    logits of a head that is split by vocabulary
+    broadcast    x of rank 0 ──► each                             tokens, at the beginning of the next step
     all_gather   numbers of each rank ──► each                    KV blocks that fit on every rank, checksums
 
 Every rank makes the same calls in the same order.  Each rank counts its calls (``calls``), so that an error can name

@@ -156,7 +156,7 @@ class DecoderBlock:
 
     def _points(self) -> dict[str, int]:
         """Return the width of each tap point of this layer, and of the next layer's input, by the point's name."""
-        # q, k and v are no points where the heads are split over processes
+        # q, k and v cannot be tapped if their heads are split over processes
         widths = {} if self.shared or self.delta else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:

@@ -37,7 +37,8 @@ def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | Non
     for the weights; None means no bias."""
     scores = logits.float()
     if router.score == SIGMOID:
-        scores = scores.neg().exp_().add_(1.0).reciprocal_()  # ``torch.sigmoid`` rounds by an element's position
+        # not ``torch.sigmoid``, whose rounding depends on the position of an element
+        scores = scores.neg().exp_().add_(1.0).reciprocal_()
     elif router.score != CHOSEN_SOFTMAX:
         scores = torch.softmax(scores, dim=-1)
     choice = scores if choice_bias is None else scores + choice_bias

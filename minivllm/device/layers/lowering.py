@@ -5,7 +5,7 @@ product is part of the product's operation::
 
     x        the stream             ┌────────────── o, + ─────────────┐┌── down, + ──┐
     qkv  ◄── norm1, product ─ x ────┤ ─► attend ─► attn ─┘            ├┤ norm2, gate ─► mid
-    hidden ◄─ norm ─ x  (after PICK: of the tokens that sample)         x
+    hidden ◄─ norm ─ x  (after PICK: of the tokens that sample)       x
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class Lowering:
         if weight.dtype != torch.float32:
             return weight
         key = weight.data_ptr()
-        if key not in self._narrowed:  # keeps the weight alive, so that no other tensor gets its address
+        if key not in self._narrowed:  # storing the weight keeps its address from being reused
             if self.copied + weight.nbytes // 2 > self._room:
                 return weight
             copy = weight.bfloat16()

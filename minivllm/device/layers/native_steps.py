@@ -1,6 +1,6 @@
 """Captured steps on a CPU.  FORWARD is one call of the native library; SAMPLE is one if it only draws tokens.
 
-    plan ─► box ─► forward ─► hidden of the rows that draw ─► sample ─► columns, packed result
+    plan ─► box ─► forward ─► hidden of sampling tokens ─► sample ─► columns, packed result
                                           └──────────────► ``step.sample``, for logits processors or data for the host
 
 A step of more tokens than ``MOST_TOKENS`` runs as separate torch operations, because torch's products are faster then.

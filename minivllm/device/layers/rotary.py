@@ -135,7 +135,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def prepare_qk(
     q: Tensor, k: Tensor, position: Tensor, pre: QKPre, work: dict[Any, Any] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Normalise each head of q [T, heads, dim] and k [T, kv_heads, dim] and rotate them, as ``pre`` specifies.
+    """Apply the norm of each head and the rotary embedding of ``pre`` to q [T, heads, dim] and k [T, kv_heads, dim].
 
     ``work`` is a dict for one step, in which the first layer stores its rows of the rotary tables for the other layers.
     None means that nothing is stored.
@@ -161,7 +161,10 @@ def joined(q: Tensor, k: Tensor) -> Tensor | None:
 
 
 def prepare(x: Tensor, norm: Tensor | None, position: Tensor, pre: QKPre, work: dict[Any, Any] | None) -> Tensor:
-    """Normalise x [T, heads, dim] by ``norm`` [dim] or [heads, dim] and rotate it; None or no table skips a step."""
+    """Apply an RMSNorm to each head of x [T, heads, dim], then the rotary embedding.
+
+    The weight ``norm`` is [dim] or [heads, dim]; None means no norm.  ``pre.cos`` None means no rotation.
+    ``work`` is as in ``prepare_qk``."""
     if norm is not None:
         x = rms_norm(x, norm, pre.eps)
     if pre.cos is None:
