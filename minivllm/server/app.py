@@ -220,26 +220,28 @@ def _unavailable(why: str) -> ApiError:
     return ApiError(503, why or "the engine does not answer; the server's log says why", headers={"Retry-After": "5"})
 
 
-def _answer(error: ApiError) -> Response:
+def _answer(error: ApiError, path: str = "") -> Response:
     kind = Refusal if error.status == 413 else JSONResponse
-    return kind(error.body(), error.status, error.headers)
+    return kind(error.body(path), error.status, error.headers)
 
 
 async def _api_error(request: Request, exc: Exception) -> Response:
-    return _answer(errors.of(exc))
+    return _answer(errors.of(exc), asked_path(request.scope))
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     """Return the answer to an error of the router: an unknown path (404) or method (405)."""
     assert isinstance(exc, HTTPException)
     path = asked_path(request.scope)
+    error = ApiError(exc.status_code, str(exc), headers=exc.headers)
     if exc.status_code == 404:
         routes = [route.path for route in request.app.routes if hasattr(route, "methods")]
         plain = [route for route in routes if "{" not in route]
-        return _answer(unknown_routes.missing(path, plain))
-    if exc.status_code == 405:
-        return _answer(unknown_routes.refused(request.scope["method"], path, exc.headers))
-    return _answer(ApiError(exc.status_code, str(exc), headers=exc.headers))
+        error = unknown_routes.missing(path, plain)
+    elif exc.status_code == 405:
+        method = request.scope["method"]
+        error = unknown_routes.refused(method, path, exc.headers)
+    return _answer(error, path)
 
 
 def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[Any, dict[str, Any]]:

@@ -1,4 +1,8 @@
-"""Errors in the JSON form that OpenAI's clients read: ``{"error": {"message", "type", "param", "code"}}``.
+"""Errors in the JSON form that the clients of each protocol read.
+
+    OpenAI      {"error": {"message", "type", "param", "code"}}
+    Anthropic   {"type": "error", "error": {"type", "message"}}        /v1/messages and below
+    Ollama      {"error": "message"}                                   /api/chat and the others of Ollama
 
 A message is short and printable.  The cause of an internal error is written to the log.  The answer does not contain
 it, because it could reveal a path, an address or a traceback.
@@ -6,6 +10,7 @@ it, because it could reveal a path, an address or a traceback.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +24,15 @@ TYPES = {
     431: "RequestHeadersTooLargeError", 500: "InternalServerError", 501: "NotImplementedError",
     503: "ServiceUnavailableError", 505: "HTTPVersionError",
 }  # fmt: skip
+# types of errors in Anthropic's API, by status (https://docs.claude.com/en/api/errors)
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+}  # fmt: skip
 CLOSE = {"Connection": "close"}  # header of an answer that ends the connection
+# paths of these protocols
+ANTHROPIC = re.compile(r"/v1/messages(/.*)?")
+OLLAMA = re.compile(r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete)")
 INTERNAL = "the server failed on this request; its log says why"
 
 
@@ -34,9 +47,18 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
-        """Return the answer's body, to be written as JSON."""
+    def body(self, path: str = "") -> dict[str, Any]:
+        """Return the answer's body, to be written as JSON.
+
+        ``path`` is the path of the request without ``root_path``; it decides the protocol of the answer."""
         message = printable(str(self))
+        if OLLAMA.fullmatch(path):
+            return {"error": message}
+        if ANTHROPIC.fullmatch(path):
+            fallback = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = ANTHROPIC_TYPES.get(self.status, fallback)
+            error = {"type": kind, "message": message}
+            return {"type": "error", "error": error}
         kind = TYPES.get(self.status, "APIError")
         param = None if self.param is None else printable(self.param)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.status}}

@@ -62,13 +62,16 @@ TokenizeBody = _model("TokenizeBody", Body, TOKENIZE)
 DetokenizeBody = _model("DetokenizeBody", Body, DETOKENIZE)
 
 
-def read(model: type[Any], values: Mapping[str, Any]) -> Any:
+def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:
     """Return the values as a body of a model, with the fields of other servers translated.
 
-    ApiError (400) names the first wrong field as the client spelled it."""
+    ``sent`` maps fields of ``values`` to the names of the client, if the values were made from a body of another
+    protocol.  ApiError (400) names the first wrong field as the client spelled it."""
     if not issubclass(model, Generation):
         return _checked(model, values)
-    translation = translate(values, {*model.model_fields, *declared_params.names()})
+    with named(sent or {}):
+        translation = translate(values, {*model.model_fields, *declared_params.names()})
+    translation.sent.update(sent or {})
     check_required(translation.values, model)
     with named(translation.sent):
         body = _checked(model, translation.values)

@@ -34,6 +34,13 @@ class Said:
 
 
 @dataclass(frozen=True)
+class Thought:
+    """Text of the model's reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class ToolCall:
     """A complete call.  ``arguments`` is JSON text.  The server makes the ``id``."""
 
@@ -60,6 +67,19 @@ class Written:
 @dataclass(frozen=True)
 class Ended:
     """The end of the arguments of the last call that has begun."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The end of an answer, with its finish reason ("stop", "length", "tool_calls", "abort") and the stop string or
+    token id that ended it, if any."""
+
+    reason: str | None
+    stop: int | str | None = None
+
+
+# the parts of one answer, in the order of its text
+Part = Said | Thought | Begun | Written | Ended | Finished
 
 
 class Named:

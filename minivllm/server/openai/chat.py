@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from minivllm.server.errors import ApiError
 from . import JsonObject, Warnings, fields, logprobs, tools
 from .answers import TokenScores
 from .bodies import ChatBody, named, naming, sent_names
+from .calls import Finished, Part
 from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, respond
 from .limits import check_cost, seconds_of
 from .params import fit, note_default, whole_form
@@ -97,6 +98,20 @@ class Chat(Work):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         more = {"prompt_token_ids": ids} if body.return_token_ids else {}
         return self._answer("chatcmpl", kind, streams, more=more)
+
+    async def parts(self, answer: Answer) -> AsyncIterator[list[Part]]:
+        """Yield the parts of a request's only choice as they come.  The last part is ``Finished``.
+
+        The classes of other protocols make their events from these parts."""
+        reader = self._reader()
+        while pieces := await answer.take():
+            parts: list[Part] = []
+            for _, piece in pieces:
+                answer.sent += len(piece.token_ids)
+                parts += reader.parts(piece.text, piece.finish_reason)
+                if piece.finish_reason is not None:
+                    parts.append(Finished(reader.reason(piece.finish_reason), piece.stop_reason))
+            yield parts
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""

@@ -89,7 +89,13 @@ class Service:
 
 
 class ProtocolWork(Protocol):
-    """One request of a protocol: its streams, and the choices of its answer in the protocol's shape."""
+    """One request of a protocol: its streams, and the choices of its answer in the protocol's shape.
+
+    ``stream_type`` is the response with the events of a stream.  ``media_type`` is the content type of an answer
+    without a stream."""
+
+    stream_type: type[EventStream]
+    media_type: str
 
     speller: Speller
     empty_choice: Mapping[str, Any]  # the part of a stream's choice that stands for no text
@@ -97,6 +103,12 @@ class ProtocolWork(Protocol):
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the streams of the request, to be closed by ``held``."""
+
+    def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Yield the answer as the events of a stream (``Answer.events``)."""
+
+    def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the answer without a stream, in pieces (``Answer.whole``)."""
 
     def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices that a stream sends before the first piece."""
@@ -328,9 +340,13 @@ async def read_body(request: Request, service: Service, model: type[Any]) -> Any
     return await checked(service, model, values, owner)
 
 
-async def checked(service: Service, model: type[Any], values: Mapping[str, Any], owner: str) -> Any:
-    """Return the values as a body.  A large form of its answer is computed by the worker pool."""
-    body = read(model, values)
+async def checked(
+    service: Service, model: type[Any], values: Mapping[str, Any], owner: str, sent: Mapping[str, str] | None = None
+) -> Any:
+    """Return the values as a body.  A large form of its answer is computed by the worker pool.
+
+    ``sent`` is passed to ``bodies.read``."""
+    body = read(model, values, sent)
     if isinstance(body, Generation):
         body._known_form = await service.tokens.pool.form(body, owner)
     return body
@@ -411,13 +427,13 @@ async def respond(request: Request, service: Service, stream: bool, seconds: flo
             left = max(end - time.monotonic(), 0.001)
             if stream:
                 headers = warned(answer.warnings)
-                events = answer.events(work, state.get("direct"))
-                return EventStream(events, held.pop_all(), service.door, service.server, left, headers)
-            written = answer.whole(work, state["owner"])
+                events = work.events(answer, state.get("direct"))
+                return work.stream_type(events, held.pop_all(), service.door, service.server, left, headers)
+            written = work.written(answer)
             begun = await supervise(_begin(written), request.receive, service.door, left)
             headers = warned(answer.warnings)
             if len(begun) == 1:  # the usual case, in which the response has a Content-Length
-                return Response(begun[0], media_type="application/json", headers=headers)
+                return Response(begun[0], media_type=work.media_type, headers=headers)
             left = max(end - time.monotonic(), 0.001)
             return LongAnswer(_resumed(begun, written), held.pop_all(), service.door, service.server, left, headers)
         except Gone:

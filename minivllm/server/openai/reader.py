@@ -1,13 +1,13 @@
-"""Convert the text of an answer to a message: content and tool calls, as a whole or as deltas of a stream."""
+"""Convert the text of an answer to parts (content, reasoning, tool calls), and parts to a message or to deltas."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from . import JsonObject, tools
-from .calls import Begun, Distinct, Ended, Named, Said, ToolCall, Written
+from .calls import Begun, Distinct, Ended, Named, Part, Said, Thought, ToolCall, Written
 
 
 def _parser_of(asked: tools.Tools, parser: Any) -> Any:
@@ -29,7 +29,8 @@ class Reader:
         self._asked = asked
         self._parser = _parser_of(asked, parser)
         self._content: list[str] = []
-        self._calls: list[ToolCall | Begun] = []
+        self._thoughts: list[str] = []
+        self._calls: list[Begun] = []
         self._arguments: list[str] = []  # parts of the arguments of the last call
         self._whole: dict[int, str] = {}  # index in ``_calls`` -> complete arguments
 
@@ -43,38 +44,59 @@ class Reader:
 
         ``reason`` is the finish reason, with the last text of the choice."""
         content: list[str] = []
+        thoughts: list[str] = []
         calls: dict[int, JsonObject] = {}
-        for part in self._found(text, reason):
-            if self._whole and not self._asked.parallel:  # only one call is allowed
-                break
+        for part in self.parts(text, reason):
+            number = len(self._calls) - 1
             if isinstance(part, Said):
                 content.append(part.text)
-            elif isinstance(part, ToolCall) and not self._asked.allows(part.name):
-                # the model was not shown this function, so the text is no call
-                content.append(json.dumps({"name": part.name, "arguments": part.arguments}, ensure_ascii=False))
-            elif isinstance(part, (ToolCall, Begun)):
-                number = self._add_call(part)
-                calls[number] = {"index": number, **_call(part, self._whole.get(number, ""))}
+            elif isinstance(part, Thought):
+                thoughts.append(part.text)
+            elif isinstance(part, Begun):
+                calls[number] = {"index": number, **_call(part, "")}
             elif isinstance(part, Written):
-                number = len(self._calls) - 1
-                self._arguments.append(part.text)
-                delta = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
-                delta["function"]["arguments"] += part.text
-            else:
-                assert isinstance(part, Ended)
-                self._whole[len(self._calls) - 1] = "".join(self._arguments)
-        self._content += content
-        delta = {"content": "".join(content)} if content else {}
-        return {**delta, "tool_calls": list(calls.values())} if calls else delta
+                call = calls.setdefault(number, {"index": number, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        delta: JsonObject = {}
+        if thoughts:
+            delta["reasoning"] = "".join(thoughts)
+        if content:
+            delta["content"] = "".join(content)
+        if calls:
+            delta["tool_calls"] = list(calls.values())
+        return delta
 
-    def _add_call(self, call: ToolCall | Begun) -> int:
-        """Add a call and return its index."""
-        number = len(self._calls)
-        self._calls.append(call)
-        self._arguments = []
-        if isinstance(call, ToolCall):
-            self._whole[number] = call.arguments
-        return number
+    def parts(self, text: str, reason: str | None) -> Iterator[Part]:
+        """Yield the parts of the answer that are certain after new text, and record them for ``message``.
+
+        ``reason`` is the finish reason, with the last text of the choice.  A complete call of a parser is yielded as
+        ``Begun``, ``Written`` and ``Ended``."""
+        for part in self._found(text, reason):
+            if self._whole and not self._asked.parallel:  # only one call is allowed
+                return
+            if isinstance(part, ToolCall) and self._asked.allows(part.name):
+                for step in (Begun(part.name, part.id), Written(part.arguments), Ended()):
+                    self._record(step)
+                    yield step
+                continue
+            if isinstance(part, ToolCall):  # the model was not shown this function, so the text is no call
+                part = Said(json.dumps({"name": part.name, "arguments": part.arguments}, ensure_ascii=False))
+            self._record(part)
+            yield part
+
+    def _record(self, part: Part) -> None:
+        """Add a part to the message."""
+        if isinstance(part, Said):
+            self._content.append(part.text)
+        elif isinstance(part, Thought):
+            self._thoughts.append(part.text)
+        elif isinstance(part, Begun):
+            self._calls.append(part)
+            self._arguments = []
+        elif isinstance(part, Written):
+            self._arguments.append(part.text)
+        else:
+            self._whole[len(self._calls) - 1] = "".join(self._arguments)
 
     def _found(self, text: str, reason: str | None) -> list[Any]:
         """Return the parts that the parser finds with new text."""
@@ -88,6 +110,8 @@ class Reader:
         """Return the message of all deltas so far."""
         content = "".join(self._content)
         message: JsonObject = {"role": role, "content": content, "refusal": None}
+        if self._thoughts:
+            message["reasoning"] = "".join(self._thoughts)
         if self._whole:
             message["tool_calls"] = [_call(self._calls[number], text) for number, text in self._whole.items()]
             message["content"] = content.strip() or None
@@ -121,6 +145,6 @@ def end_of_calls(asked: tools.Tools, parser: Any) -> Callable[[int, str], bool] 
     return ended
 
 
-def _call(call: ToolCall | Begun, arguments: str) -> JsonObject:
+def _call(call: Begun, arguments: str) -> JsonObject:
     """Return a call in the shape of OpenAI's API."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}

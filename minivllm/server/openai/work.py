@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
+
+from minivllm.server.http.sse import EventStream
 
 from . import fields
 from .bodies import sent_names
@@ -14,6 +16,7 @@ from .params import asked_tokens, limited, make_params
 from .taps import check_reads, read_taps
 
 if TYPE_CHECKING:
+    from minivllm.server.http.connection import Direct
     from minivllm.server.link.client import Stream
 
 
@@ -21,7 +24,11 @@ class Work:
     """One request: its checked fields, parameters and taps.
 
     ``state`` has the ids, the tenant and the log line of the request.  A protocol's class calls ``_set_length`` and
-    ``_set_params`` once each, after this constructor."""
+    ``_set_params`` once each, after this constructor.  ``events`` and ``written`` write the answer in the form of
+    OpenAI's API; the class of another protocol overrides them."""
+
+    stream_type: type[EventStream] = EventStream
+    media_type = "application/json"
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any], best_of: int | None = None) -> None:
         self.service, self.body, self.state = service, body, state
@@ -32,6 +39,16 @@ class Work:
         self.n = 1 if body.n is None else body.n
         self.best_of = best_of
         check_counts(service, body.n, best_of)
+
+    def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Yield the answer as the events of a stream (``Answer.events``)."""
+        work: Any = self  # a protocol's class has the other members of ``ProtocolWork``
+        return answer.events(work, direct)
+
+    def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the answer without a stream, in pieces (``Answer.whole``)."""
+        work: Any = self
+        return answer.whole(work, self.state["owner"])
 
     def _set_length(self, default: int | None, least: int = 1) -> None:
         """Set the requested length of the answer and the ``default`` length, each None for no limit."""
