@@ -213,6 +213,17 @@ def test_a_body_that_a_form_could_send_is_refused_in_words_that_help(server, pat
     assert server.client.post(path, content=ASK, headers=twice).status_code == 415
 
 
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+def test_ollamas_routes_take_any_content_type_from_programs_and_only_json_from_pages(server, kind):
+    headers = {} if kind is None else {"Content-Type": kind}
+    ask = "/api/pull"
+    own = f"http://{server.host}:{server.port}"
+    from_program = server.client.post(ask, content=b"{}", headers=headers)
+    from_page = server.client.post(ask, content=b"{}", headers={**headers, "Origin": own})
+    sent_by_browser = server.client.post(ask, content=b"{}", headers={**headers, "Sec-Fetch-Site": "same-origin"})
+    assert from_program.status_code != 415 and from_page.status_code == sent_by_browser.status_code == 415
+
+
 def test_every_type_that_is_json_is_taken(server):
     for kind in (
         "application/json",

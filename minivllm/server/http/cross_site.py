@@ -119,6 +119,11 @@ def check_origin(headers: Headers, allowed: Sequence[str]) -> None:
         raise ApiError(403, f"Origin: {origin} is not this server's; expected an origin in allowed_origins")
 
 
+def from_page(headers: Headers) -> bool:
+    """Return whether a request may come from a page: browsers send ``Origin`` or ``Sec-Fetch-Site`` with each POST."""
+    return bool(values(headers, b"origin") or values(headers, b"sec-fetch-site"))
+
+
 def check_preflight(headers: Headers, allowed: Sequence[str]) -> None:
     """Raise ApiError (403) for a preflight request if no origin is allowed.
 
