@@ -7,7 +7,7 @@ frames of a link ──┘      a SequenceText per sample        └──► Te
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from minivllm.runtime.text.outputs import RequestMetrics, SequenceText, TextDelta
@@ -24,18 +24,25 @@ class RequestText:
 
     ``samples`` is the number of samples that may receive tokens.  ``arrival`` is in seconds of ``time.monotonic``.
     ``scored`` means that each ``SequenceText`` stores the requested log-probabilities; it is False in a subclass that
-    stores them elsewhere.
+    stores them elsewhere.  ``marks`` maps token ids to the characters that stand for them in the text of each
+    ``TextDelta`` (``marks.Marks``).
 
     Invariant: a sample is in ``open`` until it has a ``finish_reason``; its text does not change afterwards.  ``order``
     lists the samples of the answer, best first, once the request has ended.
     """
 
     def __init__(
-        self, params: SamplingParams, tokenizer: Tokenizer | None, samples: int, arrival: float, scored: bool = True
+        self,
+        params: SamplingParams,
+        tokenizer: Tokenizer | None,
+        samples: int,
+        arrival: float,
+        scored: bool = True,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         """Create an empty text for each sample."""
         self.params = params
-        self.texts = [SequenceText(tokenizer, params, i, scored) for i in range(samples)]
+        self.texts = [SequenceText(tokenizer, params, i, scored, marks) for i in range(samples)]
         self.open = set(range(samples))
         self.order: list[int] | None = None
         self.metrics = RequestMetrics(arrival)

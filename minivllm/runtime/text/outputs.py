@@ -14,6 +14,7 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import RequestError, shown
 
 from .detokenize import IncrementalDetokenizer, StopStrings
+from .marks import MarkedDetokenizer, MarkedStops
 from .tokenizer import Tokenizer
 
 _T = TypeVar("_T")
@@ -244,12 +245,17 @@ class SequenceText:
     """The text, tokens and log-probabilities of one sequence, which grow with the accepted tokens.
 
     With ``detokenize=False``, or without a tokenizer, the text is empty.  ``scored=False`` means that the
-    log-probabilities are kept elsewhere.  Invariant: the joined deltas equal ``text``, which is complete after a final
-    ``feed``.
+    log-probabilities are kept elsewhere.  ``marks`` maps token ids to the characters that stand for them in ``marked``
+    (``marks.Marks``).  Invariant: the joined deltas equal ``marked``, which is complete after a final ``feed``.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, index: int = 0, scored: bool = True
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        index: int = 0,
+        scored: bool = True,
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         if params.stop and tokenizer is None:
             raise RequestError("stop: stop strings need a tokenizer; use stop_token_ids", "stop")
@@ -264,14 +270,27 @@ class SequenceText:
         self._most = None if params.logprobs == -1 else params.logprobs
         self._tokenizer, self._params = tokenizer, params
         self._pieces: list[str] = []
-        self._detokenizer: IncrementalDetokenizer | None = None
+        self._detokenizer: IncrementalDetokenizer | MarkedDetokenizer | None = None
         self._stops: StopStrings | None = None
+        self._marks: Mapping[int, str] = {}
+        self._end_mark = ""  # the mark of the token that ended the sequence
         if tokenizer is not None and params.detokenize:
-            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
-            if params.stop:
-                self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
+            self._marks = marks or {}
+            self._set_decoders(tokenizer, params)
         # tokens only add text, so ``extend`` is enough in the middle of an answer
         self.plain = self._stops is None and self._scores is None
+
+    def _set_decoders(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        """Set the conversion of ids to text and the search for stop strings."""
+        include = params.include_stop_str_in_output
+        if not self._marks:
+            self._detokenizer = IncrementalDetokenizer(tokenizer, params.skip_special_tokens)
+            self._stops = StopStrings(params.stop, include) if params.stop else None
+            return
+        self._detokenizer = MarkedDetokenizer(tokenizer, params.skip_special_tokens, self._marks)
+        if params.stop:
+            tags = {mark: tokenizer.token(token_id) or "" for token_id, mark in self._marks.items()}
+            self._stops = MarkedStops(params.stop, include, tags)
 
     def feed(
         self,
@@ -299,6 +318,9 @@ class SequenceText:
             text = self._detokenizer.add(shown)
             if final:
                 text += self._detokenizer.finish()
+        if len(shown) < len(ids) and stopped is None:  # a tag may end the answer, and a parser reads it
+            self._end_mark = self._marks.get(ids[-1], "")
+            text += self._end_mark
         self.token_ids += ids if used == len(ids) else ids[:used]
         if self._scores is not None:
             self._take(ids[:used], logprobs)
@@ -392,10 +414,21 @@ class SequenceText:
             self.stop_reason = stop_reason
 
     @property
-    def text(self) -> str:
+    def marked(self) -> str:
+        """Return the text with marks, which only a parser may read.  Without marks it is ``text``."""
         if len(self._pieces) > 1:
             self._pieces = ["".join(self._pieces)]
         return self._pieces[0] if self._pieces else ""
+
+    @property
+    def text(self) -> str:
+        """Return the text without marks.  A marked token has its own text, or none if it ended the answer."""
+        marked = self.marked
+        if not self._marks or self._tokenizer is None or marked.isascii():
+            return marked
+        skip = self._params.skip_special_tokens
+        spelled = {ord(mark): self._tokenizer.decode((i,), skip) for i, mark in self._marks.items()}
+        return marked.removesuffix(self._end_mark).translate(spelled)
 
     def output(self) -> CompletionOutput:
         """Return a snapshot, which later tokens do not change."""

@@ -222,6 +222,12 @@ class Tokenizer:
             return frozenset(self._slow.all_special_ids)
         return frozenset(i for i, t in self.backend.get_added_tokens_decoder().items() if t.special)
 
+    @cached_property
+    def added_tokens(self) -> dict[str, int]:
+        """Return the ids of the tokens that were added to the vocabulary, special or not, by their texts."""
+        source = self._slow.added_tokens_decoder if self.backend is None else self.backend.get_added_tokens_decoder()
+        return {token.content: i for i, token in source.items()}
+
     def apply_chat_template(
         self,
         messages: Any,

@@ -136,12 +136,13 @@ class EngineClient:
         owner: str = "",
         taps: PooledTaps = NOTHING,
         energy: bool = False,
+        marks: Mapping[int, str] | None = None,
     ) -> Stream:
         """Send a request and return its stream once the engine has accepted it.
 
         With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
-        when its joules are known.
+        when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
         Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
         shutting down.
         """
@@ -152,7 +153,8 @@ class EngineClient:
         taps.check_size()
         written = self._written(params)
         number = next(self._numbers)
-        stream = Stream(number, request_id, len(ids), params, self.tokenizer, self._drop, self._cut, self._read)
+        of_client = (self.tokenizer, self._drop, self._cut, self._read)
+        stream = Stream(number, request_id, len(ids), params, *of_client, marks)
         stream.prompt = ids
         accepted = asyncio.get_running_loop().create_future()
         header = {

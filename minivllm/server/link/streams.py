@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,9 @@ class Stream(RequestText):
 
     Invariant: at most one piece of each branch waits to be read.  Later text is appended to that piece.  So a slow
     reader delays nothing, and an unread stream takes no more memory than its answer.
+
+    ``marks`` maps token ids to the characters that stand for them in the text of pieces (``marks.Marks``).  Only a
+    parser may read such text; ``texts[sample].text`` has no marks.
     """
 
     def __init__(
@@ -66,10 +69,11 @@ class Stream(RequestText):
         drop: Callable[[Stream], None],
         cut: Callable[[Stream, int, str], None],
         read: set[Stream],
+        marks: Mapping[int, str] | None = None,
     ) -> None:
         # beams are sent once they have been chosen, so only the n best become branches here
         branches = params.n if params.beam_width is not None else params.width
-        super().__init__(params, tokenizer, branches, time.monotonic(), scored=False)
+        super().__init__(params, tokenizer, branches, time.monotonic(), scored=False, marks=marks)
         self.number = number
         self.request_id = request_id
         self.prompt_tokens = prompt_tokens
@@ -215,7 +219,7 @@ class Stream(RequestText):
         """End a branch once ``until(sample, text)`` is true.  ``until`` is called with each new piece of its text."""
         self._until = until
         for sample in sorted(self.open):
-            text = self.texts[sample].text
+            text = self.texts[sample].marked
             if text and until(sample, text):
                 self._close(sample)
                 piece = self._pending.setdefault(sample, TextPiece(sample, "", []))

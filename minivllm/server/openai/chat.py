@@ -19,7 +19,7 @@ from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, re
 from .limits import check_cost, seconds_of
 from .params import fit, note_default, whole_form
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
-from .reader import Reader, end_of_calls
+from .reader import Reader, end_of_calls, marks_of
 from .work import Work
 
 if TYPE_CHECKING:
@@ -73,6 +73,8 @@ class Chat(Work):
         self.role = answer_role(self.messages, body)
         self.echoed = last_content(self.messages, body)
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+        self.parser = tools.parser_of(service.server.tool_parser)
+        self.marks = marks_of(self.tools, self.parser, service.tokens.tokenizer)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
         self._set_length(service.defaults.get("max_tokens"))
@@ -90,9 +92,10 @@ class Chat(Work):
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
-            until = end_of_calls(self.tools, tools.parser_of(service.server.tool_parser))
+            until = end_of_calls(self.tools, self.parser, self.marks)
             pieces = bool(body.stream) or until is not None
-            streams = await open_streams(service, held, self.state, asks, pieces, self.taps, self.energy)
+            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, self.marks.by_token)
+            streams = await opened
         if until is not None:
             streams[0].end_when(until)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -115,7 +118,7 @@ class Chat(Work):
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""
-        return Reader(self.tools, tools.parser_of(self.service.server.tool_parser))
+        return Reader(self.tools, self.parser, self.marks)
 
     def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices with the role, and with the echoed message, which a stream sends first."""
@@ -168,7 +171,7 @@ class Chat(Work):
     def _whole_choice(self, number: int, stream: Any, sample: int) -> JsonObject:
         """Return the choice ``number`` of a complete answer, made from a sample of its stream."""
         text, reader = stream.texts[sample], self._reader()
-        reader.deltas(text.text, text.finish_reason or "stop")
+        reader.deltas(text.marked, text.finish_reason or "stop")
         message = reader.message(self.role)
         if self.echoed:
             message["content"] = self.echoed + (message["content"] or "")

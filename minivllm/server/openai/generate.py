@@ -371,11 +371,14 @@ async def open_streams(
     pieces: bool,
     taps: PooledTaps = NOTHING,
     energy: bool = False,
+    marks: Mapping[int, str] | None = None,
 ) -> list[Stream]:
     """Open one stream for each prompt, with the same taps, to be closed by ``held``.
 
+    ``marks`` maps token ids to the characters that stand for them in the text of the streams.
     If the engine refuses a prompt, all streams are closed and the error of the first refused prompt is raised."""
     client, log = service.client, state["log"]
+    shared = {"pieces": pieces, "owner": state["owner"], "taps": taps, "energy": energy, "marks": marks}
     # the log line of a client that leaves before the streams are open
     log["prompt_tokens"] = sum(len(ids) for ids, _ in prompts)
     log["completion_tokens"] = 0
@@ -383,7 +386,7 @@ async def open_streams(
     try:
         for number, (ids, params) in enumerate(prompts):
             name = f"{state['request_id']}-{number}"
-            asked = client.stream(ids, params, name, pieces=pieces, owner=state["owner"], taps=taps, energy=energy)
+            asked = client.stream(ids, params, name, **shared)
             opening.append(asyncio.create_task(asked))
             await asyncio.sleep(0)  # sending a prompt's parameters takes time, so other requests run in between
         opened = await asyncio.gather(*opening, return_exceptions=True)

@@ -4,30 +4,49 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.runtime.text.marks import NO_MARKS, Marks
 
 from . import JsonObject, tools
 from .calls import Begun, Distinct, Ended, Named, Part, Said, Thought, ToolCall, Written
 
+if TYPE_CHECKING:
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
-def _parser_of(asked: tools.Tools, parser: Any) -> Any:
-    """Return a new parser for the text of one choice.  None means that all text is content."""
+
+def _parser_of(asked: tools.Tools, parser: Any, marks: Marks) -> Any:
+    """Return a new parser for the text of one choice.  None means that all text is content.
+
+    A parser with tags receives the marks that stand for them in the text."""
     if asked.choice == "none":
         return None
     if asked.choice == "required":
         return Distinct()
-    return Named(asked.function) if asked.choice == "named" else parser()
+    if asked.choice == "named":
+        return Named(asked.function)
+    return parser(marks.by_tag) if hasattr(parser, "tags") else parser()
+
+
+def marks_of(asked: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
+    """Return the marks for the text of an answer: those of the parser's tags, if the parser reads the text."""
+    tags = getattr(parser, "tags", None)
+    return NO_MARKS if tags is None or asked.choice != "auto" else Marks.of(tags(), tokenizer)
 
 
 class Reader:
     """The text of one choice as deltas of a message, and the message that the deltas add up to.
 
     If the length limit cuts a call, the deltas have the part of the call that was generated, and the message does not
-    have the call.  Neither has a part of a call as content."""
+    have the call.  Neither has a part of a call as content.
 
-    def __init__(self, asked: tools.Tools, parser: Any) -> None:
+    ``marks`` are those of the text.  No part has a mark: a mark that the parser leaves is spelled as its tag."""
+
+    def __init__(self, asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> None:
         self._asked = asked
-        self._parser = _parser_of(asked, parser)
+        self._marks = marks
+        self._parser = _parser_of(asked, parser, marks)
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[Begun] = []
@@ -104,7 +123,18 @@ class Reader:
             return [Said(text)] if text else []
         cut = getattr(self._parser, "cut", None) if reason == "length" else None
         found = list(self._parser.feed(text, reason is not None and cut is None))
-        return found if cut is None else [*found, *cut()]
+        if cut is not None:
+            found += cut()
+        return [self._spelled(part) for part in found] if self._marks.by_tag else found
+
+    def _spelled(self, part: Any) -> Any:
+        """Return a part of the parser with tags in place of marks."""
+        spell = self._marks.spell
+        if isinstance(part, (Said, Thought, Written)):
+            return replace(part, text=spell(part.text))
+        if isinstance(part, ToolCall):
+            return replace(part, name=spell(part.name), arguments=spell(part.arguments))
+        return replace(part, name=spell(part.name)) if isinstance(part, Begun) else part
 
     def message(self, role: str = "assistant") -> JsonObject:
         """Return the message of all deltas so far."""
@@ -125,18 +155,18 @@ class Reader:
         return "tool_calls" if chosen else reason
 
 
-def end_of_calls(asked: tools.Tools, parser: Any) -> Callable[[int, str], bool] | None:
+def end_of_calls(asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> Callable[[int, str], bool] | None:
     """Return a function that detects the end of the calls of an answer, or None if generation must not end early.
 
     The function takes the number of a branch and its new text.  It returns True at a repeated call if calls are
-    required, or after the first call if ``parallel_tool_calls`` is false."""
+    required, or after the first call if ``parallel_tool_calls`` is false.  ``marks`` are those of the text."""
     if asked.choice != "required" and (asked.choice != "auto" or asked.parallel):
         return None
     parsers: dict[int, Any] = {}
 
     def ended(sample: int, text: str) -> bool:
         if sample not in parsers:
-            parsers[sample] = _parser_of(asked, parser)
+            parsers[sample] = _parser_of(asked, parser, marks)
         found = parsers[sample].feed(text, False)
         if asked.choice == "required":
             return bool(parsers[sample].repeated)

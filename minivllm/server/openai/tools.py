@@ -40,7 +40,11 @@ class CallParser(Protocol):
 
         Text that is no call is returned as ``Said``.  A parser may also have a method ``cut() -> [Said | ToolCall,
         ...]``.  It returns the rest of an answer that the length limit has cut, without an incomplete call at its end.
-        Without ``cut`` the server calls ``feed("", True)``."""
+        Without ``cut`` the server calls ``feed("", True)``.
+
+        A class of parsers may have a static method ``tags() -> Sequence[str]``.  Then the server makes a parser with
+        the argument ``marks``, {tag: character}.  It has the tags that are one token of the model's tokenizer.  In the
+        text such a token is this character, a lone surrogate; text that only spells the tag stays text."""
 
 
 class Hermes:
