@@ -15,6 +15,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ device.loading  device.layers  device.kernels         the parts of models
     │ runtime.hooks  core  core.wiring
     │ runtime.energy                                        counters of joules, and the account of each request
+    │ runtime.replies                                       reasoning and calls in the text of a model
     │ core.interfaces                                       one file a seam
     │ core.declared_params                                         the request parameters that plug-ins declare
     │ registry  registration                                find plug-ins, choose one
@@ -66,8 +67,8 @@ MAY_IMPORT = {
     "server.operations": "server.openai server.link server.http server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.openai": (
-        "server.link server.http runtime.text core.interfaces core.declared_params server runtime.tenant_cache "
-        "core.json_schema"
+        "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
+        "runtime.tenant_cache core.json_schema"
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
@@ -120,6 +121,7 @@ MAY_IMPORT = {
     "core": "core.interfaces",
     "core.wiring": "core.interfaces",
     "runtime.energy": "",
+    "runtime.replies": "",
     "core.interfaces": "core.declared_params core.json_schema registration.spec registration.parameters",
     "core.declared_params": "registry plugins.specs registration.spec registration.parameters",
     "registry": "registration registration.spec registration.fresh",

@@ -10,34 +10,15 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+from minivllm.runtime.replies import NAME, Begun, Ended, Said, Thought, Written, new_id
+
 SPACE = re.compile(r"[ \t\n\r]*")
 HEAD = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)', re.S)
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # significant characters outside and inside a string
 DECODER = json.JSONDecoder()
-
-
-def new_id() -> str:
-    """Return a random id of a call."""
-    return f"call_{secrets.token_hex(12)}"
-
-
-@dataclass(frozen=True)
-class Said:
-    """Text for the user."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Thought:
-    """Text of the model's reasoning."""
-
-    text: str
 
 
 @dataclass(frozen=True)
@@ -47,26 +28,6 @@ class ToolCall:
     name: str
     arguments: str
     id: str = field(default_factory=new_id)
-
-
-@dataclass(frozen=True)
-class Begun:
-    """The begin of a call.  Its arguments follow in pieces, until ``Ended`` or the next ``Begun``."""
-
-    name: str
-    id: str = field(default_factory=new_id)
-
-
-@dataclass(frozen=True)
-class Written:
-    """A piece of the arguments of the last call that has begun."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of the arguments of the last call that has begun."""
 
 
 @dataclass(frozen=True)
