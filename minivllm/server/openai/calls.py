@@ -190,7 +190,8 @@ def members(text: str) -> dict[str, str]:
         at = _skip(text, _expect(text, _skip(text, at), ":"))
         found[json.loads(key)], at = _value(text, at)
         at = _skip(text, at)
-    if _skip(text, at + 1) != len(text):
+    end = _skip(text, at + 1)
+    if end != len(text):
         raise ValueError("text follows the object")
     return found
 
@@ -201,8 +202,9 @@ def elements(text: str) -> Iterator[str]:
     ValueError at the first element that is incomplete or no JSON, and for text after the end."""
     at = _skip(text, 0)
     if text[at : at + 1] != "[":
-        value, at = _value(text, at)
-        if _skip(text, at) != len(text):
+        value, end = _value(text, at)
+        end = _skip(text, end)
+        if end != len(text):
             raise ValueError("text follows the value")
         yield value
         return
@@ -213,7 +215,8 @@ def elements(text: str) -> Iterator[str]:
         at = _skip(text, at)
         if text[at : at + 1] != "]":
             at = _skip(text, _expect(text, at, ","))
-    if _skip(text, at + 1) != len(text):
+    end = _skip(text, at + 1)
+    if end != len(text):
         raise ValueError("text follows the list")
 
 
@@ -226,9 +229,12 @@ def call_of(text: str) -> ToolCall | None:
         value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(name, str) or not NAME.fullmatch(name) or not isinstance(value, (dict, str)):
+    if not isinstance(name, str) or not isinstance(value, (dict, str)):
         return None
-    return ToolCall(name, value if isinstance(value, str) else raw)
+    if not NAME.fullmatch(name):
+        return None
+    arguments = value if isinstance(value, str) else raw
+    return ToolCall(name, arguments)
 
 
 def calls_of(text: str) -> tuple[list[ToolCall], bool]:

@@ -143,7 +143,11 @@ class Reader:
         if self._thoughts:
             message["reasoning"] = "".join(self._thoughts)
         if self._whole:
-            message["tool_calls"] = [_call(self._calls[number], text) for number, text in self._whole.items()]
+            calls = []
+            for number, arguments in self._whole.items():
+                begun = self._calls[number]
+                calls.append(_call(begun, arguments))
+            message["tool_calls"] = calls
             message["content"] = content.strip() or None
         return message
 
@@ -151,8 +155,10 @@ class Reader:
         """Return the finish reason of a choice: "tool_calls" in place of "stop" if the model chose to call.
 
         A named function ends with "stop", as in OpenAI's API."""
-        chosen = reason == "stop" and self._whole and self._asked.choice != "named"
-        return "tool_calls" if chosen else reason
+        if reason != "stop" or not self._whole:
+            return reason
+        named = self._asked.choice == "named"
+        return reason if named else "tool_calls"
 
 
 def end_of_calls(asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> Callable[[int, str], bool] | None:
@@ -170,7 +176,8 @@ def end_of_calls(asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> Ca
         found = parsers[sample].feed(text, False)
         if asked.choice == "required":
             return bool(parsers[sample].repeated)
-        return any(isinstance(part, ToolCall) and asked.allows(part.name) for part in found)
+        calls = [part for part in found if isinstance(part, ToolCall)]
+        return any(asked.allows(call.name) for call in calls)
 
     return ended
 
