@@ -76,7 +76,7 @@ async def tokenize(request: Request, service: Service) -> Any:
     else:
         tool_choice = chat.tools.read_tools(body.tools, None, None)
         messages = chat.check_messages(body.messages)
-        ids = await chat.render(service, messages, tool_choice.shown, body, salt, owner)
+        ids = await chat.render(service, messages, tool_choice.shown, body, salt, owner, body.chat_template_kwargs)
     spelled = await _spelled(service, ids) if body.return_token_strs else None
     length = service.client.info.max_model_len
     answer = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}

@@ -213,8 +213,18 @@ def fit(chat: Chat, facts: TemplateFacts) -> list[Message]:
         reasoning = next((message[key] for key in REASONING if message.get(key) is not None), None)
         if reasoning is not None:  # a template reads one of two names, as in transformers
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+            if calls and facts.calls_have_one_text:
+                _join_texts(message)
         made.append(message)
     return made
+
+
+def _join_texts(message: Message) -> None:
+    """Move the content of a message to the end of its reasoning, for a template that refuses both with calls."""
+    content = text_of(message.get("content"))
+    if content and isinstance(message["thinking"], str):
+        message["thinking"] = f"{message['thinking']}\n\n{content}"
+        message["content"] = ""
 
 
 def _refuse_slips(message: Mapping[str, Any], facts: TemplateFacts, at: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 TEXT, PARTS, MAPPING, EITHER = "text", "parts", "mapping", "either"
 CONTENT, ARGUMENTS, CALL, CALLS, ROLE = "content", "arguments", "function", "tool_calls", "role"
 MESSAGES, MESSAGE = "messages", "one of messages"
+ONE_TEXT = "Cannot pass both content and thinking"  # in the error message of a template
 TRACKED = frozenset({CONTENT, ARGUMENTS, CALL, CALLS, ROLE})
 SAME = frozenset({"default", "d", "list", "reverse", "selectattr", "rejectattr", "select", "reject", "first", "last"})
 OF_PARTS = frozenset({"selectattr", "rejectattr", "map"})
@@ -38,6 +39,11 @@ class TemplateFacts:
     def reads_calls(self) -> bool:
         """Return whether the template prints the tool calls of a message."""
         return self.prints_messages or CALLS in self.names
+
+    @property
+    def calls_have_one_text(self) -> bool:
+        """Return whether the template refuses a message of calls with content and reasoning, as gpt-oss's does."""
+        return any(ONE_TEXT in text for text in self.written)
 
 
 def facts_of(environment: Any, source: str) -> TemplateFacts:

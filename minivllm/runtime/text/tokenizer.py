@@ -106,6 +106,17 @@ class Tokenizer:
         """Return the default chat template, or None."""
         return self.chat_templates.get(DEFAULT)
 
+    def template_variables(self, chat_template: str | None = None, tools: bool = False) -> frozenset[str]:
+        """Return the variables that one of the model's chat templates reads, or none for an unknown name.
+
+        ``tools`` means that the request has tools."""
+        if chat_template is not None and chat_template not in self.chat_templates:
+            return frozenset()
+        try:
+            return self._templates.select(chat_template, tools).facts.variables
+        except RequestError:
+            return frozenset()
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields for ``from_json``, which makes the same tokenizer in another process."""
         if self.backend is None:

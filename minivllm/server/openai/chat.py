@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from minivllm.runtime.text import messages as plain
 from minivllm.server.errors import ApiError
 
-from . import JsonObject, Warnings, fields, logprobs, tools
+from . import JsonObject, Warnings, fields, logprobs, reasoning, tools
 from .answers import TokenScores
 from .bodies import ChatBody, named, naming, sent_names
 from .calls import Finished, Part
@@ -77,17 +77,27 @@ class Chat(Work):
         self.marks = marks_of(self.tools, self.parser, service.tokens.tokenizer)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
+        self.variables = self._variables()
         self._set_length(service.defaults.get("max_tokens"))
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self._set_params(1, self.top if body.logprobs else None, whole_form(body, self.tools))
+
+    def _variables(self) -> Any:
+        """Return the variables of the chat template: those of the client, and those of its options of reasoning."""
+        tokenizer = self.service.tokens.tokenizer
+        read: Collection[str] = ()
+        if tokenizer is not None:
+            read = tokenizer.template_variables(self.body.chat_template, bool(self.tools.shown))
+        reasoning.warn_unread(self.body, self.warnings)
+        return reasoning.template_variables(self.body, read, self.warnings)
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the stream of the request, to be closed by ``held``."""
         service, body, params, owner = self.service, self.body, self.params, self.state["owner"]
         held.enter_context(service.door.enter(1, owner))
         with named(sent_names(body)):
-            ids = await render(service, self.messages, self.tools.shown, body, params.salt, owner)
+            ids = await render(service, self.messages, self.tools.shown, body, params.salt, owner, self.variables)
             ids = truncated(ids, self.kept, body.truncation_side)
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
@@ -118,7 +128,7 @@ class Chat(Work):
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""
-        return Reader(self.tools, self.parser, self.marks)
+        return Reader(self.tools, self.parser, self.marks, reasoning.shows_reasoning(self.body))
 
     def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices with the role, and with the echoed message, which a stream sends first."""
@@ -189,16 +199,18 @@ def _chunk(number: int, delta: JsonObject) -> JsonObject:
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
-async def render(service: Service, messages: Any, shown: Any, body: Any, salt: Salt, owner: str) -> list[int]:
+async def render(
+    service: Service, messages: Any, shown: Any, body: Any, salt: Salt, owner: str, variables: Any
+) -> list[int]:
     """Return the token ids of a conversation, rendered by the model's chat template.
 
     ``shown`` are the tools that the template shows to the model.  ``owner`` identifies the client in the queue of the
-    worker pool."""
+    worker pool.  ``variables`` are the further variables of the template."""
     ids = await service.tokens.chat(
         messages,
         shown,
         begins_answer(body),
-        body.chat_template_kwargs,
+        variables,
         salt,
         body.split_special_tokens is not False,
         bool(body.continue_final_message),

@@ -89,6 +89,8 @@ DICT = _optional(OBJECT)
 IDS = _optional(_list_of(TOKEN))
 OBJECTS = _optional(_list_of(OBJECT))
 TEXTS = _optional(_list_of(STRING), STRING)
+EFFORT = _optional({"enum": ["none", "minimal", "low", "medium", "high", "xhigh"]})
+SWITCH = _optional({"type": "boolean"}, STRING, OBJECT)
 CHOICE = _optional({"enum": ["none", "auto", "required"]}, OBJECT)
 TAP_FIELDS = {
     "point": STRING,
@@ -211,6 +213,12 @@ CHAT_ONLY = {
         BOOL, "extension: add the tokenizer's special tokens to those of the chat template; default false",
     ),
     "chat_template_kwargs": (DICT, "extension: variables of the chat template"),
+    "reasoning_effort": (EFFORT, "how much the model reasons, if its chat template reads it"),
+    "enable_thinking": (BOOL, "extension: whether the model reasons, if its chat template reads it"),
+    "reasoning": (DICT, "extension: object with effort, enabled and exclude"),
+    "thinking": (SWITCH, "extension: the same as enable_thinking, or an object with type"),
+    "think": (SWITCH, "extension: enable_thinking or reasoning_effort"),
+    "include_reasoning": (BOOL, "extension: false leaves the reasoning out of the answer"),
     "documents": (OBJECTS, "extension: texts for a chat template that supports documents"),
     "chat_template": (
         TEXT, "extension: name of one of the model's templates; absent: tool_use for tools, or default",
@@ -361,9 +369,14 @@ NO_EFFECT = {
         "return_likelihoods return_hidden_states=false return_routed_experts=false usage trim_stop "
         "spaces_between_special_tokens"
     ),
-    "send options of reasoning that the chat template reads in chat_template_kwargs": (
-        "reasoning_effort reasoning reasoning_format reasoning_budget include_reasoning separate_reasoning "
-        "stream_reasoning thinking think enable_thinking thinking_budget thinking_token_budget verbosity"
+    "a chat template reads it, and a completion has none; in a chat it is a field of its own": (
+        "reasoning_effort enable_thinking thinking think reasoning include_reasoning=true"
+    ),
+    "reasoning is a part of its own in each answer": (
+        'reasoning_format="auto"|"deepseek" separate_reasoning=true stream_reasoning=true'
+    ),
+    "send options that the chat template reads in chat_template_kwargs": (
+        "reasoning_budget thinking_budget thinking_token_budget verbosity"
     ),
     "it is a feature of another service": (
         "user metadata store service_tier prompt_cache_key prompt_cache_options prompt_cache_retention "

@@ -41,10 +41,12 @@ class Reader:
     If the length limit cuts a call, the deltas have the part of the call that was generated, and the message does not
     have the call.  Neither has a part of a call as content.
 
-    ``marks`` are those of the text.  No part has a mark: a mark that the parser leaves is spelled as its tag."""
+    ``marks`` are those of the text.  No part has a mark: a mark that the parser leaves is spelled as its tag.
+    ``shows_reasoning=False`` omits the reasoning."""
 
-    def __init__(self, asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> None:
+    def __init__(self, asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS, shows_reasoning: bool = True) -> None:
         self._asked = asked
+        self._shows_reasoning = shows_reasoning
         self._marks = marks
         self._parser = _parser_of(asked, parser, marks)
         self._content: list[str] = []
@@ -91,6 +93,8 @@ class Reader:
         ``reason`` is the finish reason, with the last text of the choice.  A complete call of a parser is yielded as
         ``Begun``, ``Written`` and ``Ended``."""
         for part in self._found(text, reason):
+            if isinstance(part, Thought) and not self._shows_reasoning:
+                continue
             if self._whole and not self._asked.parallel:  # only one call is allowed
                 return
             if isinstance(part, ToolCall) and self._asked.allows(part.name):

@@ -1,0 +1,142 @@
+"""Options of reasoning in a chat: ``reasoning_effort``, ``enable_thinking`` and their other names.
+
+A model reasons as its chat template tells it.  The options therefore become variables of the template::
+
+    reasoning_effort, reasoning.effort      -> reasoning_effort                 if the template reads it
+    enable_thinking, thinking, think,       -> enable_thinking and thinking     whichever of them it reads
+    reasoning.enabled, effort none
+
+A template that reads nothing of an option leaves it without effect, and the answer has a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from minivllm.errors import shown
+from minivllm.server.errors import ApiError
+
+from . import JsonObject, Warnings
+from .bodies import sent_names
+from .fields import MOST
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+EFFORT, SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")  # variables of templates
+KEYS = {"reasoning": ("effort", "enabled", "exclude"), "thinking": ("type",)}
+TYPES = {"enabled": True, "adaptive": True, "disabled": False}  # values of thinking.type
+
+
+def template_variables(body: Any, read: Collection[str], warnings: Warnings) -> Any:
+    """Return the variables of the chat template: those of the client, and those of the options of reasoning.
+
+    ``read`` has the variables that the template reads.  Variables of the client take precedence.  An option without
+    effect adds a warning.  ApiError (400) for malformed options and for options that contradict each other."""
+    efforts = dict(_efforts(body))
+    _check_same(efforts)
+    switches = dict(_switches(body))
+    for name, effort in efforts.items():
+        switches.setdefault(name, effort != "none")
+    _check_same(switches)
+    own = body.chat_template_kwargs
+    if not switches:
+        return own
+    asked = next(iter(efforts.values()), None)
+    on = next(iter(switches.values()))
+    made: JsonObject = {name: on for name in SWITCHES if name in read}
+    if EFFORT in read:
+        if asked is not None or not on:
+            made[EFFORT] = asked or "none"
+    elif not made:
+        reason = "the chat template reads neither reasoning_effort nor enable_thinking"
+        _warn(body, warnings, switches, reason)
+    elif on:
+        reason = "the chat template reads no effort, only whether the model reasons"
+        _warn(body, warnings, efforts, reason)
+    if isinstance(own, Mapping):
+        return {**made, **own}
+    return own or made or None
+
+
+def _warn(body: Any, warnings: Warnings, options: Iterable[str], reason: str) -> None:
+    """Add the warning that options have no effect, under the names that the client sent."""
+    sent = sent_names(body)
+    for option in options:
+        name = sent.get(option, option)
+        warnings.append({"field": name, "message": f"{name} has no effect here: {reason}"})
+
+
+def warn_unread(body: Any, warnings: Warnings) -> None:
+    """Add a warning for each key of ``reasoning`` and ``thinking`` that the server does not read."""
+    for name, read in KEYS.items():
+        value = getattr(body, name)
+        if not isinstance(value, dict):
+            continue
+        expected = ", ".join(read)
+        for key in value.keys() - set(read):
+            if value[key] is None or len(warnings) >= MOST:
+                continue
+            field = f"{name}.{str(key)[:64]}"
+            message = f"{field} has no effect here; expected {expected}"
+            warnings.append({"field": field, "message": message})
+
+
+def shows_reasoning(body: Any) -> bool:
+    """Return whether the answer shows the reasoning: not with ``include_reasoning=false``."""
+    excluded = isinstance(body.reasoning, dict) and body.reasoning.get("exclude") is True
+    if excluded:
+        return False
+    return body.include_reasoning is not False
+
+
+def _efforts(body: Any) -> Iterator[tuple[str, str]]:
+    """Yield the efforts that a body requests, each with its field."""
+    found = {EFFORT: body.reasoning_effort}
+    found["reasoning.effort"] = _member(body, "reasoning", "effort")
+    if isinstance(body.think, str):
+        found["think"] = body.think
+    for name, value in found.items():
+        if value is None:
+            continue
+        if value not in EFFORTS:
+            expected = ", ".join(EFFORTS)
+            raise ApiError(400, f"{name}={shown(value)}: expected {expected}", name)
+        yield name, value
+
+
+def _switches(body: Any) -> Iterator[tuple[str, bool]]:
+    """Yield whether a body requests reasoning, for each field that says so."""
+    kind = _member(body, "thinking", "type")
+    if kind is not None and kind not in tuple(TYPES):
+        expected = ", ".join(TYPES)
+        raise ApiError(400, f"thinking.type={shown(kind)}: expected {expected}", "thinking.type")
+    found = {
+        "enable_thinking": body.enable_thinking,
+        "reasoning.enabled": _member(body, "reasoning", "enabled"),
+        "thinking": TYPES[kind] if kind is not None else body.thinking,
+        "think": body.think,
+    }
+    for name, value in found.items():
+        if isinstance(value, bool):
+            yield name, value
+        elif value is not None and not isinstance(value, (dict, str)):
+            raise ApiError(400, f"{name}={shown(value)}: expected true or false", name)
+
+
+def _member(body: Any, name: str, key: str) -> Any:
+    """Return a member of an object of the body, or None.  ApiError (400) for another value than an object."""
+    value = getattr(body, name)
+    if value is None or (name == "thinking" and isinstance(value, bool)):
+        return None
+    if not isinstance(value, dict):
+        expected = "true, false or an object" if name == "thinking" else "an object"
+        raise ApiError(400, f"{name}={shown(value)}: expected {expected} with {', '.join(KEYS[name])}", name)
+    return value.get(key)
+
+
+def _check_same(options: Mapping[str, Any]) -> None:
+    """Raise ApiError (400) for options with different values."""
+    (first, value), *others = options.items() or [("", None)]
+    for name, other in others:
+        if other != value:
+            raise ApiError(400, f"{first} and {name} contradict each other: send only one of them", name)
