@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from minivllm.core.interfaces.decoder import (
         MLP,
+        ConvNames,
         DecoderSpec,
         DeltaNames,
         ExpertNames,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         Norm,
         Rope,
         Router,
+        ShortConv,
         WeightNames,
     )
     from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
@@ -161,7 +163,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
     "StepTaps StepTensors decoder_rules",
     "minivllm.core.interfaces.decoder": (
-        "MLP DecoderSpec DeltaNames ExpertNames Experts GatedDelta LayerSpec Norm Rope Router WeightNames"
+        "MLP ConvNames DecoderSpec DeltaNames ExpertNames Experts GatedDelta LayerSpec Norm Rope Router ShortConv "
+        "WeightNames"
     ),
     "minivllm.device.layers": "fields",
     "minivllm.device.layers.module": "Module Tensors check_shape",
@@ -208,6 +211,7 @@ __all__ = [
     "Column",
     "Compiled",
     "ConfigError",
+    "ConvNames",
     "Conversion",
     "DecoderSpec",
     "DecodingStrategy",
@@ -286,6 +290,7 @@ __all__ = [
     "SchedulerPolicy",
     "Search",
     "Shard",
+    "ShortConv",
     "Spec",
     "SpeculationWiring",
     "StepError",

@@ -41,6 +41,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("model", "gpt_neo", "minivllm.plugins.model.spec:GPT_NEO"),
     ("model", "gpt_oss", "minivllm.plugins.model.spec:GPT_OSS"),
     ("model", "granite", "minivllm.plugins.model.spec:GRANITE"),
+    ("model", "lfm2", "minivllm.plugins.model.spec:LFM2"),
+    ("model", "lfm2_moe", "minivllm.plugins.model.spec:LFM2_MOE"),
     ("model", "llama", "minivllm.plugins.model.spec:LLAMA"),
     ("model", "mistral", "minivllm.plugins.model.spec:MISTRAL"),
     ("model", "mixtral", "minivllm.plugins.model.spec:MIXTRAL"),

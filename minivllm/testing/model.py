@@ -508,21 +508,25 @@ class ModelConformance(ModelTaps):
 
     @since(1, 0)
     def test_attention_describes_the_layers_that_are_built(self, tmp_path: Path) -> None:
-        """Check that ``attention`` returns the spec of each layer that ``build`` makes, in order.  The engine lays out
-        the KV cache by these specs before the model exists."""
+        """Check that ``attention`` returns the spec of each layer with attention that ``build`` makes, in order, and
+        ``states`` the state of each other layer.  The engine lays out the KV cache by the specs before the model
+        exists."""
         for name, cls in self.families().items():
             for variant in ("the plain config", "three layers", "mqa"):
                 self._check_specs(self.config(cls, **self.named_variants().get(variant, {})), f"{name}, {variant}")
 
     def _check_specs(self, cfg: Any, label: str) -> None:
         """Compare the specs of ``attention`` with those of the layers built from a config."""
-        specs = list(self.build().attention(cfg))
-        layers = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts.layers
-        assert len(specs) == cfg.num_hidden_layers, (
-            f"{label}: attention() returns {len(specs)} specs for {cfg.num_hidden_layers} layers"
+        specs, states = list(self.build().attention(cfg)), list(self.build().states(cfg))
+        parts = self.harness(Path("nowhere"), cfg=cfg, load_format="dummy").parts
+        count = f"{len(specs)} specs" + (f", and states() {len(states)} states," if states else "")
+        assert len(specs) + len(states) == cfg.num_hidden_layers, (
+            f"{label}: attention() returns {count} for {cfg.num_hidden_layers} layers"
         )
-        built = [layer.spec for layer in layers]
+        built = [layer.spec for layer in parts.layers]
         assert specs == built, f"{label}: attention() returns {specs}, build() makes {built}"
+        made = [layer.state for layer in parts.states]
+        assert states == made, f"{label}: states() returns {states}, build() makes {made}"
         for i, spec in enumerate(specs):
             assert spec.heads % spec.kv_heads == 0, f"{label}, layer {i}: {spec.heads} heads over {spec.kv_heads}"
 

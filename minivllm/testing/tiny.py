@@ -21,6 +21,7 @@ from transformers import (
     GPT2Config,
     GPTNeoConfig,
     GptOssConfig,
+    Lfm2Config,
     LlamaConfig,
     MixtralConfig,
     MptConfig,
@@ -54,6 +55,7 @@ CONFIGS = {
     "falcon": FalconConfig,
     "gpt_neo": GPTNeoConfig,
     "qwen3_5": Qwen3_5TextConfig,
+    "lfm2": Lfm2Config,
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}
@@ -178,6 +180,11 @@ def small_config(cls: Any, **values: Any) -> PretrainedConfig:
         layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
         kinds = ["linear_attention" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
         values = {"layer_types": kinds, **values}
+    if "conv_L_cache" in known:
+        layers = values.get("num_hidden_layers", SMALL["num_hidden_layers"])
+        kinds = ["conv" if i % 2 == 0 and layers > 1 else FULL for i in range(layers)]
+        own = {"layer_types": kinds, "block_multiple_of": 16, "num_dense_layers": 1}
+        values = {**{name: value for name, value in own.items() if name in known}, **values}
     small = {k: v for k, v in SMALL.items() if k in known}
     aliases = {canonical(name) for name in (*small, *values)}
     for f in fields:

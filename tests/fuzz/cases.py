@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "12"
+VERSION = "13"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip

@@ -9,16 +9,17 @@ from typing import Any
 MODELS = {
     "qwen3": 16, "llama": 13, "qwen2": 15, "pocket": 12, "gemma3": 9, "phi3": 9, "cohere2": 8, "gpt2": 5,
     "mixtral": 4, "qwen2_moe": 4, "qwen3_moe": 6, "gpt_oss": 6, "mpt": 6, "falcon": 6, "gpt_neo": 4,
-    "qwen3_5": 18,
+    "qwen3_5": 18, "lfm2": 12,
 }  # fmt: skip
 VOCAB = {
     "qwen3": 288, "llama": 257, "qwen2": 320, "pocket": 2048, "gemma3": 264, "phi3": 296, "cohere2": 272, "gpt2": 280,
     "mixtral": 259, "qwen2_moe": 304, "qwen3_moe": 312, "gpt_oss": 328,
-    "mpt": 336, "falcon": 344, "gpt_neo": 352, "qwen3_5": 360,
+    "mpt": 336, "falcon": 344, "gpt_neo": 352, "qwen3_5": 360, "lfm2": 368,
 }  # fmt: skip
 # where two experts are nearly as good as each other rounding decides, and all that follows goes by it
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
-RECURRENT = {"qwen3_5"}  # models with recurrent states
+RECURRENT = {"qwen3_5", "lfm2"}  # models with recurrent states
+VARIABLE = {"qwen3_5"}  # models whose bits depend on the batch on a CPU
 SCHEDULERS: list[Any] = [
     "fcfs", "fcfs", "adaptive", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job",
     "static",
@@ -105,8 +106,9 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
     out = dict(options)
     if out["model"] in ROUTED:
         out["batch_invariant"] = True
-    if out["model"] in RECURRENT:
+    if out["model"] in VARIABLE:
         out["batch_invariant"] = out["batch_invariant"] and device != "cpu"
+    if out["model"] in RECURRENT:
         out["drafter"] = "ngram" if out["drafter"] == "model" else out["drafter"]
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
@@ -147,7 +149,7 @@ def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[
     """The engine that says what a request's answer is: no captures, nothing ahead, nothing shared, one at a time.  What
     an answer does depend on is as in ``options``.  ``other``: one whose last bits are others, as norms and gates are
     kernels of their own where they were not, or the reverse, and prompts come in pieces."""
-    able = options["model"] not in RECURRENT if device == "cpu" else options["fuse"]
+    able = options["model"] not in VARIABLE if device == "cpu" else options["fuse"]
     invariant = options["quantizer"] == "none" and able
     kept = ("model", "fuse", "sampler", "logprobs_mode", "quantizer", "kv_format", "max_model_len")
     return {

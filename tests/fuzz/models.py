@@ -63,6 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         **HEADS, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 16, "linear_value_head_dim": 24,
     },
+    # short convolutions in every other layer
+    "lfm2": {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 4},
     # scores without a scale, learned positions, a window in every other layer
     "gpt_neo": {"hidden_size": 128, "num_attention_heads": 2, "window_size": 20, "num_hidden_layers": 2},
 }  # fmt: skip

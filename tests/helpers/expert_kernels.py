@@ -14,6 +14,7 @@ from minivllm.core.interfaces.quantizer import StoredWeight
 from minivllm.device.kernels.experts import ExpertProducts, ResidualNorm
 from minivllm.device.kernels.packed_experts import PackedExperts, takes
 from minivllm.device.kernels.router import assign, most_blocks, route
+from minivllm.device.layers.experts import floor_of
 from minivllm.device.layers.experts import route as reference_route
 from minivllm.errors import ModelError
 from minivllm.plugins.quantizer.int4 import pack
@@ -25,6 +26,7 @@ ROUTERS = [
     Router(CHOSEN_SOFTMAX),
     Router(SIGMOID, normalize=True, scale=2.5, choice_bias=True),
     Router(SOFTMAX, scale=0.5, rounded=False),
+    Router(SIGMOID, normalize=True, floor=0.3, rounded=False),
 ]
 # tokens, experts, chosen, hidden, inner, activation, biases, whether the norm is not yet divided, fixed
 SHAPES = [
@@ -60,7 +62,7 @@ def check_routes(device: str, dtype: torch.dtype) -> None:
         bias = torch.randn(experts, generator=generator).to(device)
         for how in ROUTERS:
             given = bias if how.choice_bias else None
-            weights, ids = route(logits, chosen, how.score, how.normalize, how.scale, given, how.rounded)
+            weights, ids = route(logits, chosen, how.score, how.normalize, how.scale, given, how.rounded, floor_of(how))
             want, its = reference_route(logits, chosen, how, given)
             assert torch.equal(ids, its), (experts, chosen, how)
             torch.testing.assert_close(weights, want, rtol=1e-2 if how.rounded else 1e-5, atol=1e-6)

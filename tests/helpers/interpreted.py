@@ -13,6 +13,7 @@ import delta_rule_cases
 import expert_kernels
 import numpy as np
 import pytest
+import short_conv_cases
 import torch
 import torch.nn.functional as F
 
@@ -397,3 +398,9 @@ def test_the_delta_rule_gives_the_outputs_states_rings_and_copies_of_the_referen
 
 def test_the_gated_norm_is_that_of_the_reference():
     delta_rule_cases.check_gated_norm("cpu", torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("shape", short_conv_cases.SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_short_convolution_has_the_outputs_rings_and_copies_of_the_reference(shape, seed):
+    short_conv_cases.check_convolve("cpu", torch.float32, shape, seed, 1e-5)

@@ -57,7 +57,7 @@ def compared(path, prompts=(IDS,), dtype="float32", max_tokens=6, **options):
 # ---- what is right ---------------------------------------------------------------------------------------------------
 
 
-STATES = ("Qwen3_5", "Qwen3Next")  # families with recurrent states
+STATES = ("Qwen3_5", "Qwen3Next", "Lfm2")  # families with recurrent states
 
 
 @pytest.mark.parametrize("architecture", [name for name in FAMILIES if name.startswith(STATES)])

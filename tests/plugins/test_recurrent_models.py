@@ -14,7 +14,7 @@ from minivllm import LLM, SamplingParams
 from minivllm.core.interfaces.drafter import Drafter
 from minivllm.errors import ConfigError, ModelError, ResourceError
 
-FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
 SIZES = {
     "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2,
@@ -22,13 +22,18 @@ SIZES = {
     "linear_num_value_heads": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 28, "num_experts": 6,
     "num_experts_per_tok": 2,
 }  # fmt: skip
+CONVOLUTIONS = {
+    "head_dim": 8, "conv_L_cache": 4, "block_multiple_of": 16, "num_dense_layers": 1, "norm_topk_prob": True,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}  # fmt: skip
 TOKENS = 12
 
 
 def make(folder, family, **values):
     """Write a tiny random model, and return it as transformers' object."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**SIZES, **values})).eval()
+    sizes = {**SIZES, **(CONVOLUTIONS if family.startswith("lfm2") else {}), **values}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes)).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             if "norm" in name:
@@ -37,6 +42,9 @@ def make(folder, family, **values):
                 p.copy_(torch.randn_like(p) * p.shape[-1] ** -0.5 * 1.5)
             elif "dt_bias" in name:
                 p.copy_(torch.randn_like(p))
+        for name, buffer in model.named_buffers():
+            if "expert_bias" in name:
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return model
 
@@ -199,6 +207,50 @@ def test_a_config_that_describes_no_model_is_refused_by_its_field(values, says, 
     (tmp_path / "config.json").write_text(json.dumps(raw | values))
     with pytest.raises(ModelError, match=re.escape(says)):
         LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize(("values", "says"), [
+    ({"conv_L_cache": 0}, "conv_L_cache=0: expected a whole number >= 1"),
+    ({"block_multiple_of": 0}, "block_multiple_of=0: expected a whole number >= 1"),
+    ({"layer_types": ["conv"] * 4}, "want at least one layer with attention"),
+    ({"layer_types": ["conv", "conv", "full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
+])  # fmt: skip
+def test_a_convolution_that_describes_no_model_is_refused_by_its_field(values, says, tmp_path):
+    make(tmp_path, "lfm2")
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | values))
+    with pytest.raises(ModelError, match=re.escape(says)):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+@pytest.mark.parametrize("values", [{"conv_bias": True}, {"conv_L_cache": 1}, {"block_auto_adjust_ff_dim": False}])
+def test_convolutions_with_biases_of_one_token_and_beside_an_mlp_of_its_own_width(values, tmp_path):
+    model = make(tmp_path, "lfm2", **values)
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    options = {"dtype": "float32", "max_num_seqs": 2, "max_model_len": 64, "max_num_batched_tokens": 4}
+    llm = LLM(str(tmp_path), skip_tokenizer_init=True, **options)
+    try:
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        found = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
+        assert list(found[0].outputs[0].token_ids) == greedy(model, prompt, 8)
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
+def test_convolutions_have_the_same_bits_alone_and_in_a_batch(family, tmp_path):
+    case, found = Case(tmp_path, family), []
+    prompts = [{"prompt_token_ids": prompt} for prompt, _ in case.want]
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
+    for options in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 24, "kvcache_block_size": 8, "run_ahead": 1}):
+        llm = engine(case, batch_invariant=True, **options)
+        try:
+            for _ in range(2):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                found.append([output.outputs[0].cumulative_logprob for output in outputs])
+        finally:
+            llm.close()
+    assert all(numbers == found[0] for numbers in found) and len(set(found[0])) == len(prompts)
 
 
 def test_checkpoints_of_a_model_without_states_are_refused():

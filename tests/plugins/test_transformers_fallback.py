@@ -113,7 +113,7 @@ def test_a_model_without_a_family_gives_what_transformers_gives(model_type, tmp_
     } == set()
 
 
-STATES = ("QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT")  # the fallback has no recurrent states
+STATES = ("QWEN3_5", "QWEN3_5_MOE", "QWEN3_NEXT", "LFM2", "LFM2_MOE")  # the fallback has no recurrent states
 
 
 def suite_of(family):

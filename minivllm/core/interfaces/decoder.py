@@ -89,6 +89,7 @@ class Router:
 
     score: str = SOFTMAX  # or CHOSEN_SOFTMAX, SIGMOID
     normalize: bool = False  # divide the weights of a token by their sum
+    floor: float | None = None  # added to that sum; None means 1e-20 for SIGMOID and 0 otherwise
     scale: float = 1.0  # then multiply the weights by this factor
     bias: bool = False  # add a bias to the logits
     # A bias per expert (``e_score_correction_bias``) is added to the score when experts are chosen.  The
@@ -160,13 +161,33 @@ class GatedDelta:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """Gated short convolution (LFM2, arXiv:2511.23404) in place of attention.
+
+    A projection of the input has the parts b, c and x, each ``inner`` wide.  The output is ``c * conv(b * x)``, where
+    ``conv`` is a causal convolution of each channel over ``width`` tokens.  ``bias`` means that the projection and the
+    convolution have a bias.
+    """
+
+    inner: int
+    width: int
+    bias: bool = False
+
+    def state(self, processes: int = 1) -> Recurrent:
+        """Return the state of a sequence, or the share of each of several processes."""
+        ring = StateTensor("ring", (self.inner // processes,), ring=True)
+        return Recurrent((ring,), self.width - 1)
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """One layer: attention followed by an MLP, or both applied to the same input if ``parallel``.
 
-    ``attention`` is softmax attention, or a gated delta net, which reads none of the fields of attention below.
+    ``attention`` is softmax attention, or a layer with a recurrent state.  Such a layer reads ``out_bias`` and none of
+    the other fields of attention below.
     """
 
-    attention: AttnSpec | GatedDelta
+    attention: AttnSpec | GatedDelta | ShortConv
     mlp: MLP | Experts
     rope: Rope | None  # None means no rotary embedding
     norms: str = BEFORE  # or AFTER, AROUND
@@ -180,6 +201,11 @@ class LayerSpec:
     # the query projection has a gate beside each head; the output of attention is multiplied by the gate's sigmoid
     gated: bool = False
 
+    @property
+    def recurrent(self) -> GatedDelta | ShortConv | None:
+        """Return the spec of a layer with a recurrent state, None for a layer with attention."""
+        return None if isinstance(self.attention, AttnSpec) else self.attention
+
 
 @dataclass(frozen=True)
 class ExpertNames:
@@ -187,6 +213,9 @@ class ExpertNames:
 
     ``{e}`` in a module name is the number of an expert.  A name without ``{e}`` is a tensor that holds all experts,
     [count, out, in].  The bias [count, out] of such a tensor has the same name with the suffix "_bias".
+
+    ``choice_bias`` is the complete name of the tensor of ``Router.choice_bias``.  The router then has no other
+    parameters than this tensor and its weight.  "" means the router's name with the suffix ".e_score_correction_bias".
 
     ``params`` are parameter names of a quantized format.  The weight is then stored as several tensors [count, out,
     ...], named with "_" and these words as suffixes.
@@ -199,6 +228,7 @@ class ExpertNames:
     transposed: bool = False  # tensors of all experts hold matrices as [in, out]
     interleaved: bool = False  # rows of gate and up alternate
     params: tuple[str, ...] = ()
+    choice_bias: str = ""
 
 
 # the form of checkpoints on the hub, and the form of transformers 5 in memory
@@ -230,6 +260,15 @@ class DeltaNames:
 
 
 @dataclass(frozen=True)
+class ConvNames:
+    """The names of a short convolution's modules.  ``mixed`` holds b, c and x one after another."""
+
+    mixed: str = "conv.in_proj"
+    conv: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True)
 class WeightNames:
     """The module names of a checkpoint.  Names of a layer's modules are relative to ``layer``, in which ``{i}`` is the
     layer number.
@@ -250,6 +289,7 @@ class WeightNames:
     qk_norm: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm")
     sinks: str = "self_attn"  # module that has a parameter ``sinks``
     delta: DeltaNames = DeltaNames()
+    conv: ConvNames = ConvNames()
     gate_up: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .attnspec import AttnSpec
-from .decoder import AROUND, HEADS, MLP, DecoderSpec, Experts, GatedDelta, LayerSpec
+from .decoder import AROUND, HEADS, MLP, DecoderSpec, Experts, GatedDelta, LayerSpec, ShortConv
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .attention import AttnMeta, QKPre
-    from .decoder import DeltaNames, ExpertNames, Norm, Rope, WeightNames
+    from .decoder import ConvNames, DeltaNames, ExpertNames, Norm, Rope, WeightNames
     from .states import Recurrent, StepStates
 
 # 2.0: describe; Parts.rotary(rope); StepTensors.logits_indices and Model.takes_logits_indices;
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 # 2.2: decoder.Experts, Parts.experts; Rule: {e}, param, form, interleaved;
 # ModelArch.conversion, ModelArch.notes, Parts.tensors
 # 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
-API = (2, 4)
+# 2.5: decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv
+API = (2, 5)
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class Parts(Protocol):
     def delta_net(
         self, name: str, hidden: int, spec: GatedDelta
     ) -> Callable[[Any, StepTensors], Tensor]: ...
+    # projection and convolution of a layer, without the last product
+    def short_conv(
+        self, name: str, hidden: int, spec: ShortConv
+    ) -> Callable[[Any, StepTensors], Tensor]: ...
     # cos and sin for ``QKPre``; ``twice`` appends a second table for requests longer than ``rope.switch``
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]: ...
     def activation(self, name: str) -> Callable[[Tensor], Tensor]: ...
@@ -237,8 +242,8 @@ class ModelArch:
         """Return the state of each layer with a recurrent state, with the sizes of the whole model."""
         if type(self).describe is ModelArch.describe:
             return []
-        found = (layer.attention for layer in self.describe(cfg).layers)
-        return [spec.state() for spec in found if isinstance(spec, GatedDelta)]
+        found = (layer.recurrent for layer in self.describe(cfg).layers)
+        return [spec.state() for spec in found if spec is not None]
 
     def build(self, cfg: Any, parts: Parts) -> Model:
         """Build the model from the parts of the engine."""
@@ -293,7 +298,7 @@ def _weights_of(layer: LayerSpec) -> tuple:
         norms = 4
     elif layer.parallel and not layer.mlp_norm:
         norms = 1
-    if isinstance(attention, GatedDelta):
+    if not isinstance(attention, AttnSpec):
         return norms, None, mlp_kind, attention, False, 0
     heads = attention.dim_qk, attention.heads if layer.gated else 0
     return norms, layer.qk_norm, mlp_kind, heads, attention.sinks, turned
@@ -306,7 +311,7 @@ def _layer_rules(
     norms: int,
     qk_norm: str | None,
     mlp: bool | Experts,
-    heads: tuple[int, int] | GatedDelta,
+    heads: tuple[int, int] | GatedDelta | ShortConv,
     sinks: bool,
     turned: int,
 ) -> list[Rule]:
@@ -314,31 +319,16 @@ def _layer_rules(
 
     ``hf`` and ``our`` are name prefixes in the checkpoint and in the model.  ``norms`` is the number of norms.  ``mlp``
     is the expert spec, or whether the MLP is gated.  ``heads`` is the size of a head, and the number of query heads if
-    they have gates, or the spec of a gated delta net.  ``turned`` rows of a head are rotated as pairs.
+    they have gates, or the spec of a recurrent layer.  ``turned`` rows of a head are rotated as pairs.
     """
-    names = spec.names
-    pairs = (heads[0], turned) if turned and not isinstance(heads, GatedDelta) else None
-    rules = [] if isinstance(heads, GatedDelta) else [Rule(hf + names.out, our + "attn.o")]
+    names, pairs = spec.names, None
     if isinstance(heads, GatedDelta):
-        rules += _delta_rules(hf, our + "attn.", names.delta, heads)
-    elif heads[1]:
-        query, *others = names.qkv
-        rules.append(Rule(hf + query, our + "attn.qkv", ("q", "gate"), groups=heads[1]))
-        for part, name in zip("kv", others, strict=True):
-            rules.append(Rule(hf + name, our + "attn.qkv", part))
-    elif len(names.qkv) == 1:
-        rules.append(
-            Rule(
-                hf + names.qkv[0],
-                our + "attn.qkv",
-                ("q", "k", "v"),
-                pairs,
-                groups=names.qkv_groups,
-            )
-        )
+        rules = _delta_rules(hf, our + "attn.", names.delta, heads)
+    elif isinstance(heads, ShortConv):
+        rules = _conv_rules(hf, our + "attn.", names.conv)
     else:
-        for part, name in zip("qkv", names.qkv, strict=True):
-            rules.append(Rule(hf + name, our + "attn.qkv", part, pairs if part != "v" else None))
+        pairs = (heads[0], turned) if turned else None
+        rules = _attention_rules(hf, our + "attn.", names, pairs, heads[1])
     if isinstance(mlp, Experts):
         rules += _expert_rules(hf, our + "mlp.", names, mlp)
     else:
@@ -352,6 +342,32 @@ def _layer_rules(
     for n, name in enumerate(names.norms[:norms], 1):
         rules.append(Rule(hf + name, f"{our}norm{n}"))
     return [replace(rule, transposed=True) for rule in rules] if names.transposed else rules
+
+
+def _attention_rules(
+    hf: str, our: str, names: WeightNames, pairs: tuple[int, int] | None, gates: int
+) -> list[Rule]:
+    """Return the rules of the projections of attention; ``gates`` query heads have a gate."""
+    rules, qkv = [Rule(hf + names.out, our + "o")], our + "qkv"
+    if gates:
+        query, *others = names.qkv
+        rules.append(Rule(hf + query, qkv, ("q", "gate"), groups=gates))
+        rules += [Rule(hf + name, qkv, part) for part, name in zip("kv", others, strict=True)]
+    elif len(names.qkv) == 1:
+        rules.append(Rule(hf + names.qkv[0], qkv, ("q", "k", "v"), pairs, groups=names.qkv_groups))
+    else:
+        for part, name in zip("qkv", names.qkv, strict=True):
+            rules.append(Rule(hf + name, qkv, part, pairs if part != "v" else None))
+    return rules
+
+
+def _conv_rules(hf: str, our: str, names: ConvNames) -> list[Rule]:
+    """Return the rules of a short convolution."""
+    return [
+        Rule(hf + names.mixed, our + "in", ("b", "c", "x")),
+        Rule(hf + names.conv, our + "conv"),
+        Rule(hf + names.out, our + "o"),
+    ]
 
 
 def _delta_rules(hf: str, our: str, names: DeltaNames, spec: GatedDelta) -> list[Rule]:
@@ -385,7 +401,14 @@ def _expert_rules(hf: str, our: str, names: WeightNames, spec: Experts) -> list[
     """Return the rules of a mixture of experts, in every form in which checkpoints store it."""
     rules: list[Rule] = []
     for form in names.experts:
-        rules.append(Rule(hf + form.router, our + "router", form=form.form))
+        router = {"": form.router}
+        if form.choice_bias and spec.router.choice_bias:
+            router = {
+                "weight": form.router + ".weight",
+                "e_score_correction_bias": form.choice_bias,
+            }
+        for param, source in router.items():
+            rules.append(Rule(hf + source, our + "router", param=param, form=form.form))
         gate_up = ("{e}.gate", "{e}.up")
         if len(form.gate_up) == 1:
             rules += _stacked(hf + form.gate_up[0], our + "experts.gate_up", gate_up, form)

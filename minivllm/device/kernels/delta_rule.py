@@ -257,12 +257,20 @@ def scan(
     weights, strides = (weight, rates, dt_bias), (x.stride(0), ab.stride(0))
     _scan[grid](x, ab, *weights, ring, gates, state, *of_rows, out, *strides, **shape, **tile, **pdl(x))
     for new, kept in ((x, ring), (ab, gates)):
-        width = kept.shape[2]
-        columns = min(1024, triton.next_power_of_2(width))
-        shape = {"C": width, "COPIES": COPIES, "TAPS": taps - 1, "RING": kept.shape[1], "BC": columns}
-        grid = (rows, triton.cdiv(width, columns))
-        _keep[grid](new, kept, *of_rows, new.stride(0), **shape, num_warps=4, **pdl(x))
+        keep(new, kept, step, taps - 1)
     return out
+
+
+def keep(new: Tensor, ring: Tensor, step: StepStates, taps: int) -> None:
+    """Store the newest inputs ``new`` [T, channels] of each row in its ring [states, places, channels], and the
+    ``taps`` inputs before a copied state in the ring of the copy."""
+    drafts = step.drafts.view(torch.uint8)
+    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
+    width = ring.shape[2]
+    columns = min(1024, triton.next_power_of_2(width))
+    shape = {"C": width, "COPIES": COPIES, "TAPS": taps, "RING": ring.shape[1], "BC": columns}
+    grid = (len(step.rows), triton.cdiv(width, columns))
+    _keep[grid](new, ring, *of_rows, new.stride(0), **shape, num_warps=4, **pdl(new))
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -30,7 +30,7 @@ SCORES = {"softmax": 0, "chosen_softmax": 1, "sigmoid": 2}
 def _route(
     logits, choice_bias, weights, ids, stride, scale, E: tl.constexpr, P: tl.constexpr, K: tl.constexpr,
     KP: tl.constexpr, SCORE: tl.constexpr, CHOICE: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
-    PDL: tl.constexpr,
+    FLOOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes one token."""
     wait(PDL)
@@ -64,7 +64,7 @@ def _route(
         weight = weight / tl.sum(weight, 0)
     if NORMALIZE:
         total = tl.sum(tl.where(real, weight, 0.0), 0)
-        weight = weight / (total + 1e-20 if SCORE == 2 else total)
+        weight = weight / (total + FLOOR)
     weight = weight * scale
     if ROUND:
         weight = weight.to(logits.dtype.element_ty).to(tl.float32)
@@ -80,11 +80,12 @@ def route(
     scale: float = 1.0,
     choice_bias: Tensor | None = None,
     rounded: bool = True,
+    floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """logits [T, E] -> (weights f32 [T, k], ``rounded`` to the dtype of the logits; ids i32 [T, k]), best first, of
     equal ones the lower id.  ``score``, a key of SCORES: "softmax" over all experts; "chosen_softmax" over the chosen;
-    "sigmoid".  ``choice_bias`` [E] counts for the choice alone.  ``normalize``: the weights of a token sum to 1 before
-    they are multiplied by ``scale``."""
+    "sigmoid".  ``choice_bias`` [E] counts for the choice alone.  ``normalize``: the weights of a token are divided by
+    their sum plus ``floor`` before they are multiplied by ``scale``."""
     t, e = logits.shape
     weights = torch.empty((t, chosen), dtype=torch.float32, device=logits.device)
     ids = torch.empty((t, chosen), dtype=torch.int32, device=logits.device)
@@ -104,6 +105,7 @@ def route(
             CHOICE=choice_bias is not None,
             NORMALIZE=normalize,
             ROUND=rounded,
+            FLOOR=floor,
             num_warps=1,
             **pdl(logits),
         )

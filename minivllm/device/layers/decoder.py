@@ -14,6 +14,7 @@ other layers run as usual.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,7 +44,6 @@ from minivllm.core.interfaces.decoder import (
 from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
-from .delta_net import DeltaNet
 from .experts import Mixture
 from .fused import GatedLinear, Joined, LinearNorm, Normed
 from .module_parts import ModuleParts
@@ -150,14 +150,14 @@ class DecoderBlock:
 
         The output can then have the 8-bit form that the next product reads.  This needs a single reader: in a parallel
         layer, or one with a gated delta net, two products read the output, so nothing is connected."""
-        one = not self.parallel and not following.parallel and following.delta is None
+        one = not self.parallel and not following.parallel and following.recurrent is None
         if one and isinstance(self.down, LinearNorm):
             self.down.follow(following.qkv)
 
     def _points(self) -> dict[str, int]:
         """Return the width of each tap point of this layer, and of the next layer's input, by the point's name."""
         # q, k and v cannot be tapped if their heads are split over processes
-        widths = {} if self.shared or self.delta else dict(zip("qkv", self.sizes[:3], strict=True))
+        widths = {} if self.shared or self.recurrent else dict(zip("qkv", self.sizes[:3], strict=True))
         widths["attention"] = self.hidden
         if self.experts is not None:
             widths |= {"router": self.experts.spec.count, "experts": self.experts.spec.chosen}
@@ -166,14 +166,16 @@ class DecoderBlock:
         return points if self.follower is None else {**points, self.follower: self.hidden}
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
-        """Make attention, or the gated delta net, and return the width of its output over all processes."""
+        """Make attention, or a layer with a state, and return the width of its output over all processes."""
         self.shared, self.order, self.wide, self.clip = parts.shard.size > 1, None, list[Any](), layer.qkv_clip
-        self.delta: DeltaNet | None = None
-        if isinstance(layer.attention, GatedDelta):
-            self.delta = parts.delta_net(f"layers.{i}.attn", spec.hidden, layer.attention)
-            return layer.attention.inner
-        self._attention(spec, layer, layer.attention, f"layers.{i}.attn", parts)
-        return layer.attention.heads * layer.attention.dim_v
+        self.recurrent: Callable[[Normed, StepTensors], Tensor] | None = None
+        name, mixer = f"layers.{i}.attn", layer.attention
+        if isinstance(mixer, AttnSpec):
+            self._attention(spec, layer, mixer, name, parts)
+            return mixer.heads * mixer.dim_v
+        make: Any = parts.delta_net if isinstance(mixer, GatedDelta) else parts.short_conv
+        self.recurrent = make(name, spec.hidden, mixer)
+        return mixer.inner
 
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
         """Make the projection, the norms, the rotary tables and the attention of a layer."""
@@ -224,9 +226,9 @@ class DecoderBlock:
         return self.down(self.up(h), residual)
 
     def _mixed(self, h: Normed, step: StepTensors, taps: StepTaps | None = None) -> Tensor:
-        """Return the result of attention, or of the gated delta net, before the last product."""
-        if self.delta is not None:
-            return self.delta(h, step)
+        """Return the result of attention, or of a layer with a state, before the last product."""
+        if self.recurrent is not None:
+            return self.recurrent(h, step)
         qkv = self.qkv(h)
         if self.clip is not None:
             qkv = qkv.clamp_(-self.clip, self.clip)

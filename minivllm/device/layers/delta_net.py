@@ -13,7 +13,6 @@ State S [key_dim, value_dim] of each value head, behind each token, with q and k
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,21 +22,13 @@ from torch import Tensor
 from minivllm.core.interfaces.decoder import GatedDelta
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
-from minivllm.core.interfaces.states import Recurrent, StepStates
-from minivllm.errors import PluginError
+from minivllm.core.interfaces.states import StepStates
 
 from .fused import Normed
 from .module import Module, check_shape, fill
+from .state_layer import StateLayer, states_of
 
 EPS = 1e-6  # of the norm of queries and keys
-
-
-@dataclass
-class StateLayer:
-    """A layer with a recurrent state.  ``memory`` is filled when the memory of states is taken."""
-
-    state: Recurrent
-    memory: dict[str, Tensor] = field(default_factory=dict)  # name -> [states, (ring,) *shape]
 
 
 class DeltaNet(Module):
@@ -107,16 +98,15 @@ class DeltaNet(Module):
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
         """Return [T, value_heads * value_dim].  PluginError without the states of the step."""
-        if step.states is None:
-            raise PluginError("a model with recurrent layers was called without StepTensors.states")
         spec = self.spec
+        states = states_of(step)
         x, z = self.project(h).split([self.channels, self.inner], dim=-1)
         weights = self.conv, self.rates, self.dt_bias
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
         if self.fused is None:
-            o = scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states)
+            o = scan(x, self.gates(h), *weights, self.layer.memory, sizes, states)
             return gated_norm(o, z, self.norm, spec.eps)
-        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, step.states, self.invariant)
+        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, states, self.invariant)
         return self.fused.gated_norm(o, z, self.norm, spec.eps)
 
 

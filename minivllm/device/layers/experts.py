@@ -50,11 +50,17 @@ def route(logits: Tensor, chosen: int, router: Router, choice_bias: Tensor | Non
         total = weights[:, 0]
         for s in range(1, chosen):  # the bits of ``torch.sum`` would depend on the other rows
             total = total + weights[:, s]
-        # the weights of a softmax are never all 0
-        weights = weights / (total + 1e-20 if router.score == SIGMOID else total)[:, None]
+        weights = weights / (total + floor_of(router))[:, None]
     if router.scale != 1.0:
         weights = weights * router.scale
     return (weights.to(logits.dtype).float() if router.rounded else weights), ids.int()
+
+
+def floor_of(router: Router) -> float:
+    """Return the number that is added to the sum of a token's weights; those of a softmax are never all 0."""
+    if router.floor is not None:
+        return router.floor
+    return 1e-20 if router.score == SIGMOID else 0.0
 
 
 def clamped_gate(x: Tensor, limit: float | None, alpha: float) -> Tensor:
@@ -180,7 +186,8 @@ class Mixture(NormFusing):
         from minivllm.device.kernels.router import route as fast_route
 
         how = spec.router
-        return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded)
+        floor = floor_of(how)
+        return fast_route(logits, spec.chosen, how.score, how.normalize, how.scale, bias, how.rounded, floor)
 
     def _hooked(self, given: Any, like: Tensor) -> tuple[Tensor, Tensor]:
         """Check the result of a router hook and return it as weights f32 [T, k] and ids i32 [T, k].

@@ -126,6 +126,21 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
     return [window if kind == SLIDING else None for kind in types]
 
 
+def layer_types(cfg: Any, recurrent: str) -> list[str]:
+    """Return ``layer_types`` of a model whose layers have full attention, or the type ``recurrent``.
+
+    ModelError for a wrong number of entries, an unknown type, and a model without attention."""
+    types, layers = list(cfg.layer_types), cfg.num_hidden_layers
+    if len(types) != layers:
+        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
+    wrong = sorted(set(types) - {FULL, recurrent})
+    if wrong:
+        raise ModelError(f"layer_types has {shown(wrong[0])}: want {FULL!r} or {recurrent!r}")
+    if FULL not in types:
+        raise ModelError(f"layer_types has no {FULL!r}: want at least one layer with attention")
+    return types
+
+
 def all_alike(cfg: Any) -> list[str]:
     """Return ``layer_types`` for an architecture whose layers all slide if the config has a window, or are all full.
 
@@ -155,7 +170,9 @@ def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
             raise ModelError(f"{key}={shown(value)}: want a whole number >= 1, the model has layers of experts")
     if chosen > count:
         raise ModelError(f"num_experts_per_tok={chosen}: want between 1 and {name}={count}")
-    return Experts(count, chosen, inner, **{"activation": activation(cfg), **more}, router=router)
+    if "activation" not in more:
+        more["activation"] = activation(cfg)
+    return Experts(count, chosen, inner, **more, router=router)
 
 
 def sparse_layers(cfg: Any) -> list[bool]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, WIDTH, Experts, GatedDelta, LayerSpec
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, WIDTH, Experts, LayerSpec
 from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
 
 from .decoder import Decoder, DecoderBlock
@@ -62,7 +62,7 @@ class Lowering:
     ) -> None:
         if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
-        if any(isinstance(layer.attention, GatedDelta) or layer.gated for layer in model.spec.layers):
+        if any(layer.recurrent or layer.gated for layer in model.spec.layers):
             raise NotLowered("the model has layers with a recurrent state, or a gate behind attention")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
         self.block = block  # tokens of a KV block

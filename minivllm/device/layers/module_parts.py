@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.attention import AttentionBackend, AttnLayer, AttnSpec
-from minivllm.core.interfaces.decoder import MLP, GatedDelta, Norm, Rope
+from minivllm.core.interfaces.decoder import MLP, GatedDelta, Norm, Rope, ShortConv
 from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, WeightScheme
 from minivllm.errors import ModelError, PluginError, from_file, shown
 
@@ -22,7 +22,7 @@ from . import invariant
 from .activation import APPLY, gate_mul
 from .attention import AttentionLayer
 from .communicator import share_of
-from .delta_net import DeltaNet, StateLayer
+from .delta_net import DeltaNet
 from .embedding import Embedding, LMHead, TiedLMHead, VocabRange
 from .expert_linear import DenseExperts, ExpertLinear, RouterLinear
 from .fused import GatedLinear, Joined, LinearNorm, Normed, NormedLinear, NormFusing
@@ -30,6 +30,8 @@ from .linear import Dense, Linear
 from .module import Module, Tensors
 from .norm import HeadsNorm, LayerNorm, RMSNorm, SplitNorm
 from .rotary import rotary_tables
+from .short_conv import ShortConvolution
+from .state_layer import StateLayer
 
 
 class Found(NamedTuple):
@@ -168,6 +170,19 @@ class ModuleParts:
             self.device,
             self.fuse,
             self.invariant,
+        )
+        self.states.append(made.layer)
+        return self._add(made)
+
+    def short_conv(self, name: str, hidden: int, spec: ShortConv) -> ShortConvolution:
+        """Make a gated short convolution without its output projection: Normed -> [T, inner] of this process.
+
+        The module of its input projection is named ``name.in``, and that of the convolution ``name.conv``.  ModelError
+        if the processes do not divide the channels."""
+        parts = [(part, spec.inner) for part in "bcx"]
+        project = self.linear(name + ".in", hidden, parts, bias=spec.bias, split="column")
+        made = ShortConvolution(
+            name + ".conv", spec, self.shard, self.normed_linear(project), self.dtype, self.device, self.fuse
         )
         self.states.append(made.layer)
         return self._add(made)

@@ -24,7 +24,7 @@ from minivllm.device.layers.kv_memory import zeros
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
-    from minivllm.device.layers.delta_net import StateLayer
+    from minivllm.device.layers.state_layer import StateLayer
 
 
 def state_bytes(layers: Sequence[StateLayer], dtype: torch.dtype, drafts: int) -> int:

@@ -40,7 +40,7 @@ class Qwen35(ModelArch):
         rope, delta = fields.rope(cfg, partial=True), _delta_net(cfg)
         attention, biased = fields.attention(cfg), cfg.attention_bias
         layers = []
-        for i, kind in enumerate(_layer_types(cfg)):
+        for i, kind in enumerate(fields.layer_types(cfg, LINEAR)):
             if kind == LINEAR:
                 layers.append(LayerSpec(delta, self.mlp(cfg, i), None))
                 continue
@@ -87,19 +87,6 @@ def _experts(cfg: Any, router: Router) -> Experts:
     """Return the experts of a layer, and the shared one."""
     shared = MLP(cfg.shared_expert_intermediate_size, fields.activation(cfg))
     return fields.experts(cfg, cfg.moe_intermediate_size, router, shared=shared, shared_gate=True)
-
-
-def _layer_types(cfg: Any) -> list[str]:
-    """Return ``layer_types``.  ModelError for a type that is not known, and for a model without attention."""
-    types = list(cfg.layer_types)
-    if len(types) != cfg.num_hidden_layers:
-        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={cfg.num_hidden_layers}")
-    wrong = sorted(set(types) - {fields.FULL, LINEAR})
-    if wrong:
-        raise ModelError(f"layer_types has {shown(wrong[0])}: want {fields.FULL!r} or {LINEAR!r}")
-    if fields.FULL not in types:
-        raise ModelError(f"layer_types has no {fields.FULL!r}: want at least one layer with attention")
-    return types
 
 
 def _delta_net(cfg: Any) -> GatedDelta:

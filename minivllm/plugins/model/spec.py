@@ -28,7 +28,7 @@ def family(
     fields of that class which change nothing."""
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
-        api=(2, 4),
+        api=(2, 5),
         summary=summary,
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
         features=frozenset({"batch_invariant"}),  # made of the layers it is given
@@ -72,6 +72,10 @@ GPT_NEO = family(
 )
 GPT_OSS = family("gpt_oss:GptOss", "GPT-OSS", "GptOssForCausalLM", "gpt_oss", (*TRAINED, "hidden_act"))
 GRANITE = family("granite:Granite", "Granite 3", "GraniteForCausalLM", "granite")
+LFM2 = family("lfm2:Lfm2", "LFM2, text", "Lfm2ForCausalLM", "lfm2", ("full_attn_idxs",))
+LFM2_MOE = family(
+    "lfm2:Lfm2Moe", "LFM2, mixture of experts, text", "Lfm2MoeForCausalLM", "lfm2_moe", ("output_router_logits",)
+)
 LLAMA = family("llama:Llama", "Llama 2 and 3", "LlamaForCausalLM", "llama", ("pretraining_tp",))
 MISTRAL = family("mistral:Mistral", "Mistral and Nemo", "MistralForCausalLM", "mistral")
 MIXTRAL = family("mixtral:Mixtral", "Mixtral", "MixtralForCausalLM", "mixtral", (*TRAINED, "router_jitter_noise"))
@@ -131,7 +135,7 @@ def _asked_for_any(query: PluginQuery) -> list[Reason]:
 
 TRANSFORMERS = Spec(
     impl="minivllm.plugins.model.fallback.arch:TransformersArch",
-    api=(2, 4),
+    api=(2, 5),
     summary="Any other causal language model of transformers, with the engine's attention and layers inside",
     limits={"architecture": ANY, "model_type": ANY, "device": ANY, "dtype": ANY},
     features=frozenset({"any_architecture"}),

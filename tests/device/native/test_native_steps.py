@@ -37,7 +37,7 @@ torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
 
 MIXTURES = ("Mixtral", "Qwen2Moe", "Qwen3Moe", "GptOss")
 SLOPES = ("Bloom", "Mpt")  # ALiBi
-STATES = ("Qwen3_5", "Qwen3Next")  # recurrent states
+STATES = ("Qwen3_5", "Qwen3Next", "Lfm2")  # recurrent states
 SEPARATE = (*MIXTURES, *SLOPES, *STATES)
 PROMPTS = [prompt(20), prompt(7, 1), prompt(1, 2)]
 

@@ -1,0 +1,87 @@
+"""The gated short convolution of the tokens of each row.
+
+    conv   grid (T, parts of the channels)   inputs b * x, convolution over the step and the ring, times c
+    keep   grid (R, parts of the channels)   the newest inputs go to the ring, behind ``conv``
+
+Reference: ``device.layers.short_conv.convolve``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .delta_rule import keep
+from .launch import kernel, pdl, wait
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.states import StepStates
+
+CHANNELS = 1024  # of a program
+
+
+@kernel("mixed", "ring", "rows", "start", "behind", "cu_q", "u", "out", "stride", "count")
+def _conv(
+    mixed, weight, bias, ring, rows, start, behind, cu_q, u, out, stride, count,
+    C: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
+    token, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
+    on, dtype = c < C, out.dtype.element_ty
+    # the row is the last one whose first token is not behind this token; rows without tokens are passed over
+    low, high = 0, count
+    for _ in range(STEPS):
+        middle = (low + high) // 2
+        before = (tl.load(cu_q + middle + 1, mask=middle < count, other=0) <= token) & (middle < high)
+        low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
+    there = low < count
+    row = tl.minimum(low, count - 1)
+    at = tl.load(rows + row)
+    offset = token - tl.load(cu_q + row)
+    position = tl.load(start + row) + offset
+    usable = tl.load(behind + row) >= 0
+    total = tl.zeros((BC,), tl.float32)
+    for lag in tl.static_range(W):
+        inside = there & (offset >= lag)
+        source = mixed + (token - lag).to(tl.int64) * stride + c
+        b = tl.load(source, mask=on & inside, other=0.0).to(tl.float32)
+        x = tl.load(source + 2 * C, mask=on & inside, other=0.0).to(tl.float32)
+        new = (b * x).to(dtype)
+        if lag == 0:
+            tl.store(u + token.to(tl.int64) * C + c, new, mask=on)
+        place = at * RING + (position - lag + RING) % RING
+        earlier = on & there & (offset < lag) & (position >= lag)
+        old = tl.load(ring + place * C + c, mask=earlier, other=0.0)
+        inputs = tl.where(inside, new, old).to(tl.float32)
+        total += inputs * tl.load(weight + c * W + W - 1 - lag, mask=on, other=0.0).to(tl.float32)
+    if BIAS:
+        total += tl.load(bias + c, mask=on, other=0.0).to(tl.float32)
+    total = tl.where(usable, total, float("nan"))
+    gate = tl.load(mixed + token.to(tl.int64) * stride + C + c, mask=on & there, other=0.0).to(tl.float32)
+    y = gate * total.to(dtype).to(tl.float32)
+    tl.store(out + token.to(tl.int64) * C + c, tl.where(there, y, 0.0).to(dtype), mask=on)
+
+
+def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, step: StepStates) -> Tensor:
+    """Return ``c * conv(b * x)`` [T, channels], as ``device.layers.short_conv.convolve``."""
+    tokens, rows = len(mixed), len(step.rows)
+    channels, width = weight.shape
+    out = torch.empty(tokens, channels, dtype=mixed.dtype, device=mixed.device)
+    if not tokens:
+        return out
+    u = torch.empty_like(out)
+    columns = min(CHANNELS, triton.next_power_of_2(channels))
+    grid = (tokens, triton.cdiv(channels, columns))
+    of_rows = (step.rows, step.start, step.behind, step.cu_q)
+    shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns, "STEPS": rows.bit_length()}
+    given = weight if bias is None else bias
+    numbers = (mixed.stride(0), rows)
+    launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
+    _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)
+    keep(u, ring, step, width - 1)
+    return out

@@ -1,0 +1,146 @@
+"""Gated short convolution (LFM2, arXiv:2511.23404): a layer whose state of a sequence is its newest inputs.
+
+    h ─ in ─► b | c | x     u = b * x ─ causal convolution of each channel ─► y     c * y ─► out
+
+The inputs u lie in the ring of the state.  A step reads those before its first token from there, so it folds nothing.
+The functions read no tensor on the host, and the bits of a token do not depend on the other tokens of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.decoder import ShortConv
+from minivllm.core.interfaces.model import StepTensors
+from minivllm.core.interfaces.quantizer import Shard
+from minivllm.core.interfaces.states import COPIES, StepStates
+
+from .fused import Normed
+from .module import Module, check_shape, fill
+from .state_layer import StateLayer, states_of
+
+
+class ShortConvolution(Module):
+    """Normed [T, hidden] -> [T, inner], of the channels of this process.
+
+    ``spec`` has the sizes of the whole model.  ``project`` returns b | c | x.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: ShortConv,
+        shard: Shard,
+        project: Callable[[Normed], Tensor],
+        dtype: torch.dtype,
+        device: str,
+        fuse: bool,
+    ) -> None:
+        super().__init__(name)
+        self.spec = spec
+        self.shard = shard
+        self.project = project
+        channels = spec.inner // shard.size
+        self.weight = torch.empty(channels, spec.width, dtype=dtype, device=device)
+        self.tensors = {"weight": self.weight}
+        self.bias: Tensor | None = None
+        if spec.bias:
+            self.bias = torch.empty(channels, dtype=dtype, device=device)
+            self.tensors["bias"] = self.bias
+        self.layer = StateLayer(spec.state(shard.size))
+        self.convolve: Any = convolve
+        if fuse:
+            from minivllm.device.kernels import short_conv
+
+            self.convolve = short_conv.convolve
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        shapes: dict[str, tuple[int, ...]] = {"weight": (self.spec.inner, 1, self.spec.width)}
+        if self.spec.bias:
+            shapes["bias"] = (self.spec.inner,)
+        return {("", name): shape for name, shape in shapes.items()}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        check_shape(tensor, self.wanted()[part, param])
+        here = tensor.chunk(self.shard.size)[self.shard.rank]
+        fill(self.tensors[param], here.squeeze(1) if param == "weight" else here)
+
+    def __call__(self, h: Normed, step: StepTensors) -> Tensor:
+        """Return [T, inner].  PluginError without the states of the step."""
+        states = states_of(step)
+        mixed = self.project(h)
+        return self.convolve(mixed, self.weight, self.bias, self.layer.memory["ring"], states)
+
+
+def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, step: StepStates) -> Tensor:
+    """Return ``c * conv(b * x)`` [T, channels], and store the newest inputs of each row in the ring.
+
+    ``mixed`` [T, 3 * channels] holds b | c | x, ``weight`` is [channels, width], ``bias`` is [channels] or None, and
+    ``ring`` is [states, places, channels].  The sum is float32 and is rounded once.  Tokens of no row get zeros.
+    """
+    b, c, x = mixed.chunk(3, dim=-1)
+    u = b * x
+    if not len(u):
+        return u
+    width = weight.shape[1]
+    index = torch.arange(len(u), device=u.device)
+    last = len(step.rows) - 1
+    row = torch.searchsorted(step.cu_q[1:], index.to(step.cu_q.dtype), right=True).clamp(max=last)
+    offset = index - step.cu_q[row]
+    position = step.start[row] + offset
+    state = step.rows[row]
+    total = u.float() * weight[:, width - 1].float()
+    for lag in range(1, width):
+        kept = ring[state, (position - lag) % ring.shape[1]]
+        new = u[(index - lag).clamp(min=0)]
+        inputs = torch.where((offset >= lag)[:, None], new, kept)
+        inputs = inputs.masked_fill((position < lag)[:, None], 0)
+        total = total + inputs.float() * weight[:, width - 1 - lag].float()
+    if bias is not None:
+        total = total + bias.float()
+    total = total.masked_fill((step.behind < 0)[row][:, None], torch.nan)
+    out = c * total.to(c.dtype)
+    keep(ring, u, step, width - 1)
+    return out.masked_fill((index >= step.cu_q[-1])[:, None], 0)
+
+
+def keep(ring: Tensor, new: Tensor, step: StepStates, taps: int) -> None:
+    """Store the newest inputs ``new`` [T, channels] of each row in its ring, and ``taps`` inputs in each copy.
+
+    A row without a copy writes its own ring once more in place of the copy, so that no index depends on values.
+    """
+    first = step.cu_q[:-1]
+    n = step.cu_q[1:] - first
+    certain = torch.where(step.drafts, n.clamp(max=1), n)
+    begin = step.start - step.behind.clamp(min=0)
+    old = ring[step.rows]
+    _, values = _newest(old, new, step.start + n, step)
+    targets = [step.rows]
+    written = [values]
+    for which in range(COPIES):
+        at = step.save_at[:, which]
+        to = step.save_to[:, which]
+        saved = (at > begin) & (at <= step.start + certain)
+        position, copied = _newest(old, new, at, step)
+        read = (position >= (at - taps)[:, None]) & (position >= 0)
+        copied = torch.where(read[..., None], copied, ring[to])
+        targets.append(torch.where(saved, to, step.rows))
+        written.append(torch.where(saved[:, None, None], copied, values))
+    ring[torch.cat(targets)] = torch.cat(written)
+
+
+def _newest(old: Tensor, new: Tensor, end: Tensor, step: StepStates) -> tuple[Tensor, Tensor]:
+    """Return the newest position [R, places] before ``end`` [R] at each place of a ring, and its input.
+
+    The input is that of ``old`` [R, places, channels] where the position is before the step."""
+    place = torch.arange(old.shape[1], device=old.device)
+    last = end[:, None] - 1
+    position = last - (last - place) % old.shape[1]
+    token = step.cu_q[:-1, None] + position - step.start[:, None]
+    inputs = new[token.clamp(0, len(new) - 1)]
+    fresh = position >= step.start[:, None]
+    return position, torch.where(fresh[..., None], inputs, old)

@@ -1,0 +1,110 @@
+"""LFM2 and LFM2-MoE (arXiv:2511.23404): short convolutions, with softmax attention in some of the layers.
+
+Attention has a norm of each head of q and k.  A convolution keeps its newest inputs as the state of a sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minivllm.core.interfaces.decoder import (
+    HEAD,
+    MLP,
+    SIGMOID,
+    DecoderSpec,
+    ExpertNames,
+    Experts,
+    LayerSpec,
+    Norm,
+    Router,
+    ShortConv,
+    WeightNames,
+)
+from minivllm.core.interfaces.model import ModelArch
+from minivllm.device.layers import fields
+from minivllm.errors import ModelError, shown
+
+CONV = "conv"
+GATE_UP, DOWN = ("feed_forward.w1", "feed_forward.w3"), "feed_forward.w2"
+ROUTER, BIAS = "feed_forward.gate", "feed_forward.expert_bias"
+EXPERT_GATE_UP = ("feed_forward.experts.{e}.w1", "feed_forward.experts.{e}.w3")
+FORMS = (
+    ExpertNames("one tensor each", ROUTER, EXPERT_GATE_UP, "feed_forward.experts.{e}.w2", choice_bias=BIAS),
+    ExpertNames(
+        "stacked",
+        ROUTER,
+        ("feed_forward.experts.gate_up_proj",),
+        "feed_forward.experts.down_proj",
+        choice_bias=BIAS,
+    ),
+)
+NAMES = WeightNames(
+    norm="model.embedding_norm",
+    out="self_attn.out_proj",
+    qk_norm=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+    gate_up=GATE_UP,
+    down=DOWN,
+    experts=FORMS,
+    norms=("operator_norm", "ffn_norm"),
+)
+FLOOR = 1e-6  # added to the sum of the weights of a token
+
+
+class Lfm2(ModelArch):
+    """``Lfm2ForCausalLM``."""
+
+    def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
+        """Return the MLP of a layer, or its mixture of experts."""
+        return MLP(_adjusted(cfg))
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        fields.check_plain(cfg)
+        rope, conv, attention = fields.rope(cfg), _short_conv(cfg), fields.attention(cfg)
+        layers = []
+        for i, kind in enumerate(fields.layer_types(cfg, CONV)):
+            mlp = self.mlp(cfg, i)
+            if kind == CONV:
+                layers.append(LayerSpec(conv, mlp, None, out_bias=conv.bias))
+            else:
+                layers.append(LayerSpec(attention, mlp, rope, qk_norm=HEAD))
+        norm = Norm(cfg.norm_eps)
+        return DecoderSpec(cfg.vocab_size, cfg.hidden_size, tuple(layers), norm, cfg.tie_word_embeddings, names=NAMES)
+
+
+class Lfm2Moe(Lfm2):
+    """``Lfm2MoeForCausalLM``: a mixture of experts behind the first ``num_dense_layers`` layers."""
+
+    def mlp(self, cfg: Any, layer: int) -> MLP | Experts:
+        if layer < cfg.num_dense_layers:
+            return MLP(cfg.intermediate_size)
+        router = Router(
+            SIGMOID,
+            normalize=cfg.norm_topk_prob,
+            floor=FLOOR,
+            scale=cfg.routed_scaling_factor,
+            choice_bias=cfg.use_expert_bias,
+        )
+        return fields.experts(cfg, cfg.moe_intermediate_size, router, activation="silu")
+
+
+def _adjusted(cfg: Any) -> int:
+    """Return the width of the MLP: two thirds of ``intermediate_size``, times a factor, up to a multiple.
+
+    ``block_auto_adjust_ff_dim`` false means ``intermediate_size`` itself.  ModelError for a multiple below 1."""
+    if not cfg.block_auto_adjust_ff_dim:
+        return cfg.intermediate_size
+    inner, multiple = int(2 * cfg.intermediate_size / 3), cfg.block_multiple_of
+    if cfg.block_ffn_dim_multiplier is None:
+        return inner
+    if type(multiple) is not int or multiple < 1:
+        raise ModelError(f"block_multiple_of={shown(multiple)}: expected a whole number >= 1")
+    inner = int(cfg.block_ffn_dim_multiplier * inner)
+    return multiple * -(-inner // multiple)
+
+
+def _short_conv(cfg: Any) -> ShortConv:
+    """Return the convolution of all layers of type "conv".  ModelError for a kernel without elements."""
+    width = cfg.conv_L_cache
+    if type(width) is not int or width < 1:
+        raise ModelError(f"conv_L_cache={shown(width)}: expected a whole number >= 1")
+    return ShortConv(cfg.hidden_size, width, bool(cfg.conv_bias))
