@@ -18,15 +18,16 @@ import minivllm
 from minivllm.errors import describe_error
 
 from . import errors, operations
+from .anthropic import messages
 from .errors import ApiError
 from .http import cross_site, unknown_routes
 from .http.auth import ADMIN as ADMIN_KEY
 from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
-from .http.guard import Guard, asked_path, contained
+from .http.guard import Guard, asked_path, contained, error_body
 from .middleware import around
 from .openai import chat, completions, websocket
-from .openai.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from .openai.bodies import ChatBody, CompletionBody, CountBody, DetokenizeBody, MessageBody, TokenizeBody
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -42,6 +43,8 @@ Routes = tuple[tuple[Any, ...], ...]
 ROUTES: Routes = (
     ("/v1/completions", completions.completions, "POST", CompletionBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/chat/completions", chat.chat_completions, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/messages", messages.messages, "POST", MessageBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/messages/count_tokens", messages.count_tokens, "POST", CountBody, (JSON,), BODY_ERRORS),
     ("/v1/models", operations.models, "GET", None, (JSON,), (503,)),
     ("/v1/models/{model:path}", operations.model, "GET", None, (JSON,), (404, 503)),
     ("/tokenize", operations.tokenize, "POST", TokenizeBody, (JSON,), BODY_ERRORS),
@@ -128,7 +131,7 @@ class Application:
                 allow_origins=server.allowed_origins,
                 allow_methods=["GET", "POST"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "x-warnings"],
+                expose_headers=["x-request-id", "request-id", "x-warnings"],
             )
 
     def open(self, service: Service) -> None:
@@ -220,13 +223,14 @@ def _unavailable(why: str) -> ApiError:
     return ApiError(503, why or "the engine does not answer; the server's log says why", headers={"Retry-After": "5"})
 
 
-def _answer(error: ApiError, path: str = "") -> Response:
+def _answer(error: ApiError, scope: Any = None) -> Response:
     kind = Refusal if error.status == 413 else JSONResponse
-    return kind(error.body(path), error.status, error.headers)
+    body = error.body() if scope is None else error_body(error, scope)
+    return kind(body, error.status, error.headers)
 
 
 async def _api_error(request: Request, exc: Exception) -> Response:
-    return _answer(errors.of(exc), asked_path(request.scope))
+    return _answer(errors.of(exc), request.scope)
 
 
 async def _http_error(request: Request, exc: Exception) -> Response:
@@ -241,7 +245,7 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     elif exc.status_code == 405:
         method = request.scope["method"]
         error = unknown_routes.refused(method, path, exc.headers)
-    return _answer(error, path)
+    return _answer(error, request.scope)
 
 
 def _documented(kinds: Iterable[str], codes: Iterable[int]) -> dict[Any, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Errors in the JSON form that the clients of each protocol read.
 
     OpenAI      {"error": {"message", "type", "param", "code"}}
-    Anthropic   {"type": "error", "error": {"type", "message"}}        /v1/messages and below
+    Anthropic   {"type": "error", "error": {"type", "message"}, "request_id"}     /v1/messages and below
     Ollama      {"error": "message"}                                   /api/chat and the others of Ollama
 
 A message is short and printable.  The cause of an internal error is written to the log.  The answer does not contain
@@ -31,7 +31,8 @@ ANTHROPIC_TYPES = {
 }  # fmt: skip
 CLOSE = {"Connection": "close"}  # header of an answer that ends the connection
 # paths of these protocols
-ANTHROPIC = re.compile(r"/v1/messages(/.*)?")
+MESSAGES = "/v1/messages"
+ANTHROPIC = re.compile(r"(/v1)?/v1/messages(/.*)?")
 OLLAMA = re.compile(r"/api/(chat|generate|tags|show|version|ps|embed|embeddings|pull|push|create|copy|delete)")
 INTERNAL = "the server failed on this request; its log says why"
 
@@ -47,10 +48,11 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
-    def body(self, path: str = "") -> dict[str, Any]:
+    def body(self, path: str = "", request_id: str = "") -> dict[str, Any]:
         """Return the answer's body, to be written as JSON.
 
-        ``path`` is the path of the request without ``root_path``; it decides the protocol of the answer."""
+        ``path`` is the path of the request without ``root_path``; it decides the protocol of the answer.
+        ``request_id`` is the id in the answer's header, or "" if it is unknown."""
         message = printable(str(self))
         if OLLAMA.fullmatch(path):
             return {"error": message}
@@ -58,7 +60,7 @@ class ApiError(Exception):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC_TYPES.get(self.status, fallback)
             error = {"type": kind, "message": message}
-            return {"type": "error", "error": error}
+            return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "APIError")
         param = None if self.param is None else printable(self.param)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.status}}

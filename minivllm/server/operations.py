@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 
 from . import metrics
+from .anthropic import models as models_page
 from .errors import ApiError
 from .http import unknown_routes
 from .http.sse import dump
@@ -28,6 +29,8 @@ MOST_IDS = 1 << 20  # token ids of a request to /detokenize
 
 async def models(request: Request, service: Service) -> Any:
     """List the names of the model that is served."""
+    if models_page.is_meant(request):
+        return JSONResponse(models_page.page(request, service))
     cards = [_card(service, name) for name in service.names]
     return JSONResponse({"object": "list", "data": cards})
 
@@ -37,7 +40,8 @@ async def model(request: Request, service: Service) -> Any:
     name = request.path_params["model"]
     if not name:
         raise unknown_routes.missing("/v1/models/", ["/v1/models"])
-    return JSONResponse(_card(service, service.check_model(name)))
+    make = models_page.card if models_page.is_meant(request) else _card
+    return JSONResponse(make(service, service.check_model(name)))
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:

@@ -14,12 +14,13 @@ from minivllm.server.http import unknown_routes
 from minivllm.server.openai.field_table import REFUSED, names_of
 
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", "/openapi.json"]
 
 INSTEAD = {
-    "/v1/messages": CHAT, "/messages": CHAT, "/v1/messages/count_tokens": CHAT, "/v1/responses": CHAT,
+    "/messages": "use /v1/messages", "/v1/v1/messages": "and /v1, once", "/v1/responses": CHAT,
+    "/v1/messages/batches": "batches of messages are not stored", "/v1/messages/batches/b1/results": MESSAGES,
     "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "batches are not stored",
     "/chat/completions": "use /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
     "/api/v1/chat/completions": "and /v1, once",
@@ -39,7 +40,8 @@ INSTEAD = {
 def test_a_route_that_is_elsewhere_is_answered_with_what_to_ask_here(server, path, method):
     more = {"json": {}} if method == "POST" else {}
     answer = server.client.request(method, server.url + path, **more)
-    assert answer.status_code == 404 and answer.json() == ApiError(404, message_of(answer)).body(path)
+    request_id = answer.headers["x-request-id"]
+    assert answer.status_code == 404 and answer.json() == ApiError(404, message_of(answer)).body(path, request_id)
     assert INSTEAD[path] in message_of(answer) and len(message_of(answer)) < 300
 
 

@@ -65,7 +65,10 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", echoed.encode())]
+                ids = [(b"x-request-id", echoed.encode())]
+                if is_anthropic(scope):
+                    ids.append((b"request-id", echoed.encode()))
+                message["headers"] = [*message.get("headers", ()), *ids]
             return send(message)  # the caller awaits it
 
         # HEAD is served as GET; uvicorn leaves out the body
@@ -75,13 +78,13 @@ class Guard:
             await self.app(asked, receive, answer)
         except asyncio.CancelledError:  # the server ends; uvicorn would answer 500
             if not status:
-                await send_error(answer, ApiError(503, "the server is shutting down", headers=CLOSE), asked_path(scope))
+                await send_error(answer, ApiError(503, "the server is shutting down", headers=CLOSE), scope)
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500:
                 logs.log.error("request %s failed", request_id, exc_info=exc)
             if not status:
-                await send_error(answer, error, asked_path(scope))
+                await send_error(answer, error, scope)
         finally:
             if self.metrics is not None:
                 self.metrics.http(asked.get("route"), status)
@@ -118,7 +121,7 @@ class Guard:
             if answer.begun:
                 raise  # uvicorn ends the connection
             await receive()  # the handshake, which the error answers
-            await send_error(send, error, asked_path(scope), "websocket.http.response")
+            await send_error(send, error, scope, "websocket.http.response")
         finally:
             path, ms = errors.printable(scope["path"], 128), 1e3 * (time.monotonic() - start)
             logs.event("socket", request_id=request_id, path=path, ms=round(ms, 1), **state["log"])
@@ -200,7 +203,7 @@ async def contained(app: Any, scope: Any, receive: Any, send: Any) -> None:
             raise
         logs.log.error("the server failed outside of its routes", exc_info=exc)
         kind = "websocket.http.response" if scope["type"] == "websocket" else "http.response"
-        await send_error(send, errors.of(exc), asked_path(scope), kind)
+        await send_error(send, errors.of(exc), scope, kind)
 
 
 def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
@@ -211,10 +214,23 @@ def trace_of(headers: dict[bytes, bytes]) -> dict[str, str] | None:
     return {name.decode(): headers[name].decode("latin-1") for name in names if name in headers}
 
 
-async def send_error(send: Any, error: ApiError, path: str, kind: str = "http.response") -> None:
-    """Send an error as a complete answer to a request for ``path``.  ``kind`` is the prefix of the ASGI message
-    types."""
-    body = json.dumps(error.body(path)).encode()
+def is_anthropic(scope: Any) -> bool:
+    """Return whether a client speaks Anthropic's protocol: by its path, or by the header ``anthropic-version``."""
+    if errors.ANTHROPIC.fullmatch(asked_path(scope)):
+        return True
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
+def error_body(error: ApiError, scope: Any) -> dict[str, Any]:
+    """Return the body of an error in the protocol of the request's client."""
+    path = errors.MESSAGES if is_anthropic(scope) else asked_path(scope)
+    state = scope.get("state") or {}
+    return error.body(path, state.get("echoed", ""))
+
+
+async def send_error(send: Any, error: ApiError, scope: Any, kind: str = "http.response") -> None:
+    """Send an error as a complete answer to a request.  ``kind`` is the prefix of the ASGI message types."""
+    body = json.dumps(error_body(error, scope)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     headers += [(name.lower().encode(), value.encode("latin-1")) for name, value in error.headers.items()]
     await send({"type": f"{kind}.start", "status": error.status, "headers": headers})

@@ -13,12 +13,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from minivllm.server.errors import ApiError, printable
 
 CHAT, COMPLETIONS, MODELS = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
+MESSAGES = "POST /v1/messages"
 ALL = f"use {CHAT}, {COMPLETIONS} or {MODELS}"
 LIKE = 0.8  # similarity by difflib from which a route is suggested, as for /v1/chat/completion
 LONGEST = 128  # characters of a path up to which it is compared with the routes
 # advice <- ends of paths that other servers have; * stands for one part of a path
 _OTHERS = f"""\
-Anthropic's API is not served; use {CHAT} <- messages messages/count_tokens
+batches of messages are not stored; use {MESSAGES} for each request <- messages/batches messages/batches/* \
+    messages/batches/*/cancel messages/batches/*/results
 OpenAI's Responses are not served; use {CHAT} <- responses responses/*
 only text is generated; use {CHAT} <- embeddings embed embedding rerank score pooling classify \
     audio/transcriptions audio/translations audio/speech images/generations images/edits moderations api/embed \

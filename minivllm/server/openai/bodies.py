@@ -19,7 +19,17 @@ from minivllm.server.errors import ApiError
 from minivllm.validation import faults
 
 from . import JsonObject
-from .field_table import CHAT, COMPLETION, DETOKENIZE, FORM, REQUIRED, TOKENIZE, declared_by
+from .field_table import (
+    CHAT,
+    COMPLETION,
+    COUNT,
+    CREATE,
+    DETOKENIZE,
+    FORM,
+    REQUIRED,
+    TOKENIZE,
+    declared_by,
+)
 from .fields import Translation, check_required, translate
 
 
@@ -60,6 +70,8 @@ ChatBody = _model("ChatBody", GenerationBody, CHAT)
 CompletionBody = _model("CompletionBody", GenerationBody, COMPLETION)
 TokenizeBody = _model("TokenizeBody", Body, TOKENIZE)
 DetokenizeBody = _model("DetokenizeBody", Body, DETOKENIZE)
+CountBody = _model("CountBody", Body, CREATE, COUNT)
+MessageBody = _model("MessageBody", CountBody, CREATE)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:

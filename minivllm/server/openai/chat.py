@@ -97,8 +97,7 @@ class Chat(Work):
         service, body, params, owner = self.service, self.body, self.params, self.state["owner"]
         held.enter_context(service.door.enter(1, owner))
         with named(sent_names(body)):
-            ids = await render(service, self.messages, self.tools.shown, body, params.salt, owner, self.variables)
-            ids = truncated(ids, self.kept, body.truncation_side)
+            ids = await self.prompt()
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
@@ -111,6 +110,13 @@ class Chat(Work):
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         more = {"prompt_token_ids": ids} if body.return_token_ids else {}
         return self._answer("chatcmpl", kind, streams, more=more)
+
+    async def prompt(self) -> list[int]:
+        """Return the token ids of the conversation."""
+        body, owner = self.body, self.state["owner"]
+        salt = self.params.salt
+        ids = await render(self.service, self.messages, self.tools.shown, body, salt, owner, self.variables)
+        return truncated(ids, self.kept, body.truncation_side)
 
     async def parts(self, answer: Answer) -> AsyncIterator[list[Part]]:
         """Yield the parts of a request's only choice as they come.  The last part is ``Finished``.

@@ -23,6 +23,7 @@ from minivllm.core import declared_params
 from . import JsonObject
 
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "detokenize"  # routes
+CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -86,6 +87,7 @@ INT = int | None
 FLOAT = float | None
 TEXT = str | None
 DICT = _optional(OBJECT)
+ANY = Annotated[Any, WithJsonSchema({})]
 IDS = _optional(_list_of(TOKEN))
 OBJECTS = _optional(_list_of(OBJECT))
 TEXTS = _optional(_list_of(STRING), STRING)
@@ -108,7 +110,13 @@ ANY_MESSAGES = Annotated[Any, WithJsonSchema(_list_of(OBJECT))]
 TOKENS = Annotated[Any, WithJsonSchema(_list_of(TOKEN))]
 PROMPTS = [STRING, _list_of(STRING), _list_of(TOKEN), _list_of(_list_of(TOKEN))]
 PROMPT = Annotated[Any, WithJsonSchema({"anyOf": PROMPTS})]
-REQUIRED = (MESSAGES, PROMPT, TOKENS)  # types of fields that a body must have
+TURN_ROLE = {"enum": ["user", "assistant", "system"]}
+TURN_CONTENT = {"anyOf": [STRING, _list_of(OBJECT)]}
+TURN = {"type": "object", "required": ["role", "content"], "properties": {"role": TURN_ROLE, "content": TURN_CONTENT}}
+TURNS = Annotated[Any, WithJsonSchema(_list_of(TURN, minItems=1))]
+SYSTEM = _optional(STRING, _list_of(OBJECT))
+LENGTH = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
+REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH)  # types of fields that a body must have
 
 
 # ---- values of aliases -----------------------------------------------------------------------------------------------
@@ -249,6 +257,39 @@ TOKENIZE_ONLY = {
     "chat_template_kwargs": (DICT, ""),
     "split_special_tokens": (BOOL, "for messages, as in a chat"),
 }  # fmt: skip
+_UNUSED = "a feature of another service; it has no effect"
+MESSAGE_AND_COUNT = {
+    "model": (TEXT, "one of the names in /v1/models; absent: the model that the server loaded"),
+    "messages": (TURNS, "a last message of the assistant is continued"),
+    "system": (SYSTEM, "text, or blocks of text"),
+    "tools": (OBJECTS, "objects with name, description and input_schema"),
+    "tool_choice": (DICT, "an object with the type auto, any, tool (with name) or none"),
+    "thinking": (DICT, "an object with the type enabled (with budget_tokens), adaptive or disabled"),
+    "output_config": (DICT, "an object with format (type json_schema, with schema) or effort"),
+    "output_format": (DICT, "the older form of output_config.format"),
+    "cache_control": (DICT, "no effect: the server caches all prefixes"),
+    "mcp_servers": (OBJECTS, "not supported: the client must call the tools"),
+    "container": (ANY, _UNUSED),
+    "context_management": (DICT, _UNUSED),
+    "compaction": (DICT, _UNUSED),
+    "diagnostics": (DICT, _UNUSED),
+    "fallbacks": (ANY, _UNUSED),
+    "fallback_credit_token": (ANY, _UNUSED),
+    "inference_geo": (TEXT, _UNUSED),
+    "billing_policy": (ANY, _UNUSED),
+    "speed": (TEXT, _UNUSED),
+    "user_profile_id": (TEXT, _UNUSED),
+}
+MESSAGE_ONLY = {
+    "max_tokens": (LENGTH, "most tokens of the answer"),
+    "stop_sequences": (TEXTS, "texts that end the answer; the answer does not include them"),
+    "stream": (BOOL, "send the events of a message"),
+    "temperature": (FLOAT, "0 selects the most likely token"),
+    "top_k": (INT, "draw from the k most likely tokens"),
+    "top_p": (FLOAT, ""),
+    "metadata": (DICT, _UNUSED),
+    "service_tier": (TEXT, _UNUSED),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -256,6 +297,8 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (COMPLETION,): COMPLETION_ONLY,
     (TOKENIZE,): TOKENIZE_ONLY,
     (DETOKENIZE,): {"model": (TEXT, ""), "tokens": (TOKENS, "")},
+    (CREATE, COUNT): MESSAGE_AND_COUNT,
+    (CREATE,): MESSAGE_ONLY,
 }
 
 PARAMETERS = (

@@ -1,0 +1,183 @@
+"""``POST /v1/messages`` and ``/v1/messages/count_tokens``: Anthropic's Messages API over the chats of this server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from minivllm.server.errors import MESSAGES, ApiError
+from minivllm.server.http.sse import EventStream, dump
+from minivllm.server.openai import JsonObject
+from minivllm.server.openai.bodies import ChatBody, CountBody, MessageBody
+from minivllm.server.openai.calls import Finished, Part
+from minivllm.server.openai.chat import Chat
+from minivllm.server.openai.fields import MOST
+from minivllm.server.openai.generate import Answer, Service, checked, read_body, respond, warned
+from minivllm.server.openai.limits import seconds_of
+
+from .blocks import Blocks
+from .conversation import warn
+from .translate import BETA, Translation, translate
+
+if TYPE_CHECKING:
+    from minivllm.server.http.connection import Direct
+
+
+def encode(event: JsonObject) -> bytes:
+    """Return an event of a stream as a server-sent event with the name of its type."""
+    return b"event: " + event["type"].encode() + b"\ndata: " + dump(event) + b"\n\n"
+
+
+PING = encode({"type": "ping"})
+
+
+async def messages(request: Request, service: Service) -> Any:
+    """Answer a conversation in the form of Anthropic's Messages API."""
+    work = await _work(request, service, MessageBody)
+    return await respond(request, service, bool(work.body.stream), seconds_of(service, work.body.timeout_s), work)
+
+
+async def count_tokens(request: Request, service: Service) -> Any:
+    """Return the number of tokens of the prompt that a message would have."""
+    work = await _work(request, service, CountBody)
+    answer: JsonObject = {"input_tokens": len(await work.prompt())}
+    if work.warnings:
+        answer["warnings"] = work.warnings
+    return Response(dump(answer), media_type=work.media_type, headers=warned(work.warnings))
+
+
+async def _work(request: Request, service: Service, model: type[Any]) -> Messages:
+    """Read the body of a request, and return its work."""
+    body = await read_body(request, service, model)
+    translation = translate(body)
+    if model is CountBody:
+        translation.values["max_tokens"] = 1
+    if request.headers.get("anthropic-beta"):
+        warn(translation.warnings, "anthropic-beta", BETA)
+    state = request.scope["state"]
+    chat = await checked(service, ChatBody, translation.values, state["owner"], translation.sent)
+    return Messages(service, chat, state, translation)
+
+
+class MessageStream(EventStream):
+    """The events of a message."""
+
+    comment = PING
+    _request_id = ""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self._request_id = scope["state"]["echoed"]
+        await super().__call__(scope, receive, send)
+
+    def _final(self, error: ApiError) -> bytes:
+        """Return the event of an error in the middle of a stream."""
+        return encode(error.body(MESSAGES, self._request_id))
+
+
+class Messages(Chat):
+    """One request for a message."""
+
+    stream_type: type[EventStream] = MessageStream
+
+    def __init__(self, service: Service, body: Any, state: dict[str, Any], translation: Translation) -> None:
+        super().__init__(service, body, state)
+        self.warnings[:0] = translation.warnings
+        del self.warnings[MOST:]
+        self.shows_thoughts = translation.shows_thoughts
+        # as in Anthropic's API, the end of the context may end an answer before max_tokens
+        self.most, self.default, self.asked = self.asked, self.asked, None
+        if self.most is not None and self.params.min_tokens > self.most:
+            text = f"min_tokens={self.params.min_tokens}: expected at most max_tokens={self.most}"
+            raise ApiError(400, text, "min_tokens")
+
+    async def prepare(self, held: AsyncExitStack) -> Answer:
+        """Open the stream of the request, to be closed by ``held``."""
+        answer = await super().prepare(held)
+        answer.id = f"msg_{self.state['request_id']}"
+        return answer
+
+    async def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Yield the events of the message.  The first piece of the answer has the counts of the prompt."""
+        blocks = Blocks(self.shows_thoughts)
+        events: list[JsonObject] = []
+        begun = False
+        async for parts in self.parts(answer):
+            events = [*blocks.events(parts)]
+            if not begun:
+                begun = True
+                yield encode({"type": "message_start", "message": self._begin(answer)}) + PING
+            finished = parts[-1] if parts else None
+            if isinstance(finished, Finished):
+                events += blocks.finish()
+                events += self._end(answer, blocks, finished)
+            if events:
+                yield b"".join(map(encode, events))
+
+    async def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the whole message."""
+        blocks = Blocks(self.shows_thoughts)
+        parts: Sequence[Part] = ()
+        async for parts in self.parts(answer):
+            list(blocks.events(parts))
+        finished = parts[-1]
+        assert isinstance(finished, Finished)
+        list(blocks.finish())
+        reason, sequence = self._stop(answer, blocks, finished)
+        message = self._begin(answer)
+        message.update(content=blocks.content(), stop_reason=reason, stop_sequence=sequence, usage=_usage(answer, None))
+        yield dump(message)
+
+    def _begin(self, answer: Answer) -> JsonObject:
+        """Return the message before its first block."""
+        message: JsonObject = {
+            "id": answer.id,
+            "type": "message",
+            "role": "assistant",
+            "model": answer.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": _usage(answer, answer.sent),
+        }
+        if answer.warnings:
+            message["warnings"] = answer.warnings
+        return message
+
+    def _end(self, answer: Answer, blocks: Blocks, finished: Finished) -> list[JsonObject]:
+        """Return the events after the last block."""
+        reason, sequence = self._stop(answer, blocks, finished)
+        delta = {"stop_reason": reason, "stop_sequence": sequence}
+        return [
+            {"type": "message_delta", "delta": delta, "usage": _usage(answer, None)},
+            {"type": "message_stop"},
+        ]
+
+    def _stop(self, answer: Answer, blocks: Blocks, finished: Finished) -> tuple[str, str | None]:
+        """Return the stop reason of a message, and the stop sequence that ended it."""
+        if finished.reason == "abort":
+            raise ApiError(503, "the engine has aborted the request")
+        if finished.reason == "length":
+            most = answer.streams[0].params.max_tokens
+            cut = self.most is not None and most is not None and most < self.most
+            return "model_context_window_exceeded" if cut else "max_tokens", None
+        if blocks.called:
+            return "tool_use", None
+        if isinstance(finished.stop, str):
+            return "stop_sequence", finished.stop
+        return "end_turn", None
+
+
+def _usage(answer: Answer, sent: int | None) -> JsonObject:
+    """Return the token counts of a message.  ``sent`` is that of ``Answer.usage``."""
+    counts = answer.usage(sent)
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counts["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counts["completion_tokens"],
+    }

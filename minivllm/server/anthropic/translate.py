@@ -1,0 +1,212 @@
+"""Translate the fields of Anthropic's bodies to those of a chat (``ChatBody``).
+
+Fields that this file does not mention are passed on unchanged, so the extensions of a chat are served here too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from minivllm.errors import shown
+from minivllm.server.openai import JsonObject, Warnings
+from minivllm.server.openai.bodies import ChatBody
+from minivllm.server.openai.field_table import FORM
+
+from .conversation import fail, read_conversation, warn
+
+# fields that cannot change the answer of this server -> the reason
+NO_EFFECT = {
+    "container": "this server runs no code",
+    "context_management": "the prompt is the whole conversation",
+    "compaction": "the prompt is the whole conversation",
+    "diagnostics": "it is a feature of another service",
+    "inference_geo": "it is a feature of another service",
+    "fallbacks": "the server has one model",
+    "fallback_credit_token": "the server has one model",
+    "billing_policy": "it is a feature of another service",
+    "speed": "it is a feature of another service",
+    "user_profile_id": "it is a feature of another service",
+}
+NEUTRAL = {"speed": "standard"}
+# fields of a chat whose effect a message cannot show -> what to use instead
+REFUSED = {
+    **dict.fromkeys(("n", "best_of"), "a message has one answer"),
+    **dict.fromkeys(
+        ("logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "taps", "include_energy", "echo"),
+        "use /v1/chat/completions",
+    ),
+    "stream_options": "every stream reports its usage",
+    "response_format": "use output_config.format",
+    "max_completion_tokens": "use max_tokens",
+    "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+    "add_generation_prompt": "a last message of the assistant is continued",
+    "continue_final_message": "a last message of the assistant is continued",
+    "thread": "this server stores no conversations; send the whole conversation",
+}
+# field of a chat -> field of a message with the same meaning
+SAME = {
+    "model": "model", "max_tokens": "max_tokens", "stop": "stop_sequences", "stream": "stream",
+    "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "tool_choice": "tool_choice",
+    "metadata": "metadata", "service_tier": "service_tier", "mcp_servers": "mcp_servers",
+}  # fmt: skip
+THINKING = ("enabled", "adaptive", "disabled")
+DISPLAYS = (None, "summarized", "omitted")
+# effort of a message -> effort of a chat
+EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+BUDGET = "thinking_token_budget"
+OF_TOOL = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"})
+BETA = "the fields of the body say which features a request uses"
+
+
+@dataclass
+class Translation:
+    """A message body as values of ``ChatBody``.
+
+    ``sent`` maps fields of a chat to the client's fields.  ``shows_thoughts`` tells whether thinking blocks have
+    text."""
+
+    values: JsonObject = field(default_factory=dict)
+    sent: dict[str, str] = field(default_factory=dict)
+    warnings: Warnings = field(default_factory=list)
+    shows_thoughts: bool = True
+
+    def set(self, name: str, value: Any, sent: str) -> None:
+        """Set a field of the chat, and record the client's field."""
+        self.values[name] = value
+        if sent != name:
+            self.sent[name] = sent
+
+
+def translate(body: Any) -> Translation:
+    """Return a body's fields as values of a chat.  ApiError (400) names the first wrong place."""
+    found = Translation(dict(body.model_extra or {}))
+    _refuse(found.values)
+    for name, reason in NO_EFFECT.items():
+        value = getattr(body, name, None)
+        if value not in (None, NEUTRAL.get(name)):
+            warn(found.warnings, name, reason)
+    for name, sent in SAME.items():
+        value = getattr(body, sent, None)
+        if value is not None:
+            found.set(name, value, sent)
+    conversation = read_conversation(body.messages, body.system, found.warnings)
+    found.values["messages"] = conversation.messages
+    if conversation.continues:
+        found.values["continue_final_message"] = True
+    if body.tools is not None:
+        found.values["tools"] = _tools(body.tools, found.warnings)
+    _set_thinking(found, body.thinking)
+    _set_output(found, body)
+    return found
+
+
+def _refuse(values: JsonObject) -> None:
+    """Raise ApiError (400) for a field of a chat that a message cannot have.  Values that request nothing are
+    removed."""
+    for name, instead in REFUSED.items():
+        value = values.pop(name, None)
+        if value not in (None, False, "", [], {}) and not (name in ("n", "best_of") and value == 1):
+            raise fail(name, f" is not supported in a message: {instead}")
+
+
+def _tools(tools: Any, warnings: Warnings) -> list[JsonObject]:
+    """Return the tools of a body as functions of a chat."""
+    if not isinstance(tools, list):
+        raise fail("tools", f"={shown(tools)}: expected a list of tools")
+    return [_tool(tool, f"tools[{number}]", warnings) for number, tool in enumerate(tools)]
+
+
+def _tool(tool: Any, place: str, warnings: Warnings) -> JsonObject:
+    """Return a tool as a function of a chat.  ApiError (400) for tools that a service runs or defines."""
+    if not isinstance(tool, dict):
+        raise fail(place, f'={shown(tool)}: expected {{"name": ..., "input_schema": <JSON schema>}}')
+    kind = tool.get("type")
+    if kind not in (None, "custom"):
+        expected = "the server runs no tools and defines none; send a tool with name, description and input_schema"
+        raise fail(f"{place}.type", f"={shown(kind)}: {expected}, which the client runs")
+    for key in ("name", "description"):
+        value = tool.get(key)
+        if not isinstance(value, str) and not (key == "description" and value is None):
+            raise fail(f"{place}.{key}", f"={shown(value)}: expected a string")
+    schema = tool.get("input_schema")
+    if not isinstance(schema, dict):
+        raise fail(f"{place}.input_schema", f"={shown(schema)}: expected a JSON schema of an object")
+    for key, value in tool.items():
+        if key not in OF_TOOL and value not in (None, False, [], ["direct"]):
+            warn(warnings, f"{place}.{key[:64]}", "the prompt has the name, the description and the schema of a tool")
+    function: JsonObject = {"name": tool["name"], "parameters": schema}
+    if tool.get("description") is not None:
+        function["description"] = tool["description"]
+    if tool.get("strict") is not None:
+        function["strict"] = tool["strict"]
+    return {"type": "function", "function": function}
+
+
+def _set_thinking(found: Translation, thinking: Any) -> None:
+    """Set the switch and the budget of reasoning that ``thinking`` requests."""
+    if thinking is None:
+        return
+    if not isinstance(thinking, dict):
+        raise fail("thinking", f"={shown(thinking)}: expected an object with a type")
+    kind = thinking.get("type")
+    if kind not in THINKING:
+        raise fail("thinking.type", f"={shown(kind)}: expected {', '.join(THINKING)}")
+    display = thinking.get("display")
+    if display not in DISPLAYS:
+        raise fail("thinking.display", f"={shown(display)}: expected summarized or omitted")
+    found.shows_thoughts = display != "omitted"
+    found.set("enable_thinking", kind != "disabled", "thinking")
+    if kind != "enabled":
+        return
+    budget = thinking.get("budget_tokens")
+    if type(budget) is not int or budget < 1:
+        raise fail("thinking.budget_tokens", f"={shown(budget)}: expected a whole number >= 1")
+    if BUDGET in ChatBody.model_fields:
+        found.set(BUDGET, budget, "thinking.budget_tokens")
+    else:
+        warn(found.warnings, "thinking.budget_tokens", "the server does not limit reasoning")
+
+
+def _set_output(found: Translation, body: Any) -> None:
+    """Set the effort and the form of the answer from ``output_config`` and the older ``output_format``."""
+    config = body.output_config
+    if config is not None and not isinstance(config, dict):
+        raise fail("output_config", f"={shown(config)}: expected an object with format or effort")
+    config = dict(config or {})
+    _set_effort(found, config.pop("effort", None))
+    wanted = config.pop("format", None)
+    for key, value in config.items():
+        if value is not None:
+            warn(found.warnings, f"output_config.{key[:64]}", "the key is unknown")
+    if wanted is not None and body.output_format is not None and wanted != body.output_format:
+        raise fail("output_format", " and output_config.format contradict each other: send only one of them")
+    if wanted is not None:
+        _set_format(found, wanted, "output_config.format")
+    elif body.output_format is not None:
+        _set_format(found, body.output_format, "output_format")
+
+
+def _set_effort(found: Translation, effort: Any) -> None:
+    """Set the effort of reasoning, unless reasoning is off."""
+    if effort is None:
+        return
+    if not isinstance(effort, str) or effort not in EFFORTS:
+        raise fail("output_config.effort", f"={shown(effort)}: expected {', '.join(EFFORTS)}")
+    if found.values.get("enable_thinking") is False:
+        warn(found.warnings, "output_config.effort", "it is the effort of reasoning, and thinking is disabled")
+    else:
+        found.set("reasoning_effort", EFFORTS[effort], "output_config.effort")
+
+
+def _set_format(found: Translation, wanted: Any, place: str) -> None:
+    """Set the form of the answer: a JSON schema."""
+    kind = wanted.get("type") if isinstance(wanted, dict) else wanted
+    if kind != "json_schema":
+        raise fail(f"{place}.type", f"={shown(kind)}: expected json_schema")
+    schema = wanted.get("schema")
+    if not isinstance(schema, dict):
+        raise fail(f"{place}.schema", f"={shown(schema)}: expected a JSON schema")
+    asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    found.set("response_format", asked, place)
+    found.sent[FORM] = place
