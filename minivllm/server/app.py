@@ -27,7 +27,8 @@ from .http.body import Refusal
 from .http.guard import Guard, asked_path, contained, error_body
 from .middleware import around
 from .openai import chat, completions, websocket
-from .openai.bodies import ChatBody, CompletionBody, CountBody, DetokenizeBody, MessageBody, TokenizeBody
+from .openai.bodies import ChatBody, CompletionBody, CountBody, DetokenizeBody, MessageBody, ResponsesBody, TokenizeBody
+from .responses import routes as responses
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -45,6 +46,7 @@ ROUTES: Routes = (
     ("/v1/chat/completions", chat.chat_completions, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/messages", messages.messages, "POST", MessageBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/messages/count_tokens", messages.count_tokens, "POST", CountBody, (JSON,), BODY_ERRORS),
+    ("/v1/responses", responses.create, "POST", ResponsesBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/models", operations.models, "GET", None, (JSON,), (503,)),
     ("/v1/models/{model:path}", operations.model, "GET", None, (JSON,), (404, 503)),
     ("/tokenize", operations.tokenize, "POST", TokenizeBody, (JSON,), BODY_ERRORS),

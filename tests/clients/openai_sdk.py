@@ -181,7 +181,6 @@ for base, words in ((os.environ["BASE_URL"], "/v1/chat/completions"), (URL + "/v
     else:
         raise AssertionError(base)
 for ask, words in (
-    (lambda: client.responses.create(model=MODEL, input="Hi"), "/v1/chat/completions"),
     (lambda: client.embeddings.create(model=MODEL, input="Hi"), "only text"),
 ):
     try:

@@ -19,9 +19,9 @@ HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
 HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", "/openapi.json"]
 
 INSTEAD = {
-    "/messages": "use /v1/messages", "/v1/v1/messages": "and /v1, once", "/v1/responses": CHAT,
+    "/messages": "use /v1/messages", "/v1/v1/messages": "and /v1, once",
     "/v1/messages/batches": "batches of messages are not stored", "/v1/messages/batches/b1/results": MESSAGES,
-    "/v1/responses/resp_1": CHAT, "/v1/embeddings": "only text", "/v1/files/file-1": "batches are not stored",
+    "/v1/embeddings": "only text", "/v1/files/file-1": "batches are not stored",
     "/chat/completions": "use /v1/chat/completions", "/v1/v1/chat/completions": "and /v1, once",
     "/api/v1/chat/completions": "and /v1, once",
     "//v1//models": "use /v1/models", "/v1/chat/completion": "did you mean /v1/chat/completions?",

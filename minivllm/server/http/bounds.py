@@ -21,6 +21,7 @@ MOST_IN_FIELD = 4096  # values of a field that is not in MOST_IN
 MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
     (  # the last six are names that other servers use for structured output
         "messages",
+        "input",
         "tools",
         "structured_outputs",
         "response_format",

@@ -21,7 +21,6 @@ LONGEST = 128  # characters of a path up to which it is compared with the routes
 _OTHERS = f"""\
 batches of messages are not stored; use {MESSAGES} for each request <- messages/batches messages/batches/* \
     messages/batches/*/cancel messages/batches/*/results
-OpenAI's Responses are not served; use {CHAT} <- responses responses/*
 only text is generated; use {CHAT} <- embeddings embed embedding rerank score pooling classify \
     audio/transcriptions audio/translations audio/speech images/generations images/edits moderations api/embed \
     api/embeddings

@@ -192,7 +192,8 @@ async def pieces(answer: JsonObject, shaper: Shaper, slices: Slices) -> AsyncIte
 async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncIterator[bytes]:
     """Yield the JSON of a value in parts.
 
-    A value with a ``WrittenInParts`` inside is written member by member.  ``opened`` does so for any object or list."""
+    An object or list with a ``WrittenInParts`` inside is written member by member.  ``opened`` does so for any object
+    and list."""
     if hasattr(value, "parts"):
         async for part in value.parts(shaper):
             yield part
@@ -204,7 +205,7 @@ async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncItera
             async for part in _parts(one, shaper, name == "choices"):
                 yield part
         yield b"}" if value else b"{}"
-    elif isinstance(value, list) and opened and value:
+    elif isinstance(value, list) and value and (opened or _has_leaf(value)):
         before = b"["
         for one in value:
             yield before
@@ -216,9 +217,11 @@ async def _parts(value: Any, shaper: Shaper, opened: bool = False) -> AsyncItera
         yield dump(value)
 
 
-def _has_leaf(value: JsonObject) -> bool:
-    """Return whether an object has a ``WrittenInParts`` inside."""
-    objects = [inner for inner in value.values() if isinstance(inner, dict)]
-    if any(map(_has_leaf, objects)):
+def _has_leaf(value: Any) -> bool:
+    """Return whether an object, or a list of objects, has a ``WrittenInParts`` inside."""
+    if hasattr(value, "parts"):
         return True
-    return any(hasattr(inner, "parts") for inner in value.values())
+    if isinstance(value, dict):
+        return any(map(_has_leaf, value.values()))
+    # all elements of a list are alike, so a long list of numbers takes no time
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and any(map(_has_leaf, value))

@@ -27,6 +27,7 @@ from .field_table import (
     DETOKENIZE,
     FORM,
     REQUIRED,
+    RESPONSES,
     TOKENIZE,
     declared_by,
 )
@@ -72,6 +73,7 @@ TokenizeBody = _model("TokenizeBody", Body, TOKENIZE)
 DetokenizeBody = _model("DetokenizeBody", Body, DETOKENIZE)
 CountBody = _model("CountBody", Body, CREATE, COUNT)
 MessageBody = _model("MessageBody", CountBody, CREATE)
+ResponsesBody = _model("ResponsesBody", Body, RESPONSES)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:

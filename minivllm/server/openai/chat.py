@@ -81,6 +81,7 @@ class Chat(Work):
         self._set_length(service.defaults.get("max_tokens"))
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
+        self.in_pieces = bool(body.stream)  # the streams give text while it is generated
         self._set_params(1, self.top if body.logprobs else None, whole_form(body, self.tools))
 
     def _variables(self) -> Any:
@@ -102,7 +103,7 @@ class Chat(Work):
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
             until = end_of_calls(self.tools, self.parser, self.marks)
-            pieces = bool(body.stream) or until is not None
+            pieces = self.in_pieces or until is not None
             opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, self.marks.by_token)
             streams = await opened
         if until is not None:
@@ -122,15 +123,19 @@ class Chat(Work):
         """Yield the parts of a request's only choice as they come.  The last part is ``Finished``.
 
         The classes of other protocols make their events from these parts."""
+        async for parts, _ in self.piece_parts(answer):
+            yield parts
+
+    async def piece_parts(self, answer: Answer) -> AsyncIterator[tuple[list[Part], TextPiece]]:
+        """Yield the parts of each piece of a request's only choice, as ``parts`` does, with the piece."""
         reader = self._reader()
         while pieces := await answer.take():
-            parts: list[Part] = []
             for _, piece in pieces:
                 answer.sent += len(piece.token_ids)
-                parts += reader.parts(piece.text, piece.finish_reason)
+                parts: list[Part] = [*reader.parts(piece.text, piece.finish_reason)]
                 if piece.finish_reason is not None:
                     parts.append(Finished(reader.reason(piece.finish_reason), piece.stop_reason))
-            yield parts
+                yield parts, piece
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""

@@ -24,6 +24,7 @@ from . import JsonObject
 
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "detokenize"  # routes
 CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
+RESPONSES = "responses"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -116,7 +117,8 @@ TURN = {"type": "object", "required": ["role", "content"], "properties": {"role"
 TURNS = Annotated[Any, WithJsonSchema(_list_of(TURN, minItems=1))]
 SYSTEM = _optional(STRING, _list_of(OBJECT))
 LENGTH = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
-REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH)  # types of fields that a body must have
+INPUT = Annotated[Any, WithJsonSchema({"anyOf": [STRING, _list_of(OBJECT, minItems=1)]})]
+REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH, INPUT)  # types of fields that a body must have
 
 
 # ---- values of aliases -----------------------------------------------------------------------------------------------
@@ -290,6 +292,33 @@ MESSAGE_ONLY = {
     "metadata": (DICT, _UNUSED),
     "service_tier": (TEXT, _UNUSED),
 }
+RESPONSES_ONLY = {
+    "model": (TEXT, "one of the names in /v1/models; absent: the model that the server loaded"),
+    "input": (INPUT, "a text, or items: messages, calls, outputs of calls, reasoning, references to items"),
+    "instructions": (TEXT, "a first message for the model, which a next response does not inherit"),
+    "previous_response_id": (TEXT, "a stored response whose conversation the input continues"),
+    "max_output_tokens": (INT, "most tokens of the answer; absent: the rest of the context"),
+    "temperature": (FLOAT, "0 selects the most likely token"),
+    "top_p": (FLOAT, ""),
+    "text": (DICT, "format: text, json_object or json_schema"),
+    "reasoning": (DICT, "effort"),
+    "tools": (OBJECTS, "function, custom and namespace"),
+    "tool_choice": (CHOICE, ""),
+    "parallel_tool_calls": (BOOL, "false: at most one call"),
+    "stream": (BOOL, "send server-sent events"),
+    "stream_options": (DICT, "include_obfuscation, which has no effect"),
+    "store": (BOOL, "keep the response for later requests; default true"),
+    "background": (BOOL, "answer at once, and generate the response in the background"),
+    "include": (TEXTS, "message.output_text.logprobs, reasoning.encrypted_content"),
+    "top_logprobs": (INT, "number of most likely tokens to return for each token"),
+    "truncation": (TEXT, "auto: leave out tokens at the begin of a long prompt; or disabled"),
+    "metadata": (DICT, "up to 16 strings that are returned with the response"),
+    "max_tool_calls": (INT, "has no effect, since this server runs no tools"),
+    "user": (TEXT, "has no effect"),
+    "service_tier": (TEXT, "has no effect"),
+    "safety_identifier": (TEXT, "has no effect"),
+    "prompt_cache_key": (TEXT, "has no effect"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -299,6 +328,7 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (DETOKENIZE,): {"model": (TEXT, ""), "tokens": (TOKENS, "")},
     (CREATE, COUNT): MESSAGE_AND_COUNT,
     (CREATE,): MESSAGE_ONLY,
+    (RESPONSES,): RESPONSES_ONLY,
 }
 
 PARAMETERS = (

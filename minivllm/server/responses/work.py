@@ -1,0 +1,225 @@
+"""One request for a response: its object, whole or at the end of a stream of events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from minivllm.server.errors import ApiError
+from minivllm.server.http.sse import EventStream, dump
+from minivllm.server.openai import JsonObject
+from minivllm.server.openai.answers import Shaper, pieces
+from minivllm.server.openai.calls import Part, Thought
+from minivllm.server.openai.chat import Chat
+from minivllm.server.openai.generate import Answer, Service
+from minivllm.server.openai.params import note_default
+
+from .body import SEALED, Asked, client_names
+from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output
+
+if TYPE_CHECKING:
+    from minivllm.server.http.connection import Direct
+
+PREFIX = "resp_"
+# fields of the body that the response repeats
+ECHOED = (
+    "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
+    "prompt_cache_key", "safety_identifier", "tool_choice", "tools", "top_logprobs", "truncation", "user",
+)  # fmt: skip
+# a response without the values of a request
+BLANK: JsonObject = {
+    "id": "", "object": "response", "created_at": 0, "completed_at": None, "status": "", "background": False,
+    "error": None, "incomplete_details": None, "instructions": None, "max_output_tokens": None, "max_tool_calls": None,
+    "metadata": {}, "model": "", "output": [], "parallel_tool_calls": True, "previous_response_id": None,
+    "prompt_cache_key": None, "reasoning": {}, "safety_identifier": None, "service_tier": "default", "store": True,
+    "temperature": None, "text": {}, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": None,
+    "truncation": "disabled", "usage": None, "user": None,
+}  # fmt: skip
+Keep = Callable[["ResponseWork", bytes], Awaitable[None]]
+
+
+class ResponseStream(EventStream):
+    """The events of a response."""
+
+    def __init__(self, work: ResponseWork, *args: Any) -> None:
+        super().__init__(*args)
+        self.work = work
+
+    def _final(self, error: ApiError) -> bytes:
+        return b"".join(map(event_bytes, self.work.failure(error)))
+
+
+class ResponseWork(Chat):
+    """One request for a response.  ``keep`` is called with the JSON of the response before the client has its end."""
+
+    def __init__(self, service: Service, request: Asked, state: dict[str, Any], keep: Keep | None = None) -> None:
+        self.request, self.keep = request, keep
+        with client_names(request):
+            super().__init__(service, request.chat, state)
+        self.id = PREFIX + request.ident
+        top = self.top if request.chat.logprobs else None
+        self.output = Output(request.ident, request.tools, self.speller, top, SEALED in request.include)
+        self.warnings = [*request.warnings, *request.conversation.warnings, *self.warnings]
+        for warning in self.warnings:
+            warning.update({key: request.renamed(text) for key, text in warning.items()})
+        self.stream_type = partial(ResponseStream, self)
+        self.in_pieces = self.in_pieces or top is not None
+        self.created = int(time.time())
+
+    async def prepare(self, held: AsyncExitStack) -> Answer:
+        """Open the stream of the request, to be closed by ``held``."""
+        with client_names(self.request):
+            answer = await super().prepare(held)
+        answer.id = self.id
+        return answer
+
+    def response(self, status: str, **members: Any) -> JsonObject:
+        """Return the response object with a status.  ``members`` are further members."""
+        body, params = self.request.body, self.params
+        reasoning, text = body.reasoning or {}, body.text or {}
+        found: JsonObject = {
+            **BLANK,
+            "id": self.id,
+            "created_at": self.created,
+            "status": status,
+            "model": self.model,
+            "store": self.request.stored,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "parallel_tool_calls": self.tools.parallel,
+        }
+        for name in ECHOED:
+            value = getattr(body, name)
+            if value is not None:
+                found[name] = value
+        found["reasoning"] = {"effort": reasoning.get("effort"), "summary": None}
+        found["text"] = {"format": self.request.form, "verbosity": text.get("verbosity") or "medium"}
+        if status == COMPLETED:
+            found["completed_at"] = int(time.time())
+        found.update(members)
+        if self.warnings:
+            found["warnings"] = self.warnings
+        return found
+
+    def _end(self, answer: Answer) -> JsonObject:
+        """Return the response of a complete answer."""
+        output = self.output
+        members: JsonObject = {"output": output.items, "usage": self._usage(answer)}
+        if output.status == INCOMPLETE:
+            members["incomplete_details"] = {"reason": "max_output_tokens"}
+            if self.asked is None:
+                note_default(answer, self.default)
+        elif output.status == FAILED:
+            members["error"] = {"code": "server_error", "message": "the server has ended the answer"}
+        return self.response(output.status, **members)
+
+    def _usage(self, answer: Answer) -> JsonObject:
+        """Return the token counts of a complete answer."""
+        counts = answer.usage()
+        thought = min(round(self.output.thought), counts["completion_tokens"])
+        details = counts.get("completion_tokens_details") or {"reasoning_tokens": thought}
+        usage: JsonObject = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": details,
+            "total_tokens": counts["total_tokens"],
+        }
+        if "energy" in counts:
+            usage["energy"] = counts["energy"]
+        return usage
+
+    def failure(self, error: ApiError) -> Iterator[JsonObject]:
+        """Yield the last events of a stream that has failed."""
+        body = error.body()["error"]
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+        yield self.output.event("error", code=code, message=body["message"], param=body["param"])
+        about = {"code": code, "message": body["message"]}
+        failed = self.response(FAILED, error=about, output=self.output.finished())
+        yield self.output.event("response.failed", response=failed)
+
+    async def steps(self, answer: Answer) -> AsyncIterator[Iterator[JsonObject]]:
+        """Yield the events of each piece of the answer, without those of its begin and end."""
+        output = self.output
+        async for parts, piece in self.piece_parts(answer):
+            output.add_scores(piece.logprobs)
+            output.thought += _thought_tokens(parts, len(piece.token_ids))
+            yield output.feed(parts)
+
+    def opening_events(self) -> Iterator[JsonObject]:
+        """Yield the first events of a stream."""
+        for kind in ("response.created", "response.in_progress"):
+            yield self.output.event(kind, response=self.response(IN_PROGRESS))
+
+    async def json_events(self, answer: Answer) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield the type and the JSON of each event.  The last event has the whole response."""
+        slices = self.service.slices
+        until = slices.begin()
+        for event in self.opening_events():
+            yield event["type"], dump(event)
+        async for events in self.steps(answer):
+            for event in events:
+                yield event["type"], await self._json(event, answer)
+                if time.perf_counter() > until:
+                    until = await slices.next()
+        last = self.output.event(f"response.{self.output.status}")
+        whole = await self._json(self._end(answer), answer)
+        if self.keep is not None:
+            await self.keep(self, whole)
+        yield last["type"], dump(last)[:-1] + b',"response":' + whole + b"}"
+
+    async def _json(self, value: JsonObject, answer: Answer) -> bytes:
+        """Return an event or a response as JSON."""
+        if self.output.top is None:
+            return dump(value)
+        return b"".join([piece async for piece in self._pieces(value)])
+
+    def _pieces(self, value: JsonObject) -> AsyncIterator[bytes]:
+        """Yield a value with log-probabilities as JSON, in pieces."""
+        tokens = self.service.tokens
+        shaper = Shaper(tokens.pool, tokens.tokenizer, self.speller, self.state["owner"])
+        return pieces(value, shaper, self.service.slices)
+
+    async def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events."""
+        try:
+            async for kind, data in self.json_events(answer):
+                yield _framed(kind, data)
+        except ApiError as error:
+            self.state["log"]["error"] = error.status
+            yield b"".join(map(event_bytes, self.failure(error)))
+
+    async def written(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the response as JSON, in pieces.  The last piece comes after the response was kept."""
+        async for events in self.steps(answer):
+            for _ in events:
+                pass
+        held: list[bytes] = []
+        async for piece in self._pieces(self._end(answer)):
+            if held:
+                yield held[-1]
+            held.append(piece)
+        if self.keep is not None:
+            await self.keep(self, b"".join(held))
+        yield held[-1]
+
+
+def _thought_tokens(parts: list[Part], tokens: int) -> float:
+    """Return how many tokens of a piece are reasoning, by its share of the characters."""
+    texts = [part.text for part in parts if hasattr(part, "text")]
+    thoughts = [part.text for part in parts if isinstance(part, Thought)]
+    total = sum(map(len, texts))
+    return tokens * sum(map(len, thoughts)) / total if total else 0.0
+
+
+def _framed(kind: str, data: bytes) -> bytes:
+    """Return an event of a stream."""
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def event_bytes(event: JsonObject) -> bytes:
+    """Return an event without log-probabilities as bytes of a stream."""
+    return _framed(event["type"], dump(event))
