@@ -180,9 +180,7 @@ for base, words in ((os.environ["BASE_URL"], "/v1/chat/completions"), (URL + "/v
         assert words in e.message, e.message
     else:
         raise AssertionError(base)
-for ask, words in (
-    (lambda: client.embeddings.create(model=MODEL, input="Hi"), "only text"),
-):
+for ask, words in ((lambda: client.embeddings.create(model=MODEL, input="Hi"), "only text"),):
     try:
         ask()
     except openai.NotFoundError as e:
