@@ -94,7 +94,7 @@ class ProtocolWork(Protocol):
     ``stream_type`` is the response with the events of a stream.  ``media_type`` is the content type of an answer
     without a stream."""
 
-    stream_type: Callable[..., EventStream]
+    stream_type: type[EventStream]
     media_type: str
 
     speller: Speller

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from minivllm.server.http.sse import EventStream
@@ -27,7 +27,7 @@ class Work:
     ``_set_params`` once each, after this constructor.  ``events`` and ``written`` write the answer in the form of
     OpenAI's API; the class of another protocol overrides them."""
 
-    stream_type: Callable[..., EventStream] = EventStream
+    stream_type: type[EventStream] = EventStream
     media_type = "application/json"
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any], best_of: int | None = None) -> None:

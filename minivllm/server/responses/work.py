@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.server.errors import ApiError
@@ -41,19 +40,33 @@ BLANK: JsonObject = {
 Keep = Callable[["ResponseWork", bytes], Awaitable[None]]
 
 
-class ResponseStream(EventStream):
-    """The events of a response."""
+class ResponseEvents:
+    """The events of a response as bytes of a stream, with the request."""
 
-    def __init__(self, work: ResponseWork, *args: Any) -> None:
-        super().__init__(*args)
-        self.work = work
+    def __init__(self, work: ResponseWork, events: AsyncIterator[bytes]) -> None:
+        self.work, self._events = work, events
+
+    def __aiter__(self) -> AsyncIterator[bytes]:
+        return self._events
+
+    def __anext__(self) -> Awaitable[bytes]:
+        return self._events.__anext__()
+
+
+class ResponseStream(EventStream):
+    """The stream of the events of a response."""
 
     def _final(self, error: ApiError) -> bytes:
-        return b"".join(map(event_bytes, self.work.failure(error)))
+        assert isinstance(self.events, ResponseEvents)
+        return b"".join(map(event_bytes, self.events.work.failure(error)))
 
 
 class ResponseWork(Chat):
-    """One request for a response.  ``keep`` is called with the JSON of the response before the client has its end."""
+    """One request for a response.
+
+    ``keep`` is called with the JSON of the response before the client has its end."""
+
+    stream_type: type[EventStream] = ResponseStream
 
     def __init__(self, service: Service, request: Asked, state: dict[str, Any], keep: Keep | None = None) -> None:
         self.request, self.keep = request, keep
@@ -65,7 +78,6 @@ class ResponseWork(Chat):
         self.warnings = [*request.warnings, *request.conversation.warnings, *self.warnings]
         for warning in self.warnings:
             warning.update({key: request.renamed(text) for key, text in warning.items()})
-        self.stream_type = partial(ResponseStream, self)
         self.in_pieces = self.in_pieces or top is not None
         self.created = int(time.time())
 
@@ -183,8 +195,12 @@ class ResponseWork(Chat):
         shaper = Shaper(tokens.pool, tokens.tokenizer, self.speller, self.state["owner"])
         return pieces(value, shaper, self.service.slices)
 
-    async def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+    def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
+        """Return the answer as server-sent events."""
+        return ResponseEvents(self, self._events(answer))
+
+    async def _events(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events.  An error of the engine becomes the last events."""
         try:
             async for kind, data in self.json_events(answer):
                 yield _framed(kind, data)
