@@ -26,8 +26,21 @@ from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
 from .http.guard import Guard, asked_path, contained, error_body
 from .middleware import around
+from .ollama import generate as ollama
+from .ollama import models as ollama_models
 from .openai import chat, completions, websocket
-from .openai.bodies import ChatBody, CompletionBody, CountBody, DetokenizeBody, MessageBody, ResponsesBody, TokenizeBody
+from .openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    CountBody,
+    DetokenizeBody,
+    MessageBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaModelBody,
+    ResponsesBody,
+    TokenizeBody,
+)
 from .responses import routes as responses
 
 if TYPE_CHECKING:
@@ -36,7 +49,7 @@ if TYPE_CHECKING:
     from .openai.generate import Service
 
 RESTARTING = "the engine has ended and is being restarted"
-JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+JSON, EVENTS, LINES, TEXT = "application/json", "text/event-stream", "application/x-ndjson", "text/plain"
 BODY_ERRORS = (400, 404, 408, 413, 415, 429, 499, 500, 503)
 # Columns: path, route, method, model of the body, content types of the answer, status codes of the route's errors.
 # The guard's status codes are not listed, because every route has them.
@@ -53,6 +66,20 @@ ROUTES: Routes = (
     ("/detokenize", operations.detokenize, "POST", DetokenizeBody, (JSON,), BODY_ERRORS),
     ("/tokenizer_info", operations.tokenizer_info, "GET", None, (JSON,), (400, 503)),
     ("/version", operations.version, "GET", None, (JSON,), (503,)),
+    ("/api/chat", ollama.chat, "POST", OllamaChatBody, (JSON, LINES), BODY_ERRORS),
+    ("/api/generate", ollama.generate, "POST", OllamaGenerateBody, (JSON, LINES), BODY_ERRORS),
+    ("/api/tags", ollama_models.tags, "GET", None, (JSON,), (503,)),
+    ("/api/ps", ollama_models.loaded, "GET", None, (JSON,), (503,)),
+    ("/api/version", ollama_models.version, "GET", None, (JSON,), (503,)),
+    ("/api/show", ollama_models.show, "POST", OllamaModelBody, (JSON,), BODY_ERRORS),
+    ("/api/pull", ollama_models.pull, "POST", OllamaModelBody, (JSON, LINES), BODY_ERRORS),
+    ("/api/push", ollama_models.unchangeable, "POST", None, (JSON,), (501, 503)),
+    ("/api/create", ollama_models.unchangeable, "POST", None, (JSON,), (501, 503)),
+    ("/api/copy", ollama_models.unchangeable, "POST", None, (JSON,), (501, 503)),
+    ("/api/delete", ollama_models.unchangeable, "DELETE", None, (JSON,), (501, 503)),
+    ("/api/embed", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
+    ("/api/embeddings", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
+    ("/", ollama_models.root, "GET", None, (TEXT,), (503,)),
     ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
 )
 _OPERATIONS: Routes = (

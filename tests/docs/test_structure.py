@@ -5,6 +5,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ cli                                                   the commands
     │ server.serve  server.app  server.operations  server.pool_jobs
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
+    │ server.ollama                                         another protocol, by the classes of OpenAI's
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not import each other
     │ lab.bench  testing  testing.scaffold  pocket  lab.simulate  lab.replay  lab.compare_hf  lab.quantize
@@ -64,10 +65,11 @@ MAY_IMPORT = {
     "server.serve": (
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
-    "server.app": "server.operations server.anthropic server.openai server.http server",
+    "server.app": "server.operations server.anthropic server.ollama server.openai server.http server",
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.anthropic": "server.openai server.http runtime.text server",
+    "server.ollama": "server.openai server.http server",
     "server.openai": (
         "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
         "runtime.tenant_cache core.json_schema"

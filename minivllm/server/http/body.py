@@ -39,14 +39,18 @@ class Bodies:
         self.held: Counter[str] = Counter()
         self._late = Crowd()  # spreads the errors of bodies that began together and time out together
 
-    async def read(self, request: Request, most: int, seconds: float, owner: str) -> dict[str, Any]:
-        """Read a request's body and return it as a JSON object.
+    async def read(
+        self, request: Request, most: int, seconds: float, owner: str, any_type: bool = False
+    ) -> dict[str, Any]:
+        """Read a request's body and return it as a JSON object.  ``any_type`` accepts other content types than JSON.
 
         Raise ApiError: 415 if the content type is not JSON, 413 as soon as the body has more than ``most`` bytes,
         408 if it is not complete after ``seconds``, 429 if the owner has too many bytes in progress, 400 if it is not
         a JSON object or exceeds the limits of ``bounds``.
         """
-        if not is_json(request.headers.get("content-type", "")):  # the guard has checked requests that have a body
+        if not any_type and not is_json(
+            request.headers.get("content-type", "")
+        ):  # the guard has checked requests that have a body
             raise ApiError(415, f"the request has no body; {JSON_EXPECTED} and a JSON object")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 20 or int(declared) > most):

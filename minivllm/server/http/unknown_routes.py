@@ -22,16 +22,11 @@ _OTHERS = f"""\
 batches of messages are not stored; use {MESSAGES} for each request <- messages/batches messages/batches/* \
     messages/batches/*/cancel messages/batches/*/results
 only text is generated; use {CHAT} <- embeddings embed embedding rerank score pooling classify \
-    audio/transcriptions audio/translations audio/speech images/generations images/edits moderations api/embed \
-    api/embeddings
+    audio/transcriptions audio/translations audio/speech images/generations images/edits moderations
 files and batches are not stored; use {CHAT} for each request <- files files/* batches batches/* fine_tuning/jobs \
     assistants threads vector_stores
-models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter api/pull \
-    api/create api/delete api/push api/copy models/load models/unload
-Ollama's API is not served; use {CHAT} <- api/chat
-Ollama's API is not served; use {COMPLETIONS} <- api/generate
-Ollama's API is not served; use {MODELS} <- api/tags api/show api/ps
-Ollama's API is not served; use GET /version <- api/version
+models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter models/load \
+    models/unload
 use {COMPLETIONS} <- completion generate generate_stream infer inference invocations infill api/v1/generate \
     api/extra/generate/stream v2/models/*/infer
 use POST /tokenize with {{"messages": [...]}}, and POST /detokenize for the text <- apply-template
@@ -87,11 +82,15 @@ def _instead(path: str, routes: Sequence[str]) -> str:
         return f"use {plain.removeprefix('/v1')}"
     if f"/v1{plain}" in routes:
         return f"use /v1{plain}: the base URL ends with /v1"
-    if near := difflib.get_close_matches(plain, routes, n=1, cutoff=LIKE):
+    listed = next((advice for pattern, advice in OTHERS if pattern.fullmatch(plain)), "")
+    of_ollama = plain.startswith("/api/") and plain.count("/") == 2
+    if listed and of_ollama:  # the names of Ollama's routes are short, so many others are similar to them
+        return listed
+    alike = [route for route in routes if route.startswith("/api/") == of_ollama]
+    if near := difflib.get_close_matches(plain, alike, n=1, cutoff=LIKE):
         return f"did you mean {near[0]}?"
-    for pattern, advice in OTHERS:
-        if pattern.fullmatch(plain):
-            return advice
+    if listed:
+        return listed
     for end, route in (("/chat/completions", CHAT), ("/completions", COMPLETIONS)):  # Azure's, and /v1/engines/NAME
         if plain.endswith(end):
             return f"use {route}, with the model in the body"

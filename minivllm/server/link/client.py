@@ -52,6 +52,7 @@ class EngineInfo:
     plug-in chosen for it, or to a list of names.  ``reads`` are the extra sampling parameters that plug-ins read.
     ``tap_points`` maps each point of the model that can be tapped to its width.  ``energy`` is the name of the counter
     of joules, "" for none.  ``sampling`` are the sampling defaults of the model's generation_config.json.
+    ``weight_bytes`` is the memory of the weights.  ``shape`` has the model's type and sizes (``description.SHAPE``).
     """
 
     model: str
@@ -68,6 +69,8 @@ class EngineInfo:
     tap_points: dict[str, int]
     energy: str
     sampling: dict[str, Any]
+    weight_bytes: int
+    shape: dict[str, Any]
 
 
 class EngineClient:

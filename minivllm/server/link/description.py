@@ -9,6 +9,12 @@ from minivllm.core.engine.strategies import own_names
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
 
+# names of config.json that clients may read
+SHAPE = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts",
+)  # fmt: skip
+
 
 def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
     """Return the fields of ``EngineInfo``, the folder of the tokenizer (``tokenizer``, or None) and its ``eos_ids``."""
@@ -41,4 +47,12 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "tokenizer": resolved.tokenizer_dir,
         "eos_ids": list(wiring.eos_ids),
         "sampling": dict(resolved.sampling),
+        "weight_bytes": engine.capacity.weight_bytes,
+        "shape": _shape(resolved.hf_config),
     }
+
+
+def _shape(config: Any) -> dict[str, Any]:
+    """Return the type and the sizes of a model that its configuration has."""
+    found = {name: getattr(config, name, None) for name in SHAPE}
+    return {name: value for name, value in found.items() if isinstance(value, (str, int))}

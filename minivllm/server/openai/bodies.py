@@ -26,6 +26,9 @@ from .field_table import (
     CREATE,
     DETOKENIZE,
     FORM,
+    OLLAMA_CHAT,
+    OLLAMA_GENERATE,
+    OLLAMA_MODEL,
     REQUIRED,
     RESPONSES,
     TOKENIZE,
@@ -74,6 +77,10 @@ DetokenizeBody = _model("DetokenizeBody", Body, DETOKENIZE)
 CountBody = _model("CountBody", Body, CREATE, COUNT)
 MessageBody = _model("MessageBody", CountBody, CREATE)
 ResponsesBody = _model("ResponsesBody", Body, RESPONSES)
+OllamaBody = _model("OllamaBody", Body, OLLAMA_CHAT, OLLAMA_GENERATE)
+OllamaChatBody = _model("OllamaChatBody", OllamaBody, OLLAMA_CHAT)
+OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
+OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:

@@ -25,6 +25,7 @@ from . import JsonObject
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "detokenize"  # routes
 CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
 RESPONSES = "responses"
+OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "ollama_model"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -319,12 +320,36 @@ RESPONSES_ONLY = {
     "safety_identifier": (TEXT, "has no effect"),
     "prompt_cache_key": (TEXT, "has no effect"),
 }
+# the fields of both routes of Ollama's API that generate text
+OLLAMA = {
+    "model": (TEXT, "a name of the model, with or without :latest; absent: the model that the server loaded"),
+    "stream": (BOOL, "send a line of JSON for each piece of text; default true"),
+    "format": (_optional({"enum": ["json", ""]}, OBJECT), "json, or the JSON schema of the answer"),
+    "options": (DICT, "num_predict, temperature, top_k, top_p, min_p, seed, stop, repeat_penalty, ..."),
+    "think": (bool | str | None, "true, false, low, medium, high or max, for a chat template with reasoning"),
+    "keep_alive": (_optional(STRING, {"type": "number"}), "it has no effect: the model stays loaded"),
+    "logprobs": (BOOL, "return the log-probability of each token"),
+    "top_logprobs": (INT, "number of most likely tokens to return for each token; requires logprobs"),
+}
+OLLAMA_CHAT_ONLY = {
+    "messages": (_optional(_list_of(OBJECT)), "the conversation; empty: only load the model"),
+    "tools": (OBJECTS, ""),
+}
+OLLAMA_GENERATE_ONLY = {
+    "prompt": (TEXT, "the text of the user; empty: only load the model"),
+    "system": (TEXT, "the text of a first message of role system"),
+    "raw": (BOOL, "continue the prompt as it is, without the chat template"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
     (CHAT,): CHAT_ONLY,
     (COMPLETION,): COMPLETION_ONLY,
     (TOKENIZE,): TOKENIZE_ONLY,
+    (OLLAMA_CHAT, OLLAMA_GENERATE): OLLAMA,
+    (OLLAMA_CHAT,): OLLAMA_CHAT_ONLY,
+    (OLLAMA_MODEL,): {"model": (TEXT, ""), "name": (TEXT, "the older name of model"), "stream": (BOOL, "")},
+    (OLLAMA_GENERATE,): OLLAMA_GENERATE_ONLY,
     (DETOKENIZE,): {"model": (TEXT, ""), "tokens": (TOKENS, "")},
     (CREATE, COUNT): MESSAGE_AND_COUNT,
     (CREATE,): MESSAGE_ONLY,

@@ -330,13 +330,14 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [value if good else None for value, good in zip(values.tolist(), finite, strict=True)]
 
 
-async def read_body(request: Request, service: Service, model: type[Any]) -> Any:
+async def read_body(request: Request, service: Service, model: type[Any], any_type: bool = False) -> Any:
     """Read the body of a request within the limits of the server.
 
+    ``any_type`` accepts other content types than JSON, where the guard accepts them (clients of Ollama).
     ApiError if it is wrong, or if the server cannot serve it now."""
     server = service.server
     owner = request.scope["state"]["owner"]
-    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner)
+    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner, any_type)
     return await checked(service, model, values, owner)
 
 

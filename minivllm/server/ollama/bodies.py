@@ -1,0 +1,162 @@
+"""Convert bodies of Ollama's API to the fields of this server's chats and completions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from minivllm.server.errors import ApiError
+from minivllm.server.openai import JsonObject
+
+from .names import served_name
+
+if TYPE_CHECKING:
+    from minivllm.server.openai.generate import Service
+
+LEVELS = ("low", "medium", "high", "max")  # words for ``think``
+ENDLESS = {"num_predict": -1}  # the option that requests the rest of the context
+# fields of this server whose results an answer of Ollama's API cannot hold
+UNSHOWN = (
+    "n", "best_of", "echo", "prompt_logprobs", "taps", "return_token_ids", "return_tokens_as_token_ids",
+    "stream_options", "include_energy",
+)  # fmt: skip
+SENT = {"response_format": "format", "chat_template_kwargs": "think"}
+
+
+def is_load(body: Any) -> bool:
+    """Return whether a request only loads the model: a chat without messages, or an empty prompt."""
+    given = body.messages if hasattr(body, "messages") else body.prompt
+    return given is None or (isinstance(given, (str, list)) and not given)
+
+
+def chat_values(service: Service, body: Any) -> JsonObject:
+    """Return the fields of a chat of this server for the body of ``/api/chat``."""
+    values = _shared_values(service, body)
+    values["messages"] = _messages(body.messages)
+    values["tools"] = body.tools
+    values.update(_scores(body))
+    values.update(_reasoning(body, values.get("chat_template_kwargs")))
+    return values
+
+
+def prompt_values(service: Service, body: Any) -> JsonObject:
+    """Return the fields of a chat of this server for the body of ``/api/generate``: the prompt as a user's message."""
+    values = _shared_values(service, body)
+    messages = [] if not body.system else [{"role": "system", "content": body.system}]
+    values["messages"] = [*messages, {"role": "user", "content": body.prompt}]
+    values.update(_scores(body))
+    values.update(_reasoning(body, values.get("chat_template_kwargs")))
+    return values
+
+
+def raw_values(service: Service, body: Any) -> JsonObject:
+    """Return the fields of a completion of this server for the body of ``/api/generate`` with ``raw``.
+
+    The answer may use the rest of the context, as in Ollama, unless the request limits it."""
+    for name in ("system", "template", "context"):
+        if getattr(body, name, None):
+            raise ApiError(400, f"raw mode does not support {name}: put it into the prompt", name)
+    values = _shared_values(service, body)
+    values["prompt"] = body.prompt
+    if body.think is not None:
+        values["think"] = body.think  # it has no effect, which a warning says
+    if body.logprobs:
+        values["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs:
+        raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
+    options = values.get("options") or {}
+    limits = ("num_predict", "n_predict", "max_tokens", "max_new_tokens")
+    if all(place.get(name) is None for name in limits for place in (options, values)):
+        values["options"] = {**options, **ENDLESS}
+    return values
+
+
+def sent_names(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return a map from fields of this server to the names under which a client of Ollama sent them."""
+    options = values.get("options") or {}
+    return {**SENT, **{str(name)[:64]: f"options.{str(name)[:64]}" for name in options}}
+
+
+def _shared_values(service: Service, body: Any) -> JsonObject:
+    """Return the fields of a chat or completion that do not depend on the route.
+
+    Fields that the route does not declare are kept: the table of fields maps, refuses or ignores them."""
+    values: JsonObject = dict(body.model_extra or {})
+    values["model"] = served_name(service, body.model or values.pop("name", None))
+    values["stream"] = body.stream is not False
+    if body.keep_alive is not None:
+        values["keep_alive"] = body.keep_alive
+    options = body.options
+    if options is not None:
+        if not isinstance(options, dict):
+            raise ApiError(400, "options: expected an object of names and values", "options")
+        values["options"] = {name: value for name, value in options.items() if (name, value) != ("seed", -1)}
+    form = _form(body.format)
+    if form is not None:
+        values["response_format"] = form
+    for name in UNSHOWN:
+        for place in (values, values.get("options") or {}):
+            if place.get(name) not in (None, False, 1 if name == "n" else None):
+                raise ApiError(400, f"{name} is not supported: answers of Ollama's API have no place for it", name)
+    return values
+
+
+def _form(value: Any) -> JsonObject | None:
+    """Return the ``response_format`` for a ``format``: "json", a JSON schema, or nothing."""
+    if value is None or value == "":
+        return None
+    if value == "json":
+        return {"type": "json_object"}
+    if not isinstance(value, dict):
+        raise ApiError(400, 'format: expected "json" or a JSON schema', "format")
+    return {"type": "json_schema", "json_schema": {"name": "format", "schema": value}}
+
+
+def _scores(body: Any) -> JsonObject:
+    """Return the fields of log-probabilities of a chat."""
+    if not body.logprobs and not body.top_logprobs:
+        return {}
+    return {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
+
+
+def _reasoning(body: Any, variables: Any) -> JsonObject:
+    """Return the variables of the chat template that ``think`` sets.
+
+    Templates differ in the name of the switch, and a template ignores variables that it does not read."""
+    think = body.think
+    if think is None:
+        return {}
+    if isinstance(think, str) and think not in LEVELS:
+        raise ApiError(400, f"think={think[:40]!r}: expected true, false, {', '.join(LEVELS)}", "think")
+    switch = think is not False
+    asked: JsonObject = {"enable_thinking": switch, "thinking": switch}
+    if isinstance(think, str):
+        asked["reasoning_effort"] = think
+    return {"chat_template_kwargs": {**asked, **(variables if isinstance(variables, dict) else {})}}
+
+
+def _messages(messages: Any) -> Any:
+    """Return a conversation with the keys of OpenAI's API.  The chat checks its values."""
+    if not isinstance(messages, list):
+        return messages
+    return [_message(message) if isinstance(message, dict) else message for message in messages]
+
+
+def _message(message: JsonObject) -> JsonObject:
+    """Return a message with the keys of OpenAI's API: ``name`` for ``tool_name``, and calls without an index."""
+    found = {key: value for key, value in message.items() if key != "tool_name"}
+    if message.get("tool_name") is not None:
+        found.setdefault("name", message["tool_name"])
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        found["tool_calls"] = [_call(call) for call in calls]
+    return found
+
+
+def _call(call: Any) -> Any:
+    """Return a call of a message without the keys that only number the call."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    kept = {key: value for key, value in function.items() if key != "index"}
+    return {**call, "function": kept}
