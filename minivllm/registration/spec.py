@@ -156,7 +156,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "quantizer",
                 _SEAMS + "quantizer:Quantizer",
-                api=(1, 6),
+                api=(1, 7),
                 facts=("device", "sm", "dtype", "checkpoint"),
                 features=_INVARIANT
                 | {"sliceable": "quantizing a slice of a tensor equals slicing the quantized tensor"},

@@ -22,6 +22,7 @@ from transformers import (
     GPTNeoConfig,
     GptOssConfig,
     Lfm2Config,
+    Lfm2MoeConfig,
     LlamaConfig,
     MixtralConfig,
     MptConfig,
@@ -31,6 +32,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.utils import logging
@@ -56,6 +58,8 @@ CONFIGS = {
     "gpt_neo": GPTNeoConfig,
     "qwen3_5": Qwen3_5TextConfig,
     "lfm2": Lfm2Config,
+    "lfm2_moe": Lfm2MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
 }
 ARCHS = {"llama": Llama, "qwen2": Qwen2, "qwen3": Qwen3}
 HEADS = {"mha": (4, 4), "gqa": (4, 2), "mqa": (4, 1)}

@@ -30,6 +30,7 @@ TABLES = {
             0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1],
     "fp4": [0, 0.0052, 0.6667, 1, 0.3333, 0.5, 0.1667, 0.25, 0, -0.0052, -0.6667, -1, -0.3333, -0.5, -0.1667, -0.25],
 }  # fmt: skip
+MATRIX = re.compile(r"(_proj(_[a-z]+)?|lm_head|\.w[123])\.weight$")  # names of the weights that are packed
 PROMPT = [5, 17, 3, 44, 60, 21, 9, 33]
 
 
@@ -136,7 +137,7 @@ def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, ki
     the same weights in floating numbers)."""
     path, cfg, hf = tiny_dir(path, kind, **{**SIZES, **more})
     state, tensors = hf.state_dict(), load_file(path / "model.safetensors")
-    for name in [n for n in tensors if n.endswith(("_proj.weight", "lm_head.weight"))]:
+    for name in [n for n in tensors if MATRIX.search(n)]:
         made = code(name.removesuffix(".weight"), *tensors[name].shape)
         if made is not None:
             _place(state, name).copy_(made.weight)
@@ -151,13 +152,13 @@ def packed_dir(path: Path, config: Mapping[str, Any], code: Code, write: Any, ki
 
 def _place(state: Mapping[str, Tensor], name: str) -> Tensor:
     """Where transformers has a weight; of experts it has one tensor."""
-    expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+    expert = re.fullmatch(r"(.*experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight", name)
     if expert is None:
         return state[name]
     mixture, e, which = expert.groups()
-    if which == "down":
+    if which in ("down_proj", "w2"):
         return state[f"{mixture}.down_proj"][int(e)]
-    return state[f"{mixture}.gate_up_proj"][int(e)].chunk(2)[which == "up"]
+    return state[f"{mixture}.gate_up_proj"][int(e)].chunk(2)[which in ("up_proj", "w3")]
 
 
 def say(path: Path, config: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from minivllm.errors import PluginError
 if TYPE_CHECKING:
     from torch import Tensor
 
-API = (1, 6)
+API = (1, 7)  # 1.7: PartSource.groups
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class PartSource(NamedTuple):
 
     name: str  # name in the checkpoint, such as "model.layers.3.self_attn.q_proj"
     tensors: Mapping[str, tuple[tuple[int, ...], str]]  # parameter -> (shape, dtype such as "F16")
+    groups: int = 1  # row groups of a tensor with several parts, each with a share of every part
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ def sources_of(
         for name, target in targets.items()
         if target.param == "weight" and not target.experts
     }
+    groups = {name.removesuffix(".weight"): target.groups for name, target in targets.items()}
     for head, own in own_names(arch, cfg, plan).items():
         stems[own] = [(head.name, head.part)]
     found: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
@@ -160,7 +161,7 @@ def sources_of(
     made: dict[str, dict[str, PartSource]] = {}
     for stem, tensors in found.items():
         for module, part in stems[stem]:
-            made.setdefault(module, {})[part] = PartSource(stem, tensors)
+            made.setdefault(module, {})[part] = PartSource(stem, tensors, groups.get(stem, 1))
     return made
 
 

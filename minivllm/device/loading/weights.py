@@ -34,6 +34,7 @@ LOAD_FORMATS = ("auto", "safetensors", "pt", "dummy")
 DUMMY_STD = 0.02
 Wanted = Mapping[tuple[str, str], tuple[int, ...] | None]  # ``Module.wanted``
 PLAIN = ("weight", "bias")  # parameters that are not quantized
+WORDS = (".qweight", ".weight_packed")  # ends of the names of packed weights
 ROWS_AT_ONCE = 4096  # of two matrices that are compared
 log = logging.getLogger("minivllm")
 
@@ -313,8 +314,8 @@ def _target(
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
     scheme = getattr(module, "scheme", None)
-    grouped = rule.groups > 1
-    if getattr(scheme, "cuts_parts", False) and param in scheme.params() and rule.pairs is None and not grouped:
+    able = "cuts_groups" if rule.groups > 1 else "cuts_parts"
+    if getattr(scheme, able, False) and param in scheme.params() and rule.pairs is None:
         return Target(module, parts, param, None, whole=True)
     cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
     if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):
@@ -390,6 +391,13 @@ def _check_there(names: Iterable[str], targets: Mapping[str, Target], where: str
     """Compare the names of a checkpoint with the targets before any number is read.  ModelError for what it lacks."""
     roots = roots_of(targets)
     there = {whole_name(name, targets, roots) for name in names}
+    for name in there - targets.keys():
+        weight = f"{name.rpartition('.')[0]}.weight"
+        if weight in targets and weight not in there and name.endswith(WORDS):
+            raise ModelError(
+                f"{where}: the checkpoint has {name} and lacks {weight}: this weight is never stored quantized; "
+                "expected a floating dtype"
+            )
     _refuse_missing([name for name in targets if name not in there], where)
 
 

@@ -51,11 +51,17 @@ class AwqLayout(PartLayout):
     def _outputs(self, words: Tensor) -> Tensor:
         """This process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
         rows = self.share.rows
+        if not isinstance(rows, slice):
+            return self._unpacked(words)[:, rows].t()
         first, last = rows.start // FIELDS, -(-rows.stop // FIELDS)
-        words = words[:, first:last].to(self.share.device)
-        found = forms.fields(words, 4, FIELDS * (last - first)).view(len(words), -1, FIELDS)
-        whole = found[:, :, list(ORDER)].flatten(1)
+        whole = self._unpacked(words[:, first:last])
         return whole[:, rows.start - first * FIELDS : rows.stop - first * FIELDS].t()
+
+    def _unpacked(self, words: Tensor) -> Tensor:
+        """Return the outputs u8 [n, 8 * m] of words [n, m]."""
+        words = words.to(self.share.device)
+        found = forms.fields(words, 4, FIELDS * words.shape[1]).view(len(words), -1, FIELDS)
+        return found[:, :, list(ORDER)].flatten(1)
 
 
 class Awq(CheckpointQuantizer):

@@ -60,7 +60,8 @@ class HeldRows(NamedTuple):
 
 def fields(words: Tensor, bits: int, count: int) -> Tensor:
     """The first ``count`` fields of each row of words i32 [rows, W], as u8; low first, across the ends of words."""
-    raw = words.contiguous().view(torch.uint8).view(len(words), -1)
+    # flat first: a single column may have any stride and be contiguous
+    raw = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 8:
         return raw[:, :count]
     mask = (1 << bits) - 1

@@ -50,27 +50,34 @@ class Share:
 
     outputs: int
     inputs: int
-    rows: slice
+    rows: slice | Tensor  # a tensor i64 where the rows of a part are not one after another
     columns: slice
     dtype: torch.dtype
     device: str
-    fused: bool = False  # the outputs are those of other parts too, one after another
+    fused: bool = False  # the outputs are those of other parts too
 
     @staticmethod
     def of(m: ModuleInfo, part: str) -> Share:
-        mine = part_rows(m, part)
-        rows, columns = mine.stop - mine.start, m.in_features
+        own = part_rows(m, part)
+        rows, columns = own.stop - own.start, m.in_features
         names = _beside(m, part)
         whole = {name: m.rows[name].stop - m.rows[name].start for name in names}
         if m.split == "column":
-            whole = {name: own * m.share(name).size for name, own in whole.items()}
+            whole = {name: count * m.share(name).size for name, count in whole.items()}
         before = sum(whole[name] for name in names[: names.index(part)])
-        first = before + (m.share(part).rank * rows if m.split == "column" else 0)
+        rank = m.share(part).rank if m.split == "column" else 0
+        first = before + rank * rows
+        where: slice | Tensor = slice(first, first + rows)
+        groups = m.sources[part].groups if len(names) > 1 and m.sources is not None else 1
+        if groups > 1:
+            table = torch.arange(sum(whole.values())).view(groups, -1)
+            mine = table[:, before // groups : (before + whole[part]) // groups].flatten()
+            where = mine[rank * rows : (rank + 1) * rows]
         start = m.shard.rank * columns if m.split == "row" else 0
         return Share(
             sum(whole.values()),
             columns * (m.shard.size if m.split == "row" else 1),
-            slice(first, first + rows),
+            where,
             slice(start, start + columns),
             getattr(torch, m.dtype),
             m.device,
@@ -144,6 +151,7 @@ class PackedWeight(WeightScheme):
     itself.  ``told`` is given what became of the module, if that is not what was asked for."""
 
     cuts_parts = True  # of a tensor that has several it is given all, once for each
+    cuts_groups = True  # also where the rows of a part are not one after another
 
     info: ModuleInfo
     layouts: Mapping[str, PartLayout]

@@ -25,8 +25,8 @@ def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...]
 def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
     """Scales or zero points of blocks, as float32 [this process's outputs, groups]."""
     table = scales.to(share.device).float().reshape(-(-share.outputs // rows), -1)
-    at = torch.arange(share.rows.start, share.rows.stop, device=table.device) // rows
-    return table[at]
+    at = torch.arange(share.outputs)[share.rows] // rows
+    return table[at.to(table.device)]
 
 
 def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
