@@ -116,7 +116,7 @@ def in_turns(args: argparse.Namespace, environ: dict[str, str]) -> None:
                 raise SystemExit(f"{len(found.wrong)} answers were wrong; the first: {found.wrong[0]}")
             served = sum(one.tokens for one in found.answers)
             if served != tokens:
-                raise SystemExit(f"{served} tokens were served; want the {tokens} that LLM.generate gave")
+                raise SystemExit(f"{served} tokens were served; expected the {tokens} that LLM.generate gave")
             spent = {name: after[name] - before.get(name, 0.0) for name in after}
             http = spent.pop("http")
             rates = tokens / seconds, served / found.seconds

@@ -189,7 +189,7 @@ def by_policy(args: argparse.Namespace) -> None:
     names = list(there) if args.policy == ["all"] else args.policy
     unknown = sorted(set(names) - set(there))
     if unknown:
-        raise SystemExit(f"--policy {unknown[0]}: want all, or some of {', '.join(there)}")
+        raise SystemExit(f"--policy {unknown[0]}: expected all, or some of {', '.join(there)}")
     head = ("policy", "rows", "waiting", "full", "blocked", "turnover", "p99", "new", "publish")
     print("{:<14} {:>5} {:>8} {:>7} {:>8} {:>9} {:>7} {:>5} {:>8}".format(*head))
     for name in names:

@@ -156,7 +156,7 @@ def main() -> int:
     made = {name: (family_model, model_type) for name, model_type in families().items()}
     made |= {method: (packed_model, method) for method in WRITTEN}
     if unknown := set(args.only) - set(made):
-        parser.error(f"--only: {', '.join(sorted(unknown))}; want some of {', '.join(made)}")
+        parser.error(f"--only: {', '.join(sorted(unknown))}; expected some of {', '.join(made)}")
     print(f"{'family':20}" + "".join(f"{f'{n} ranks':>16}" for n in args.ranks) + "   seconds", flush=True)
     sound = True
     for name, (make, what) in made.items():

@@ -415,7 +415,7 @@ class Engine:
         limit = len(tokens) + params.max_tokens
         # What fits into the empty pool always ends, because the oldest sequence is never preempted for another.
         if not 0 < len(tokens) < limit <= self.most:
-            raise ValueError(f"want some tokens before and after, at most {self.most} together")
+            raise ValueError(f"expected some tokens before and after, at most {self.most} together")
         sequence = Sequence(tokens, params, limit)
         self.scheduler.waiting.append(sequence)
         return sequence

@@ -109,7 +109,7 @@ def want_name(cls: type) -> str:
     """Return the message for a class that was passed where a plug-in's name is expected.  Names can be sent to other
     processes; classes cannot."""
     module = cls.__module__
-    return f"want a name; of this one '{module}:{cls.__qualname__}', with allow_targets=[{module!r}]"
+    return f"expected a name; pass this class as '{module}:{cls.__qualname__}' with allow_targets=[{module!r}]"
 
 
 def describe_error(exc: BaseException, part: object = None) -> str:

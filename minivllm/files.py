@@ -68,7 +68,9 @@ def read_given(path: Name, most: int = SMALL, error: Error = ConfigError, name: 
             data = _drained(pipe.fileno(), most)
         return data.decode("utf-8-sig")
     except TimeoutError:
-        raise error(f"{at}: is a FIFO that sent nothing for {PATIENCE:g} s; want a process that writes to it") from None
+        raise error(
+            f"{at}: is a FIFO that sent nothing for {PATIENCE:g} s; expected a process that writes to it"
+        ) from None
     except OverflowError:
         raise error(_large(name or path, most)) from None
     except UnicodeDecodeError as exc:
@@ -105,23 +107,23 @@ def read_lines(path: Name, most: int = LARGE, error: Error = ConfigError, name: 
             if not line:
                 return
             if len(line) > LONGEST:
-                raise error(f"{at}:{number}: a line of more than {LONGEST // MIB} MiB; want shorter ones")
+                raise error(f"{at}:{number}: a line of more than {LONGEST // MIB} MiB; expected shorter lines")
             try:
                 yield line.decode("utf-8")
             except UnicodeDecodeError as exc:
                 raise error(f"{at}:{number}: not UTF-8 (byte {exc.start} of the line); save it as UTF-8") from None
 
 
-def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "", want: str = "") -> Any:
-    """Return the JSON value in a file.  ``want`` describes the expected contents, for the message about invalid
+def read_json(path: Name, most: int = SMALL, error: Error = ConfigError, name: str = "", expected: str = "") -> Any:
+    """Return the JSON value in a file.  ``expected`` describes the expected contents, for the message about invalid
     JSON."""
     text = read_text(path, most, error, name)
     try:
         return parse_json(text, _name(name or path), error)
     except error as exc:
-        if not want:
+        if not expected:
             raise
-        raise error(f"{exc}; want {want}") from None
+        raise error(f"{exc}; expected {expected}") from None
 
 
 def parse_json(text: str, at: str, error: Error = ConfigError, line: int = 0, unique: bool = False) -> Any:
@@ -201,7 +203,7 @@ def check_output(path: Name, error: Error = ConfigError, name: str = "") -> None
         if stat.S_ISDIR(mode):
             raise error(f"{at}: Is a directory")
         if not (stat.S_ISREG(mode) or os.fspath(path).startswith("/dev/")):
-            raise error(f"{at}: is {_kind(mode)}; want a regular file to write to")
+            raise error(f"{at}: is {_kind(mode)}; expected a regular file to write to")
         with open(path, "ab"):
             pass
         if not was_there:
@@ -232,7 +234,7 @@ def real(path: Name) -> str:
 def _check(found: os.stat_result, path: Name, most: int | None, error: Error) -> None:
     """Raise ``error`` unless the file is a regular file of at most ``most`` bytes."""
     if not stat.S_ISREG(found.st_mode):
-        raise error(f"{_name(path)}: is {_kind(found.st_mode)}; want a regular file")
+        raise error(f"{_name(path)}: is {_kind(found.st_mode)}; expected a regular file")
     if most is not None and found.st_size > most:
         raise error(_large(path, most, found.st_size))
 
@@ -240,7 +242,7 @@ def _check(found: os.stat_result, path: Name, most: int | None, error: Error) ->
 def _large(path: Name, most: int, size: int | None = None) -> str:
     """Return the message for a file of more than ``most`` bytes.  ``size`` None means that its size is unknown."""
     many = "more" if size is None else f"{size} bytes"
-    return f"{_name(path)}: {many}: want a file of at most {most // MIB} MiB"
+    return f"{_name(path)}: {many}: expected a file of at most {most // MIB} MiB"
 
 
 def _kind(mode: int) -> str:
@@ -252,7 +254,7 @@ def _kind(mode: int) -> str:
 def _of(data: bytes | None, path: Name, error: Error, name: str) -> bytes:
     """Return the bytes that were read.  ``error`` if the read returned None."""
     if data is None:  # some files under /proc have no data yet
-        raise error(f"{_name(name or path)}: nothing to be read from it now; want a regular file")
+        raise error(f"{_name(name or path)}: nothing to be read from it now; expected a regular file")
     return data
 
 

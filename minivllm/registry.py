@@ -219,8 +219,8 @@ class Registry:
         module, _, name = target.partition(":")
         if module.endswith(".py") or "/" in module:
             stem = module.rpartition("/")[2].removesuffix(".py")
-            want = f"want '{stem}:{name}' and --allow-target {stem}, in the folder of {stem}.py"
-            raise PluginError(f"{self.kind.name}: {shown(target)} is a path, and a target names a module: {want}")
+            expected = f"expected '{stem}:{name}' and --allow-target {stem}, in the folder of {stem}.py"
+            raise PluginError(f"{self.kind.name}: {shown(target)} is a path, and a target names a module: {expected}")
         if not self._allowed(target):
             raise PluginError(
                 f"{self.kind.name}: {shown(target)} is a target, and a target runs code. "
@@ -487,7 +487,9 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
         plugin = cls() if kind == "model" and options is None else cls(options, *context)
         reads: Any = getattr(plugin, "reads", None)
         if isinstance(reads, str):
-            raise PluginError(f"{label}: reads={shown(reads)} is a text: want a frozenset of names, {{{shown(reads)}}}")
+            raise PluginError(
+                f"{label}: reads={shown(reads)} is a text: expected a frozenset of names, {{{shown(reads)}}}"
+            )
         return plugin
     except (MinivllmError, KeyboardInterrupt):
         raise

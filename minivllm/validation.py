@@ -1,9 +1,9 @@
 """Error messages for values that a pydantic model refused, in plain words and with the path of each value.
 
 pydantic says "Input should be a valid integer, unable to parse ...".  A message of this module names the option, its
-value and the accepted values: ``max_num_seqs='many': want a whole number from 1``.  The accepted values come from the
-JSON Schema of the model, so the message is the same for every constraint of a field.  This also works for the option
-models of plug-ins.
+value and the accepted values: ``max_num_seqs='many': expected a whole number from 1``.  The accepted values come from
+the JSON Schema of the model, so the message is the same for every constraint of a field.  This also works for the
+option models of plug-ins.
 
 The module also checks values from outside (configurations, parameters, JSON) before other code reads them.  Text must
 be valid Unicode: a Python string may hold half of a surrogate pair, from JSON or YAML escapes or from arguments that
@@ -60,7 +60,7 @@ def lone_escape(text: str) -> bool:
 def whole(text: str) -> int:
     """Return the whole number in a JSON or TOML text.  ValueError if it has more than ``DIGITS`` digits."""
     if len(text) > DIGITS + 1:
-        raise ValueError(f"the number {text[:20]}... has {len(text.lstrip('-'))} digits; want at most {DIGITS}")
+        raise ValueError(f"the number {text[:20]}... has {len(text.lstrip('-'))} digits; expected at most {DIGITS}")
     return int(text)
 
 
@@ -76,10 +76,10 @@ def flaw(value: Any) -> str:
             return f"tables or lists are nested deeper than {DEEPEST} levels"
         if isinstance(value, str):
             if not is_text(value):
-                return f"{at}holds half of a surrogate pair (or a byte that is not UTF-8): want Unicode text"
+                return f"{at}holds half of a surrogate pair (or a byte that is not UTF-8): expected Unicode text"
         elif isinstance(value, int):
             if value.bit_length() > BITS:
-                return f"{at}is a whole number of {value.bit_length()} bits: want at most {BITS}"
+                return f"{at}is a whole number of {value.bit_length()} bits: expected at most {BITS}"
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 label = "a key"
@@ -125,7 +125,7 @@ def faults(exc: Any, model: Any, values: Any, at: str = "") -> list[FieldFault]:
         if place not in found:  # each branch of a union reports an error; one message describes all branches
             path = ".".join(str(p) for p in ((at,) if at else ()) + place)
             found[place] = FieldFault(path, _text(error, place, path, root))
-    # Drop errors of a table that contains a more exact error, such as "want a table or text" of a union.
+    # Drop errors of a table that contains a more exact error, such as "expected a table or text" of a union.
     outer = {place[:n] for place in found for n in range(len(place))}
     return [fault for place, fault in found.items() if place not in outer]
 
@@ -185,13 +185,13 @@ def _text(error: Mapping[str, Any], place: tuple[Any, ...], path: str, root: Any
         return f"unknown option {shown(path)}.{near}"
     want = words(_down(root, place), root) if kind.endswith(_EXPLAINED) else ""
     if kind == "missing":
-        return f"{brief(path)} is missing: want {want or 'a value'}"
+        return f"{brief(path)} is missing: expected {want or 'a value'}"
     if not want:
         message = error["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        return f"{brief(path) or 'value'}: {message.replace('Input should be', 'want')}"
+        return f"{brief(path) or 'value'}: {message.replace('Input should be', 'expected')}"
     node = _resolve(_down(root, place), root)
     hint = suggest(str(error["input"]), node.get("enum", ())) if isinstance(error["input"], str) else ""
-    return f"{brief(path)}{_shown(error['input'])}: want {want}{'.' if hint else ''}{hint}"
+    return f"{brief(path)}{_shown(error['input'])}: expected {want}{'.' if hint else ''}{hint}"
 
 
 def _shown(value: Any) -> str:

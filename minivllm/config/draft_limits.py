@@ -25,12 +25,12 @@ class DraftLimits:
         """Check the vocabulary and the context length in the config object of the second model."""
         if cfg.vocab_size != self.vocab:
             raise ConfigError(
-                f"{label} has vocab_size={cfg.vocab_size}; want {self.vocab}, as the model has: both must "
+                f"{label} has vocab_size={cfg.vocab_size}; expected {self.vocab}, as the model has: both must "
                 "have the same tokenizer"
             )
         most = longest_context(cfg)
         if most is not None and most < self.max_len:
-            raise ConfigError(f"{label} has {context_said(cfg)}; want max_model_len={self.max_len}: lower that")
+            raise ConfigError(f"{label} has {context_said(cfg)}; expected max_model_len={self.max_len}: lower that")
 
     def check_layers(self, label: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
         """Check the rotary embedding and the attention layers of the second model."""
@@ -39,8 +39,8 @@ class DraftLimits:
         if switch != self.switch:
             raise ConfigError(
                 f"{label} uses other rotary frequencies for requests longer than {switch} tokens, and the model for "
-                f"requests longer than {self.switch} (None means never); want the same length for both, or a smaller "
-                "max_model_len"
+                f"requests longer than {self.switch} (None means never); expected the same length for both, or a "
+                "smaller max_model_len"
             )
         if any(spec.window is not None for spec in specs):
-            raise ConfigError(f"{label} has layers with a sliding window; want full attention in all of them")
+            raise ConfigError(f"{label} has layers with a sliding window; expected full attention in all of them")

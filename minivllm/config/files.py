@@ -75,7 +75,7 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
     if name in found:
         return
     if len(inside) >= LONGEST_CHAIN:
-        raise ConfigError(f"{path}: more than {LONGEST_CHAIN} files extend one another; want fewer")
+        raise ConfigError(f"{path}: more than {LONGEST_CHAIN} files extend one another; use fewer")
     file = found[name] = read_file(path, other)
     bases = file.values.pop("extends", [])
     at = f"{file.where(('extends',))}: extends"
@@ -85,7 +85,7 @@ def _extend(path: str | os.PathLike[str], inside: tuple[str, ...], found: dict[s
         bases = [None]
     for base in reversed(bases):
         if not isinstance(base, str) or not base:
-            raise ConfigError(f"{at}: want a file, or a list of files")
+            raise ConfigError(f"{at}: expected a file, or a list of files")
         target = os.path.normpath(os.path.join(os.path.dirname(file.name), base))
         if not os.path.exists(target):
             raise ConfigError(f"{at} {shown(base)}: no such file as {brief(target, 300)}")
@@ -108,14 +108,14 @@ def read_file(path: str | os.PathLike[str], other: Other | None = None) -> Confi
             return _json_file(path)
         if found is None:
             at = brief(os.fspath(path), 300)
-            raise ConfigError(f"{at}: want a file that ends in .toml, .yaml, .yml or .json")
+            raise ConfigError(f"{at}: expected a file that ends in .toml, .yaml, .yml or .json")
         return _file(path, dict(found), {})
     text = files.read_text(path)
     values, lines = _toml(text, path) if suffix == ".toml" else _yaml(text, path)
     if values is None:
         values = {}
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: want a table of options at the top, got a {type(values).__name__}")
+        raise ConfigError(f"{path}: expected a table of options at the top, got a {type(values).__name__}")
     return _file(path, values, lines)
 
 
@@ -124,7 +124,7 @@ def _json_file(path: str | os.PathLike[str]) -> ConfigFile:
     text = files.read_text(path)
     values = files.parse_json(text, os.fspath(path), unique=True)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: want a JSON object of options at the top, got a {type(values).__name__}")
+        raise ConfigError(f"{path}: expected a JSON object of options at the top, got a {type(values).__name__}")
     try:  # JSON is also YAML, and the YAML reader returns the line of each value
         lines = _yaml(text.replace("\t", " "), path)[1]
     except ConfigError:

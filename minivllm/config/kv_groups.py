@@ -20,7 +20,7 @@ def attention_layers(arch: ModelArch, cfg: Any) -> tuple[AttnSpec, ...]:
     found = tuple(value) if isinstance(value, Iterable) else (value,)
     if not all(isinstance(layer, AttnSpec) for layer in found):
         label = f"model {type(arch).__name__}{from_file(arch)}"
-        raise PluginError(f"{label}: attention() gave {shown(value)}; want an AttnSpec for each layer")
+        raise PluginError(f"{label}: attention() gave {shown(value)}; expected an AttnSpec for each layer")
     return found
 
 

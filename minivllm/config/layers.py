@@ -65,7 +65,7 @@ class Layers:
         """Merge one value.  ConfigError if its path or the value is malformed or unknown."""
         source = begins(brief(where(tuple(path)), 300))
         if len(path) > DEEPEST:
-            raise ConfigError(f"{source}the key {_dotted(path)} has {len(path)} parts; want at most {DEEPEST}")
+            raise ConfigError(f"{source}the key {_dotted(path)} has {len(path)} parts; expected at most {DEEPEST}")
         problem = flaw(list(path)) or flaw(value)
         if problem:
             raise ConfigError(f"{source}{_dotted(path)}: {problem}")
@@ -179,15 +179,15 @@ class Layers:
             raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a list: set the whole list")
         inner = shape.choice if top in shape.seams else shape.tables.get(top)
         if len(path) > 1 and inner is None and top not in shape.tables and top not in shape.free:
-            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a value, not a table: want {top} = VALUE")
+            raise ConfigError(f"{at}{_dotted(path)}: {top!r} is a value, not a table: expected {top} = VALUE")
         if len(path) > 1 and inner is not None and path[1] not in inner:
             near = suggest(path[1], inner) or f" There are: {', '.join(inner)}."
             raise ConfigError(f"{at}unknown option {shown(_dotted(path[:2]))}.{near}")
         if top in shape.tables and len(path) == 1 and not isinstance(value, Mapping):
-            raise ConfigError(f"{at}{top}={shown(value)}: want a table")
+            raise ConfigError(f"{at}{top}={shown(value)}: expected a table")
         if top == "config_version" and (type(value) is not int or value != shape.version):
             newer = type(value) is int and value > shape.version
-            advice = "it was written for a newer one: upgrade minivllm" if newer else f"want {shape.version}"
+            advice = "it was written for a newer one: upgrade minivllm" if newer else f"expected {shape.version}"
             problem = f"{at}config_version={shown(value)}: this minivllm reads version {shape.version}"
             raise ConfigError(f"{problem}; {advice}")
         if top in shape.not_in_files and not trusted:

@@ -98,7 +98,7 @@ def _lay_over(
     for name, text in sorted(environ.items()):  # sorted, so that NAME precedes OPTIONS
         if name.startswith(ENV_PREFIX):
             if len(name) > MOST_NAME:
-                raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; want at most {MOST_NAME}")
+                raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; expected at most {MOST_NAME}")
             top, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
             path = (ALIASES.get(top, top), *rest)
             if path in variables:
@@ -106,7 +106,7 @@ def _lay_over(
             variables[path] = name
             layers.put(path, parse_value(text), _always(name))
         elif name.startswith("MINIVLLM_") and name[9:].lower() in EngineConfig.model_fields:
-            layers.notes.append(f"{name} is not read: want two underscores, {ENV_PREFIX}{name[9:]}")
+            layers.notes.append(f"{name} is not read: write two underscores, {ENV_PREFIX}{name[9:]}")
     layers.notes += environment_notes(environ)
     layers.assign([_assignment(text) for text in sets], "--set", trusted=True)
     layers.add(flags, _always("command line"), trusted=True)
@@ -122,7 +122,7 @@ def _assignment(text: str) -> tuple[list[str], Any]:
     """Return the path and the value of a ``--set`` text."""
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
-        raise ConfigError(f"--set {shown(text)}: want key=value, for example --set scheduler.name=fcfs")
+        raise ConfigError(f"--set {shown(text)}: expected key=value, for example --set scheduler.name=fcfs")
     return key.strip().split("."), parse_value(value)
 
 
@@ -163,7 +163,7 @@ def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, A
         raise ConfigError(f"{begins(source_of(origins, f'sampling.{exc.param}'))}sampling: {exc}") from exc
     except (ValueError, AttributeError):
         at = begins(source_of(origins, "sampling.logit_bias"))
-        raise ConfigError(f"{at}sampling: logit_bias={shown(bias)}: want a table with token ids as keys") from None
+        raise ConfigError(f"{at}sampling: logit_bias={shown(bias)}: expected a table with token ids as keys") from None
     return values
 
 

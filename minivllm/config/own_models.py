@@ -42,7 +42,9 @@ class OwnModels:
         """
         path, revision = part.options.get("model"), part.options.get("revision")
         if not isinstance(path, str) or not path:
-            raise PluginError(f"{part.name}: it claims {claim}, and its option 'model' is {shown(path)}; want a path")
+            raise PluginError(
+                f"{part.name}: it claims {claim}, and its option 'model' is {shown(path)}; expected a path"
+            )
         checkpoint = self.places.checkpoint(path, revision, f"revision of {part.name}")
         label = f"{label} {checkpoint.folder}"
         cfg = checkpoint.hf_config()
@@ -68,6 +70,6 @@ class OwnModels:
                 continue
             for name in WITHOUT:
                 if name in part.features:
-                    raise PluginError(f"{part.name}: it claims own_model and {name}; want a spec without {name}")
+                    raise PluginError(f"{part.name}: it claims own_model and {name}; expected a spec without {name}")
             models[part.name] = self.add(part, "own_model", f"{begins}the model of {part.name},")
         return models

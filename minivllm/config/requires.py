@@ -42,10 +42,10 @@ def _missing(text: str, at: str) -> str:
     except InvalidRequirement as exc:
         problem = brief(str(exc).partition("\n")[0], 200)
         raise ConfigError(
-            f"{at}requires.plugins: {shown(text)}: {problem}; want a package, as in 'acme-attn>=1.2'"
+            f"{at}requires.plugins: {shown(text)}: {problem}; expected a package, as in 'acme-attn>=1.2'"
         ) from None
     if requirement.url is not None:
-        raise ConfigError(f"{at}requires.plugins: {shown(text)}: want a package and its versions, without a URL")
+        raise ConfigError(f"{at}requires.plugins: {shown(text)}: expected a package and its versions, without a URL")
     if requirement.marker is not None and not requirement.marker.evaluate():
         return ""
     installed = _version(requirement.name)

@@ -278,12 +278,12 @@ class _Fold:
         if device.kind != "cpu":
             if not config.fuse:
                 problem = "torch's products depend on the number of rows"
-                raise ConfigError(f"{setting} with fuse=false: {problem}; want fuse=true")
+                raise ConfigError(f"{setting} with fuse=false: {problem}; set fuse=true")
             if not 90 <= (device.sm or 0) < 120:
                 capability = f"{device.sm / 10:.1f}" if device.sm else "none"
                 raise ConfigError(
                     f"{setting} on {device.kind}: its product is made for compute capability 9.0 to 11, and "
-                    f"{device.name} has {capability}; want such a GPU, or device=cpu"
+                    f"{device.name} has {capability}; use such a GPU, or device=cpu"
                 )
             missing = Needs("triton", "3.4", 'pip install "minivllm[triton]"').missing()
             if missing is not None:
@@ -400,7 +400,9 @@ class _Fold:
         most = longest_context(hf_config)
         if option is not None:
             if most is not None and option > most:
-                raise ConfigError(f"max_model_len={option}: the model has {context_said(hf_config)}; want at most that")
+                raise ConfigError(
+                    f"max_model_len={option}: the model has {context_said(hf_config)}; expected at most that"
+                )
             value = option
             reason = "asked for"
         else:
@@ -561,7 +563,7 @@ def _without_type(checkpoint: Checkpoint) -> str:
     """Return the message for a config.json without ``model_type``, which transformers needs to choose the config
     class."""
     return (
-        f"{checkpoint.folder}/config.json: model_type is missing: want the type that transformers has for "
+        f"{checkpoint.folder}/config.json: model_type is missing: expected the type that transformers has for "
         f'{shown(checkpoint.architecture)}, as in "model_type": "llama" for LlamaForCausalLM'
     )
 

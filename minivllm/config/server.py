@@ -103,7 +103,9 @@ class ServerConfig(Strict):
         """Check the accepted host names."""
         for name in names:
             if not _HOST.fullmatch(name):
-                raise ValueError(f"{name!r}: want a host name or an address without scheme, port or path; *.NAME; or *")
+                raise ValueError(
+                    f"{name!r}: expected a host name or an address without scheme, port or path; *.NAME; or *"
+                )
         return names
 
     def __init__(self, **values: Any) -> None:
@@ -111,17 +113,19 @@ class ServerConfig(Strict):
         super().__init__(**values)
         address = [name for name in ("host", "port") if name in self.model_fields_set]
         if self.uds is not None and address:
-            refuse("uds", f"uds together with server.{address[0]}: want a Unix socket or an address")
+            refuse("uds", f"uds together with server.{address[0]}: set a Unix socket or an address, not both")
         if self.steering_dir is not None and not self.admin:
-            refuse("steering_dir", "steering_dir without server.admin: want both")
+            refuse("steering_dir", "steering_dir without server.admin: set both, or neither")
         if self.ssl_certfile is None:
             for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers", "ssl_cert_reqs"):
                 if getattr(self, name):
-                    refuse(name, f"{name} without server.ssl_certfile: want both")
+                    refuse(name, f"{name} without server.ssl_certfile: set both, or neither")
         if self.ssl_cert_reqs and self.ssl_ca_certs is None:
-            refuse("ssl_cert_reqs", f"ssl_cert_reqs={self.ssl_cert_reqs} without server.ssl_ca_certs: want both")
+            refuse(
+                "ssl_cert_reqs", f"ssl_cert_reqs={self.ssl_cert_reqs} without server.ssl_ca_certs: set both, or neither"
+            )
         if self.ssl_ca_certs is not None and not self.ssl_cert_reqs:
             refuse(
                 "ssl_ca_certs",
-                "ssl_ca_certs without server.ssl_cert_reqs: want 1 or 2; 0 ignores certificates of clients",
+                "ssl_ca_certs without server.ssl_cert_reqs: set it to 1 or 2; 0 ignores certificates of clients",
             )

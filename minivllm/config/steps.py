@@ -20,9 +20,11 @@ def wire_steps(config: EngineConfig, device: str, origins: Mapping[str, str]) ->
     if unfused:
         setting = f"{begins(source_of(origins, 'unfused'))}unfused={shown(list(unfused))}"
         if not config.fuse:
-            raise ConfigError(f"{setting} with fuse=false, which leaves out all: want one of them")
+            raise ConfigError(f"{setting} with fuse=false, which leaves out all: set only one of them")
         if device == "cpu":
             raise ConfigError(f"{setting}: fused kernels run on GPUs only, and the device is a CPU; leave it out")
         if config.batch_invariant:
-            raise ConfigError(f"{setting} with batch_invariant=true: torch's operations depend on the batch; want none")
+            raise ConfigError(
+                f"{setting} with batch_invariant=true: torch's operations depend on the batch; leave it out"
+            )
     return StepWiring(graph, config.fuse, unfused, config.run_ahead)

@@ -35,14 +35,15 @@ def check(size: int, specs: Sequence[AttnSpec], device: Device, executor: Part, 
     if device.devices < size and device.kind != "cpu" and not elsewhere(executor):
         raise ConfigError(
             f"{setting}: each process has a device, and torch sees {device.devices} on "
-            f"{device.kind}; want at most {device.devices}"
+            f"{device.kind}; expected at most {device.devices}"
         )
     for layer, spec in enumerate(specs):
         if not fits(size, spec):
             sizes = [n for n in range(1, spec.heads + 1) if all(fits(n, other) for other in specs)]
             raise ConfigError(
                 f"{setting}: layer {layer} of the model has {spec.heads} heads and "
-                f"{spec.kv_heads} KV heads, which so many processes cannot share; want {' or '.join(map(str, sizes))}"
+                f"{spec.kv_heads} KV heads, which so many processes cannot share; expected "
+                f"{' or '.join(map(str, sizes))}"
             )
 
 
@@ -51,7 +52,7 @@ def refuse_invariant(size: int, setting: str) -> None:
     if size > 1:
         raise ConfigError(
             f"{setting} with tensor_parallel_size={size}: matrix sizes and the order of sums depend on the number of "
-            "processes; want tensor_parallel_size=1"
+            "processes; set tensor_parallel_size=1"
         )
 
 

@@ -10,13 +10,13 @@ from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.registration.spec import ANY, OPTION_OF, allows
 from minivllm.validation import begins, source_of
 
-_GPTQ = "want the same model as GPTQ with checkpoint_format=gptq (GPTQModel writes it with format=gptq)"
+_GPTQ = "use the same model as GPTQ with checkpoint_format=gptq (GPTQModel writes it with format=gptq)"
 # Quantization methods that only reorder the weights of another method for one kernel, and what to do.
 INSTEAD = {
     "marlin": f"its words are in the order of the kernel Marlin, which is not supported; {_GPTQ}",
     "gptq_marlin_24": f"its weights are sparse, in the order of the kernel Marlin, which is not supported; {_GPTQ}",
-    "gptq_marlin": "is vLLM's name for a kernel; want quant_method=gptq, which reads the same files",
-    "awq_marlin": "is vLLM's name for a kernel; want quant_method=awq, which reads the same files",
+    "gptq_marlin": "is vLLM's name for a kernel; set quant_method=gptq, which reads the same files",
+    "awq_marlin": "is vLLM's name for a kernel; set quant_method=awq, which reads the same files",
 }
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def method_read(checkpoint: Checkpoint, registry: Registry, choice: PluginChoice
             supported |= limits["checkpoint"]
     known = ", ".join(sorted(supported - {"none"}))
     advice = INSTEAD.get(method) or (
-        f"no quantizer reads it; want {known}, a package with a plug-in for it, or the model in floating numbers"
+        f"no quantizer reads it; use {known}, a package with a plug-in for it, or the model in floating numbers"
     )
     raise ModelError(f"{checkpoint.folder}/config.json: quantization_config.quant_method={shown(method)}: {advice}")
 

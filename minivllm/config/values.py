@@ -41,7 +41,7 @@ class PluginChoice(BaseModel):
         if self.prefer and self.name != "auto":
             raise ValueError(f"prefer is only for name = 'auto', and the name is {shown(self.name)}")
         if "auto" in self.prefer:
-            raise ValueError("prefer: want names of plug-ins, not 'auto'")
+            raise ValueError("prefer: expected names of plug-ins, not 'auto'")
         if self.options and self.name == "auto":
             raise ValueError("options need a name: which plug-in are they for?")
 
@@ -55,7 +55,7 @@ def _choice(value: Any) -> Any:
         if isinstance(name, type):
             raise ValueError(f"{name.__name__} is a class: {want_name(name)}")
     if not isinstance(value, (str, Mapping, PluginChoice)):
-        raise ValueError(f"{shown(value)} is not a plug-in: want a name, or a table with name and options")
+        raise ValueError(f"{shown(value)} is not a plug-in: expected a name, or a table with name and options")
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -67,7 +67,7 @@ def _listed(value: Any) -> list[Any]:
 def _choices(value: Any) -> Any:
     """Convert a list of names and tables.  ValueError for anything else."""
     if not isinstance(value, (list, tuple)):
-        raise ValueError(f"{shown(value)} is not a list: want names, or tables with name and options")
+        raise ValueError(f"{shown(value)} is not a list: expected names, or tables with name and options")
     return [_choice(v) for v in value]
 
 
@@ -85,7 +85,7 @@ def _dtype(value: Any) -> Any:
 def _overrides(value: Any) -> Any:
     """Check that ``hf_overrides`` is a table of JSON values.  ValueError names the wrong key."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"{shown(value)} is not a table: want keys of config.json with their values")
+        raise ValueError(f"{shown(value)} is not a table: expected keys of config.json with their values")
     todo: list[tuple[str, Any]] = [("", value)]
     while todo:
         at, node = todo.pop()
@@ -93,14 +93,14 @@ def _overrides(value: Any) -> Any:
             for key, inner in node.items():
                 if not isinstance(key, str):
                     place = f" in {at}" if at else ""
-                    raise ValueError(f"the key {shown(key)}{place} is a {type(key).__name__}: want text")
+                    raise ValueError(f"the key {shown(key)}{place} is a {type(key).__name__}: expected text")
                 todo.append((f"{at}.{key}" if at else key, inner))
         elif isinstance(node, (list, tuple)):
             todo += [(at, inner) for inner in node]
         elif isinstance(node, float) and not math.isfinite(node):
-            raise ValueError(f"{at}={node}: want a finite number")
+            raise ValueError(f"{at}={node}: expected a finite number")
         elif node is not None and not isinstance(node, (bool, int, float, str)):
-            raise ValueError(f"{at} is a {type(node).__name__}: want a JSON value, such as a number, text or list")
+            raise ValueError(f"{at} is a {type(node).__name__}: expected a JSON value, such as a number, text or list")
     return dict(value)
 
 
@@ -237,7 +237,7 @@ class EngineConfig(Strict):
         """Set the options, under any of their names, and check that they are consistent.  ConfigError if not."""
         super().__init__(**unalias(values, ALIASES, lambda _: ""))
         if self.num_kvcache_blocks == 0:
-            refuse("num_kvcache_blocks", "num_kvcache_blocks=0: want -1 (as many as fit) or a positive number")
+            refuse("num_kvcache_blocks", "num_kvcache_blocks=0: expected -1 (as many as fit) or a positive number")
         if self.max_num_batched_tokens < self.max_num_seqs:
             set_by_user = [n for n in ("max_num_batched_tokens", "max_num_seqs") if n in self.model_fields_set]
             refuse(
@@ -253,7 +253,7 @@ class EngineConfig(Strict):
                 if plugin == "auto":
                     refuse(f"{name}.{i}", f"{name}: each needs a name; 'auto' is for seams that take one plug-in")
         if not self.strategies:
-            refuse("strategies", "strategies: want at least one")
+            refuse("strategies", "strategies: expected at least one")
 
 
 class RunConfig(Strict):

@@ -48,7 +48,7 @@ def whole(value: Any, low: int, high: int, what: str) -> int:
     except TypeError:
         found = low - 1
     if not low <= found <= high:
-        raise ValueError(f"{what} {shown(value)}; want a whole number from {low} to {high}")
+        raise ValueError(f"{what} {shown(value)}; expected a whole number from {low} to {high}")
     return found
 
 
@@ -59,8 +59,8 @@ def _array(value: Any, kinds: str, what: str) -> np.ndarray:
     except (ValueError, TypeError):  # lists of unequal length, or objects that are not numbers
         array = np.empty(0, object)
     if array.dtype.kind not in kinds:
-        want = "numbers" if "f" in kinds else "whole numbers"
-        raise ValueError(f"{what} {shown(value)}; want {want}")
+        expected = "numbers" if "f" in kinds else "whole numbers"
+        raise ValueError(f"{what} {shown(value)}; expected {expected}")
     return array
 
 
@@ -76,12 +76,12 @@ def allowed_tokens(value: Any, vocab: int) -> np.ndarray:
     """Return the ids i64 [n] that an ``allowed_tokens_fn`` returned."""
     if not hasattr(value, "__len__") or not len(value):
         found = "no token" if hasattr(value, "__len__") else shown(value)
-        raise ValueError(f"it allowed {found}; want a list of ids 0 to {vocab - 1}")
+        raise ValueError(f"it allowed {found}; expected a list of ids 0 to {vocab - 1}")
     ids = _array(value, "iu", "it allowed")
     if ids.ndim != 1:
-        raise ValueError(f"it allowed ids of shape {ids.shape}; want one list of them")
+        raise ValueError(f"it allowed ids of shape {ids.shape}; expected one list of ids")
     if ids.min() < 0 or ids.max() >= vocab:
-        raise ValueError(f"it allowed tokens outside the vocabulary; want ids 0 to {vocab - 1}")
+        raise ValueError(f"it allowed tokens outside the vocabulary; expected ids 0 to {vocab - 1}")
     return ids.astype(np.int64)
 
 
@@ -93,13 +93,13 @@ def bound(row: Any, columns: Mapping[str, Column]) -> Row | None:
     if row is None:
         return None
     if not isinstance(row, Row):
-        raise ValueError(f"bind returned {shown(row)}; want a Row or None")
+        raise ValueError(f"bind returned {shown(row)}; expected a Row or None")
     whole(row.variant, 0, 2**63 - 1, "its Row has the variant")
     values = {}
     for name, value in row.values.items():
         if name not in columns:
             raise ValueError(
-                f"it has no column {shown(name)}; want one of {', '.join(columns) or 'none'}"
+                f"it has no column {shown(name)}; expected one of {', '.join(columns) or 'none'}"
             )
         values[name] = _fitting(name, value, columns[name])
     return replace(row, values=values) if values else row
@@ -111,30 +111,30 @@ def _fitting(name: str, value: Any, column: Column) -> np.ndarray:
     real = "float" in column.dtype
     array = _array(value, "fiub" if real else "iub", what)
     if array.size != math.prod(column.shape):
-        raise ValueError(f"{what} shape {array.shape}; want {column.shape}")
+        raise ValueError(f"{what} shape {array.shape}; expected {column.shape}")
     if real:
         if np.isnan(array).any() and not math.isnan(column.fill):
-            raise ValueError(f"{what} NaN; want numbers")
+            raise ValueError(f"{what} NaN; expected numbers")
         return array.astype(np.float64)
     dtype = np.dtype(column.dtype)
     fitting = array.astype(dtype)
     if (fitting != array).any():
-        raise ValueError(f"{what} {shown(value)}; want values of {dtype}")
+        raise ValueError(f"{what} {shown(value)}; expected values of {dtype}")
     return fitting
 
 
 def figures(value: Any) -> dict[str, float]:
     """Return the figures of a plug-in by name, as Python numbers."""
     if not isinstance(value, Mapping) or len(value) > MOST_FIGURES:
-        want = f"a mapping of at most {MOST_FIGURES} names to numbers"
-        raise ValueError(f"its figures are {shown(value)}; want {want}")
+        expected = f"a mapping of at most {MOST_FIGURES} names to numbers"
+        raise ValueError(f"its figures are {shown(value)}; expected {expected}")
     found: dict[str, float] = {}
     for name, number in value.items():
         if not isinstance(name, str) or not FIGURE.fullmatch(name):
-            want = "up to 64 lower-case letters, digits, underscores"
-            raise ValueError(f"a figure is named {shown(name)}; want {want}")
+            expected = "up to 64 lower-case letters, digits, underscores"
+            raise ValueError(f"a figure is named {shown(name)}; expected {expected}")
         if not isinstance(number, (int, float, np.number)) or not np.isfinite(float(number)):
-            raise ValueError(f"its figure {name} is {shown(number)}; want a finite number")
+            raise ValueError(f"its figure {name} is {shown(number)}; expected a finite number")
         found[name] = int(number) if isinstance(number, (int, np.integer)) else float(number)
     return found
 
@@ -146,7 +146,7 @@ def window(policy: SchedulerPolicy) -> int:
     """Return how many waiting sequences a policy receives.  PluginError if none would ever be admitted."""
     if not isinstance(policy.window, int) or policy.window < 1:
         problem = f"scheduler {type(policy).__name__}: its window is {shown(policy.window)}"
-        raise PluginError(f"{problem}; want a whole number of waiting sequences, at least 1")
+        raise PluginError(f"{problem}; expected a whole number of waiting sequences, at least 1")
     return policy.window
 
 
@@ -154,7 +154,9 @@ def key(value: Any) -> float:
     """Return the sort key of one sequence."""
     found = _array(value, "fiu", "key() gave")
     if found.shape != (1,) or np.isnan(found[0]):
-        raise ValueError(f"key() gave {shown(value)}; want an array of one number that is not NaN")
+        raise ValueError(
+            f"key() gave {shown(value)}; expected an array of one number that is not NaN"
+        )
     return float(found[0])
 
 
@@ -162,14 +164,14 @@ def lane(value: Any) -> int:
     """Return the lane of one sequence."""
     found = _array(value, "iu", "lane() gave")
     if found.shape != (1,):
-        raise ValueError(f"lane() gave {shown(value)}; want an array of one whole number")
+        raise ValueError(f"lane() gave {shown(value)}; expected an array of one whole number")
     return int(found[0])
 
 
 def ordered(value: Any, n: int) -> Iterator[int]:
     """Yield the indices that ``order`` returned.  Each is checked when it is used, because few of them are."""
     if not hasattr(value, "__len__") or len(value) > n:
-        raise ValueError(f"order() gave {shown(value)}; want at most {n} indices, each once")
+        raise ValueError(f"order() gave {shown(value)}; expected at most {n} indices, each once")
     return (whole(i, 0, n - 1, "order() gave") for i in value)
 
 
@@ -177,14 +179,14 @@ def shape(value: Any) -> StepShape:
     """Return the result of ``shape``."""
     if not isinstance(value, StepShape) or value.kind not in SHAPES:
         kinds = ", ".join(SHAPES)
-        raise ValueError(f"shape() gave {shown(value)}; want a StepShape of kind {kinds}")
+        raise ValueError(f"shape() gave {shown(value)}; expected a StepShape of kind {kinds}")
     cap, hold = value.prefill_cap, value.hold_until
     if cap is not None and not (_number(cap) and cap >= 0):
-        want = "a number of tokens, or None"
-        raise ValueError(f"shape() gave the prefill_cap {shown(cap)}; want {want}")
+        expected = "a number of tokens, or None"
+        raise ValueError(f"shape() gave the prefill_cap {shown(cap)}; expected {expected}")
     if not _number(hold) and hold not in (math.inf, -math.inf):
-        want = "seconds of the engine's clock"
-        raise ValueError(f"shape() gave the hold_until {shown(hold)}; want {want}")
+        expected = "seconds of the engine's clock"
+        raise ValueError(f"shape() gave the hold_until {shown(hold)}; expected {expected}")
     return value
 
 
@@ -204,10 +206,10 @@ def branches(value: Any, width: int, stepwise: bool) -> list[Branch]:
     least = width if stepwise else 1
     if not all(isinstance(b, Branch) for b in found) or not least <= len(found) <= width:
         count = f"{width}" if least == width else f"1 to {width}"
-        raise ValueError(f"start() gave {shown(value)}; want {count} of Branch")
+        raise ValueError(f"start() gave {shown(value)}; expected {count} of Branch")
     samples = [whole(b.sample, 0, width - 1, "start() gave the sample") for b in found]
     if len(set(samples)) < len(samples):
-        raise ValueError(f"start() gave the samples {samples}; want no two that are equal")
+        raise ValueError(f"start() gave the samples {samples}; expected no two that are equal")
     if any(b.guide is not None for b in found):
         for b in found:
             _guide(b.guide, stepwise)
@@ -225,10 +227,12 @@ def _listed(value: Any) -> list[Any]:
 def _guide(value: Any, stepwise: bool) -> None:
     """Check the guide of a branch in a request with guides."""
     if not isinstance(value, Guide) or stepwise:
-        want = "none in a stepwise strategy" if stepwise else "a Guide for each branch, or for none"
-        raise ValueError(f"start() gave the guide {shown(value)}; want {want}")
+        expected = (
+            "none in a stepwise strategy" if stepwise else "a Guide for each branch, or for none"
+        )
+        raise ValueError(f"start() gave the guide {shown(value)}; expected {expected}")
     if not _number(value.scale):
-        raise ValueError(f"its scale is {shown(value.scale)}; want a finite number")
+        raise ValueError(f"its scale is {shown(value.scale)}; expected a finite number")
     for token in value.prompt:
         whole(token, -(2**31), 2**31 - 1, "the prompt of a guide has the token id")
 
@@ -239,15 +243,15 @@ def answer(value: Any, samples: Collection[int], most: int) -> list[int]:
     order = [whole(i, 0, max(samples), "result() gave the sample") for i in _listed(value)]
     distinct = set(order)
     if not 1 <= len(order) <= most or len(distinct) < len(order) or not distinct <= set(samples):
-        want = f"1 to {most} of the samples {sorted(samples)}, each once"
-        raise ValueError(f"result() gave {shown(value)}; want {want}")
+        expected = f"1 to {most} of the samples {sorted(samples)}, each once"
+        raise ValueError(f"result() gave {shown(value)}; expected {expected}")
     return order
 
 
 def score(value: Any) -> float:
     """Return the score of a continuation."""
     if not isinstance(value, (int, float, np.integer, np.floating)) or math.isnan(value):
-        raise ValueError(f"a continuation has the score {shown(value)}; want a number")
+        raise ValueError(f"a continuation has the score {shown(value)}; expected a number")
     return float(value)
 
 
@@ -268,8 +272,8 @@ def accepted(value: Any, tokens: Sequence[Sequence[int]]) -> list[int]:
 def stuck(value: Any, n: int) -> dict[int, str]:
     """Return the result of ``fill``: the indices of the matchers (of n) that cannot go on, and a message for each."""
     if not isinstance(value, Mapping):
-        want = "a mapping of matchers that cannot go on"
-        raise ValueError(f"fill() gave {shown(value)}; want {want}")
+        expected = "a mapping of matchers that cannot go on"
+        raise ValueError(f"fill() gave {shown(value)}; expected {expected}")
     found: dict[int, str] = {}
     for i, message in value.items():
         index = whole(i, 0, n - 1, "fill() gave the matcher")
@@ -292,13 +296,17 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
     for name, dtype in RESULT.items():
         column = getattr(found, name)
         if not isinstance(column, np.ndarray) or column.shape != (n,) or column.dtype != dtype:
-            raise ValueError(f"{name} of step {plan.id} are {shown(column)}; want {dtype} [{n}]")
+            raise ValueError(
+                f"{name} of step {plan.id} are {shown(column)}; expected {dtype} [{n}]"
+            )
     # These checks run in every step, so they use few operations.  Viewed as unsigned, a negative number is large.
     if np.count_nonzero(found.count.view(np.uint32) > ONE):
-        raise ValueError(f"count of step {plan.id} has {shown(found.count)}; want 0 or 1 per row")
+        raise ValueError(
+            f"count of step {plan.id} has {shown(found.count)}; expected 0 or 1 per row"
+        )
     outside = found.tokens.view(np.uint32) >= np.array(vocab, np.uint32)
     if np.count_nonzero(outside) and found.count[outside].any():
-        raise ValueError(f"tokens of step {plan.id} are out of range; want 0 to {vocab - 1}")
+        raise ValueError(f"tokens of step {plan.id} are out of range; expected 0 to {vocab - 1}")
     if plan.topk >= 0:
         _logprobs(found.logprobs, n, plan.topk, f"log-probabilities of step {plan.id}")
     if len(plan.prompt):
@@ -308,14 +316,14 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
     shape = len(plan.host), vocab
     if shape[0] and _shape_of(found.logits) != shape:
         logits_shape = _shape_of(found.logits)
-        raise ValueError(f"logits of step {plan.id} have shape {logits_shape}; want {shape}")
+        raise ValueError(f"logits of step {plan.id} have shape {logits_shape}; expected {shape}")
     if len(plan.taps):
         tokens = plan.q_len[plan.taps[:, 1]] - plan.taps[:, 2]
         widths = np.array([*(capacity.taps or {}).values()])
         size = int(tokens @ widths[plan.taps[:, 0]])
         if found.taps is None or found.taps.shape != (size,) or found.taps.dtype != np.float32:
             have = shown(found.taps)
-            raise ValueError(f"taps of step {plan.id} are {have}; want float32 [{size}]")
+            raise ValueError(f"taps of step {plan.id} are {have}; expected float32 [{size}]")
     return found
 
 
@@ -329,5 +337,5 @@ def _logprobs(lp: LogProbs | None, n: int, k: int, what: str) -> None:
     shapes = [_shape_of(getattr(lp, name, None)) for name in ("chosen", "rank", "top_ids", "top")]
     chosen, rank, ids, top = shapes
     if (chosen, rank) != ((n,), (n,)) or ids != top or len(ids) != 2 or ids[0] != n or ids[1] < k:
-        want = f"those of {n} tokens and the {k} best of each"
-        raise ValueError(f"{what} have the shapes {shapes}; want {want}")
+        expected = f"those of {n} tokens and the {k} best of each"
+        raise ValueError(f"{what} have the shapes {shapes}; expected {expected}")

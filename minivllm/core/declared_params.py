@@ -110,12 +110,12 @@ def fault(kind: str, param: Param, taken: Callable[[str], bool]) -> str:
     another plug-in declares the name differently.
     """
     if kind not in ASKED:
-        return f", but a {kind} has no request parameters: want a {', '.join(ASKED)}"
+        return f", but a {kind} has no request parameters: expected a {', '.join(ASKED)}"
     if taken(param.name):
-        return ", which all requests have: want another name"
+        return ", which all requests have: choose another name"
     other = known(param.name)
     if other not in (None, param):
-        return f" otherwise than {' and '.join(readers(param.name))}: want {other}, or another name"
+        return f" otherwise than {' and '.join(readers(param.name))}: declare {other}, or choose another name"
     return ""
 
 

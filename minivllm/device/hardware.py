@@ -284,7 +284,7 @@ def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]
     for a dtype that the engine does not know, ResourceError for one that would kill the process.
     """
     if asked not in ("auto", *DTYPES):
-        raise ConfigError(f"dtype={asked!r}: want auto, {', '.join(DTYPES)}")
+        raise ConfigError(f"dtype={asked!r}: expected auto, {', '.join(DTYPES)}")
     if asked != "auto":
         if device.kind == "cpu" and asked != "float32":
             require_safe(asked)

@@ -154,8 +154,8 @@ def counter_of(option: str, executor: Executor, name: str) -> EnergyAccount | No
         problem = f"the executor {name} does not report its devices"
     except OSError as exc:
         problem = str(exc)
-    want = "energy=off, or rapl:FOLDER if Linux's powercap is mounted elsewhere"
-    raise ConfigError(f"energy={option}: {problem}; want {want}")
+    expected = "energy=off, or rapl:FOLDER if Linux's powercap is mounted elsewhere"
+    raise ConfigError(f"energy={option}: {problem}; set {expected}")
 
 
 def check_own_models(wiring: Wiring, capacity: Capacity, name: str) -> None:
@@ -171,7 +171,7 @@ def refuse_own_clock(executor: Any, name: str, live: bool) -> Any:
     if live and executor.now is not None:
         raise ConfigError(
             f"executor={name} has a clock of its own, and servers and AsyncLLM keep real time: "
-            "want an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
+            "use an executor without one; set clock=real among its options, or use LLM or `minivllm simulate`"
         )
     return executor
 

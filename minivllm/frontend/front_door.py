@@ -38,7 +38,7 @@ def load(config: Any, options: Mapping[str, Any], stacklevel: int = 3) -> Loaded
     elif isinstance(config, (list, tuple)):
         loaded = load_config(config, keywords=options)
     else:
-        raise ConfigError(f"config of type {type(config).__name__}; want a path, a mapping or an EngineConfig")
+        raise ConfigError(f"config of type {type(config).__name__}; expected a path, a mapping or an EngineConfig")
     for note in loaded.notes:
         warnings.warn(note, stacklevel=stacklevel)
     return replace(loaded, run=RunConfig())  # the caller passes the prompts

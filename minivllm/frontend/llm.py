@@ -67,7 +67,7 @@ def check_template_keywords(names: Iterable[str], others: Sequence[str] = ()) ->
     known = (*TEMPLATE_KEYWORDS, *others)
     for name in names:
         if name not in known:
-            hint = CHAT_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
+            hint = CHAT_HINTS.get(name) or f"expected {', '.join(known)}.{suggest(name, known)}"
             raise RequestError(f"chat: unknown keyword {shown(name)}; {hint}", name)
 
 
@@ -119,7 +119,9 @@ class LLM(FrontDoor):
             prompts = prompts.tolist()
         single = is_one_prompt(prompts)
         if not single and not isinstance(prompts, Iterable):
-            raise RequestError(f"prompts of {type(prompts).__name__}; want a string, token ids, or a list", "prompt")
+            raise RequestError(
+                f"prompts of {type(prompts).__name__}; expected a string, token ids, or a list", "prompt"
+            )
         items = [prompts] if single else list(prompts)
         params = params_for(self._params_or_default(sampling_params), len(items))
         all_taps = taps_for(taps, len(items))

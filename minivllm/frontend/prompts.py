@@ -37,7 +37,7 @@ REFUSED = {
         ),
         TEXT_ONLY,
     ),
-    "prompt_embeds": "embeddings are not read; want text or token ids",
+    "prompt_embeds": "embeddings are not read; expected text or token ids",
     **dict.fromkeys(("encoder_prompt", "decoder_prompt"), "models with an encoder are not served"),
     "token_type_ids": "no model here reads them",
     "messages": "a conversation goes to chat",
@@ -69,7 +69,7 @@ def check_call(keywords: Mapping[str, Any], known: Sequence[str]) -> None:
     any other."""
     for name, value in keywords.items():
         if name not in CALL_HINTS or value is not None:
-            hint = CALL_HINTS.get(name) or f"want {', '.join(known)}.{suggest(name, known)}"
+            hint = CALL_HINTS.get(name) or f"expected {', '.join(known)}.{suggest(name, known)}"
             raise RequestError(f"generate: unknown keyword {shown(name)}; {hint}", name)
 
 
@@ -83,7 +83,7 @@ def _check_keys(prompt: Mapping[Any, Any]) -> None:
             if isinstance(value, (str, list, tuple, dict)) and not value:
                 continue
             raise RequestError(f"{name} in a prompt: {REFUSED[key]}", name)
-        raise RequestError(f"{name} in a prompt: unknown key; want {', '.join(KEYS)}.{suggest(name, KEYS)}", name)
+        raise RequestError(f"{name} in a prompt: unknown key; expected {', '.join(KEYS)}.{suggest(name, KEYS)}", name)
 
 
 def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
@@ -94,19 +94,21 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
         _check_keys(prompt)
         salt = prompt.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"cache_salt={shown(salt)} in a prompt: want a string", "cache_salt")
+            raise RequestError(f"cache_salt={shown(salt)} in a prompt: expected a string", "cache_salt")
         ids = prompt.get("prompt_token_ids")
         if ids is not None:
             if isinstance(ids, (str, bytes, Mapping)):
-                raise RequestError(f"prompt_token_ids={shown(ids)}: want a list of token ids", "prompt_token_ids")
+                raise RequestError(f"prompt_token_ids={shown(ids)}: expected a list of token ids", "prompt_token_ids")
             text, prompt = prompt.get("prompt"), ids
             if text is not None and not isinstance(text, str):
-                raise RequestError(f"prompt={shown(text)} with prompt_token_ids: want the text of these", "prompt")
+                raise RequestError(
+                    f"prompt={shown(text)} with prompt_token_ids: expected the text of these ids", "prompt"
+                )
         elif prompt.get("prompt") is not None:
             prompt = prompt["prompt"]
         else:
             raise RequestError(
-                f"a prompt with the keys {sorted(map(str, prompt))}; want 'prompt' or 'prompt_token_ids'", "prompt"
+                f"a prompt with the keys {sorted(map(str, prompt))}; expected 'prompt' or 'prompt_token_ids'", "prompt"
             )
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -117,7 +119,9 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer | None) -> PromptInput:
     except ValueError:  # lists of unequal length
         array = np.empty(1, object)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise RequestError(f"a prompt of {type(prompt).__name__}; want a string or a list of whole token ids", "prompt")
+        raise RequestError(
+            f"a prompt of {type(prompt).__name__}; expected a string or a list of whole token ids", "prompt"
+        )
     if array.size and (array.max() >= 2**31 or array.min() < -(2**31)):
         raise RequestError("prompt: a token id does not fit 32 bits", "prompt")
     return PromptInput(text, array.astype(np.int32), salt)
@@ -128,7 +132,9 @@ def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
     if salt is None or params.cache_salt == salt:
         return params
     if params.cache_salt is not None:
-        raise RequestError("cache_salt differs between the prompt and its sampling parameters: want one", "cache_salt")
+        raise RequestError(
+            "cache_salt differs between the prompt and its sampling parameters: set only one of them", "cache_salt"
+        )
     return replace(params, cache_salt=salt)
 
 
@@ -142,8 +148,8 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
     if {NEGATIVE, SCALE} <= params.extra.keys() and NEGATIVE_IDS not in params.extra and tokenizer is not None:
         text = params.extra[NEGATIVE]
         if len(text) > MOST_NEGATIVE:
-            want = f"want at most {MOST_NEGATIVE}, or {NEGATIVE_IDS}"
-            raise RequestError(f"{NEGATIVE} has {len(text)} characters; {want}", NEGATIVE)
+            expected = f"expected at most {MOST_NEGATIVE}, or {NEGATIVE_IDS}"
+            raise RequestError(f"{NEGATIVE} has {len(text)} characters; {expected}", NEGATIVE)
         kept = {name: value for name, value in params.extra.items() if name != NEGATIVE}
         params = replace(params, extra={**kept, NEGATIVE_IDS: tokenizer.encode(text)})
     words = params.bad_words
@@ -159,7 +165,9 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
             found[tuple(word) if isinstance(word, (list, tuple, np.ndarray)) else (word,)] = None
             continue
         if not word.strip() or len(word) > 256:
-            raise RequestError(f"bad_words: the word {shown(word)}: want text of at most 256 characters", "bad_words")
+            raise RequestError(
+                f"bad_words: the word {shown(word)}: expected text of at most 256 characters", "bad_words"
+            )
         try:
             for text in (word, " " + word.lstrip()):
                 found[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
@@ -187,12 +195,14 @@ def params_for(params: Any, n: int) -> list[SamplingParams]:
         return [params] * n
     if isinstance(params, str) or not isinstance(params, Sequence):
         raise RequestError(
-            f"sampling_params of {type(params).__name__}; want SamplingParams or a list", "sampling_params"
+            f"sampling_params of {type(params).__name__}; expected SamplingParams or a list", "sampling_params"
         )
     converted = [p if isinstance(p, SamplingParams) else SamplingParams.make(**(p or {})) for p in params]
     if len(converted) != n:
         count = len(converted)
-        raise RequestError(f"{count} sampling_params for {n} prompts; want one, or one each", "sampling_params")
+        raise RequestError(
+            f"{count} sampling_params for {n} prompts; expected one, or one for each prompt", "sampling_params"
+        )
     return converted
 
 
@@ -200,15 +210,17 @@ def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
     """Return the taps of each of n prompts, from a list of ``Tap`` for all of them, a list of such lists, or None."""
     if taps is None:
         return [()] * n
-    want = "want a list of Tap, or one for each prompt"
+    expected = "expected a list of Tap, or one for each prompt"
     if not isinstance(taps, (list, tuple)):
-        raise RequestError(f"taps of {type(taps).__name__}; {want}", "taps")
+        raise RequestError(f"taps of {type(taps).__name__}; {expected}", "taps")
     if _are_taps(taps):
         return [tuple(taps)] * n
     if not all(isinstance(element, (list, tuple)) and _are_taps(element) for element in taps):
-        raise RequestError(f"taps={shown(taps)}: {want}", "taps")
+        raise RequestError(f"taps={shown(taps)}: {expected}", "taps")
     if len(taps) != n:
-        raise RequestError(f"{len(taps)} lists of taps for {n} prompts; want one list, or one each", "taps")
+        raise RequestError(
+            f"{len(taps)} lists of taps for {n} prompts; expected one list, or one for each prompt", "taps"
+        )
     return [tuple(element) for element in taps]
 
 

@@ -57,7 +57,7 @@ class Tracked(RequestText):
     ) -> None:
         """Convert the prompt and the parameters.  RequestError if they are malformed."""
         if request_id is not None and flaw(request_id):
-            raise RequestError(f"request_id={shown(request_id)}: want Unicode text", "request_id")
+            raise RequestError(f"request_id={shown(request_id)}: expected Unicode text", "request_id")
         text, ids, salt = read_prompt(prompt, tokenizer)
         params = with_salt(with_token_ids(params, tokenizer), salt)
         super().__init__(params, tokenizer, params.width, time.monotonic())

@@ -24,7 +24,7 @@ def seconds() -> float:
     except ValueError:
         limit = -1.0
     if not 0 <= limit < 1e9:
-        raise PluginError(f"{ENV}={shown(text)}: want a number of seconds, 0 for no limit")
+        raise PluginError(f"{ENV}={shown(text)}: expected a number of seconds, 0 for no limit")
     return limit
 
 

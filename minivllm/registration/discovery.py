@@ -119,11 +119,11 @@ def _unusable(entry: Entry, same: Entry | None) -> str:
     if entry.dist == LOCAL:
         return f"{where} is in a package called {LOCAL!r}, a name that is reserved for targets of the user"
     if not _NAME.fullmatch(entry.name) or entry.name == "auto":
-        return f"{where} is not a name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
+        return f"{where} is not a name for a plug-in: expected letters, digits, '_', '-' and '.', and not 'auto'"
     if entry.dist == UNKNOWN:
         return f"{where} is of a package whose metadata has no name"
     if not _TARGET.fullmatch(entry.target):
-        return f"{where} is {shown(entry.target)}: want 'package.module:SPEC'"
+        return f"{where} is {shown(entry.target)}: expected 'package.module:SPEC'"
     if same is not None and same.target != entry.target:
         return f"{where} is offered twice, as {shown(same.target)} and as {shown(entry.target)}: the first is used"
     return ""
@@ -244,7 +244,7 @@ def _flag(environ: Mapping[str, str]) -> bool:
     """Return whether MINIVLLM_STRICT_PLUGINS is 1.  PluginError if it is neither 0 nor 1."""
     value = environ.get(STRICT, "")
     if value not in ("", "0", "1"):
-        raise PluginError(f"{STRICT}={shown(value)}: want 0 or 1")
+        raise PluginError(f"{STRICT}={shown(value)}: expected 0 or 1")
     return value == "1"
 
 
@@ -262,7 +262,9 @@ def _blocked(dists: set[str], environ: Mapping[str, str]) -> set[str]:
     only = {normal(w) for w in words if not w.startswith("-")}
     without = {normal(w[1:]) for w in words if w.startswith("-")}
     if BUILTIN in without or "" in without:
-        raise PluginError(f"{ENV}={shown(text)}: want packages, or '-package', and minivllm itself cannot be blocked")
+        raise PluginError(
+            f"{ENV}={shown(text)}: expected packages, or '-package', and minivllm itself cannot be blocked"
+        )
     unknown = sorted((only | without) - external - {BUILTIN})
     if unknown:
         raise PluginError(

@@ -61,15 +61,17 @@ class Param:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name.isidentifier() or self.name.startswith("_"):
-            raise TypeError(f"Param name={shown(self.name)}: want a name such as 'top_a'")
+            raise TypeError(f"Param name={shown(self.name)}: expected a name such as 'top_a'")
         if self.kind not in WORDS:
-            raise TypeError(f"Param {self.name!r} kind={shown(self.kind)}: want one of {_names(WORDS)}")
+            raise TypeError(f"Param {self.name!r} kind={shown(self.kind)}: expected one of {_names(WORDS)}")
         if not isinstance(self.choices, (tuple, list)) or not all(isinstance(c, str) for c in self.choices):
-            raise TypeError(f"Param {self.name!r} choices={shown(self.choices)}: want a tuple of texts, such as ('a',)")
+            raise TypeError(
+                f"Param {self.name!r} choices={shown(self.choices)}: expected a tuple of texts, such as ('a',)"
+            )
         if self.choices and self.kind is not str:
-            raise TypeError(f"Param {self.name!r} has choices: want none for a {self.kind.__name__}")
+            raise TypeError(f"Param {self.name!r} has choices: expected none for a {self.kind.__name__}")
         if self.bounds and self.kind not in NUMBERS[:2]:
-            raise TypeError(f"Param {self.name!r} has bounds: want none for a {self.kind.__name__}")
+            raise TypeError(f"Param {self.name!r} has bounds: expected none for a {self.kind.__name__}")
         try:
             self.check(self.default)
         except RequestError as exc:
@@ -122,9 +124,9 @@ class Param:
             and (self.lt is None or value < self.lt)
         )
 
-    def _refused(self, value: Any, want: str) -> RequestError:
+    def _refused(self, value: Any, expected: str) -> RequestError:
         """Return the error for a wrong value."""
-        return RequestError(f"{self.name}={shown(value)}: want {want}", self.name)
+        return RequestError(f"{self.name}={shown(value)}: expected {expected}", self.name)
 
 
 def unknown_parameter(name: str, known: Iterable[str]) -> RequestError:

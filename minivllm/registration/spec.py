@@ -321,7 +321,7 @@ class Reason:
     fix: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.what}: want {self.want}, supports {self.have}" if self.want else self.what
+        text = f"{self.what}: expected {self.want}, supports {self.have}" if self.want else self.what
         return f"{text}  ({self.fix})" if self.fix else text
 
 
@@ -341,7 +341,7 @@ class Needs:
     def __post_init__(self) -> None:
         if self.version and not self.version[0].isdigit():
             raise ValueError(
-                f"Needs({self.module!r}): version={self.version!r}: want the lowest version, such as '2.1'"
+                f"Needs({self.module!r}): version={self.version!r}: expected the lowest version, such as '2.1'"
             )
 
     def missing(self) -> Reason | None:
@@ -449,13 +449,15 @@ class Spec:
             ("check", self.check is None or callable(self.check), "a function (PluginQuery) -> [Reason]"),
         ):
             if not ok:
-                raise TypeError(f"Spec {name}={getattr(self, name)!r}: want {want}")
+                raise TypeError(f"Spec {name}={getattr(self, name)!r}: expected {want}")
         for fact, limit in limits.items():
             if not isinstance(limit, Set) and not hasattr(limit, "allows"):
-                raise TypeError(f"Spec limits[{fact!r}]={limit!r}: want a set, AtLeast, AtMost, Range, MultipleOf, ANY")
+                raise TypeError(
+                    f"Spec limits[{fact!r}]={limit!r}: expected a set, AtLeast, AtMost, Range, MultipleOf, ANY"
+                )
         for name, words in [("features", self.features), *((f"limits[{fact!r}]", v) for fact, v in limits.items())]:
             if isinstance(words, Set) and len(words) > 1 and all(isinstance(w, str) and len(w) == 1 for w in words):
-                raise TypeError(f"Spec {name}={set(words)!r}: these are the letters of a text; want {{'the text'}}")
+                raise TypeError(f"Spec {name}={set(words)!r}: these are the letters of a text; expected {{'the text'}}")
 
     @property
     def reads(self) -> frozenset[str]:
@@ -507,7 +509,7 @@ class Spec:
             reasons += self.check(request)
             for reason in reasons:
                 if not isinstance(reason, Reason):
-                    raise TypeError(f"check() gave {reason!r}: want a list of Reason")
+                    raise TypeError(f"check() gave {reason!r}: expected a list of Reason")
         return tuple(reasons)
 
 

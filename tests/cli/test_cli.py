@@ -101,7 +101,7 @@ def test_every_name_of_the_package_can_be_imported():
     [
         (["generate", "--config", "no.toml", "x"], 2, "no.toml: no such file"),
         (["generate", "--set", "sede=1", "x"], 2, "--set: unknown option 'sede'. Did you mean 'seed'?"),
-        (["generate", "--top-p", "7", "x"], 2, "top_p=7.0: want a number in (0, 1]"),
+        (["generate", "--top-p", "7", "x"], 2, "top_p=7.0: expected a number in (0, 1]"),
         (["generate", "--model", "/no/model", "x"], 3, "/no/model: no such directory"),
         (["explain", "--model", "/no/model"], 3, "/no/model: no such directory"),
         (["plugins", "atention"], 4,

@@ -79,7 +79,7 @@ def test_a_tensor_of_a_wrong_shape(capsys, broken):
     config = json.loads((broken / "config.json").read_text())
     config["intermediate_size"] += 64
     (broken / "config.json").write_text(json.dumps(config))
-    expect_refusal(capsys, 3, "has shape", "want", args=generate(broken))
+    expect_refusal(capsys, 3, "has shape", "expected", args=generate(broken))
 
 
 def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
@@ -108,8 +108,8 @@ def test_a_tensor_too_many_and_one_too_few(capsys, tmp_path):
         (2, ("top_p=0.0",), ["--top-p", "0"]),
         (2, ("max_tokens=0",), ["--max-tokens", "0"]),
         (2, ("tensor_parallel_size",), ["--set", "tensor_parallel_size=0"]),
-        (4, ("tensor_parallel_size: want 9",), ["--set", "tensor_parallel_size=9"]),
-        (2, ("want 1 or 2 or 4",), ["--set", "tensor_parallel_size=3"]),
+        (4, ("tensor_parallel_size: expected 9",), ["--set", "tensor_parallel_size=9"]),
+        (2, ("expected 1 or 2 or 4",), ["--set", "tensor_parallel_size=3"]),
         (2, ("dtype",), ["--set", "dtype=float12"]),
     ],
 )
@@ -120,7 +120,7 @@ def test_wrong_options(capsys, code, words, more):
 @pytest.mark.parametrize("prompt", ["", "word " * 5000])
 def test_prompts_that_cannot_be_served(capsys, prompt):
     args = ["generate", prompt, "--model", "pocket"]
-    expect_refusal(capsys, 2, "the prompt", "want at", args=args)
+    expect_refusal(capsys, 2, "the prompt", "expected at", args=args)
 
 
 @pytest.mark.parametrize(

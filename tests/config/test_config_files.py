@@ -149,8 +149,8 @@ def test_each_of_several_faults_has_its_own_place(write):
     write("a.toml", "seed = 'x'\n")
     write("b.yaml", "\nmax_num_seqs: 0\n")
     assert refusal("a.toml", "b.yaml", sets=["dtype=auo"]) == (
-        "--set: dtype='auo': want 'auto', 'float32', 'bfloat16' or 'float16'. Did you mean 'auto'?; "
-        "a.toml:1: seed='x': want a whole number; b.yaml:2: max_num_seqs=0: want a whole number from 1"
+        "--set: dtype='auo': expected 'auto', 'float32', 'bfloat16' or 'float16'. Did you mean 'auto'?; "
+        "a.toml:1: seed='x': expected a whole number; b.yaml:2: max_num_seqs=0: expected a whole number from 1"
     )
 
 
@@ -166,7 +166,7 @@ def test_yaml_has_the_words_and_numbers_of_yaml_1_2(write):
     assert (config.tokenizer, config.fuse, config.max_model_len, config.max_num_seqs) == ("2020-01-01", True, None, 16)
     assert config.run_ahead is None and config.scheduler.options == {"t": "12:30"}
     write("a.yaml", "fuse: yes")
-    assert refusal(name) == "a.yaml:1: fuse='yes': want true or false"
+    assert refusal(name) == "a.yaml:1: fuse='yes': expected true or false"
 
 
 @pytest.mark.parametrize(
@@ -256,8 +256,8 @@ def test_an_empty_table_takes_nothing_away_but_empty_options_do(write):
         ({"a.toml": "extends = './d/b.yaml'", "d/b.yaml": "extends: ../c.toml", "c.toml": "extends = 'd/b.yaml'"},
          "d/b.yaml: a file cannot extend itself: b.yaml -> c.toml -> b.yaml"),
         ({"a.toml": "seed = 1\nextends = 'no.toml'"}, "a.toml:2: extends 'no.toml': no such file as no.toml"),
-        ({"a.toml": "extends = 3"}, "a.toml:1: extends: want a file, or a list of files"),
-        ({"a.toml": "extends = ['b.toml', 3]", "b.toml": ""}, "a.toml:1: extends: want a file, or a list of files"),
+        ({"a.toml": "extends = 3"}, "a.toml:1: extends: expected a file, or a list of files"),
+        ({"a.toml": "extends = ['b.toml', 3]", "b.toml": ""}, "a.toml:1: extends: expected a file, or a list of files"),
         ({"a.toml": "extends = 'b.toml'", "b.toml": "config_version = 2"},
          "b.toml:1: config_version=2: this minivllm reads version 1; it was written for a newer one: upgrade minivllm"),
         ({"a.toml": "extends = 'b.toml'", "b.toml": "[schedular]\nname = 'x'"},
@@ -308,11 +308,11 @@ def test_what_is_missing_is_told_at_once_with_the_command(write):
     "text, message",
     [
         ("plugins = ['acme >> 1']", "a.toml:2: requires.plugins: 'acme >> 1': Expected semicolon (after name with no "
-         "version specifier) or end; want a package, as in 'acme-attn>=1.2'"),
-        ("plugins = ['x @ file:///x']", "a.toml:2: requires.plugins: 'x @ file:///x': want a package and its versions, "
-         "without a URL"),
-        ("plugins = 'acme'", "a.toml:2: requires.plugins='acme': want a list (each: text)"),
-        ("plugins = [3]", "a.toml:2: requires.plugins.0=3: want text"),
+         "version specifier) or end; expected a package, as in 'acme-attn>=1.2'"),
+        ("plugins = ['x @ file:///x']", "a.toml:2: requires.plugins: 'x @ file:///x': expected a package and its "
+         "versions, without a URL"),
+        ("plugins = 'acme'", "a.toml:2: requires.plugins='acme': expected a list (each: text)"),
+        ("plugins = [3]", "a.toml:2: requires.plugins.0=3: expected text"),
         ("plugin = []", "a.toml:2: unknown option 'requires.plugin'. Did you mean 'plugins'?"),
     ],
 )  # fmt: skip

@@ -161,7 +161,7 @@ def test_a_size_that_the_weights_contradict_is_refused_by_its_key(tmp_path, key,
     if key == "num_hidden_layers":
         config["layer_types"] = ["full_attention"] * value
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=rf"config\.json: .*{key}={value}.* want "):
+    with pytest.raises(ModelError, match=rf"config\.json: .*{key}={value}.* expected "):
         load(path)
 
 
@@ -241,7 +241,7 @@ def test_infinities_are_read_as_transformers_writes_them(folder, value):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"model_type": ...}, "model_type is missing: want the type that transformers has for 'Qwen3ForCausalLM'"),
+        ({"model_type": ...}, "model_type is missing: expected the type that transformers has for 'Qwen3ForCausalLM'"),
         ({"model_type": None}, "model_type is missing"),
         ({"model_type": ""}, "model_type is missing"),
         ({"architectures": ...}, "names no architecture"),
@@ -262,7 +262,7 @@ def test_a_config_that_names_no_model_is_refused_with_the_key(folder, change, sa
 @pytest.mark.parametrize("value", [[], 3, "x", None, True])
 def test_a_config_that_is_no_object_is_refused(folder, value):
     (folder / "config.json").write_text(json.dumps(value))
-    with pytest.raises(ModelError, match=r"config\.json: want a JSON object, got a "):
+    with pytest.raises(ModelError, match=r"config\.json: expected a JSON object, got a "):
         open_checkpoint(str(folder))
 
 
@@ -271,5 +271,5 @@ def test_a_config_that_is_no_object_is_refused(folder, value):
 def test_names_and_tables_of_another_kind_are_refused_by_their_key_at_any_depth(folder, key, value):
     name, _, inner = key.partition(".")
     given = {name: {inner: value} if inner else value}
-    assert f" {key}={value!r}: want" in refusal(folder, {**CONFIG, **given})
-    assert f" text_config.{key}={value!r}: want" in refusal(folder, {**CONFIG, "text_config": given})
+    assert f" {key}={value!r}: expected" in refusal(folder, {**CONFIG, **given})
+    assert f" text_config.{key}={value!r}: expected" in refusal(folder, {**CONFIG, "text_config": given})

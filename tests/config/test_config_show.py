@@ -121,7 +121,7 @@ def test_what_no_file_may_hold_is_shown_as_a_comment(here, capsys):
 
 def test_a_variable_with_one_underscore_is_told():
     loaded = load_config(environ={"MINIVLLM_SEED": "3", "MINIVLLM_PLUGINS": ""})
-    assert loaded.notes == ("MINIVLLM_SEED is not read: want two underscores, MINIVLLM__SEED",)
+    assert loaded.notes == ("MINIVLLM_SEED is not read: write two underscores, MINIVLLM__SEED",)
     assert loaded.engine.seed == 0
 
 

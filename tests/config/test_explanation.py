@@ -46,7 +46,13 @@ def test_explain_as_json_is_what_python_gives(capsys):
     (selection,) = shown["selections"]
     assert selection["supplied"] == {"block": 16} and shown["notes"]["block"] == "16 (supplied by minivllm/sdpa)"
     triton = next(c for c in selection["candidates"] if c["name"] == "minivllm/triton")
-    device = {"what": "device", "want": "cpu", "have": "{cuda}", "fix": "", "text": "device: want cpu, supports {cuda}"}
+    device = {
+        "what": "device",
+        "want": "cpu",
+        "have": "{cuda}",
+        "fix": "",
+        "text": "device: expected cpu, supports {cuda}",
+    }
     assert device in triton["reasons"] and not triton["suitable"]
 
 
@@ -107,7 +113,7 @@ def test_a_block_size_that_the_spec_supplies_must_be_one_that_it_supports(packag
         minivllm.explain(**CPU, attention="flash")
     assert str(info.value) == (
         f"attention 'acme/flash' (acme 1.0, entry point 'acme_size:{name}'): the block size was left open, and "
-        f"its spec does not support {whose}: block: want {block}, supports multiples of 48"
+        f"its spec does not support {whose}: block: expected {block}, supports multiples of 48"
     )
     assert minivllm.explain(**CPU, attention="flash", kvcache_block_size=96).error is None
 

@@ -85,7 +85,7 @@ KINDS = {
     "a socket": (listening, "is a socket"),
     "a link to itself": (lambda path: os.symlink(path, path), "symbolic links"),
     "a link to nothing": (linked("/no/such/file"), "no such file"),
-    "a terabyte": (sparse, "bytes: want a file of at most"),
+    "a terabyte": (sparse, "bytes: expected a file of at most"),
     "a pointer": (lambda path: path.write_text(POINTER), "run `git lfs pull`"),
     "no UTF-8": (lambda path: path.write_bytes(b"\xff\xfe\x00"), "not UTF-8"),
 }
@@ -111,7 +111,7 @@ def test_a_file_of_another_kind_is_refused_by_name(tmp_path, name, kind):
     path = tmp_path / name
     make(path)
     if (name, kind) == ("a.ini", "no UTF-8"):
-        word = "want a file that ends in .toml"  # a hook may know better
+        word = "expected a file that ends in .toml"  # a hook may know better
     with pytest.raises(ConfigError) as info:
         READERS[name](path)
     assert word in str(info.value) and name in str(info.value) and len(str(info.value)) < 1000
@@ -166,7 +166,10 @@ def test_a_pipe_is_bounded_in_size_and_time_and_refused_by_name(tmp_path, monkey
         files.read_given(tmp_path / "nobody")
     with piped([b"{"], ends=False) as path, pytest.raises(ConfigError, match="schema: is a FIFO that sent nothing"):
         files.read_given(path, name="schema")
-    with piped([b"x" * 4096] * 50) as path, pytest.raises(ConfigError, match="schema: more: want a file of at most"):
+    with (
+        piped([b"x" * 4096] * 50) as path,
+        pytest.raises(ConfigError, match="schema: more: expected a file of at most"),
+    ):
         files.read_given(path, most=files.MIB // 8, name="schema")
     with piped([b"\xff"]) as path, pytest.raises(ConfigError, match="schema: not UTF-8"):
         files.read_given(path, name="schema")
@@ -306,7 +309,7 @@ def test_a_line_without_an_end_is_refused_while_it_is_read(tmp_path):
 
 def test_a_file_of_proc_that_says_it_is_empty_is_bounded_too():
     assert files.read_bytes("/proc/self/maps")
-    with pytest.raises(ConfigError, match="more: want a file of at most 0 MiB"):
+    with pytest.raises(ConfigError, match="more: expected a file of at most 0 MiB"):
         files.read_bytes("/proc/self/maps", 10)
 
 
@@ -337,7 +340,7 @@ def test_a_chain_without_an_end_and_a_long_one_are_named(tmp_path):
 
 def test_broken_json_says_what_is_wanted_only_where_somebody_knows_it(tmp_path):
     (tmp_path / "a.json").write_text("[run]")
-    for want, end in (("", "Expecting value"), ("a record", "Expecting value; want a record")):
+    for want, end in (("", "Expecting value"), ("a record", "Expecting value; expected a record")):
         with pytest.raises(ConfigError) as failed:
             files.read_json(tmp_path / "a.json", want=want)
         assert str(failed.value).endswith(end)

@@ -101,10 +101,10 @@ def test_do_sample_is_not_read_as_in_vllm(tmp_path):
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('{"temperature": 3}', "temperature=3: want a number from 0"), ('{"top_p": "x"}', "top_p='x'"),
+        ('{"temperature": 3}', "temperature=3: expected a number from 0"), ('{"top_p": "x"}', "top_p='x'"),
         ('{"top_k": 1.5}', "top_k=1.5"), ('{"max_new_tokens": 0}', "max_new_tokens=0"),
         ('{"min_p": true}', "min_p=True"),
-        ('{"temperature": NaN}', "temperature"), ("[1]", "want a JSON object"), ("{", "generation_config.json"),
+        ('{"temperature": NaN}', "temperature"), ("[1]", "expected a JSON object"), ("{", "generation_config.json"),
         ('{"repetition_penalty": -1}', "repetition_penalty=-1"),
     ],
 )  # fmt: skip
@@ -117,7 +117,7 @@ def test_a_value_that_no_request_may_have_is_refused_with_the_file(content, says
 
 
 def test_a_path_without_a_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"no such file as .*; want auto"):
+    with pytest.raises(ConfigError, match=r"no such file as .*; expected auto"):
         read_generation(str(tmp_path / "nowhere"), tmp_path)
     assert read_generation("auto", tmp_path).values == {}  # a model may have none
 

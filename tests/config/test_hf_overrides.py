@@ -92,7 +92,7 @@ def test_overrides_are_explained_and_recorded(model, tmp_path, capsys):
         (5, "5 is not a table"),
         ("x", "'x' is not a table"),
         ([1], "is not a table"),
-        ({"rope_theta": float("inf")}, "rope_theta=inf: want a finite number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf: expected a finite number"),
         ({"rope_scaling": {"factor": 1j}}, "rope_scaling.factor is a complex"),
         ({"rope_scalling": YARN}, "Did you mean 'rope_scaling'"),
         ({"num_hidden_layer": 1}, "Did you mean 'num_hidden_layers'"),
@@ -115,7 +115,7 @@ def test_overrides_that_change_nothing_or_are_no_json_are_refused_by_key(model, 
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"vocab_size": -1}, "with hf_overrides: vocab_size=-1: want a whole number"),
+        ({"vocab_size": -1}, "with hf_overrides: vocab_size=-1: expected a whole number"),
         ({"dtype": "int3"}, "with hf_overrides: dtype='int3'"),
         ({"rope_scaling": {"rope_type": "zigzag"}}, "rope_type='zigzag'"),
         ({"hidden_act": "sine"}, "hidden_act='sine'"),
@@ -172,7 +172,7 @@ def test_a_file_with_two_spellings_of_the_rotary_embedding_is_noted(model, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"rope_theta": 77.0}, "want text_config.rope_theta"),
+        ({"rope_theta": 77.0}, "expected text_config.rope_theta"),
         ({"vision_config": {"hidden_size": 8}}, "'vision_config': only the text model is served"),
         ({"text_config": {"rope_thta": 77.0}}, "'text_config.rope_thta'.*Did you mean 'rope_theta'"),
     ],

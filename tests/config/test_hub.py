@@ -212,11 +212,11 @@ def test_what_the_hub_refuses_is_told_with_what_to_do(cache, hub, tmp_path):
     hub.refuses["shut/model"] = "GatedRepo"
     token = "set HF_TOKEN, or run `hf auth login`"
     assert refusal("no/model") == (
-        f"no/model: no such directory, and the hub ({url}) has no such model, or a private one; want a directory, or "
-        f"an id as it stands there; for a private one {token}"
+        f"no/model: no such directory, and the hub ({url}) has no such model, or a private one; expected a directory, "
+        f"or an id as it stands there; for a private one {token}"
     )
     assert refusal("some/model", revision="v3") == (
-        f"some/model: the hub ({url}) has no revision 'v3' of it; want a branch, a tag or a commit"
+        f"some/model: the hub ({url}) has no revision 'v3' of it; expected a branch, a tag or a commit"
     )
     assert refusal("shut/model") == f"shut/model: is gated; ask for access at {url}/shut/model, then {token}"
 
@@ -251,7 +251,7 @@ def test_pickled_weights_are_fetched_where_they_are_asked_for(cache, hub, tmp_pa
 @pytest.mark.parametrize("revision", ["../../x", "/etc/passwd", "a b", "x" * 300, "a\n", "..", "-x\0"])
 def test_a_revision_that_is_no_name_of_one_is_refused(cache, revision):
     said = refusal("some/model", error=ConfigError, revision=revision)
-    assert said.startswith("revision=") and said.endswith(": want a branch, a tag or a commit")
+    assert said.startswith("revision=") and said.endswith(": expected a branch, a tag or a commit")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_a_fault_in_a_json_file_names_file_and_line(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[1]", "want a JSON object"),
+        ("[1]", "expected a JSON object"),
         ("{", "broken JSON"),
         ('{"max_num_seqs": 1, "max_num_seqs": 2}', "given twice|twice"),
         ('{"nothing_like_it": 1}', "unknown option"),

@@ -47,7 +47,7 @@ def test_commands_that_read_several_configurations_find_modules_too(capsys, tmp_
 @pytest.mark.parametrize("path", ["./mine.py:Own", "mine.py:Own", "parts/mine.py:Own"])
 def test_a_path_in_the_place_of_a_module_is_refused_with_the_module_to_name(capsys, path):
     code, _, err = said(capsys, "explain", "evictor", "--set", f"evictor={path}")
-    assert code == 4 and "is a path" in err and "want 'mine:Own' and --allow-target mine" in err
+    assert code == 4 and "is a path" in err and "expected 'mine:Own' and --allow-target mine" in err
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_is_misspelt_is_refused_with_the_nearest_that_there_is(capsys, args
             ["report", "{}", "-o", "x.html"],
             "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)",
         ),
-        (["simulate", "--trace", "sample:azure", "--costs", "{}"], "want a file that `minivllm calibrate` wrote"),
+        (["simulate", "--trace", "sample:azure", "--costs", "{}"], "expected a file that `minivllm calibrate` wrote"),
     ],
 )
 def test_a_file_of_another_kind_is_refused_with_what_makes_the_right_one(capsys, tmp_path, args, want):

@@ -42,7 +42,7 @@ class Model(BaseModel):
     @classmethod
     def _check(cls, value: int) -> int:
         if value:
-            raise ValueError("want the number of the beast")
+            raise ValueError("expected the number of the beast")
         return value
 
 
@@ -55,30 +55,30 @@ def told(**values):
 @pytest.mark.parametrize(
     "values, text",
     [
-        ({"share": 2}, "x.options.share=2: want a number above 0, at most 1"),
-        ({"share": "a"}, "x.options.share='a': want a number above 0, at most 1"),
-        ({"few": 1.5}, "x.options.few=1.5: want a whole number from 1"),
-        ({"most": 65}, "x.options.most=65: want a whole number of at most 64"),
-        ({"step": 17}, "x.options.step=17: want a whole number a multiple of 16"),
-        ({"flag": "no"}, "x.options.flag='no': want true or false"),
-        ({"names": []}, "x.options.names is a list: want a list of at least 1 (each: text)"),
-        ({"names": ["a", 1]}, "x.options.names.1=1: want text"),
-        ({"pair": (1, 2, 3)}, "x.options.pair is a list: want a list of 2"),
-        ({"inner": {"a": -1}}, "x.options.inner.a=-1: want a whole number from 0"),
-        ({"inner": {"b": []}}, "x.options.inner.b is a list: want a whole number or text"),
-        ({"inner": 3}, "x.options.inner=3: want a table"),
+        ({"share": 2}, "x.options.share=2: expected a number above 0, at most 1"),
+        ({"share": "a"}, "x.options.share='a': expected a number above 0, at most 1"),
+        ({"few": 1.5}, "x.options.few=1.5: expected a whole number from 1"),
+        ({"most": 65}, "x.options.most=65: expected a whole number of at most 64"),
+        ({"step": 17}, "x.options.step=17: expected a whole number a multiple of 16"),
+        ({"flag": "no"}, "x.options.flag='no': expected true or false"),
+        ({"names": []}, "x.options.names is a list: expected a list of at least 1 (each: text)"),
+        ({"names": ["a", 1]}, "x.options.names.1=1: expected text"),
+        ({"pair": (1, 2, 3)}, "x.options.pair is a list: expected a list of 2"),
+        ({"inner": {"a": -1}}, "x.options.inner.a=-1: expected a whole number from 0"),
+        ({"inner": {"b": []}}, "x.options.inner.b is a list: expected a whole number or text"),
+        ({"inner": 3}, "x.options.inner=3: expected a table"),
         ({"inner": {"q": 1}}, "unknown option 'x.options.inner.q'. There are: a, b."),
-        ({"many": [{}, {"a": "x"}]}, "x.options.many.1.a='x': want a whole number from 0"),
-        ({"by_name": {"k": "v"}}, "x.options.by_name.k='v': want a whole number"),
-        ({"either": {"a": "x"}}, "x.options.either.a='x': want a whole number from 0"),
-        ({"either": 5}, "x.options.either=5: want a table or text"),
-        ({"kind": "of"}, "x.options.kind='of': want 'auto' or 'off'. Did you mean 'off'?"),
-        ({"kind": 3}, "x.options.kind=3: want 'auto' or 'off'"),
-        ({"finite": float("inf")}, "x.options.finite: want a finite number"),
-        ({"word": ""}, "x.options.word='': want text that is not empty that matches ^[a-z]+$"),
-        ({"word": "A" * 99}, f"x.options.word='{'A' * 56}...: want text that is not empty that matches ^[a-z]+$"),
-        ({"needed": None}, "x.options.needed=None: want a whole number"),
-        ({"checked": 1}, "x.options.checked: want the number of the beast"),
+        ({"many": [{}, {"a": "x"}]}, "x.options.many.1.a='x': expected a whole number from 0"),
+        ({"by_name": {"k": "v"}}, "x.options.by_name.k='v': expected a whole number"),
+        ({"either": {"a": "x"}}, "x.options.either.a='x': expected a whole number from 0"),
+        ({"either": 5}, "x.options.either=5: expected a table or text"),
+        ({"kind": "of"}, "x.options.kind='of': expected 'auto' or 'off'. Did you mean 'off'?"),
+        ({"kind": 3}, "x.options.kind=3: expected 'auto' or 'off'"),
+        ({"finite": float("inf")}, "x.options.finite: expected a finite number"),
+        ({"word": ""}, "x.options.word='': expected text that is not empty that matches ^[a-z]+$"),
+        ({"word": "A" * 99}, f"x.options.word='{'A' * 56}...: expected text that is not empty that matches ^[a-z]+$"),
+        ({"needed": None}, "x.options.needed=None: expected a whole number"),
+        ({"checked": 1}, "x.options.checked: expected the number of the beast"),
         ({"neded": 1}, "unknown option 'x.options.neded'. Did you mean 'needed'?"),
     ],
 )
@@ -89,7 +89,7 @@ def test_a_fault_says_which_value_is_wrong_and_what_the_option_takes(values, tex
 def test_a_missing_value_is_told_with_what_it_would_be():
     with pytest.raises(ValidationError) as info:
         Model()
-    assert faults(info.value, Model, {}) == [FieldFault("needed", "needed is missing: want a whole number")]
+    assert faults(info.value, Model, {}) == [FieldFault("needed", "needed is missing: expected a whole number")]
 
 
 def test_a_model_that_no_schema_describes_is_told_all_the_same():
@@ -103,7 +103,7 @@ def test_a_model_that_no_schema_describes_is_told_all_the_same():
     with pytest.raises(ValidationError) as info:
         Odd(number="x", odd=3)
     texts = [fault.text for fault in faults(info.value, Odd, {"number": "x", "odd": 3})]
-    assert texts[0].startswith("number: want a valid integer") and texts[1] == "odd: want an instance of range"
+    assert texts[0].startswith("number: expected a valid integer") and texts[1] == "odd: expected an instance of range"
 
 
 def test_the_source_of_a_value_is_its_own_or_that_of_the_nearest():

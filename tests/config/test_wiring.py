@@ -166,8 +166,8 @@ def test_explain_tells_the_facts_and_the_choices(model):
         "block          16 (supplied by minivllm/sdpa)",
         "attention -> minivllm/sdpa   (asked: auto)",
         "  for device=cpu, dtype=float32, kv_format=fp32, dim_qk=8, dim_v=8, queries_per_kv=2",
-        "  x minivllm/llama         architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
-        "model_type: want qwen3, supports {llama}",
+        "  x minivllm/llama         architecture: expected Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+        "model_type: expected qwen3, supports {llama}",
     ):
         assert line in text.splitlines()
 
@@ -195,9 +195,9 @@ def test_a_failed_choice_carries_what_was_chosen_before_it(tmp_path):
         "  for device=cpu, dtype=float32, checkpoint=gptq, features={batch_invariant}",
     ]
     said = [" ".join(line.split()) for line in lines]
-    assert "x minivllm/none checkpoint: want gptq, supports {none}" in said
+    assert "x minivllm/none checkpoint: expected gptq, supports {none}" in said
     assert "x minivllm/gptq feature 'batch_invariant' not declared" in said
-    why = "checkpoint: want gptq, supports {none}; feature 'batch_invariant' not declared"
+    why = "checkpoint: expected gptq, supports {none}; feature 'batch_invariant' not declared"
     assert f"x minivllm/int8 {why}" in said
 
 
@@ -219,9 +219,9 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
 @pytest.mark.parametrize("device, options, message", [
     (replace(GPU, sm=89), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 8.9"),
     (replace(GPU, sm=120), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 12.0"),
-    (replace(GPU, sm=0), {}, "and a GPU has none; want such a GPU, or device=cpu"),
+    (replace(GPU, sm=0), {}, "and a GPU has none; use such a GPU, or device=cpu"),
     (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products depend on the number of rows"),
-    (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* want tensor_parallel"),
+    (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* expected tensor_parallel"),
 ])  # fmt: skip
 def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
     monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: device)
@@ -232,7 +232,7 @@ def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, mon
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the mode is refused before: needs triton")
 def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
     monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: GPU)
-    with pytest.raises(PluginError, match=r"device with batch_invariant: want cuda, supports {cpu}"):
+    with pytest.raises(PluginError, match=r"device with batch_invariant: expected cuda, supports {cpu}"):
         resolve(EngineConfig(model=model, batch_invariant=True, attention="sdpa", dtype="float32"), CATALOG)
 
 
@@ -243,12 +243,12 @@ def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
     "options, error, message",
     [
         ({"max_model_len": 129}, ConfigError,
-         "max_model_len=129: the model has max_position_embeddings=128; want at most that"),
+         "max_model_len=129: the model has max_position_embeddings=128; expected at most that"),
         ({"executor": "local", "tensor_parallel_size": 2}, PluginError,
-         "executor 'minivllm/local' does not fit: tensor_parallel_size: want 2, supports {1}"),
+         "executor 'minivllm/local' does not fit: tensor_parallel_size: expected 2, supports {1}"),
         ({"model_arch": "llama"}, PluginError,
-         "model 'minivllm/llama' does not fit: architecture: want Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
-         "model_type: want qwen3, supports {llama}"),
+         "model 'minivllm/llama' does not fit: architecture: expected Qwen3ForCausalLM, supports {LlamaForCausalLM}; "
+         "model_type: expected qwen3, supports {llama}"),
         ({"processors": ["penalty"]}, PluginError,
          "No processor is called 'penalty'. Did you mean 'penalties'?\n"
          "  Installed: allowed_tokens, bad_words, logit_bias, no_repeat_ngram, "
@@ -290,14 +290,14 @@ def write(path, text):
 @pytest.mark.parametrize(
     "text, message",
     [
-        (None, "{dir}: holds no config.json; want a Hugging Face model directory"),
+        (None, "{dir}: holds no config.json; expected a Hugging Face model directory"),
         ('{"a": 1,\n]', "{dir}/config.json:2:1: broken JSON: Expecting property name enclosed in double quotes"),
-        ("[]", "{dir}/config.json: want a JSON object, got a list"),
-        ("{}", '{dir}/config.json: names no architecture; want "architectures": ["..."]'),
+        ("[]", "{dir}/config.json: expected a JSON object, got a list"),
+        ("{}", '{dir}/config.json: names no architecture; expected "architectures": ["..."]'),
         ('{"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoConfig": "evil.Evil"}}',
          "{dir}/config.json: no plug-in serves the architecture 'FooForCausalLM', and transformers "),
         (json.dumps({**SHAPE, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "sin"}),
-         "{dir}/config.json: hidden_act='sin': want one of gelu, "),
+         "{dir}/config.json: hidden_act='sin': expected one of gelu, "),
     ],
 )  # fmt: skip
 def test_a_model_that_cannot_be_read_is_refused(tmp_path, text, message):
@@ -326,7 +326,7 @@ def test_a_model_that_is_nowhere_is_refused(tmp_path):
         ("a/b/c", "a/b/c: no such directory, and no Hugging Face id, which is OWNER/NAME"),
         ("some/model/", "some/model/: no such directory, and no Hugging Face id, which is OWNER/NAME"),
         ("some/mo--del", "some/mo--del: no such directory, and no Hugging Face model id"),
-        (f"{tmp_path}/file", f"{tmp_path}/file: is a file; want a model directory, or a GGUF file"),
+        (f"{tmp_path}/file", f"{tmp_path}/file: is a file; expected a model directory, or a GGUF file"),
     ):
         with pytest.raises(ModelError) as info:
             find_model(name)
@@ -346,7 +346,7 @@ def test_a_quantized_checkpoint_that_nobody_reads_is_refused(tmp_path):
     path = save(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     write(tmp_path, json.dumps({**raw, "quantization_config": {"quant_method": "hqq", "bits": 4}}))
-    with pytest.raises(ModelError, match=r"quant_method='hqq': no quantizer reads it; want awq, "):
+    with pytest.raises(ModelError, match=r"quant_method='hqq': no quantizer reads it; use awq, "):
         wire(path)
 
 

@@ -195,7 +195,7 @@ class _Broken(Beam):
 @pytest.mark.parametrize(
     ("moves", "says"),
     [
-        (lambda grown: Moves([Pick(0, int(t)) for t in [*grown[0].tokens, grown[0].tokens[0]]]), "want at most 3"),
+        (lambda grown: Moves([Pick(0, int(t)) for t in [*grown[0].tokens, grown[0].tokens[0]]]), "expected at most 3"),
         (lambda grown: Moves([Pick(5, 0)]), "there is no branch 5"),
         (lambda grown: Moves([Pick(0, 10**6)]), "no candidate of branch 0"),
         (lambda grown: Moves([], done=True), "without an output"),

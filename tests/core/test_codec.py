@@ -188,10 +188,10 @@ def test_foreign_bytes_are_refused(data):
 
 def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     _, late = through(codec.encode_late, codec.decode_late, 7, LateInputs(np.zeros((1, 2), np.int32)))
-    with pytest.raises(CodecError, match=r"kind 2; want .* kind 1"):
+    with pytest.raises(CodecError, match=r"kind 2; expected .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"4, kind 2; want .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"4, kind 2; expected .* 99, kind 2"):
         codec.decode_late(late)
 
 
@@ -199,9 +199,9 @@ def test_a_column_of_another_dtype_length_or_width_is_named():
     ids = np.zeros(2, np.int32)
     plan = StepPlan(0, ids, ids, ids, ids)
     for wrong, words in (
-        (replace(plan, computed=np.zeros(2, np.int64)), r"computed: int64 \[2\]; want int32 \[2\]"),
-        (replace(plan, q_len=ids[:1]), r"q_len: int32 \[1\]; want int32 \[2\]"),
-        (replace(plan, prompt=np.zeros((1, 3), np.int32)), r"prompt: int32 \[1, 3\]; want int32 \[1, 2\]"),
+        (replace(plan, computed=np.zeros(2, np.int64)), r"computed: int64 \[2\]; expected int32 \[2\]"),
+        (replace(plan, q_len=ids[:1]), r"q_len: int32 \[1\]; expected int32 \[2\]"),
+        (replace(plan, prompt=np.zeros((1, 3), np.int32)), r"prompt: int32 \[1, 3\]; expected int32 \[1, 2\]"),
     ):
         with pytest.raises(CodecError, match=words):
             codec.encode_plan(wrong)

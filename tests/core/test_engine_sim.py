@@ -310,9 +310,9 @@ def test_reset_forgets_what_is_idle_and_keeps_what_runs():
     ("prompt", "params", "words"),
     [
         ([], {}, "the prompt is empty"),
-        ([VOCAB], {}, "prompt token id 50 is out of range; want 0 to 49"),
+        ([VOCAB], {}, "prompt token id 50 is out of range; expected 0 to 49"),
         ([-1], {}, "prompt token id -1 is out of range"),
-        ([1] * 256, {}, "the prompt has 256 tokens; want at most 255"),
+        ([1] * 256, {}, "the prompt has 256 tokens; expected at most 255"),
         ([1], {"n": 9}, "n=9 is more than max_num_seqs=8"),
         ([1], {"stop_token_ids": [77]}, "stop_token_ids: 77 is out of range"),
         ([1] * 100, {"max_tokens": 155, "n": 2}, "but the whole cache holds"),

@@ -220,7 +220,7 @@ def test_a_stream_that_nobody_reads_is_aborted(tiny):
 def test_a_column_of_a_wrong_shape_refuses_its_request_only(tiny):
     options = dict(processors=[f"{FAULTY}:Misshapen"], allow_targets=[FAULTY])
     with LLM(**tiny, **options) as llm:
-        with pytest.raises(RequestError, match=r"column 'x' got shape \(3,\); want \(2,\)"):
+        with pytest.raises(RequestError, match=r"column 'x' got shape \(3,\); expected \(2,\)"):
             llm.generate([1, 2], long(3, extra={"wide": True}), use_tqdm=False)
         assert len(llm.generate([1, 2], long(3), use_tqdm=False)[0].tokens) == 3
         with pytest.raises(RequestError, match=r"no processor, sampler or strategy in the config reads it.*'wide'"):
@@ -244,7 +244,7 @@ def test_a_sampler_that_leaves_tokens_of_another_shape_ends_the_rows_that_it_dre
     options = dict(sampler=f"{FAULTY}:FaultySampler", allow_targets=[FAULTY])
     with LLM(**tiny, **options) as llm:
         (out,) = llm.generate([[1, 2, 3]], long(12, extra={"misshapen": 1.0}), use_tqdm=False)
-        assert out.finish_reason == "error" and "FaultySampler" in out.error and "want [1] int64" in out.error
+        assert out.finish_reason == "error" and "FaultySampler" in out.error and "expected [1] int64" in out.error
         assert len(llm.generate([1, 2], long(3), use_tqdm=False)[0].tokens) == 3
 
 

@@ -217,15 +217,15 @@ def test_a_policy_that_fails_on_the_second_pair_leaves_nothing_of_the_first():
 @pytest.mark.parametrize(
     "values, param, said",
     [
-        (dict(beam_width=2, guidance_scale=2.0), "beam_width", "beam_width=2: want no beam_width"),
-        (dict(guidance_scale=200.0), "guidance_scale", "want a number from 0 to 100"),
+        (dict(beam_width=2, guidance_scale=2.0), "beam_width", "beam_width=2: expected no beam_width"),
+        (dict(guidance_scale=200.0), "guidance_scale", "expected a number from 0 to 100"),
         (dict(negative_prompt_token_ids=[3]), "negative_prompt_token_ids", "without guidance_scale"),
         (dict(negative_prompt="no"), "negative_prompt", "without guidance_scale"),
         (dict(guidance_scale=2.0, negative_prompt="no"), "negative_prompt", "a text needs a tokenizer"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[]), "negative_prompt_token_ids", "at least one"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=["a"]), "negative_prompt_token_ids", "token ids"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[True]), "negative_prompt_token_ids", "token ids"),
-        (dict(guidance_scale=2.0, negative_prompt_token_ids=[50]), "negative_prompt_token_ids", "want 0 to 49"),
+        (dict(guidance_scale=2.0, negative_prompt_token_ids=[50]), "negative_prompt_token_ids", "expected 0 to 49"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[1] * 256), "negative_prompt_token_ids", "at most 255"),
         (dict(guidance_scale=2.0, choose_fn=lambda x, ids: 0), "choose_fn", "without guidance_scale"),
         (dict(guidance_scale=2.0, negative_prompt_token_ids=[1], negative_prompt="a"), "negative_prompt", "one of"),
@@ -243,7 +243,7 @@ def test_a_pool_a_batch_and_an_executor_that_cannot_hold_a_pair_refuse_it():
     asks = dict(guidance_scale=2.0, negative_prompt_token_ids=[4] * 20, max_tokens=20)
     with pytest.raises(RequestError, match="need 21 blocks of the KV cache, which has 19; shorten them"):
         request(sim_engine(strategy=Guidance(), blocks=20), "a", [1] * 21, **asks)
-    with pytest.raises(RequestError, match="takes two rows; want max_num_seqs of at least 2, and it is 1"):
+    with pytest.raises(RequestError, match="takes two rows; expected max_num_seqs of at least 2, and it is 1"):
         request(sim_engine(strategy=Guidance(), slots=1), "a", [1], guidance_scale=2.0, max_tokens=2)
     engine = sim_engine(strategy=Guidance())
     engine.capacity = type(engine.capacity)(*[getattr(engine.capacity, f) for f in ("blocks", "block_bytes")], 50, 0, 0)
@@ -254,8 +254,8 @@ def test_a_pool_a_batch_and_an_executor_that_cannot_hold_a_pair_refuse_it():
 @pytest.mark.parametrize(
     "guide, n, said",
     [
-        ("x", 1, "want a Guide"),
-        (Guide(float("nan")), 1, "want a finite number"),
+        ("x", 1, "expected a Guide"),
+        (Guide(float("nan")), 1, "expected a finite number"),
         (Guide(1.5, [2**40]), 1, "the prompt of a guide has the token id"),
         ([Guide(1.5), None], 2, "a Guide for each branch, or for none"),
     ],

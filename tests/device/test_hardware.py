@@ -236,7 +236,7 @@ def test_what_would_kill_the_process_is_refused(monkeypatch):
         "machine does not have); use dtype='float32', or set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 before Python starts"
     )
     require_safe("float16", DEADLY)
-    with pytest.raises(ConfigError, match="dtype='float8': want auto, float32, bfloat16, float16"):
+    with pytest.raises(ConfigError, match="dtype='float8': expected auto, float32, bfloat16, float16"):
         choose_dtype("float8", "float32", CPU)
 
 

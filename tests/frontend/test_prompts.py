@@ -40,8 +40,8 @@ REFUSED = [
     ({"messages": [{"role": "user"}]}, "goes to chat"),
     ({"cache_sal": "x"}, "Did you mean 'cache_salt'"),
     ({"promt": "x"}, "Did you mean 'prompt'"),
-    ({"temperature": 0}, "unknown key; want prompt, prompt_token_ids, cache_salt"),
-    ({"cache_salt": 5}, "want a string"),
+    ({"temperature": 0}, "unknown key; expected prompt, prompt_token_ids, cache_salt"),
+    ({"cache_salt": 5}, "expected a string"),
     ({5: "x"}, "unknown key"),
 ]
 
@@ -59,7 +59,7 @@ def test_keys_that_say_nothing_are_taken_and_token_ids_come_before_text():
     read = read_prompt({"prompt": "a", "prompt_token_ids": [1, 2], **empty}, None)
     assert read.text == "a" and read.ids.tolist() == [1, 2] and read.cache_salt is None
     assert read_prompt({"prompt": np.array([3])}, None).ids.tolist() == [3]
-    with pytest.raises(RequestError, match="want the text of these"):
+    with pytest.raises(RequestError, match="expected the text of these ids"):
         read_prompt({"prompt": 5, "prompt_token_ids": [1]}, None)
 
 

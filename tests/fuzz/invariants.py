@@ -50,7 +50,7 @@ def check(params: dict[str, Any], model: str, prompt: list[int], most: int, mode
         return found
     want = params.get("n", 1)
     if not (1 <= len(answer.outputs) <= want if "beam_width" in params else len(answer.outputs) == want):
-        found.append(("count", f"{len(answer.outputs)} outputs, want {want}"))
+        found.append(("count", f"{len(answer.outputs)} outputs, expected {want}"))
     for out in answer.outputs:
         rules = [
             *_length(params, model, prompt, most, out),
@@ -87,12 +87,12 @@ def _length(params: dict[str, Any], model: str, prompt: list[int], most: int, ou
     n, stops = len(out.tokens), _stops(params, model)
     least = 0 if "structured_outputs" in params else params.get("min_tokens", 0)
     if not out.tokens or n > room:
-        yield "count", f"{n} tokens, want 1 to {room}"
+        yield "count", f"{n} tokens, expected 1 to {room}"
         return
     if out.finish not in ("stop", "length"):
         yield "finish", f"finish_reason {out.finish!r}"
     if out.finish == "length" and n != room:
-        yield "count", f"ended by length after {n} tokens, want {room}"
+        yield "count", f"ended by length after {n} tokens, expected {room}"
     if "structured_outputs" not in params:
         early = [i for i, t in enumerate(out.tokens) if t in stops and i >= least]
         if early and early[0] != n - 1:
@@ -187,7 +187,7 @@ def _read(params: dict[str, Any], prompt: list[int], out: Output) -> Iterator[Sa
         drawn = point == "logits" and "prompt_logprobs" not in params
         want = len(out.tokens) + (0 if drawn else len(prompt) - 1)
         if len(x) != want:
-            yield "taps", f"{point} has {len(x)} rows, want {want} for {len(prompt)} and {len(out.tokens)} tokens"
+            yield "taps", f"{point} has {len(x)} rows, expected {want} for {len(prompt)} and {len(out.tokens)} tokens"
         elif not np.isfinite(x).all():
             yield "taps", f"{point} has values that are no numbers"
 
@@ -205,7 +205,7 @@ def entry_faults(entry: list[Any], token: int, k: int, mode: str = "raw_logprobs
         return f"the best have {[v for _, v, _ in others]}"
     least = k - 1 if mode == "raw_logprobs" else 0  # what may not be drawn has no probability and is not told
     if not least <= len(others) <= k or len({t for t, *_ in entry}) < len(entry):
-        return f"{len(others)} others, want {k} best"
+        return f"{len(others)} others, expected {k} best"
     for (s, v, _), (t, w, _) in pairwise(others):
         if v < w:
             return f"the best are out of order: {[(t, v) for t, v, _ in others]}"

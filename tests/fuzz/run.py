@@ -232,9 +232,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     args.dtypes = args.dtypes.split(",") if args.dtypes else list(DEFAULT_DTYPES[args.device])
     args.ignore = [kind for kind in args.ignore.split(",") if kind]
     if unknown := set(args.ignore) - set(KINDS):
-        parser.error(f"--ignore: {', '.join(unknown)}: want some of {', '.join(KINDS)}")
+        parser.error(f"--ignore: {', '.join(unknown)}: expected some of {', '.join(KINDS)}")
     if args.quantized and args.ledger:
-        parser.error("--quantized: a ledger's seeds are those that are drawn without it; want no --ledger")
+        parser.error("--quantized: a ledger's seeds are those that are drawn without it; expected no --ledger")
     if args.scheduler and args.ledger:
         parser.error("--scheduler: its cases are not those of their seeds, so no ledger can hold them; leave one out")
     args.silence = args.silence or SILENCE[args.device]

@@ -245,7 +245,7 @@ def check_an_odd_width(device: str, dtype: torch.dtype) -> None:
                     want[t] += weight * (out + (0 if biases[1] is None else biases[1][e].double()))
             got = kernel(x, ids, weights)[0].double()
             assert (got - want).abs().max() <= NEAR[dtype] * want.abs().max()
-    with pytest.raises(ModelError, match="want a multiple of 16 bytes"):
+    with pytest.raises(ModelError, match="expected a multiple of 16 bytes"):
         ExpertProducts(make(4, 8, 63), make(4, 63, 4))
 
 

@@ -266,7 +266,7 @@ def test_a_fixed_product_gives_a_row_the_same_bits_in_any_number_of_rows(n, k):
     for part in (slice(0, 1), slice(7, 8), slice(3, 70), slice(64, 130)):
         assert torch.equal(product(x[part]), whole[part])
     assert product(x[:0]).shape == (0, n)
-    with pytest.raises(ModelError, match="want a multiple of 16 bytes"):
+    with pytest.raises(ModelError, match="expected a multiple of 16 bytes"):
         products.FixedProduct(torch.randn(4, 3))
 
 

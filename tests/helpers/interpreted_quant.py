@@ -62,7 +62,7 @@ def test_few_rows_of_four_bits_are_served_as_far_as_tiles_were_measured(monkeypa
         packed, scale = torch.empty(16, k // 2, dtype=torch.uint8), torch.empty(16, k // group)
         assert quant_slim_four.SlimFourProduct(quant.Quantized(packed, scale, None, group)).rows == rows, (k, group)
     kernels, _ = quant_kernels.make("int4", 16, 128, 128, False, "cpu")
-    with pytest.raises(ValueError, match="9 rows: want 1 to 8"):
+    with pytest.raises(ValueError, match="9 rows: expected 1 to 8"):
         quant_slim_four.SlimFourProduct(kernels)(torch.zeros(9, 128).half())
 
 

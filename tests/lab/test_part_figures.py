@@ -179,10 +179,10 @@ def test_figures_that_cannot_be_had_are_reported_and_end_nothing(caplog):
         )
     assert (
         "boom" in stats["figure_failures"]["evictor"]
-        and "want a finite number" in stats["figure_failures"]["scheduler"]
+        and "expected a finite number" in stats["figure_failures"]["scheduler"]
     )
     assert "at most 64 names" in stats["figure_failures"]["drafter"]
-    assert "want a finite number" in stats["figure_failures"]["attention"]
+    assert "expected a finite number" in stats["figure_failures"]["attention"]
     assert stats["figures"]["sampler"]["calls"] > 0 and stats["finished"] == 2
     logged = [record for record in caplog.records if "failed in figures()" in record.getMessage()]
     assert len(logged) == 4, "each is logged once, however often it is asked"

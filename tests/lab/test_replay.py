@@ -431,7 +431,10 @@ def test_a_comma_within_brackets_parts_no_names_and_a_table_has_options_of_its_o
     ("args", "says"),
     [
         (["--evictor", 'lru,{name="fifo"'], "a quote or bracket has no partner"),
-        (["--evictor", "8"], "--evictor: evictor: 8 is not a plug-in: want a name, or a table with name and options"),
+        (
+            ["--evictor", "8"],
+            "--evictor: evictor: 8 is not a plug-in: expected a name, or a table with name and options",
+        ),
         (["--evictor", '{nam="lru"}'], "--evictor: unknown option 'evictor.nam'. Did you mean 'name'?"),
         (["--scheduler", '{name="fair",options={x=1}}'], "--scheduler: "),
         (["--evictor", '{name="s3fifo",options={small=0.5}}', *OPTION], "both have options of s3fifo"),

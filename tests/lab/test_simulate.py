@@ -326,13 +326,13 @@ def test_what_cannot_be_simulated_is_refused(table, capsys, flags, said):
         ({"seconds": {**COSTS.as_json()["seconds"], "kv": -1.0}}, "seconds or watts from 0 on"),
         ({"seconds": {**COSTS.as_json()["seconds"], "rows": {"at": [2, 1], "seconds": [1, 1]}}}, "do not ascend"),
         ({"seconds": {}}, "KeyError: 'rows'"),
-        ({"seconds": {**COSTS.as_json()["seconds"], "limit": -1}}, "limit=-1: want"),
+        ({"seconds": {**COSTS.as_json()["seconds"], "limit": -1}}, "limit=-1: expected"),
         ({"seconds": {**COSTS.as_json()["seconds"], "large": {}}}, "KeyError: 'tokens'"),
         ({"engine": {}}, "KeyError: 'kvcache_block_size'"),
         ({"engine": None}, "TypeError"),
-        ({"engine": {**SIZES, "kvcache_block_size": 0}}, "kvcache_block_size=0: want"),
-        ({"engine": {**SIZES, "depth": -1}}, "depth=-1: want"),
-        ({"engine": {**SIZES, "windows": "x"}}, "windows='x': want a list"),
+        ({"engine": {**SIZES, "kvcache_block_size": 0}}, "kvcache_block_size=0: expected"),
+        ({"engine": {**SIZES, "depth": -1}}, "depth=-1: expected"),
+        ({"engine": {**SIZES, "windows": "x"}}, "windows='x': expected a list"),
     ],
 )
 def test_a_wrong_table_is_refused(tmp_path, change, said):

@@ -151,7 +151,7 @@ def test_a_library_is_found_without_importing_it(stand_ins):
 def test_the_version_of_the_named_distribution_counts(stand_ins):
     """Two distributions fill the package ``flash_attn``."""
     want = Needs("flash_attn.cute", "5", "pip install it", dist="flash-attn-4").missing()
-    assert want is not None and str(want) == "flash_attn.cute: want at least 5, supports 4.0.0b36  (pip install it)"
+    assert want is not None and str(want) == "flash_attn.cute: expected at least 5, supports 4.0.0b36  (pip install it)"
     assert Needs("flash_attn.flash_attn_interface", "2.8", "", dist="flash-attn").missing() is None
     missing = Needs("flash_attn.nothing", "1", "pip install it", dist="flash-attn").missing()
     assert str(missing) == "needs flash_attn.nothing, which is not installed  (pip install it)"

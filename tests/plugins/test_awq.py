@@ -85,13 +85,13 @@ def test_auto_takes_it(checkpoint):
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        ({"version": "gemv"}, r"AWQ of version='gemv': its words lie in another order; want .* version=gemm"),
+        ({"version": "gemv"}, r"AWQ of version='gemv': its words lie in another order; expected .* version=gemm"),
         ({"version": "gemv_fast"}, r"AWQ of version='gemv_fast'"),
         ({"backend": "llm-awq"}, r"AWQ of backend='llm-awq'"),
-        ({"bits": 8}, r"bits=8: want 4"),
-        ({"group_size": 64}, r"qzeros': shape .2, 12. of I32, want .1, 12. of I32 with bits=4, group_size=64"),
+        ({"bits": 8}, r"bits=8: expected 4"),
+        ({"group_size": 64}, r"qzeros': shape .2, 12. of I32, expected .1, 12. of I32 with bits=4, group_size=64"),
         ({"modules_to_not_convert": ["mlp"]}, r"has model.*mlp.*qweight, and modules_to_not_convert=\['mlp'\] says"),
-        ({"modules_to_not_convert": "mlp"}, r"modules_to_not_convert='mlp': want a list of names"),
+        ({"modules_to_not_convert": "mlp"}, r"modules_to_not_convert='mlp': expected a list of names"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(checkpoint, said, wanted):

@@ -117,7 +117,7 @@ NAME = "model.layers.1.mlp.up_proj."
         ("weight.absmax", lambda t: t[:-1].clone(), r"says shape \[128, 64\] in blocks of 64 and 127 blocks are there"),
         (STATE + "nf4", lambda t: t[:-3].clone(), r"the state of the quantization is broken"),
         (STATE + "nf4", None, r"has model.*up_proj.weight of U8 and no scales for it"),
-        ("weight", lambda t: t[:-1].clone(), r"shape \[4095, 1\] of U8, want \[4096, 1\] of U8"),
+        ("weight", lambda t: t[:-1].clone(), r"shape \[4095, 1\] of U8, expected \[4096, 1\] of U8"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused_by_name(checkpoint, tmp_path, param, made, wanted):

@@ -248,7 +248,7 @@ def test_zero_points_beside_symmetric_are_taken_where_they_are_0_and_refused_els
         m = info(want.shape[:1], want.shape[1], sources={"a": PartSource("model.layers.3.o_proj", seen)})
         quantizer = CompressedTensors(None, config((["Linear"], said)))
         if zero is wrong:
-            with pytest.raises(ModelError, match=r"weight_zero_point is not 0.*want symmetric=false"):
+            with pytest.raises(ModelError, match=r"weight_zero_point is not 0.*expected symmetric=false"):
                 loaded(quantizer, m, {"a": tensors})
         else:
             torch.testing.assert_close(held(loaded(quantizer, m, {"a": tensors})), want.double(), rtol=1e-5, atol=1e-6)
@@ -268,19 +268,23 @@ LINEAR = (["Linear"], weights())
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        (config(LINEAR, form="nvfp4-pack-quantized"), r"format='nvfp4-pack-quantized': want null or 'pack-quantized'"),
-        (config((["Linear"], weights(), {"format": "marlin-24"})), r"config_groups.group_0.format='marlin-24': want"),
-        (config(LINEAR, sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config=.*want none"),
-        (config(LINEAR, transform_config={"config_groups": {"u": {}}}), r"transform_config=.*want none"),
-        (config(), r"config_groups={}: want an object of groups"),
-        (config((["Linear"], weights(9))), r"config_groups.group_0.weights.num_bits=9: want 2 or 3"),
-        (config((["Linear"], weights(8))), r"weight_packed'.*want \[64, 16\] of I32 with num_bits=8, strategy=group"),
-        (config((["Linear"], weights(group_size=64))), r"weight_scale'.*want \[64, 1\] of .* group_size=64"),
+        (config(LINEAR, form="nvfp4-pack-quantized"),
+         r"format='nvfp4-pack-quantized': expected null or 'pack-quantized'"),
+        (config((["Linear"], weights(), {"format": "marlin-24"})),
+         r"config_groups.group_0.format='marlin-24': expected"),
+        (config(LINEAR, sparsity_config={"format": "sparse-24-bitmask"}), r"sparsity_config=.*expected none"),
+        (config(LINEAR, transform_config={"config_groups": {"u": {}}}), r"transform_config=.*expected none"),
+        (config(), r"config_groups={}: expected an object of groups"),
+        (config((["Linear"], weights(9))), r"config_groups.group_0.weights.num_bits=9: expected 2 or 3"),
+        (config((["Linear"], weights(8))),
+         r"weight_packed'.*expected \[64, 16\] of I32 with num_bits=8, strategy=group"),
+        (config((["Linear"], weights(group_size=64))), r"weight_scale'.*expected \[64, 1\] of .* group_size=64"),
         (config((["Linear"], weights(symmetric=False))), r"lacks model.*proj.weight_zero_point"),
         (config((["re:.*mlp.*"], weights())), r"has scales of model.*q_proj, and config_groups and ignore say"),
-        (config((["re:("], weights())), r"target 're:\('.*want a regular expression after re:"),
-        (config((["Linear"], weights(strategy="token"))), r"strategy='token': want 'tensor'"),
-        (config((["Linear"], weights(strategy="block", group_size=None))), r"block_structure=None: want two numbers"),
+        (config((["re:("], weights())), r"target 're:\('.*expected a regular expression after re:"),
+        (config((["Linear"], weights(strategy="token"))), r"strategy='token': expected 'tensor'"),
+        (config((["Linear"], weights(strategy="block", group_size=None))),
+         r"block_structure=None: expected two numbers"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_refused(checkpoint, said, wanted):

@@ -76,7 +76,7 @@ def test_a_tensor_of_another_shape_or_dtype_is_refused(way, where):
                 assert tuple(changed.shape) == tuple(tensor.shape), (name, kind)
                 assert torch.allclose(found.float(), one.weight, atol=1e-6), (name, kind)
             else:
-                assert "\n" not in error and "want" in error and "Traceback" not in error, (name, kind, error)
+                assert "\n" not in error and "expected" in error and "Traceback" not in error, (name, kind, error)
                 met += 1
     assert met >= 15 * len(whole["a"]), met
 
@@ -96,7 +96,7 @@ def test_groups_that_no_quantizer_writes_are_refused(way):
         wrong["zeros"] = torch.zeros_like(index)
     for kind, changed in wrong.items():
         found, error = outcomes(way, {"a": {**whole["a"], "g_idx": changed.int()}}, "headers")
-        assert found is None and "g_idx" in error and "want" in error, (kind, error)
+        assert found is None and "g_idx" in error and "expected" in error, (kind, error)
 
 
 def test_zeros_for_groups_in_order_are_read_as_older_tools_meant_them():
@@ -167,9 +167,9 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantized_is_read(tmp_path, gro
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        ("marlin", "order of the kernel Marlin, which is not supported; want the same model as GPTQ with"),
-        ("gptq_marlin", "want quant_method=gptq"),
-        ("awq_marlin", "want quant_method=awq"),
+        ("marlin", "order of the kernel Marlin, which is not supported; use the same model as GPTQ with"),
+        ("gptq_marlin", "set quant_method=gptq"),
+        ("awq_marlin", "set quant_method=awq"),
     ],
 )
 def test_a_method_that_is_a_kernels_order_is_refused_with_what_to_do(tmp_path, method, says):
@@ -185,18 +185,20 @@ def test_words_in_marlins_order_are_known_by_their_names(tmp_path):
         "a": PartSource("m.up_proj", {"B": ((10, 128), "I32"), "s": ((5, 64), "F16"), "workspace": ((8,), "I32")})
     }
     with pytest.raises(
-        ModelError, match=r"m\.up_proj\.B, which is Marlin's order: want the same model as checkpoint_format"
+        ModelError, match=r"m\.up_proj\.B, which is Marlin's order: use the same model as checkpoint_format"
     ):
         Gptq(None, GPTQ).scheme(info((64,), 160, sources=source))
 
 
 @pytest.mark.parametrize("flag", [{"checkpoint_format": "marlin"}, {"is_marlin_format": True}])
 def test_gptq_in_marlins_order_is_refused_with_what_to_do(flag):
-    with pytest.raises(ModelError, match="checkpoint_format='marlin': want the same model as checkpoint_format=gptq"):
+    with pytest.raises(ModelError, match="checkpoint_format='marlin': use the same model as checkpoint_format=gptq"):
         Gptq(None, {**GPTQ, **flag})
 
 
 @pytest.mark.parametrize("version", ["gemv", "gemv_fast", "llm-awq", "marlin"])
 def test_awq_in_another_order_is_refused_with_what_to_do(version):
-    with pytest.raises(ModelError, match=f"version='{version}': its words lie in another order; want .* version=gemm"):
+    with pytest.raises(
+        ModelError, match=f"version='{version}': its words lie in another order; expected .* version=gemm"
+    ):
         Awq(None, {**AWQ, "version": version})

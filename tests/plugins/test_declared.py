@@ -98,10 +98,10 @@ def test_what_a_package_declares_is_served_as_what_is_built_in(away, folder):
 def test_a_value_out_of_range_is_refused_by_name_where_it_is_given(away, how):
     SamplingParams(xtc_probability=1.0)  # the package has been looked at
     for name, value, want in (
-        ("xtc_probability", 10, "xtc_probability=10: want a number at least 0 and at most 9"),
-        ("xtc_probability", "x", "xtc_probability='x': want a finite number: a number at least 0 and at most 9"),
-        ("away_token", 1.5, "away_token=1.5: want a whole number at least 0"),
-        ("away_token", None, "away_token=None: want a whole number at least 0"),
+        ("xtc_probability", 10, "xtc_probability=10: expected a number at least 0 and at most 9"),
+        ("xtc_probability", "x", "xtc_probability='x': expected a finite number: a number at least 0 and at most 9"),
+        ("away_token", 1.5, "away_token=1.5: expected a whole number at least 0"),
+        ("away_token", None, "away_token=None: expected a whole number at least 0"),
     ):
         with pytest.raises(RequestError) as info:
             how(**{name: value})
@@ -126,7 +126,7 @@ def test_it_stands_in_files_in_bodies_and_in_what_is_shown(away, capsys):
     file.write_text("[sampling]\nxtc_probability = 0.5\n")
     assert load_config([file]).sampling == {"xtc_probability": 0.5}
     file.write_text("[sampling]\nxtc_probability = 11\n")
-    with pytest.raises(ConfigError, match="xtc_probability=11: want a number at least 0 and at most 9"):
+    with pytest.raises(ConfigError, match="xtc_probability=11: expected a number at least 0 and at most 9"):
         load_config([file])
     declared_params.installed()
     body = read(CompletionBody, {"prompt": "a", "xtc_probability": 0.5, "options": {"away_token": 4}})
@@ -165,14 +165,14 @@ def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(aw
 
 @pytest.mark.parametrize("name", ["min_p", "n", "extra", "asked", "make", "greedy"])
 def test_a_name_that_all_requests_have_cannot_be_declared(name):
-    assert "want another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
+    assert "expected another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
 
 
 def test_a_name_has_one_meaning(away):
     tau = declared_params.builtin()["mirostat_tau"].param
     assert not declared_params.fault("sampler", dataclasses.replace(tau, summary="in other words"), is_own)
     other = declared_params.fault("sampler", dataclasses.replace(tau, le=9), is_own)
-    assert "otherwise than sampler 'mirostat': want float, default None, above 0, at most 64" in other
+    assert "otherwise than sampler 'mirostat': expected float, default None, above 0, at most 64" in other
     registry = Catalog.discover()["processor"]
     (entry,) = (e for e in registry.entries if e.dist == "acme")
     wrong = dataclasses.replace(registry.spec(entry), params=(dataclasses.replace(tau, le=9),))
@@ -232,7 +232,7 @@ def test_a_kind_takes_its_values_and_refuses_others_in_words(param, good, bad, w
     for value in bad:
         with pytest.raises(RequestError) as info:
             param.check(value)
-        assert str(info.value).endswith(f"want {want}") and info.value.param == "x"
+        assert str(info.value).endswith(f"expected {want}") and info.value.param == "x"
 
 
 # ---- in SamplingParams -----------------------------------------------------------------------------------------------
@@ -285,6 +285,6 @@ def test_half_a_character_in_a_declared_parameter_is_refused_by_its_name():
 def test_what_is_declared_after_a_request_was_written_is_checked_before_it_is_served(away, folder):
     early = SamplingParams(temperature=0, max_tokens=2, extra={"xtc_probability": "x"})
     with engine(folder, processors=["acme/away"]) as llm:
-        with pytest.raises(RequestError, match="xtc_probability='x': want a finite number") as info:
+        with pytest.raises(RequestError, match="xtc_probability='x': expected a finite number") as info:
             llm.generate([1, 2], early, use_tqdm=False)
         assert info.value.param == "xtc_probability"

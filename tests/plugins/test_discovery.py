@@ -98,8 +98,8 @@ def test_a_group_of_somebody_else_is_no_concern(path):
 def test_names_and_targets_that_no_config_could_use_are_told(path):
     text = "[minivllm.attention]\nauto = a:S\ny/z = b:S\nm:C = c:S\nq = a b c\nr = acme_spec\n"
     install(path, "acme", text)
-    name = "is not a name for a plug-in: want letters, digits, '_', '-' and '.', and not 'auto'"
-    target = "want 'package.module:SPEC'"
+    name = "is not a name for a plug-in: expected letters, digits, '_', '-' and '.', and not 'auto'"
+    target = "expected 'package.module:SPEC'"
     assert labels() == []
     assert faults() == [
         f"acme 1.0: minivllm.attention: 'auto' {name}",
@@ -159,7 +159,7 @@ def test_strict_makes_what_cannot_be_used_an_error(path):
         "'minivllm.evictors', and there is no such seam. Did you mean 'minivllm.evictor'?"
     )
     assert catalog(MINIVLLM_STRICT_PLUGINS="1", MINIVLLM_PLUGINS="-acme").faults == ()  # shut out, so no concern
-    with pytest.raises(PluginError, match=r"^MINIVLLM_STRICT_PLUGINS='yes': want 0 or 1$"):
+    with pytest.raises(PluginError, match=r"^MINIVLLM_STRICT_PLUGINS='yes': expected 0 or 1$"):
         catalog(MINIVLLM_STRICT_PLUGINS="yes")
 
 

@@ -68,7 +68,7 @@ def test_what_is_no_number_spoils_its_own_row(dtype):
 def test_a_gpu_without_float8_is_refused_before_anything_is_read(spec):
     facts = {"device": "cuda", "dtype": "bfloat16", "checkpoint": "none"}
     query = lambda sm: PluginQuery(facts={**facts, "sm": sm}, features=frozenset())  # noqa: E731
-    assert [str(r) for r in spec.refuse(query(80), KINDS["quantizer"])] == ["sm: want 80, supports at least 89"]
+    assert [str(r) for r in spec.refuse(query(80), KINDS["quantizer"])] == ["sm: expected 80, supports at least 89"]
     assert not spec.refuse(query(90), KINDS["quantizer"])
 
 

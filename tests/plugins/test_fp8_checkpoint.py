@@ -98,10 +98,10 @@ def test_auto_takes_it(checkpoint):
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        (config((128, 128)), r"weight_scale_inv': shape \[2, 2\] of F32, want \[1, 1\] .*size=\[128, 128\]"),
-        (config((32,)), r"weight_block_size=\[32\]: want two numbers"),
-        (config(fmt="e5m2"), r"fmt='e5m2': want null or 'e4m3'"),
-        (config(activation_scheme="token"), r"activation_scheme='token': want null or 'dynamic'"),
+        (config((128, 128)), r"weight_scale_inv': shape \[2, 2\] of F32, expected \[1, 1\] .*size=\[128, 128\]"),
+        (config((32,)), r"weight_block_size=\[32\]: expected two numbers"),
+        (config(fmt="e5m2"), r"fmt='e5m2': expected null or 'e4m3'"),
+        (config(activation_scheme="token"), r"activation_scheme='token': expected null or 'dynamic'"),
         (config((32, 48), modules_to_not_convert=["model.layers.0.mlp.up_proj"]), r"has model.*up_proj.weight_scale_i"),
     ],
 )  # fmt: skip

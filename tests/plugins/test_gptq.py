@@ -343,17 +343,20 @@ NAME = "model.layers.1.self_attn.k_proj"
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        ({"bits": 5}, r"bits=5: want 2 or 3 or 4 or 8"),
-        ({"bits": "4"}, r"bits='4': want 2 or 3 or 4 or 8"),
-        ({"bits": 8}, r"'model.*qweight'.*shape \[8, 64\] of I32, want \[16, 64\] of I32 with bits=8, group_size=32"),
-        ({"group_size": 64}, r"'model.*q_proj.qzeros'.*want \[1, 8\] of I32 with bits=4, group_size=64"),
-        ({"group_size": 0}, r"group_size=0: want a number of inputs, or -1"),
-        ({"checkpoint_format": "gptq_p"}, r"checkpoint_format='gptq_p': want gptq or gptq_v2"),
-        ({"is_marlin_format": True}, r"checkpoint_format='marlin': want the same model as checkpoint_format=gptq"),
+        ({"bits": 5}, r"bits=5: expected 2 or 3 or 4 or 8"),
+        ({"bits": "4"}, r"bits='4': expected 2 or 3 or 4 or 8"),
+        (
+            {"bits": 8},
+            r"'model.*qweight'.*shape \[8, 64\] of I32, expected \[16, 64\] of I32 with bits=8, group_size=32",
+        ),
+        ({"group_size": 64}, r"'model.*q_proj.qzeros'.*expected \[1, 8\] of I32 with bits=4, group_size=64"),
+        ({"group_size": 0}, r"group_size=0: expected a number of inputs, or -1"),
+        ({"checkpoint_format": "gptq_p"}, r"checkpoint_format='gptq_p': expected gptq or gptq_v2"),
+        ({"is_marlin_format": True}, r"checkpoint_format='marlin': use the same model as checkpoint_format=gptq"),
         ({"dynamic": {"-:.*k_proj": {}}}, r"has model.*k_proj.qweight, and a pattern of dynamic says"),
-        ({"dynamic": {"+:(": {"bits": 8}}}, r"want a regular expression"),
-        ({"dynamic": {"x": {"bits": 9}}}, r"dynamic.x.bits=9: want"),
-        ({"sym": 3}, r"sym=3: want True or False"),
+        ({"dynamic": {"+:(": {"bits": 8}}}, r"expected a regular expression"),
+        ({"dynamic": {"x": {"bits": 9}}}, r"dynamic.x.bits=9: expected"),
+        ({"sym": 3}, r"sym=3: expected True or False"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(checkpoint, said, wanted, monkeypatch):
@@ -368,8 +371,12 @@ def test_settings_that_do_not_fit_are_refused_before_anything_is_loaded(checkpoi
     ("param", "made", "wanted"),
     [
         ("scales", None, rf"the checkpoint lacks {NAME}.scales; download it again"),
-        ("qzeros", lambda t: t[:1].clone(), rf"tensor '{NAME}.qzeros': shape \[1, 4\] of I32, want \[2, 4\] of I32"),
-        ("qweight", lambda t: t.long(), rf"tensor '{NAME}.qweight': shape \[8, 32\] of I64, want"),
+        (
+            "qzeros",
+            lambda t: t[:1].clone(),
+            rf"tensor '{NAME}.qzeros': shape \[1, 4\] of I32, expected \[2, 4\] of I32",
+        ),
+        ("qweight", lambda t: t.long(), rf"tensor '{NAME}.qweight': shape \[8, 32\] of I64, expected"),
         ("g_idx", lambda t: t + 1, rf"tensor '{NAME}.*: g_idx has groups beyond 0 to 1"),
         ("bias", lambda t: torch.ones(32), rf"tensor '{NAME}.bias': a bias that is not 0"),
     ],
@@ -420,11 +427,11 @@ def test_a_method_that_no_quantizer_reads_is_refused_by_name_with_those_that_are
     say(checkpoint, config(quant_method="hqq"))
     assert main(["generate", "x", "--model", str(checkpoint), "--set", "device=cpu"]) == 3
     said = capfd.readouterr().err.strip().splitlines()
-    assert len(said) == 1 and "quant_method='hqq': no quantizer reads it; want awq, " in said[0]
+    assert len(said) == 1 and "quant_method='hqq': no quantizer reads it; use awq, " in said[0]
     say(checkpoint, config())
 
 
 def test_a_checkpoint_that_is_not_packed_though_config_says_so_is_refused(tmp_path):
     packed_dir(tmp_path, config(), lambda *args: None, None)
-    with pytest.raises(ModelError, match="no module of the checkpoint is packed so: want tensors named qweight"):
+    with pytest.raises(ModelError, match="no module of the checkpoint is packed so: expected tensors named qweight"):
         LLM(model=str(tmp_path), **LLM_SIZES)

@@ -81,7 +81,9 @@ def test_a_hook_that_does_not_fit_the_contract_is_refused_in_words(package, wron
 
 
 def test_versions_blocks_and_base_classes_are_those_of_any_seam(package):
-    with pytest.raises(PluginError, match=r"contract version: want 1.2, supports 2.0  .written for a newer minivllm"):
+    with pytest.raises(
+        PluginError, match=r"contract version: expected 1.2, supports 2.0  .written for a newer minivllm"
+    ):
         chosen(package, api=(2, 0))
     with pytest.raises(PluginError, match="is blocked by MINIVLLM_PLUGINS"):
         chosen(package, environ={"MINIVLLM_PLUGINS": ""})
@@ -149,7 +151,7 @@ def test_a_hook_reads_a_configuration_in_another_format(tmp_path, package):
     assert (loaded.engine.seed, loaded.sampling) == (5, {"max_tokens": 3}) and loaded.origins["seed"] == str(file)
     (tmp_path / "exp.ini").write_text("")
     for options, environ in (({}, {}), (enabled, {})):
-        with pytest.raises(ConfigError, match=r"want a file that ends in .toml, .yaml, .yml or .json"):
+        with pytest.raises(ConfigError, match=r"expected a file that ends in .toml, .yaml, .yml or .json"):
             load_config([tmp_path / "exp.ini"], keywords=options, environ=environ)
     file.write_text(json.dumps({"modle": "pocket"}))
     with pytest.raises(ConfigError, match=r"exp.json: unknown option 'modle'. Did you mean 'model'"):

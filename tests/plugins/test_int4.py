@@ -273,7 +273,7 @@ def test_inputs_that_a_group_does_not_divide_are_refused_with_what_would(inp, gr
         Int4(Int4Options(**options)).scheme(info(inp))
     said = str(caught.value)
     assert said.startswith(f"int4: layers.3.mlp.down has {inp} inputs here, which group_size={group} does not divide")
-    assert f"want {wanted}" in said and "skip=['layers.3.mlp.down']" in said
+    assert f"expected {wanted}" in said and "skip=['layers.3.mlp.down']" in said
     for how in ({"skip": ["*.down"]}, {"bits": {"*.down": 8}}, {"bits": {"*.down": 16}}):
         assert type(Int4(Int4Options(**options, **how)).scheme(info(inp))) in (type(None), Int8Weight)
 
@@ -368,7 +368,7 @@ def test_groups_that_no_tile_divides_are_not_given_to_the_kernels(monkeypatch):
     weight = torch.zeros(8, 96, dtype=torch.uint8)
     for group, taken in ((32, True), (64, True), (48, False), (96, False), (192, False)):
         assert (fast.kernels_of(weight, torch.ones(8, 192 // group), None, group) is not None) == taken
-    with pytest.raises(ValueError, match="groups of 48 inputs with 4 bits: want 32, 64 or 128"):
+    with pytest.raises(ValueError, match="groups of 48 inputs with 4 bits: expected 32, 64 or 128"):
         import_module("minivllm.device.kernels.quant").Quantized(weight, torch.ones(8, 4), None, 48)
 
 

@@ -88,7 +88,7 @@ def test_pocket_does_its_tasks_in_them(name):
 
 
 def test_blocks_that_do_not_divide_the_inputs_are_refused_with_what_would():
-    with pytest.raises(OptionError, match=r"nf4: layers.3.mlp.down has 96 inputs .* want group_size=32, or leave"):
+    with pytest.raises(OptionError, match=r"nf4: layers.3.mlp.down has 96 inputs .* expected group_size=32, or leave"):
         Nf4().scheme(info(96, 8))
     assert Nf4(Nf4Options(group_size=32)).scheme(info(96, 8)) is not None
 

@@ -173,14 +173,17 @@ TABLE = DecoderSpec(61, 32, (LayerSpec(AttnSpec(4, 2, 8, 8), MLP(48), Rope(8, 10
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"norms": "arround"}, "layer 0: norms='arround': want one of before, after, around"),
-        ({"qk_norm": "rows"}, "layer 0: qk_norm='rows': want one of None, head, width, heads"),
-        ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
-        ({"mlp": Experts(4, 2, 8, "mish")}, "layer 0: mlp.activation='mish': want one of silu, gelu, "),
-        ({"mlp": Experts(4, 2, 8, shared=MLP(8, "mish"))}, "layer 0: mlp.shared.activation='mish': want one of silu, "),
-        ({"mlp": Experts(4, 2, 8, router=Router("max"))}, "layer 0: mlp.router.score='max': want one of softmax, "),
-        ({"mlp": Experts(4, 5, 8)}, "layer 0: mlp.chosen=5: want between 1 and mlp.count=4"),
-        ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': want one of default, linear, "),
+        ({"norms": "arround"}, "layer 0: norms='arround': expected one of before, after, around"),
+        ({"qk_norm": "rows"}, "layer 0: qk_norm='rows': expected one of None, head, width, heads"),
+        ({"mlp": MLP(48, "mish")}, "layer 0: mlp.activation='mish': expected one of silu, gelu, "),
+        ({"mlp": Experts(4, 2, 8, "mish")}, "layer 0: mlp.activation='mish': expected one of silu, gelu, "),
+        (
+            {"mlp": Experts(4, 2, 8, shared=MLP(8, "mish"))},
+            "layer 0: mlp.shared.activation='mish': expected one of silu, ",
+        ),
+        ({"mlp": Experts(4, 2, 8, router=Router("max"))}, "layer 0: mlp.router.score='max': expected one of softmax, "),
+        ({"mlp": Experts(4, 5, 8)}, "layer 0: mlp.chosen=5: expected between 1 and mlp.count=4"),
+        ({"rope": Rope(8, 100.0, "ntk")}, "layer 0: rope.kind='ntk': expected one of default, linear, "),
         ({"parallel": True, "norms": "around"}, "layer 0: a parallel block has its norm before"),
     ],
 )
@@ -208,7 +211,7 @@ def test_a_number_of_layers_that_the_checkpoint_contradicts_is_named(family, tmp
     path, _, _ = tiny_dir(tmp_path, family, num_hidden_layers=4)
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**raw, "num_hidden_layers": 2, "layer_types": None}))
-    with pytest.raises(ModelError, match=r"num_hidden_layers=2: .* want 4, as the checkpoint has"):
+    with pytest.raises(ModelError, match=r"num_hidden_layers=2: .* expected 4, as the checkpoint has"):
         LLM(model=str(path), device="cpu", dtype="float32", skip_tokenizer_init=True, max_model_len=32)
 
 

@@ -274,13 +274,13 @@ WRONG = [
     ("int4", {"bits": {"*.dwn": 8}}, "int4: bits=['*.dwn'] names no module that is quantized"),
     ("int8", {"bits": {"lm_head": 4}}, "(more are with lm_head=true and embedding=true)"),
     ("fp8", {"bits": {"re:[": 8}}, "bits: 're:['"),
-    ("int4", {"bits": {"*.down": 3}}, "bits.*.down=3: want 4, 8, 16"),
-    ("int4", {"bits": {"*.down": "int5"}}, "want 4, 8, 16, 'fp8', "),
-    ("int4", {"group_size": 48}, "group_size=48: want 32, 64 or 128"),
+    ("int4", {"bits": {"*.down": 3}}, "bits.*.down=3: expected 4, 8, 16"),
+    ("int4", {"bits": {"*.down": "int5"}}, "expected 4, 8, 16, 'fp8', "),
+    ("int4", {"group_size": 48}, "group_size=48: expected 32, 64 or 128"),
     ("int8", {"skipp": ["*"]}, "unknown option 'quantizer.options.skipp'. Did you mean 'skip'?"),
     ("llm-int8", {"threshold": 0}, "threshold"),
     ("none", {"skip": ["*"]}, "takes no options"),
-    ("gptq", {}, "checkpoint: want none, supports {gptq}"),
+    ("gptq", {}, "checkpoint: expected none, supports {gptq}"),
 ]
 
 
@@ -297,7 +297,10 @@ def test_a_bad_rule_is_one_line_and_exit_code_2(name, options, words, capsys):
 def test_groups_that_do_not_divide_are_refused_as_options(tmp_path, capsys):
     tiny_dir(tmp_path, "llama", intermediate_size=80)
     for options, words in (
-        ("{name='int4'}", "layers.0.mlp.down has 80 inputs here, which group_size=32 does not divide: want a multiple"),
+        (
+            "{name='int4'}",
+            "layers.0.mlp.down has 80 inputs here, which group_size=32 does not divide: expected a multiple",
+        ),
         ("{name='nf4'}", "which group_size=64 does not divide"),
         ("{name='int8',options={bits={'*.down_proj'=4}}}", "int4: layers.0.mlp.down has 80 inputs"),
         ("{name='int4',options={embedding=true,group_size=128,skip=['layers.*']}}", "int4: embed has 32 inputs"),
@@ -310,7 +313,7 @@ def test_groups_that_do_not_divide_are_refused_as_options(tmp_path, capsys):
 def test_an_embedding_that_other_code_looks_up_is_refused(tmp_path):
     tiny_dir(tmp_path, "llama", **SIZES)
     chosen = {"name": "int8", "options": {"embedding": True}}
-    with pytest.raises(OptionError, match="this model's tokens are looked up by transformers: want embedding=false"):
+    with pytest.raises(OptionError, match="this model's tokens are looked up by transformers: set embedding=false"):
         LLM(model=str(tmp_path), model_impl="transformers", quantizer=chosen, skip_tokenizer_init=True, device="cpu")
 
 
@@ -318,7 +321,7 @@ def test_a_rule_for_float8_is_refused_on_a_gpu_that_has_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     m = ModuleInfo("layers.0.mlp.down", "linear", 64, (("", 32),), "bfloat16", "cuda:0")
     for kind in ("fp8", "fp8-weight"):
-        with pytest.raises(OptionError, match=r"has no float8 \(compute capability 8\.0, want 8\.9 or more\)"):
+        with pytest.raises(OptionError, match=r"has no float8 \(compute capability 8\.0, expected 8\.9 or more\)"):
             made(Int8, bits={"*.down": kind}).scheme(m)
 
 

@@ -168,10 +168,10 @@ def test_four_ranks_give_the_same_and_a_step_that_fails_on_one_alone_ends_the_en
 @pytest.mark.parametrize(
     ("more", "error", "words"),
     [
-        ({"tensor_parallel_size": 3}, ConfigError, "4 heads and 1 KV heads, .*; want 1 or 2 or 4"),
-        ({"tensor_parallel_size": 2, "executor": "process"}, PluginError, r"want 2, supports \{1\}"),
-        ({"tensor_parallel_size": 9}, PluginError, r"multiprocess +tensor_parallel_size: want 9, supports 1 to 8"),
-        ({"tensor_parallel_size": 2, "batch_invariant": True}, ConfigError, "want tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 3}, ConfigError, "4 heads and 1 KV heads, .*; expected 1 or 2 or 4"),
+        ({"tensor_parallel_size": 2, "executor": "process"}, PluginError, r"expected 2, supports \{1\}"),
+        ({"tensor_parallel_size": 9}, PluginError, r"multiprocess +tensor_parallel_size: expected 9, supports 1 to 8"),
+        ({"tensor_parallel_size": 2, "batch_invariant": True}, ConfigError, "set tensor_parallel_size=1"),
     ],
 )
 def test_sizes_that_cannot_be_are_refused_before_anything_starts(folder, monkeypatch, more, error, words):
@@ -401,7 +401,7 @@ def test_checked_ranks_refuse_plans_columns_and_hidden_states_that_differ():
 
 def test_bad_options_and_models_are_refused_with_their_own_words(tmp_path, folder):
     assert MultiprocessOptions().timeout == 120.0
-    with pytest.raises(PluginError, match="timeout=0: want a number from 1"):
+    with pytest.raises(PluginError, match="timeout=0: expected a number from 1"):
         LLM(**options(folder, executor={"name": "multiprocess", "options": {"timeout": 0}}, tensor_parallel_size=2))
     with pytest.raises(ModelError, match="config"):
         LLM(**options(tmp_path, **RANKS))

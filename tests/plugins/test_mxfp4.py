@@ -104,16 +104,16 @@ def test_ranks_cut_packed_experts_between_their_groups(tmp_path, quantizer):
     shares = [make(quantizer=quantizer(None, said), group=seat) for seat in group]
     got = play(group, [partial(share.step, {0: PROMPT}) for share in shares])[0][0]
     assert (got - want).abs().max() <= 1e-4 * want.abs().max()
-    with pytest.raises(ModelError, match="has 16 inputs here: want a multiple of 32, which share a scale"):
+    with pytest.raises(ModelError, match="has 16 inputs here: expected a multiple of 32, which share a scale"):
         make(quantizer=quantizer(None, said), group=seats(4)[0])
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda t: t[:3].clone(), r"want 4 experts first"),
-        (lambda t: t.int(), r"and int32, want \[.*\] and uint8"),
-        (lambda t: t[:, :, :1].clone(), r"of shape \[.*want \["),
+        (lambda t: t[:3].clone(), r"expected 4 experts first"),
+        (lambda t: t.int(), r"and int32, expected \[.*\] and uint8"),
+        (lambda t: t[:, :, :1].clone(), r"of shape \[.*expected \["),
     ],
 )
 @pytest.mark.parametrize("quantizer", ["mxfp4", "mxfp4-kept"])
@@ -127,10 +127,10 @@ def test_packed_experts_that_do_not_fit_are_refused_by_name(quantizer, change, s
 
 
 def test_what_is_not_packed_so_is_not_taken_for_it():
-    with pytest.raises(ModelError, match="quantized with no method: want mxfp4"):
+    with pytest.raises(ModelError, match="quantized with no method: expected mxfp4"):
         Mxfp4()
     info = ModuleInfo("down", "experts", 48, (("0", 8),), "float32", "cpu", experts=1)
-    with pytest.raises(ModelError, match="48 inputs here: want a multiple of 32"):
+    with pytest.raises(ModelError, match="48 inputs here: expected a multiple of 32"):
         Mxfp4(None, {"quant_method": "mxfp4"}).scheme(info)
 
 

@@ -72,13 +72,13 @@ def test_what_an_own_part_raises_is_told_with_the_part_its_file_and_the_line(own
 
 NO_HIDDEN = "type('M', (), {'__call__': lambda *step: None, 'logits': m.logits})()"
 GIVES = [
-    ("scheduler", "key", "return None", "key() gave None; want numbers"),
-    ("scheduler", "shape", "return None", "shape() gave None; want a StepShape"),
-    ("sampler", "bind", "return 3", "bind returned 3; want a Row or None"),
-    ("quantizer", "scheme", "return 3", "scheme() gave 3 for embed; want a WeightScheme, or None"),
-    ("attention", "layout", "return None", "layout() gave None; want a KVLayout"),
-    ("model_arch", "attention", "return [None]", "attention() gave [None]; want an AttnSpec for each layer"),
-    ("model_arch", "build", "return None", "build() gave None; want a Model, which is called and has logits()"),
+    ("scheduler", "key", "return None", "key() gave None; expected numbers"),
+    ("scheduler", "shape", "return None", "shape() gave None; expected a StepShape"),
+    ("sampler", "bind", "return 3", "bind returned 3; expected a Row or None"),
+    ("quantizer", "scheme", "return 3", "scheme() gave 3 for embed; expected a WeightScheme, or None"),
+    ("attention", "layout", "return None", "layout() gave None; expected a KVLayout"),
+    ("model_arch", "attention", "return [None]", "attention() gave [None]; expected an AttnSpec for each layer"),
+    ("model_arch", "build", "return None", "build() gave None; expected a Model, which is called and has logits()"),
     (
         "model_arch",
         "build",

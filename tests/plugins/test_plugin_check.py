@@ -49,7 +49,7 @@ GOOD = spec_text(impl="check_impl:Good")
         (spec_text(impl="check_impl:Half"), "Half does not implement add, drop, free, hold, victims"),
         (spec_text(impl="check_impl:Full"), "AttributeError: module 'check_impl' has no attribute 'Full'"),
         (spec_text(impl="check_impl:Good", api=(1, 9)),
-         "contract version: want 1.1, supports 1.9  (written for a newer minivllm: upgrade minivllm)"),
+         "contract version: expected 1.1, supports 1.9  (written for a newer minivllm: upgrade minivllm)"),
         (spec_text(impl="check_impl:Good", features=["fast"]),
          "its spec's features name 'fast', which evictor does not know. There are: none."),
         (GOOD.replace('"for a test"', '"for a test", options="json:JSONDecoder"'),
@@ -125,4 +125,4 @@ def test_a_spec_is_held_to_the_words_of_its_seam():
         "its spec's prefer name 'dtype', which attention does not know. There are: block.",
     ]
     assert "its spec's limits do not speak of 'sm': a request that asks for it is refused" in faults
-    assert faults[-1] == "its spec prefers what it refuses: block: want 16, supports {32}"
+    assert faults[-1] == "its spec prefers what it refuses: block: expected 16, supports {32}"

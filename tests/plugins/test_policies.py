@@ -76,7 +76,7 @@ def test_what_the_client_expects_counts_where_max_tokens_says_nothing():
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "7"])
 def test_an_expectation_that_is_no_number_of_tokens_is_refused(value):
-    with pytest.raises(RequestError, match=r"expected_tokens=.*want a whole number >= 1"):
+    with pytest.raises(RequestError, match=r"expected_tokens=.*expected a whole number >= 1"):
         Bench("fcfs").add("r", [1], expected_tokens=value)
 
 

@@ -77,7 +77,7 @@ def test_a_pattern_behind_re_is_a_regular_expression_for_a_whole_name():
         assert (quantizer.scheme(info(name=name)) is not None) == want, name
     int4 = Int4(Int4Options(bits={r"re:.*\.(down|o)": 8, "*.o": 16}))
     assert isinstance(int4.scheme(info(name="layers.1.attn.o")), Int8Weight)
-    with pytest.raises(PluginError, match=r"skip: 're:\(': .* want a regular expression behind 're:'"):
+    with pytest.raises(PluginError, match=r"skip: 're:\(': .* expected a regular expression behind 're:'"):
         Int8(Int8Options(skip=["re:("]))
 
 

@@ -52,14 +52,14 @@ def test_without_ray_it_is_refused_with_the_command_that_installs_it(folder, mon
 def test_bad_options_are_refused_by_their_names(folder):  # noqa: F811
     for more, words in (
         ({"transport": "udp"}, "transport='udp'"),
-        ({"placement_timeout": 0}, "placement_timeout=0: want a number from 1"),
-        ({"address": "nonsense"}, "executor.options.address: want host:port of a Ray cluster, or auto"),
-        ({"address": "ray://a:1/x"}, "want host:port of a Ray cluster"),
+        ({"placement_timeout": 0}, "placement_timeout=0: expected a number from 1"),
+        ({"address": "nonsense"}, "executor.options.address: expected host:port of a Ray cluster, or auto"),
+        ({"address": "ray://a:1/x"}, "expected host:port of a Ray cluster"),
         ({"adress": "x"}, "Did you mean 'address'"),
     ):
         with pytest.raises(PluginError, match=words):
             LLM(**options(folder, **ray(**more)))
-    with pytest.raises(ConfigError, match="want 1 or 2 or 4"):
+    with pytest.raises(ConfigError, match="expected 1 or 2 or 4"):
         LLM(**options(folder, **ray(3)))
 
 
@@ -68,7 +68,7 @@ def test_bad_options_are_refused_by_their_names(folder):  # noqa: F811
     [
         ([("a", {"CPU": 4})], "cpu", 4, ""),
         ([("a", {"CPU": 1}), ("a", {"CPU": 1})], "cpu", 2, ""),
-        ([("a", {"CPU": 2.0})], "cpu", 4, "4 places are wanted, each with 1 CPU.*has 2: a has 2 CPU, so 2;.*_size=2"),
+        ([("a", {"CPU": 2.0})], "cpu", 4, "4 places are needed, each with 1 CPU.*has 2: a has 2 CPU, so 2;.*_size=2"),
         ([("a", {"CPU": 64})], "cuda", 2, "each with 1 GPU and 1 CPU.*has 0: a has 0 GPU and 64 CPU, so 0;"),
         ([("a", {"CPU": 1, "GPU": 8}), ("b", {"CPU": 9, "GPU": 2})], "cuda", 4, "a has 8 GPU and 1 CPU, so 1; b has"),
         ([], "cpu", 1, "no node that is alive"),
@@ -81,7 +81,7 @@ def test_a_cluster_that_could_never_have_the_places_is_told_what_it_has(nodes, d
 
 @pytest.mark.parametrize("address", ["nonsense", "a:b", "host:", "ray://a:1/x"])
 def test_addresses_of_another_form_are_refused(address):
-    with pytest.raises(ResourceError, match="want host:port of a Ray cluster, or auto"):
+    with pytest.raises(ResourceError, match="expected host:port of a Ray cluster, or auto"):
         check_address(address)
 
 
@@ -129,7 +129,7 @@ def test_devices_that_this_machine_does_not_see_count_where_an_address_was_given
     asked = {"traits": {"cluster": "address"}}
     device(4, Part("minivllm/ray", "x:Y", {"address": "auto"}, **asked))
     for executor in (Part("minivllm/ray", "x:Y", {"address": ""}, **asked), Part("minivllm/multiprocess", "x:Y")):
-        with pytest.raises(ConfigError, match=r"tensor_parallel_size=4: .*torch sees 1 on cuda; want at most 1"):
+        with pytest.raises(ConfigError, match=r"tensor_parallel_size=4: .*torch sees 1 on cuda; expected at most 1"):
             device(4, executor)
 
 
@@ -269,11 +269,11 @@ def test_ranks_on_two_nodes_of_a_cluster_give_the_same_and_it_is_left_as_it_was(
             llm = LLM(**options(folder, **ray(address=address)))
             break
         except ResourceError as e:
-            assert "so 1; add nodes, or want at most tensor_parallel_size=1" in str(e) and time.monotonic() < end
+            assert "so 1; add nodes, or use at most tensor_parallel_size=1" in str(e) and time.monotonic() < end
     with llm:
         assert answers(llm) == want
         assert [child.here for child in llm.engine.executor._ranks()] == [True, False], "the engine's machine is first"
-        with pytest.raises(ResourceError, match=r"no free places within 1 s: 2 are wanted, each with 1 CPU"):
+        with pytest.raises(ResourceError, match=r"no free places within 1 s: 2 are needed, each with 1 CPU"):
             LLM(**options(folder, **ray(address=address, placement_timeout=1)))
         pids = ranks_of(llm)
     assert gone(pids, 15.0) and all(node.poll() is None for node in nodes), "its nodes are as they were"

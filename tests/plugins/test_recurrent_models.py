@@ -195,11 +195,11 @@ def test_a_wrapper_with_images_is_served_as_text(tmp_path):
 
 
 @pytest.mark.parametrize(("values", "says"), [
-    ({"linear_num_value_heads": 3}, "linear_num_value_heads=3: want a multiple of linear_num_key_heads=2"),
-    ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0: want a whole number >= 1"),
-    ({"layer_types": ["linear_attention"] * 4}, "want at least one layer with attention"),
+    ({"linear_num_value_heads": 3}, "linear_num_value_heads=3: expected a multiple of linear_num_key_heads=2"),
+    ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim=0: expected a whole number >= 1"),
+    ({"layer_types": ["linear_attention"] * 4}, "expected at least one layer with attention"),
     ({"layer_types": ["full_attention"] * 3}, "`num_hidden_layers` (4) must be equal"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu': want 'silu'"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu': expected 'silu'"),
 ])  # fmt: skip
 def test_a_config_that_describes_no_model_is_refused_by_its_field(values, says, tmp_path):
     make(tmp_path, "qwen3_5_text")

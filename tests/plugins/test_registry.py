@@ -163,7 +163,7 @@ def test_minivllm_itself_may_be_named_and_cannot_be_shut_out():
     for value in ("-minivllm", "-", "- a"):
         with pytest.raises(PluginError) as info:
             discover(offered, environ={"MINIVLLM_PLUGINS": value})
-        want = "want packages, or '-package', and minivllm itself cannot be blocked"
+        want = "expected packages, or '-package', and minivllm itself cannot be blocked"
         assert str(info.value) == f"MINIVLLM_PLUGINS={value!r}: {want}"
 
 
@@ -227,9 +227,9 @@ def test_an_implementation_that_does_not_fill_the_seam_is_refused(package):
 @pytest.mark.parametrize(
     "api, reason",
     [
-        ((0, 9), "contract version: want 1.5, supports 0.9  (written for an older minivllm: upgrade it)"),
-        ((1, 7), "contract version: want 1.5, supports 1.7  (written for a newer minivllm: upgrade minivllm)"),
-        ((2, 0), "contract version: want 1.5, supports 2.0  (written for a newer minivllm: upgrade minivllm)"),
+        ((0, 9), "contract version: expected 1.5, supports 0.9  (written for an older minivllm: upgrade it)"),
+        ((1, 7), "contract version: expected 1.5, supports 1.7  (written for a newer minivllm: upgrade minivllm)"),
+        ((2, 0), "contract version: expected 1.5, supports 2.0  (written for a newer minivllm: upgrade minivllm)"),
     ],
 )
 def test_another_interface_version_is_refused(package, api, reason):
@@ -320,7 +320,9 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
     registry = discover(point("acme", "runs", "acme_spec:S", "executor"))["executor"]
     with pytest.raises(PluginError) as info:
         registry.select(PluginQuery(), "runs").require()
-    assert "contract version: want 2.4, supports 1.0  (written for an older minivllm: upgrade it; " in str(info.value)
+    assert "contract version: expected 2.4, supports 1.0  (written for an older minivllm: upgrade it; " in str(
+        info.value
+    )
     assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)
 
 
@@ -331,14 +333,14 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
     ("make", "words"),
     [
         (lambda: Spec("a:B", (1, 0), "x", features=frozenset("window")), "letters of a text"),
-        (lambda: Spec("a:B", (1, 0), "x", features="window"), "want a frozenset of names"),
+        (lambda: Spec("a:B", (1, 0), "x", features="window"), "expected a frozenset of names"),
         (lambda: Spec("a:B", (1, 0), "x", limits={"device": set("cuda")}), r"limits\['device'\].*letters of a text"),
-        (lambda: Spec("a:B", (1, 0), "x", limits={"device": "cuda"}), "want a set"),
-        (lambda: Spec("a:B", (1, 0), "x", needs="torch"), r"want \(Needs"),
-        (lambda: Spec("a:B", (1, 0), "x", params="top_a"), r"want \(Param"),
-        (lambda: Spec("a:B", (1, 0), "x", traits="graph"), "want a dict"),
-        (lambda: Param("a", str, "x", choices="xyz"), "want a tuple of texts"),
-        (lambda: Param("a", int, 1, choices=("1",)), "want none for a int"),
+        (lambda: Spec("a:B", (1, 0), "x", limits={"device": "cuda"}), "expected a set"),
+        (lambda: Spec("a:B", (1, 0), "x", needs="torch"), r"expected \(Needs"),
+        (lambda: Spec("a:B", (1, 0), "x", params="top_a"), r"expected \(Param"),
+        (lambda: Spec("a:B", (1, 0), "x", traits="graph"), "expected a dict"),
+        (lambda: Param("a", str, "x", choices="xyz"), "expected a tuple of texts"),
+        (lambda: Param("a", int, 1, choices=("1",)), "expected none for a int"),
     ],
 )
 def test_a_text_is_not_taken_for_a_collection_of_its_letters(make, words):
@@ -361,7 +363,7 @@ def test_a_trait_of_another_form_is_refused_with_the_form_that_is_wanted(kind, t
     spec = Spec("a:B", KINDS[kind].api, "x", limits=ANY, traits=traits)
     (reason,) = spec.refuse(PluginQuery(), KINDS[kind])
     (name,) = traits
-    assert f"trait {name!r}: want " in str(reason) and repr(traits[name]) in str(reason)
+    assert f"trait {name!r}: expected " in str(reason) and repr(traits[name]) in str(reason)
 
 
 def test_every_trait_has_a_form_and_every_builtin_keeps_to_it():

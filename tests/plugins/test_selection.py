@@ -52,15 +52,15 @@ def test_every_reason_is_given_at_once():
     facts = {"dtype": "float32", "block": 24, "sm": 80, "dim": frozenset({64, 256}), "q": 16, "new": 1}
     reasons = FLASH.refuse(PluginQuery(facts, frozenset({"window", "sinks"})), KINDS["attention"])
     assert [str(r) for r in reasons] == [
-        "dtype: want float32, supports {bfloat16, float16}",
-        "block: want 24, supports multiples of 16",
-        "sm: want 80, supports at least 90",
-        "dim: want {64, 256}, supports 64 to 128",
-        "q: want 16, supports at most 8",
-        "new: want 1, supports nothing (not declared)",
+        "dtype: expected float32, supports {bfloat16, float16}",
+        "block: expected 24, supports multiples of 16",
+        "sm: expected 80, supports at least 90",
+        "dim: expected {64, 256}, supports 64 to 128",
+        "q: expected 16, supports at most 8",
+        "new: expected 1, supports nothing (not declared)",
         "feature 'sinks' not declared",
         'needs no_such_module, which is not installed  (pip install "minivllm[fi]")',
-        f"numpy: want at least 999, supports {numpy.__version__}",
+        f"numpy: expected at least 999, supports {numpy.__version__}",
     ]
 
 
@@ -160,7 +160,7 @@ def test_a_spec_can_be_pickled_and_reports_what_limits_cannot_say():
         assert again == spec and not again.refuse(PluginQuery({"sm": 90}), KINDS["attention"])
     checked = Spec("a:B", (1, 0), "x", limits=ANY, check=check)
     (reason,) = checked.refuse(PluginQuery(), KINDS["attention"])
-    assert str(reason) == "heads: want a multiple of 8, supports 4"
+    assert str(reason) == "heads: expected a multiple of 8, supports 4"
 
 
 # ---------------------------------------------------------------- broken plug-ins, and what is left open
@@ -203,8 +203,8 @@ def test_a_check_that_raises_is_a_reason_or_an_error_that_names_the_package(pack
 @pytest.mark.parametrize(
     "body, message",
     [
-        ("return ['too old']", "TypeError: check() gave 'too old': want a list of Reason"),
-        ("return 'too old'", "TypeError: check() gave 't': want a list of Reason"),
+        ("return ['too old']", "TypeError: check() gave 'too old': expected a list of Reason"),
+        ("return 'too old'", "TypeError: check() gave 't': expected a list of Reason"),
         ("raise Panic('no device')", "Panic: no device"),
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
@@ -224,7 +224,7 @@ def test_a_needed_version_is_told_though_the_metadata_of_another_package_is_brok
     (tmp_path / "other-1.dist-info" / "METADATA").write_bytes(b"Name: \xff\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert Needs("numpy", "1").missing() is None and Needs("numpy", "1").installed_version()
-    assert str(Needs("numpy", "9999").missing()).startswith("numpy: want at least 9999, supports ")
+    assert str(Needs("numpy", "9999").missing()).startswith("numpy: expected at least 9999, supports ")
 
 
 def test_a_needed_version_is_told_without_reading_the_metadata_of_every_package(monkeypatch):
@@ -240,17 +240,17 @@ def test_a_needed_version_is_that_of_the_package_that_brings_a_module_of_another
 @pytest.mark.parametrize(
     "wrong, message",
     [
-        ({"impl": "acme.Flash"}, "Spec impl='acme.Flash': want 'package.module:Class'"),
-        ({"api": "1.0"}, "Spec api='1.0': want (major, minor)"),
-        ({"api": (1,)}, "Spec api=(1,): want (major, minor)"),
+        ({"impl": "acme.Flash"}, "Spec impl='acme.Flash': expected 'package.module:Class'"),
+        ({"api": "1.0"}, "Spec api='1.0': expected (major, minor)"),
+        ({"api": (1,)}, "Spec api=(1,): expected (major, minor)"),
         ({"limits": {"device": "cuda"}},
-         "Spec limits['device']='cuda': want a set, AtLeast, AtMost, Range, MultipleOf, ANY"),
-        ({"limits": [1]}, "Spec limits=[1]: want a dict of fact -> limit, or ANY"),
-        ({"features": "window"}, "Spec features='window': want a frozenset of names"),
+         "Spec limits['device']='cuda': expected a set, AtLeast, AtMost, Range, MultipleOf, ANY"),
+        ({"limits": [1]}, "Spec limits=[1]: expected a dict of fact -> limit, or ANY"),
+        ({"features": "window"}, "Spec features='window': expected a frozenset of names"),
         ({"needs": Needs("json")},
-         "Spec needs=Needs(module='json', version='', install='', dist=''): want (Needs(...),)"),
-        ({"priority": "high"}, "Spec priority='high': want a whole number"),
-        ({"check": True}, "Spec check=True: want a function (PluginQuery) -> [Reason]"),
+         "Spec needs=Needs(module='json', version='', install='', dist=''): expected (Needs(...),)"),
+        ({"priority": "high"}, "Spec priority='high': expected a whole number"),
+        ({"check": True}, "Spec check=True: expected a function (PluginQuery) -> [Reason]"),
     ],
 )  # fmt: skip
 def test_a_spec_of_the_wrong_form_fails_where_it_is_written(wrong, message):
@@ -260,7 +260,9 @@ def test_a_spec_of_the_wrong_form_fails_where_it_is_written(wrong, message):
 
 
 def test_a_needed_version_is_the_lowest_one_not_a_specifier():
-    with pytest.raises(ValueError, match=r"^Needs\('a'\): version='>=2.1': want the lowest version, such as '2.1'$"):
+    with pytest.raises(
+        ValueError, match=r"^Needs\('a'\): version='>=2.1': expected the lowest version, such as '2.1'$"
+    ):
         Needs("a", ">=2.1")
 
 
@@ -324,7 +326,7 @@ def test_wrong_options_are_told_with_the_nearest_name(package):
         registry.options(chosen, {"num_splits": 65, "numsplits": 1}, "attention.options", where)
     assert str(info.value) == (
         "Wrong options for acme/flash:\n"
-        "  exp.toml:4: attention.options.num_splits=65: want a whole number of at most 64\n"
+        "  exp.toml:4: attention.options.num_splits=65: expected a whole number of at most 64\n"
         "  --set: unknown option 'attention.options.numsplits'. Did you mean 'num_splits'?"
     )
 

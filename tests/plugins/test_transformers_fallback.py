@@ -125,7 +125,7 @@ def suite_of(family):
 @pytest.mark.parametrize("family", OWN_ATTENTION)
 def test_a_family_whose_class_computes_its_own_attention_is_refused_by_the_fallback(family, tmp_path):
     suite, cls = suite_of(family)
-    with pytest.raises(ModelError, match="want a model that attends to all tokens of a sequence with softmax"):
+    with pytest.raises(ModelError, match="use a model that attends to all tokens of a sequence with softmax"):
         harness(str(suite.case(cls, tmp_path).path))
 
 
@@ -250,7 +250,7 @@ REFUSED = {
     "llama4_text": ({}, "layer_types has 'chunked_attention'"),
     "seed_oss": ({"sliding_window": 6}, "sliding_window=6: no layer tells attention of it"),
     "arcee": ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
-    "phi": ({"is_causal": False}, "is_causal=False: want True"),
+    "phi": ({"is_causal": False}, "is_causal=False: expected True"),
     "bart": ({}, "is_encoder_decoder=true|its attention is its own"),
 }
 
@@ -274,7 +274,7 @@ def test_a_model_that_the_engine_cannot_serve_is_refused_in_one_line(model_type,
          "no plug-in serves the architecture 'FooForCausalLM', and transformers .* has no causal language model"),
         ({"architectures": ["FooForCausalLM"], "model_type": "foo", "auto_map": {"AutoModelForCausalLM": "evil.Evil"}},
          r"its code is in its own directory \(auto_map\), which is never run"),
-        ({"architectures": ["GPTNeoXModel"], "model_type": "gpt_neox"}, "want GPTNeoXForCausalLM"),
+        ({"architectures": ["GPTNeoXModel"], "model_type": "gpt_neox"}, "expected GPTNeoXForCausalLM"),
         ({"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"},
          "no plug-in serves the architecture"),
     ],
@@ -298,7 +298,7 @@ def test_remote_code_of_an_architecture_that_transformers_has_is_not_needed(tmp_
 
 
 def test_a_model_is_not_split_over_processes(neox):
-    with pytest.raises(ModelError, match="want tensor_parallel_size=1"):
+    with pytest.raises(ModelError, match="set tensor_parallel_size=1"):
         Harness(None, TransformersArch(), open_checkpoint(neox).hf_config(), shard=Shard(0, 2))
 
 

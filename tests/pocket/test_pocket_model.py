@@ -86,7 +86,7 @@ def test_bad_messages_and_prompts_are_refused_by_name(llm):
         llm.generate(PROMPT, {"temprature": 1}, use_tqdm=False)
     with pytest.raises(RequestError, match="2 sampling_params for 1 prompts"):
         llm.generate(PROMPT, [SamplingParams(), SamplingParams()], use_tqdm=False)
-    with pytest.raises(RequestError, match="unknown key; want prompt, prompt_token_ids, cache_salt"):
+    with pytest.raises(RequestError, match="unknown key; expected prompt, prompt_token_ids, cache_salt"):
         llm.generate({"text": "x"}, use_tqdm=False)
 
 

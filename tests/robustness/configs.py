@@ -111,7 +111,7 @@ def c4(tools: Tools, rng: random.Random) -> Any:
             value = "slow"
         table, _, key = field.rpartition(".")
         text = json.dumps({table: {key: value}} if table else {key: value})
-        yield text, lambda text=text, key=key: config(tools, rng, text, key, "want")
+        yield text, lambda text=text, key=key: config(tools, rng, text, key, "expected")
 
 
 @line("C5", "values out of range", "tools")

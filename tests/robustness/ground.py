@@ -293,7 +293,7 @@ def status_of(answer: bytes) -> int:
 def refused(answer: httpx.Response, status: int, *words: str) -> None:
     """An error in OpenAI's shape, bounded, that tells nothing of the inside; each word is in its message, or is the
     field that it is about."""
-    assert answer.status_code == status, f"{answer.status_code}, want {status}: {answer.text[:300]}"
+    assert answer.status_code == status, f"{answer.status_code}, expected {status}: {answer.text[:300]}"
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and error["code"] == status, error
     assert len(answer.content) < 2000 and "Traceback" not in answer.text and "/minivllm/" not in answer.text

@@ -68,7 +68,7 @@ def why_not() -> str:
     if importlib.util.find_spec("ray") is None:
         return 'Ray is not installed: pip install "minivllm[ray]"'
     if os.name != "posix" or not hasattr(os, "geteuid") or os.geteuid() or not shutil.which("ip"):
-        return "network namespaces want Linux, root and the command ip (iproute2)"
+        return "network namespaces expected Linux, root and the command ip (iproute2)"
     name = f"mv-{secrets.token_hex(3)}"
     try:
         run("ip", "netns", "add", name)

@@ -156,7 +156,7 @@ def m3(tools: Tools, rng: random.Random) -> Any:
         yield str(more), lambda more=more, key=key: model(tools, changed(**more), "config.json", key)
     # before its key is known
     long = changed(max_position_embeddings=10**300)
-    yield "301 digits", lambda: model(tools, long, "config.json", "has 301 digits; want at most 40")
+    yield "301 digits", lambda: model(tools, long, "config.json", "has 301 digits; expected at most 40")
 
 
 @line("M4", "an architecture that nobody has", "tools")

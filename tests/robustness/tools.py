@@ -30,10 +30,10 @@ class Done:
 
     def ended(self, code: int, *words: str) -> None:
         """With this status and one line that says why, in which the words are.  AssertionError if not."""
-        assert self.code == code, f"ended with {self.code}, want {code}: {self.err[-500:]}"
+        assert self.code == code, f"ended with {self.code}, expected {code}: {self.err[-500:]}"
         lines = [line for line in self.err.splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("minivllm: error: ")]
-        assert len(errors) == 1 and lines[-1] == errors[0], f"want one line that says why: {self.err[-800:]}"
+        assert len(errors) == 1 and lines[-1] == errors[0], f"expected one line that says why: {self.err[-800:]}"
         assert "Traceback" not in self.err and "(a bug;" not in self.err, self.err[-800:]
         for word in words:
             assert word in errors[0], f"{word!r} is not in: {errors[0][:600]}"

@@ -191,7 +191,7 @@ def test_counters_of_several_gpus_are_one_and_one_that_is_not_there_says_so(tmp_
     for word in ("yes", "rapl:", "nvml"):
         with pytest.raises(ConfigError, match="energy"):
             LLM("pocket", energy=word)
-    with pytest.raises(ConfigError, match=r"energy=rapl:.*no RAPL under .*want energy=off, or rapl:FOLDER"):
+    with pytest.raises(ConfigError, match=r"energy=rapl:.*no RAPL under .*set energy=off, or rapl:FOLDER"):
         LLM("pocket", **POCKET, energy=f"rapl:{tmp_path}")
     with pytest.raises(ConfigError, match="executor minivllm/sim does not report its devices"):
         LLM("pocket", **POCKET, energy="on", executor="sim")

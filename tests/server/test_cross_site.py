@@ -119,7 +119,7 @@ def test_allowed_hosts_are_those_and_loopback_and_the_address_that_was_reached()
 
 @pytest.mark.parametrize("name", ["http://a.example", "a.example:80", "a/b", "", "*.", "a.*", "a b", "a..b", "**"])
 def test_an_allowed_host_that_is_none_is_refused_at_the_start(name):
-    with pytest.raises(ConfigError, match=r"allowed_hosts.*want a host name"):
+    with pytest.raises(ConfigError, match=r"allowed_hosts.*expected a host name"):
         ServerConfig(allowed_hosts=[name])
 
 

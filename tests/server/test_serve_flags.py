@@ -151,11 +151,11 @@ def test_names_in_refusals_are_options_that_exist():
         (["--quantization", "hqq", "--port", "0"], "No quantizer is called 'hqq'"),
         (["--tool-call-parser", "hermse"], "Did you mean 'hermes'?"),
         (["--max-logprobs", "-1"], "server.max_logprobs=-1"),
-        (["--uds", "/tmp/x", "--port", "1"], "want a Unix socket or an address"),
+        (["--uds", "/tmp/x", "--port", "1"], "set a Unix socket or an address, not both"),
         (["--ssl-keyfile", "k"], "without server.ssl_certfile"),
-        (["--ssl-certfile", "c", "--ssl-cert-reqs", "2"], "without server.ssl_ca_certs: want both"),
-        (["--ssl-certfile", "c", "--ssl-ca-certs", "a"], "want 1 or 2"),
-        (["--ssl-cert-reqs", "7"], "want 0, 1 or 2"),
+        (["--ssl-certfile", "c", "--ssl-cert-reqs", "2"], "without server.ssl_ca_certs: set both, or neither"),
+        (["--ssl-certfile", "c", "--ssl-ca-certs", "a"], "expected 1 or 2"),
+        (["--ssl-cert-reqs", "7"], "expected 0, 1 or 2"),
     ],
 )
 def test_what_is_wrong_with_flags_is_one_line_that_says_what_is_wanted(capsys, monkeypatch, flags, words):

@@ -221,7 +221,7 @@ def test_files_that_cannot_be_served_with_are_refused_before_anything_is_loaded(
     os.mkfifo(tmp_path / "fifo")
     for values, words in (
         ({"ssl_certfile": "/none.pem"}, "/none.pem"),
-        ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "fifo")}, "want a regular file"),
+        ({"ssl_certfile": cert, "ssl_keyfile": str(tmp_path / "fifo")}, "expected a regular file"),
         ({"ssl_certfile": str(empty)}, "the file contains no PEM"),
         ({"ssl_certfile": cert}, "give the key as --ssl-keyfile"),
         ({"ssl_certfile": cert, "ssl_keyfile": str(locked)}, "passphrase"),

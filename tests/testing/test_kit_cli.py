@@ -306,7 +306,7 @@ def test_a_class_where_a_name_is_wanted_is_told_its_name():
 
     for value in (Lru, {"name": Lru}, {"prefer": [Lru]}):
         with pytest.raises(
-            ConfigError, match=r"Lru is a class: want a name; of this one 'minivllm.plugins.evictor.lru:Lru'"
+            ConfigError, match=r"Lru is a class: expected a name; pass this class as 'minivllm.plugins.evictor.lru:Lru'"
         ):
             EngineConfig(evictor=value)
     with pytest.raises(ConfigError, match="hooks: Lru is a class"):

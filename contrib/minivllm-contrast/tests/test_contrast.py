@@ -197,5 +197,5 @@ def test_beams_go_by_the_scores_of_both_models(pair):
 
 def test_a_model_with_another_vocabulary_is_refused(pair, tmp_path):
     other, _, _ = tiny_dir(tmp_path / "other", vocab_size=77)
-    with pytest.raises(ConfigError, match=r"the model of minivllm-contrast/contrast, .*vocab_size=77; want 61"):
+    with pytest.raises(ConfigError, match=r"the model of minivllm-contrast/contrast, .*vocab_size=77; expected 61"):
         llm([pair[0], (other, None)])

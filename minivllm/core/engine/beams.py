@@ -133,7 +133,7 @@ class Beams:
         go_on = list(moves.go_on)
         if len(go_on) > self.width or len({(p.branch, p.token) for p in go_on}) < len(go_on):
             raise ValueError(
-                f"{len(go_on)} branches go on; want at most {self.width}, no two with equal tokens"
+                f"{len(go_on)} branches go on; expected at most {self.width}, no two with equal tokens"
             )
         nodes = [self._node(p, grown) for p in go_on]
         for p in go_on:

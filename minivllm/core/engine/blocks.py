@@ -152,7 +152,7 @@ class BlockPool:
         ValueError if ``available`` is below n, which the caller checks first."""
         if n > self.free:
             if n > self.available:
-                raise ValueError(f"{n} blocks are wanted of {self.available}")
+                raise ValueError(f"{n} blocks are needed, and {self.available} are available")
             self._evict(n - self.free)
         self.free -= n
         self.held += n

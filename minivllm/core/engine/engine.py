@@ -152,7 +152,7 @@ class Engine:
             raise EngineDeadError(self.dead)
         if request.id in self.requests:
             raise RequestError(
-                f"request id {shown(request.id)} is in use; want a new one", "request_id"
+                f"request id {shown(request.id)} is in use; choose a new one", "request_id"
             )
         p = request.params
         started = prepare(self, request)

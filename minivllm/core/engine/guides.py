@@ -37,13 +37,13 @@ def add_guide(engine: Intake, lead: Seq, guide: Guide) -> None:
     request, p, cache = lead.request, lead.request.params, engine.cache
     for name in ("choose_fn", "logits_processors"):
         if getattr(p, name):
-            what = f"{name} chooses from the logits of one row; want it without {guide.param}"
+            what = f"{name} chooses from the logits of one row; use it without {guide.param}"
             raise RequestError(what, name)
     if not engine.capacity.guides:
         who = f"the executor {type(engine.executor).__name__}"
         raise RequestError(f"{guide.param}: {who} serves no guides; use another one", guide.param)
     if engine.wiring.max_num_seqs < 2:
-        what = f"{guide.param} takes two rows; want max_num_seqs of at least 2"
+        what = f"{guide.param} takes two rows; expected max_num_seqs of at least 2"
         raise RequestError(f"{what}, and it is {engine.wiring.max_num_seqs}", guide.param)
     prompt = np.array(list(guide.prompt) or request.prompt[-1:], np.int32)
     most = request.end - len(request.prompt)

@@ -94,7 +94,7 @@ class _Late:
                 seq.matcher = plugin.start(seq.request.grammar)
                 seq.matched = len(seq.request.prompt)
                 if seq.matcher is None:
-                    raise ValueError("start() gave None; want a matcher")
+                    raise ValueError("start() gave None; expected a matcher")
         self.matchers = [seq.matcher for seq in self.seqs]
         self.matched[:] = [seq.matched for seq in self.seqs]
 

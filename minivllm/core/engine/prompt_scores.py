@@ -30,7 +30,7 @@ def check_logprobs(request: Request, wiring: Wiring, vocab: int) -> None:
         k = getattr(p, name)
         if k is not None and (vocab if k < 0 else min(k, vocab)) > most:
             raise RequestError(
-                f"{name}={shown(k)}: want at most {most} of {vocab} tokens; raise the engine's max_logprobs "
+                f"{name}={shown(k)}: expected at most {most} of {vocab} tokens; raise the engine's max_logprobs "
                 f"(it is {wiring.max_logprobs}; -1: no limit)",
                 name,
             )

@@ -40,22 +40,22 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
     p, limit = request.params, wiring.max_model_len
     n = len(request.prompt)
     if not n:
-        raise RequestError("the prompt is empty; want at least one token", "prompt")
+        raise RequestError("the prompt is empty; expected at least one token", "prompt")
     low, high = int(request.prompt.min()), int(request.prompt.max())
     if low < 0 or high >= vocab:
         raise RequestError(
-            f"prompt token id {low if low < 0 else high} is out of range; want 0 to {vocab - 1}",
+            f"prompt token id {low if low < 0 else high} is out of range; expected 0 to {vocab - 1}",
             "prompt",
         )
     if n >= limit:
         raise RequestError(
-            f"the prompt has {n} tokens; want at most {limit - 1} (max_model_len={limit} less one to generate)",
+            f"the prompt has {n} tokens; expected at most {limit - 1} (max_model_len={limit} less one to generate)",
             "prompt",
         )
     for i in p.stop_token_ids or ():
         if i >= vocab:
             raise RequestError(
-                f"stop_token_ids: {i} is out of range; want 0 to {vocab - 1}", "stop_token_ids"
+                f"stop_token_ids: {i} is out of range; expected 0 to {vocab - 1}", "stop_token_ids"
             )
     wide = next((name for name in ("beam_width", "best_of") if getattr(p, name) is not None), "n")
     if p.width > wiring.max_num_seqs:
@@ -174,7 +174,7 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
     request.stops = StopRule.of(p, engine.eos_ids, len(request.prompt), request.end, constrained)
     if (n := len(request.stops.ids)) > STOP_IDS:
         raise RequestError(
-            f"{n} stop ids with the model's own; want at most {STOP_IDS}", "stop_token_ids"
+            f"{n} stop ids with the model's own; expected at most {STOP_IDS}", "stop_token_ids"
         )
     check_read(p, engine.strategies, engine.processors)
     run = engine.clock.seams.run

@@ -73,7 +73,7 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     steering: dict[int, np.ndarray] = {}
     for tap in request.taps:
         if tap.point not in numbers:
-            what = f"taps: the model has no point {shown(tap.point)}; want one of those that LLM.tap_points() lists"
+            what = f"taps: the model has no point {shown(tap.point)}; expected one of those that LLM.tap_points() lists"
             raise RequestError(f"{what}.{suggest(tap.point, points)}", "taps")
         number = numbers[tap.point]
         if tap.read:
@@ -87,10 +87,10 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
         if not np.isfinite(vector).all() or np.abs(vector).max() > limit:
             name = list(points)[number]
             what = f"taps: what is added at {name} is out of the range of {wiring.dtype}"
-            raise RequestError(f"{what}; want smaller numbers or a smaller scale", "taps")
+            raise RequestError(f"{what}; use smaller numbers or a smaller scale", "taps")
     if read and request.beams is not None:
         what = "taps: values are not read of a request whose strategy is asked after every step"
-        raise RequestError(f"{what}; want read=False, or no beam_width", "taps")
+        raise RequestError(f"{what}; use read=False, or no beam_width", "taps")
     request.tapped = RequestTaps(
         dict(sorted(read.items())), dict(sorted(steering.items())), numbers[LOGITS]
     )
@@ -106,13 +106,13 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
 def _fitting(tap: Tap, width: int) -> np.ndarray:
     if tap.point == LOGITS:
         what = "taps: nothing is added to the model's own logits"
-        raise RequestError(f"{what}; want read=True alone, and logit_bias or a processor", "taps")
+        raise RequestError(f"{what}; use read=True alone, and logit_bias or a processor", "taps")
     if read_only(tap.point):
         what = f"taps: nothing is added to {tap.point}, which are numbers of experts"
-        raise RequestError(f"{what}; want read=True alone, or a tap of the router's logits", "taps")
+        raise RequestError(f"{what}; use read=True alone, or a tap of the router's logits", "taps")
     if len(tap.add) != width:
         what = f"taps: a vector of {len(tap.add)} numbers for {tap.point}"
-        raise RequestError(f"{what}; want {width}, the width of that point", "taps")
+        raise RequestError(f"{what}; expected {width}, the width of that point", "taps")
     return tap.vector
 
 

@@ -116,7 +116,7 @@ class Layout:
             if column.dtype != dtype or count != n or (width and column.shape[1] != width):
                 shape = [count, width] if width else [count]
                 found = f"{column.dtype} {list(column.shape)}"
-                raise CodecError(f"{name}: {found}; want {dtype} {shape}")
+                raise CodecError(f"{name}: {found}; expected {dtype} {shape}")
             if n:
                 parts.append(column.tobytes())
         if rest:
@@ -141,14 +141,14 @@ class Layout:
         CodecError if the bytes are not a complete message of this kind.
         """
         if len(data) < self.start:
-            raise CodecError(f"{len(data)} bytes; want at least {self.start}")
+            raise CodecError(f"{len(data)} bytes; expected at least {self.start}")
         magic, version, kind, size = HEAD.unpack_from(data)
         if (magic, version, kind) != (MAGIC, VERSION, self.kind):
             raise CodecError(
-                f"bytes of {magic!r} {version}, kind {kind}; want {MAGIC!r} {VERSION}, kind {self.kind}"
+                f"bytes of {magic!r} {version}, kind {kind}; expected {MAGIC!r} {VERSION}, kind {self.kind}"
             )
         if size != len(data):
-            raise CodecError(f"{len(data)} bytes; want {size}, the size in their head")
+            raise CodecError(f"{len(data)} bytes; expected {size}, the size in their head")
         numbers = self.numbers.unpack_from(data, HEAD.size)
         at = self.start
         end = len(data) - numbers[-1]
@@ -161,7 +161,9 @@ class Layout:
             if n == 0:
                 continue
             if n * dtype.itemsize > end - at:
-                raise CodecError(f"{name}: {n} items; want at most the remaining {end - at} bytes")
+                raise CodecError(
+                    f"{name}: {n} items; expected at most the remaining {end - at} bytes"
+                )
             column = np.frombuffer(data, dtype, n, at)
             found[owner][name] = column.reshape(-1, width) if width else column
             at += n * dtype.itemsize
@@ -260,7 +262,7 @@ def _encode_rows(bound: Sequence[Mapping[int, Row]]) -> tuple[bytes, list[np.nda
                 array = np.ascontiguousarray(value)
                 if array.dtype.kind not in "biuf" or array.dtype.itemsize > 8:
                     raise CodecError(
-                        f"column {name} is bound to {array.dtype}; want numbers of up to 8 bytes"
+                        f"column {name} is bound to {array.dtype}; expected numbers of up to 8 bytes"
                     )
                 stored = array.dtype.newbyteorder("<")
                 values.append([name, stored.str, *np.shape(value)])
@@ -302,7 +304,7 @@ def _array(
     n = math.prod(shape)
     size = n * dtype.itemsize
     if dtype.kind not in "biuf" or n < 0 or size > len(data) - at:
-        raise CodecError(f"an array of {n} {dtype}; want numbers within the {len(data)} bytes")
+        raise CodecError(f"an array of {n} {dtype}; expected numbers within the {len(data)} bytes")
     return np.frombuffer(data, dtype, n, at).reshape(shape), at + size
 
 

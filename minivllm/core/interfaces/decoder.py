@@ -336,6 +336,6 @@ class DecoderSpec:
         lengths = {rope.switch for rope in ropes if rope.switch is not None}
         if len(lengths) > 1:
             raise ModelError(
-                f"the rotary embedding of layers changes at {sorted(lengths)} tokens: want one length"
+                f"the rotary embedding of layers changes at {sorted(lengths)} tokens: expected one length"
             )
         return min(lengths, default=None)

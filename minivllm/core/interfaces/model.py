@@ -230,7 +230,7 @@ class ModelArch:
     def describe(self, cfg: Any) -> DecoderSpec:
         """Return the description of the model, from which the engine builds it."""
         raise NotImplementedError(
-            f"{type(self).__name__} describes no model: want describe(), or attention(), build() and weights()"
+            f"{type(self).__name__} describes no model: implement describe(), or attention(), build() and weights()"
         )
 
     def attention(self, cfg: Any) -> Sequence[AttnSpec]:

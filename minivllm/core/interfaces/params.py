@@ -71,10 +71,10 @@ RANGED = (
 )
 
 
-def _check(ok: bool, field_name: str, value: Any, want: str) -> None:
-    """Raise RequestError for a field unless ``ok``.  ``want`` describes the accepted values."""
+def _check(ok: bool, field_name: str, value: Any, expected: str) -> None:
+    """Raise RequestError for a field unless ``ok``.  ``expected`` describes the accepted values."""
     if not ok:
-        raise RequestError(f"{field_name}={shown(value)}: want {want}", field_name)
+        raise RequestError(f"{field_name}={shown(value)}: expected {expected}", field_name)
 
 
 @dataclass
@@ -205,8 +205,8 @@ class SamplingParams:
             self.extra = _checked({**self.extra, **declared} if declared else self.extra)
         most = self.max_tokens
         if most is not None:
-            want = f"at most max_tokens={most}"
-            _check(self.min_tokens <= most, "min_tokens", self.min_tokens, want)
+            expected = f"at most max_tokens={most}"
+            _check(self.min_tokens <= most, "min_tokens", self.min_tokens, expected)
         self._check_branches()
         self._check_stops()
         self._check_service()
@@ -224,17 +224,17 @@ class SamplingParams:
         ok = isinstance(self.early_stopping, bool) or self.early_stopping == "never"
         _check(ok, "early_stopping", self.early_stopping, 'False, True or "never"')
         if self.best_of:
-            want = "it without best_of, because tokens chosen on the host have no log-probabilities"
+            expected = "no best_of, because tokens chosen on the host have no log-probabilities"
             for name in ("choose_fn", "logits_processors"):
-                _check(not getattr(self, name), name, "given", want)
+                _check(not getattr(self, name), name, "given", expected)
         if self.beam_width is None:
             for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
                 value = getattr(self, name)
-                _check(value == neutral, name, value, "it together with beam_width")
+                _check(value == neutral, name, value, f"{neutral} without beam_width")
             return
-        want = "it without beam_width, because beam search does not draw tokens"
+        expected = "no beam_width, because beam search does not draw tokens"
         for name in ("allowed_tokens_fn", "choose_fn", "logits_processors", "structured_outputs"):
-            _check(not getattr(self, name), name, "given", want)
+            _check(not getattr(self, name), name, "given", expected)
 
     @property
     def salt(self) -> tuple[str, str]:
@@ -258,13 +258,13 @@ class SamplingParams:
         ok = stop is None or isinstance(stop, (str, list, tuple))
         _check(ok, "stop", stop, "a string, or a list of strings")
         stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-        want = f"at most {MAX_STOPS} strings"
-        _check(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", want)
+        expected = f"at most {MAX_STOPS} strings"
+        _check(len(stops) <= MAX_STOPS, "stop", f"{len(stops)} strings", expected)
         for text in stops:
             ok = isinstance(text, str) and 0 < len(text) <= 256
             _check(ok, "stop", text, "non-empty strings of at most 256 characters")
-        want = "no stop strings with detokenize=False (use stop_token_ids)"
-        _check(not stops or self.detokenize, "stop", stop, want)
+        expected = "no stop strings with detokenize=False (use stop_token_ids)"
+        _check(not stops or self.detokenize, "stop", stop, expected)
         ids = () if self.stop_token_ids is None else self.stop_token_ids
         ok = isinstance(ids, (Sequence, np.ndarray)) and not isinstance(ids, (str, bytes))
         _check(ok, "stop_token_ids", ids, "a list of token ids")
@@ -298,8 +298,8 @@ class SamplingParams:
         excluded = ["logprobs", "allowed_tokens_fn", "structured_outputs"]
         for name in ("choose_fn", "logits_processors"):
             present = [other for other in excluded if getattr(self, other) is not None]
-            want = f"no {', '.join(present)}, which have no effect on tokens drawn on the host"
-            _check(getattr(self, name) is None or not present, name, "given", want)
+            expected = f"no {', '.join(present)}, which have no effect on tokens drawn on the host"
+            _check(getattr(self, name) is None or not present, name, "given", expected)
             excluded.append("choose_fn")
         for name in ("allowed_tokens_fn", "choose_fn"):
             value = getattr(self, name)
@@ -322,8 +322,8 @@ class SamplingParams:
 
         Only ``most`` is checked, against ``min_tokens``.
         """
-        want = f"at least min_tokens={self.min_tokens}"
-        _check(most >= max(1, self.min_tokens), "max_tokens", most, want)
+        expected = f"at least min_tokens={self.min_tokens}"
+        _check(most >= max(1, self.min_tokens), "max_tokens", most, expected)
         copy = object.__new__(type(self))  # ``copy.copy`` takes longer
         copy.__dict__.update(self.__dict__, max_tokens=most)
         return copy

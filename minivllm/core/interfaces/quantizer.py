@@ -150,7 +150,7 @@ class WeightScheme(ABC):
         implement it.
         """
         raise PluginError(
-            f"{type(self).__name__} stores no experts: want scheme() to return None for kind 'experts'"
+            f"{type(self).__name__} stores no experts: return None from scheme() for kind 'experts'"
         )
 
     def gather(self, ids: Tensor, dtype: Any) -> Tensor:
@@ -160,7 +160,7 @@ class WeightScheme(ABC):
         The engine calls it for modules of kind "embedding".  PluginError if the scheme does not implement it.
         """
         raise PluginError(
-            f"{type(self).__name__} gathers no rows: want scheme() to return None for kind 'embedding'"
+            f"{type(self).__name__} gathers no rows: return None from scheme() for kind 'embedding'"
         )
 
     def stored(self) -> StoredWeight | None:

@@ -103,7 +103,7 @@ class Draw:
         if not there or tuple(tokens.shape) != logits.shape[:1]:
             found = f"{list(tokens.shape)} {tokens.dtype} on {tokens.device}".replace("torch.", "")
             raise ValueError(
-                f"draw() left tokens {found}; want [{len(logits)}] int64 on {logits.device}"
+                f"draw() left tokens {found}; expected [{len(logits)}] int64 on {logits.device}"
             )
         self.tokens = tokens.contiguous()
 

@@ -29,7 +29,7 @@ def _check_size(form: str, text: str) -> None:
         size = len(text.encode())
     except UnicodeEncodeError:
         problem = f"{NAME}.{form} is not valid Unicode"
-        raise _refused(f"{problem}: want text without lone surrogates") from None
+        raise _refused(f"{problem}: expected text without lone surrogates") from None
     _check(size <= MOST_BYTES, form, f"{size} bytes", f"at most {MOST_BYTES}")
 
 
@@ -43,11 +43,11 @@ def _dumped(form: str, value: Any) -> str:
     return text
 
 
-def _check(ok: bool, name: str, value: Any, want: str) -> None:
-    """Raise RequestError for a field unless ``ok``.  ``want`` describes the accepted values."""
+def _check(ok: bool, name: str, value: Any, expected: str) -> None:
+    """Raise RequestError for a field unless ``ok``.  ``expected`` describes the accepted values."""
     if not ok:
         quoted = brief(value, 80) if isinstance(value, str) else shown(value)
-        raise RequestError(f"{NAME}.{name}={quoted}: want {want}", NAME)
+        raise RequestError(f"{NAME}.{name}={quoted}: expected {expected}", NAME)
 
 
 @dataclass
@@ -77,7 +77,7 @@ class StructuredOutputsParams:
             return value
         if not isinstance(value, Mapping):
             found = type(value).__name__
-            raise _refused(f"{NAME} of {found}: want StructuredOutputsParams or a mapping")
+            raise _refused(f"{NAME} of {found}: expected StructuredOutputsParams or a mapping")
         known = [f.name for f in fields(cls)]
         for name in value:
             if name not in known:
@@ -117,7 +117,7 @@ class StructuredOutputsParams:
             forms.remove("json_object")
         if len(forms) != 1:
             found = " and ".join(forms) or "none"
-            raise _refused(f"{NAME}: {found} given; want exactly one of {', '.join(FORMS)}")
+            raise _refused(f"{NAME}: {found} given; expected exactly one of {', '.join(FORMS)}")
         return forms[0]
 
     def _check_whitespace(self, form: str) -> None:
@@ -130,10 +130,10 @@ class StructuredOutputsParams:
             for name in names.split():
                 value = getattr(self, name)
                 ok = value is None or value is False
-                _check(ok, name, value, f"it together with json only, not with {form}")
+                _check(ok, name, value, f"no {name} with {form}, only with json")
         both = pattern is not None and self.disable_any_whitespace
-        want = "it without disable_any_whitespace=True, which allows no whitespace"
-        _check(not both, "whitespace_pattern", pattern, want)
+        expected = "no whitespace_pattern with disable_any_whitespace=True, which allows none"
+        _check(not both, "whitespace_pattern", pattern, expected)
 
     @property
     def source(self) -> GrammarSource:
@@ -158,18 +158,18 @@ class StructuredOutputsParams:
         _check_size(form, text)
         if form == "regex":
             depth = group_depth(text)
-            want = f"at most {MOST_DEPTH} within each other"
-            _check(depth <= MOST_DEPTH, form, f"groups within {depth} others", want)
+            expected = f"at most {MOST_DEPTH} within each other"
+            _check(depth <= MOST_DEPTH, form, f"groups within {depth} others", expected)
         return GrammarSource(form, text)
 
     def _schema(self) -> Any:
         """Return the schema as plain JSON values.  Check its depth before any function recurses over it."""
         value: Any = self.json
-        want = f"at most {MOST_DEPTH} levels"
+        expected = f"at most {MOST_DEPTH} levels"
         if isinstance(value, str):
             _check_size("json", value)
             depth = text_depth(value)
-            _check(depth <= MOST_DEPTH, "json", f"a schema {depth} levels deep", want)
+            _check(depth <= MOST_DEPTH, "json", f"a schema {depth} levels deep", expected)
             try:
                 value = jsonlib.loads(value)
             except ValueError as e:
@@ -177,7 +177,7 @@ class StructuredOutputsParams:
         ok = isinstance(value, (Mapping, bool))
         _check(ok, "json", value, "a schema: an object, true or false")
         ok = value_depth(value) <= MOST_DEPTH
-        _check(ok, "json", "a schema that is deeper, or contains itself", want)
+        _check(ok, "json", "a schema that is deeper, or contains itself", expected)
         return jsonlib.loads(_dumped("json", value))
 
 

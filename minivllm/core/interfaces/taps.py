@@ -58,7 +58,7 @@ class Tap:
             object.__setattr__(self, "add", _vector(self.add))
         elif not self.read:
             problem = f"taps: the tap of {shown(self.point)} neither reads nor adds"
-            raise RequestError(f"{problem}; want read=True, or a vector to add", "taps")
+            raise RequestError(f"{problem}; use read=True, or a vector to add", "taps")
 
     @property
     def vector(self) -> np.ndarray:
@@ -87,9 +87,9 @@ def _vector(value: Any) -> np.ndarray:
     return vector
 
 
-def _refused(name: str, value: Any, want: str) -> RequestError:
+def _refused(name: str, value: Any, expected: str) -> RequestError:
     """Return the error for a wrong value of a tap's field."""
-    return RequestError(f"taps: {name}={shown(value)}: want {want}", "taps")
+    return RequestError(f"taps: {name}={shown(value)}: expected {expected}", "taps")
 
 
 def by_point(lines: np.ndarray) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:

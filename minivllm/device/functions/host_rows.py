@@ -89,18 +89,18 @@ def _takes_prompt(function: Callable[..., Any]) -> bool:
         except TypeError:
             continue
         return count == 3
-    want = "f(output ids, logits) or f(prompt ids, output ids, logits)"
-    raise RequestError(f"{FIELD}: {shown(function)} takes {signature}: want {want}", FIELD)
+    expected = "f(output ids, logits) or f(prompt ids, output ids, logits)"
+    raise RequestError(f"{FIELD}: {shown(function)} takes {signature}: expected {expected}", FIELD)
 
 
 def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tensor:
     """What a function returned, as float32 [V]."""
     if not isinstance(value, (torch.Tensor, np.ndarray, list)):
-        raise TypeError(f"{shown(function)} returned {type(value).__name__}; want the logits")
+        raise TypeError(f"{shown(function)} returned {type(value).__name__}; expected the logits")
     x = torch.as_tensor(value).detach()
     if x.dtype == torch.bool or x.is_complex():
-        raise TypeError(f"{shown(function)} returned logits of {x.dtype}; want numbers")
+        raise TypeError(f"{shown(function)} returned logits of {x.dtype}; expected numbers")
     x = x.to("cpu", torch.float32)
     if x.shape != (vocab,):
-        raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; want ({vocab},)")
+        raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; expected ({vocab},)")
     return x

@@ -292,8 +292,8 @@ class ExpertProducts:
         size = gate_up.element_size()
         if down.shape[1] * size % 16:
             raise ModelError(
-                f"experts of {down.shape[1]} inputs of {size} bytes: want a multiple of 16 bytes, which the kernels "
-                "read at a time; use fuse=false without batch_invariant"
+                f"experts of {down.shape[1]} inputs of {size} bytes: expected a multiple of 16 bytes, which the "
+                "kernels read at a time; use fuse=false without batch_invariant"
             )
         missing = -down.shape[2] % (16 // size)
         if missing:

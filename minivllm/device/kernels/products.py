@@ -268,7 +268,7 @@ class FixedProduct:
         if weight.shape[1] * weight.element_size() % 16:
             raise ModelError(
                 f"batch_invariant=true: a weight has {weight.shape[1]} inputs of {weight.element_size()} bytes: "
-                "want a multiple of 16 bytes, which its kernel reads at a time"
+                "expected a multiple of 16 bytes, which its kernel reads at a time"
             )
 
     def __call__(self, x: Tensor) -> Tensor:

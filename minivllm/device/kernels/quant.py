@@ -271,7 +271,7 @@ class Quantized:
         self.weight, self.scale, self.zero, self.table = weight, scale, zero, table
         self.form = 4 if weight.dtype == torch.uint8 else 8
         if self.form == 4 and group not in (32, 64, 128):
-            raise ValueError(f"groups of {group} inputs with 4 bits: want 32, 64 or 128")
+            raise ValueError(f"groups of {group} inputs with 4 bits: expected 32, 64 or 128")
         self.n, self.k = weight.shape[0], weight.shape[1] * 8 // self.form
         self.group = group if self.form == 4 else self.k
         self.serves = SERVES[weight.dtype] if table is None else (FEW, 0)

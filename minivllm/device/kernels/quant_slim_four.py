@@ -317,7 +317,7 @@ class SlimFourProduct(SlimProduct):
         """As ``products.Product``, of x [1 to 8, K]."""
         of, m = self.of, len(x)
         if m > ROWS:
-            raise ValueError(f"{m} rows: want 1 to {ROWS}")
+            raise ValueError(f"{m} rows: expected 1 to {ROWS}")
         tile = dict(tile or slim_four_tile(of, self.mode))
         split, bn = tile["SK"], tile["BN"]
         tiles, room = triton.cdiv(self.n, bn), tile.pop("EACH") * multiprocessors(x.device)

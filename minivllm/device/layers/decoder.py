@@ -302,12 +302,14 @@ def check(spec: DecoderSpec) -> None:
             ("rope.kind", kind, ROPE_KINDS),
         ):
             if word not in known:
-                raise ModelError(f"layer {i}: {name}={shown(word)}: want one of {', '.join(map(str, known))}")
+                raise ModelError(f"layer {i}: {name}={shown(word)}: expected one of {', '.join(map(str, known))}")
         if layer.qk_norm == HEAD and spec.norm.centered:
-            raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: want RMSNorm")
+            raise ModelError(f"layer {i}: LayerNorm of each head is not implemented: expected RMSNorm")
         if experts and not 1 <= experts.chosen <= experts.count:
-            raise ModelError(f"layer {i}: mlp.chosen={experts.chosen}: want between 1 and mlp.count={experts.count}")
+            raise ModelError(
+                f"layer {i}: mlp.chosen={experts.chosen}: expected between 1 and mlp.count={experts.count}"
+            )
         if layer.parallel and layer.norms != BEFORE:
-            raise ModelError(f"layer {i}: a parallel block has its norm before: want norms='before'")
+            raise ModelError(f"layer {i}: a parallel block has its norm before: expected norms='before'")
         if layer.mlp_norm and not layer.parallel:
-            raise ModelError(f"layer {i}: mlp_norm is for a parallel block: want parallel=True")
+            raise ModelError(f"layer {i}: mlp_norm is for a parallel block: expected parallel=True")

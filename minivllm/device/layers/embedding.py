@@ -146,7 +146,7 @@ class TiedLMHead(Module):
             kinds = f"{type(self.shared).__name__} and {type(asked).__name__}"
             raise OptionError(
                 f"{info.name} shares the weight of {tied.name}, and they are to be quantized in two ways ({kinds}): "
-                "want the same for both, or the embedding unquantized"
+                "expected the same for both, or the embedding unquantized"
             )
         self.scheme = None if self.shared is not None else asked
         self.tensors = dict(self.scheme.tensors) if self.scheme else {}
@@ -167,7 +167,7 @@ class TiedLMHead(Module):
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         if self.own is None:
-            raise ModelError(f"{self.name} shares the embedding's weight: want no tensor for it")
+            raise ModelError(f"{self.name} shares the embedding's weight: expected no tensor for it")
         self.own.load(part, param, tensor)
 
     def finish(self) -> None:

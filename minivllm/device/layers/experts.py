@@ -198,7 +198,7 @@ class Mixture(NormFusing):
         told = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
         if told != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
             raise ValueError(
-                f"the router hook gave {told or type(given).__name__} for {self.name}: want (weights, ids), "
+                f"the router hook gave {told or type(given).__name__} for {self.name}: expected (weights, ids), "
                 f"each {list(like.shape)} on {like.device}"
             )
         weights, ids = pair

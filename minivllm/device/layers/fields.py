@@ -48,7 +48,7 @@ def activation(cfg: Any, field: str = "hidden_act") -> str:
     """Return the MLP's activation by its name in ``decoder.ACTIVATIONS``.  ModelError for an unknown activation."""
     name = getattr(cfg, field)
     if not isinstance(name, str) or name not in ACTIVATION:
-        raise ModelError(f"{field}={shown(name)}: want one of {', '.join(sorted(ACTIVATION))}")
+        raise ModelError(f"{field}={shown(name)}: expected one of {', '.join(sorted(ACTIVATION))}")
     return ACTIVATION[name]
 
 
@@ -67,9 +67,11 @@ def attention(cfg: Any, window: int | None = None, **more: Any) -> AttnSpec:
     size."""
     dim, n = head_dim(cfg), kv_heads(cfg)
     if n < 1 or cfg.num_attention_heads % n:
-        raise ModelError(f"num_attention_heads={cfg.num_attention_heads}: want a multiple of num_key_value_heads={n}")
+        raise ModelError(
+            f"num_attention_heads={cfg.num_attention_heads}: expected a multiple of num_key_value_heads={n}"
+        )
     if dim % 2 or dim < 1:
-        raise ModelError(f"head_dim={dim}: want an even number above 0, rotary pairs its elements")
+        raise ModelError(f"head_dim={dim}: expected an even number above 0, rotary pairs its elements")
     return AttnSpec(cfg.num_attention_heads, n, dim, dim, window=window, **more)
 
 
@@ -79,7 +81,7 @@ def even_share(cfg: Any, width: str, count: str, heads: int, rotary: bool = Fals
     ModelError, which names both fields, if the division is not even, or if ``rotary`` is set and a head is odd."""
     size = getattr(cfg, width)
     if size % heads or (rotary and size // heads % 2):
-        raise ModelError(f"{width}={shown(size)}: want {'an even' if rotary else 'a'} multiple of {count}={heads}")
+        raise ModelError(f"{width}={shown(size)}: expected {'an even' if rotary else 'a'} multiple of {count}={heads}")
     return size // heads
 
 
@@ -106,7 +108,7 @@ def check_causal(cfg: Any) -> None:
     for name, want in (("is_causal", True), ("use_bidirectional_attention", False)):
         value = getattr(cfg, name, None)
         if value is not None and value != "vision" and bool(value) is not want:
-            raise ModelError(f"{name}={value}: want {want}, attention to later tokens is not implemented")
+            raise ModelError(f"{name}={value}: expected {want}, attention to later tokens is not implemented")
 
 
 def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
@@ -117,12 +119,14 @@ def windows(cfg: Any, types: Sequence[str] | None) -> list[int | None]:
     layers, window = cfg.num_hidden_layers, getattr(cfg, "sliding_window", None)
     types = list(types) if types is not None else [FULL] * layers
     if len(types) != layers:
-        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
+        raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
     wrong = sorted(set(types) - {FULL, SLIDING})
     if wrong:
-        raise ModelError(f"layer_types has {shown(wrong[0])}: want {FULL!r} or {SLIDING!r}")
+        raise ModelError(f"layer_types has {shown(wrong[0])}: expected {FULL!r} or {SLIDING!r}")
     if SLIDING in types and (not isinstance(window, int) or window < 1):
-        raise ModelError(f"sliding_window={shown(window)} while layer_types has {SLIDING}: want a whole number >= 1")
+        raise ModelError(
+            f"sliding_window={shown(window)} while layer_types has {SLIDING}: expected a whole number >= 1"
+        )
     return [window if kind == SLIDING else None for kind in types]
 
 
@@ -148,7 +152,7 @@ def all_alike(cfg: Any) -> list[str]:
     kind = SLIDING if getattr(cfg, "sliding_window", None) else FULL
     types = getattr(cfg, "layer_types", None)
     if types is not None and set(types) != {kind}:
-        raise ModelError(f"layer_types={shown(types)}: want {kind} for all layers, this architecture has one kind")
+        raise ModelError(f"layer_types={shown(types)}: expected {kind} for all layers, this architecture has one kind")
     return [kind] * cfg.num_hidden_layers
 
 
@@ -167,7 +171,7 @@ def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
     count, chosen = getattr(cfg, name), cfg.num_experts_per_tok
     for key, value in ((name, count), ("num_experts_per_tok", chosen), ("the width of an expert", inner)):
         if type(value) is not int or value < 1:
-            raise ModelError(f"{key}={shown(value)}: want a whole number >= 1, the model has layers of experts")
+            raise ModelError(f"{key}={shown(value)}: expected a whole number >= 1, the model has layers of experts")
     if chosen > count:
         raise ModelError(f"num_experts_per_tok={chosen}: want between 1 and {name}={count}")
     if "activation" not in more:
@@ -183,7 +187,7 @@ def sparse_layers(cfg: Any) -> list[bool]:
     if not cfg.num_experts:
         return [False] * cfg.num_hidden_layers
     if type(step) is not int or step < 1:
-        raise ModelError(f"decoder_sparse_step={shown(step)}: want a whole number >= 1")
+        raise ModelError(f"decoder_sparse_step={shown(step)}: expected a whole number >= 1")
     layers = range(cfg.num_hidden_layers)
     return [i not in dense and (i + 1) % step == 0 for i in layers]
 
@@ -202,7 +206,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
         raise ModelError("rope_parameters: one for each type of layer, which this architecture has no use for")
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind not in ROPES:
-        raise ModelError(f"rope_type={shown(kind)}: want one of {', '.join(sorted(ROPES))}")
+        raise ModelError(f"rope_type={shown(kind)}: expected one of {', '.join(sorted(ROPES))}")
     theta = params.get("rope_theta") or getattr(cfg, "rope_theta", None)
     params["rope_theta"] = 10000.0 if theta is None else theta
     if ORIGINAL in ROPES[kind][0]:
@@ -214,7 +218,7 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
         if name in needs or name == "rope_theta" or params.get(name) is not None:
             _check_number(name, params.get(name), kind)
     if kind == "llama3" and params["high_freq_factor"] <= params["low_freq_factor"]:
-        raise ModelError("rope_parameters: want high_freq_factor above low_freq_factor")
+        raise ModelError("rope_parameters: expected high_freq_factor above low_freq_factor")
     known = HARMLESS | set(needs) | set(takes)
     extra = sorted(str(k) for k, v in params.items() if v is not None and k not in known)
     if extra:
@@ -222,11 +226,11 @@ def rope(cfg: Any, layer_type: str | None = None, partial: bool = False) -> Rope
     size = head_dim(cfg)
     share = params.get("partial_rotary_factor") or getattr(cfg, "partial_rotary_factor", None) or 1.0
     if share != 1 and not partial and kind != "proportional":
-        raise ModelError(f"partial_rotary_factor={shown(share)}: want 1, this architecture rotates whole heads")
+        raise ModelError(f"partial_rotary_factor={shown(share)}: expected 1, this architecture rotates whole heads")
     turned = size if kind == "proportional" else int(size * share)
     if turned % 2 or not 0 < turned <= size:
         what = f"head_dim={size} (of num_attention_heads={cfg.num_attention_heads})"
-        raise ModelError(f"partial_rotary_factor={shown(share)}: want an even part of {what}, got {turned}")
+        raise ModelError(f"partial_rotary_factor={shown(share)}: expected an even part of {what}, got {turned}")
     return Rope(turned, float(params["rope_theta"]), kind, *_numbers(cfg, kind, params, turned, share))
 
 
@@ -248,7 +252,7 @@ def _check_number(name: str, value: Any, kind: str) -> None:
     else:
         numbers, want = [value], "a positive number"
     if not all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers):
-        raise ModelError(f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: want {want}")
+        raise ModelError(f"rope_parameters: {name}={shown(value)} for rope_type={shown(kind)}: expected {want}")
 
 
 def _numbers(
@@ -266,7 +270,7 @@ def _numbers(
     if kind == "longrope":
         for name in sorted(LISTS):
             if len(found[name]) != dim // 2:
-                raise ModelError(f"rope_parameters: {name} has {len(found[name])} numbers: want {dim // 2}")
+                raise ModelError(f"rope_parameters: {name} has {len(found[name])} numbers: expected {dim // 2}")
             found[name] = tuple(found[name])
         switch = int(found[ORIGINAL])
     if kind in ("longrope", "yarn"):

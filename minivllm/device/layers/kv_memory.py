@@ -19,7 +19,7 @@ def layouts_of(backend: AttentionBackend, layers: Sequence[Any], fmt: Any, block
     found = [backend.layout(layer.spec, fmt, block) for layer in layers]
     if wrong := [one for one in found if not isinstance(one, KVLayout)]:
         who = f"attention {type(backend).__name__}{from_file(backend)}"
-        raise PluginError(f"{who}: layout() gave {shown(wrong[0])}; want a KVLayout")
+        raise PluginError(f"{who}: layout() gave {shown(wrong[0])}; expected a KVLayout")
     return found
 
 

@@ -27,7 +27,7 @@ def part_rows(info: ModuleInfo, part: str) -> slice:
 def no_adapter(scheme: WeightScheme, adapter: Any) -> None:
     """Raise PluginError if a scheme that applies no adapters (LoRA) is given one."""
     if adapter is not None:
-        raise PluginError(f"{type(scheme).__name__} applies no adapters: want adapter=None")
+        raise PluginError(f"{type(scheme).__name__} applies no adapters: expected adapter=None")
 
 
 def stored_by(scheme: WeightScheme) -> StoredWeight | None:

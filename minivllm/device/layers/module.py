@@ -53,11 +53,11 @@ def check_shape(tensor: Tensor, want: Sequence[int]) -> None:
 
     A float8 weight without its scales is refused, because a cast would drop the factor that the numbers need."""
     if tuple(tensor.shape) != tuple(want):
-        raise ModelError(f"shape {list(tensor.shape)}, want {list(want)}")
+        raise ModelError(f"shape {list(tensor.shape)}, expected {list(want)}")
     if not tensor.is_floating_point():
-        raise ModelError(f"dtype {str(tensor.dtype).removeprefix('torch.')}, want a floating-point weight")
+        raise ModelError(f"dtype {str(tensor.dtype).removeprefix('torch.')}, expected a floating-point weight")
     if tensor.element_size() < 2:
         dtype = str(tensor.dtype).removeprefix("torch.")
         raise ModelError(
-            f"dtype {dtype} without scales, want a weight of 16 or 32 bits, or a checkpoint with its scales"
+            f"dtype {dtype} without scales, expected a weight of 16 or 32 bits, or a checkpoint with its scales"
         )

@@ -91,7 +91,7 @@ class ModuleParts:
 
     def _share(self, n: int, what: str) -> int:
         if n % self.shard.size:
-            raise ModelError(f"{what}={n} cannot be split over {self.shard.size} processes: want a divisor of {n}")
+            raise ModelError(f"{what}={n} cannot be split over {self.shard.size} processes: expected a divisor of {n}")
         return n // self.shard.size
 
     def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
@@ -195,7 +195,7 @@ class ModuleParts:
         if split == "row":
             return self._share(inp, f"{name} inputs"), parts
         if split is not None:
-            raise ValueError(f"split={split!r}: want None, 'column' or 'row'")
+            raise ValueError(f"split={split!r}: expected None, 'column' or 'row'")
         return inp, parts
 
     def _scheme(self, info: ModuleInfo) -> WeightScheme | None:
@@ -205,7 +205,7 @@ class ModuleParts:
         scheme = self.quantizer.scheme(info)
         if scheme is not None and not isinstance(scheme, WeightScheme):
             who = f"quantizer {type(self.quantizer).__name__}{from_file(self.quantizer)}"
-            raise PluginError(f"{who}: scheme() gave {shown(scheme)} for {info.name}; want a WeightScheme, or None")
+            raise PluginError(f"{who}: scheme() gave {shown(scheme)} for {info.name}; expected a WeightScheme, or None")
         return scheme
 
     def _dense(self, info: ModuleInfo) -> Dense:
@@ -233,7 +233,7 @@ class ModuleParts:
         scheme = self._scheme(info)
         if scheme is not None and type(scheme).expert is WeightScheme.expert:
             raise PluginError(
-                f"{type(scheme).__name__} stores no experts ({name}): want a quantizer that does, or leaves them out"
+                f"{type(scheme).__name__} stores no experts ({name}): use a quantizer that does, or leaves them out"
             )
         scheme = scheme or DenseExperts(info, self.fuse)
         if isinstance(scheme, DenseExperts):
@@ -273,7 +273,7 @@ class ModuleParts:
         packed = any(set(source.tensors) - {"weight", "bias"} for source in (info.sources or {}).values())
         if size > 1 and even is None and packed:
             raise ModelError(
-                f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: want a "
+                f"{name} comes quantized, and its {vocab} outputs cannot be shared by {size} processes: expected a "
                 "tensor_parallel_size that divides them"
             )
         if tied is not None:
@@ -295,7 +295,7 @@ class ModuleParts:
         if self.shard.size == 1:
             return self.norm(name, heads * dim, kind)
         if kind.centered:
-            raise ModelError(f"{name}: LayerNorm over all heads is not split: want tensor_parallel_size=1")
+            raise ModelError(f"{name}: LayerNorm over all heads is not split: set tensor_parallel_size=1")
         copies = self._copies(heads) if keys else 1
         return self._add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
 
@@ -369,7 +369,7 @@ class ModuleParts:
         ``index`` counts the layers with attention from 0; they must be made in order (ValueError).  ``spec`` has the
         sizes of the whole model.  ``name`` is the module's; None means "layers.INDEX.attn"."""
         if index != len(self.layers):
-            raise ValueError(f"attention layer {index} made after {len(self.layers)} others: want them in order")
+            raise ValueError(f"attention layer {index} made after {len(self.layers)} others: make them in order")
         if self._group_of is None:
             if spec.geometry not in self._geometries:
                 self._geometries.append(spec.geometry)
@@ -380,7 +380,7 @@ class ModuleParts:
         if slopes is not None:
             if len(slopes) != spec.heads:
                 raise ModelError(
-                    f"layer {index}: alibi has {len(slopes)} slopes: want one for each of {spec.heads} heads"
+                    f"layer {index}: alibi has {len(slopes)} slopes: expected one for each of {spec.heads} heads"
                 )
             slopes = slopes[self.shard.rank * heads : (self.shard.rank + 1) * heads]
         local = replace(spec, heads=heads, kv_heads=self.kv_heads(spec.kv_heads), alibi=slopes)
@@ -395,7 +395,9 @@ class ModuleParts:
         Layers of equal ``rope`` share the tables.  ModelError for a rope that changes with the length of a request
         (``rope.switch``) unless ``twice`` makes the tables of both lengths."""
         if rope.switch is not None and not twice:
-            raise ModelError(f"rope_type={rope.kind!r} changes at {rope.switch} tokens: want a model that is described")
+            raise ModelError(
+                f"rope_type={rope.kind!r} changes at {rope.switch} tokens: expected a model that is described"
+            )
         key = (rope, twice)
         if key not in self._tables:
             self._tables[key] = rotary_tables(rope, self.backend.ctx.max_len + 1, self.device, twice)

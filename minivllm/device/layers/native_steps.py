@@ -88,7 +88,7 @@ class NativeSteps:
         if column is None or column.dtype != torch.float32 or column.shape != self.state.stopped.shape:
             name = wiring.parts["sampler"].name
             raise PluginError(
-                f"the sampler {name} says native={self.plain}: want a column `temperature` of one float32 a row"
+                f"the sampler {name} says native={self.plain}: expected a column `temperature` of one float32 a row"
             )
         return column
 

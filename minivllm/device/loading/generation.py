@@ -54,8 +54,8 @@ def generation_file(option: str, folder: Path) -> Path | None:
     path = path / NAME if path.is_dir() else path
     if not files.is_there(path):
         raise ConfigError(
-            f"generation_config={shown(option)}: no such file as {path}; want auto (the model's), none, or the path of "
-            f"a {NAME} or its folder"
+            f"generation_config={shown(option)}: no such file as {path}; expected auto (the model's), none, or the "
+            f"path of a {NAME} or its folder"
         )
     return path
 
@@ -70,18 +70,18 @@ def read_generation(option: str, folder: Path) -> GenerationDefaults:
         return GenerationDefaults()
     found = files.read_json(path, files.PART, ModelError)
     if not isinstance(found, dict):
-        raise ModelError(f"{path}: want a JSON object, found a {type(found).__name__}")
+        raise ModelError(f"{path}: expected a JSON object, found a {type(found).__name__}")
     values: dict[str, Any] = {}
     for key, name in APPLIED.items():
         if (value := found.get(key)) is None:
             continue
         try:
             if isinstance(value, float) and not math.isfinite(value):
-                raise RequestError(f"{name}={value}: want a finite number", name)
+                raise RequestError(f"{name}={value}: expected a finite number", name)
             SamplingParams.make(**{name: value})
         except RequestError as exc:
             said = f"{key}{str(exc).removeprefix(name)}"
-            raise ModelError(f"{path}: {said}; want another value, or generation_config=none") from exc
+            raise ModelError(f"{path}: {said}; set another value, or generation_config=none") from exc
         values[name] = value
     known = {*APPLIED, *ELSEWHERE}
     left = tuple(

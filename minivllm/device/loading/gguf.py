@@ -58,10 +58,10 @@ def config_of(path: Path) -> dict[str, Any]:
     """What config.json would say.  ModelError for what is not read here."""
     file = read_gguf(path)
     if file.architecture not in KNOWN:
-        raise file.refuse(f"architecture {shown(file.architecture)}: want one of {', '.join(KNOWN)}")
+        raise file.refuse(f"architecture {shown(file.architecture)}: expected one of {', '.join(KNOWN)}")
     parts = file.values.get("split.count", 0)
     if type(parts) is not int or parts not in (0, 1):
-        raise file.refuse(f"is one of {shown(parts)} parts; want them merged (llama-gguf-split --merge)")
+        raise file.refuse(f"is one of {shown(parts)} parts; merge them (llama-gguf-split --merge)")
     model_type, name, _ = KNOWN[file.architecture]
     heads, width = _count(file, "attention.head_count"), _count(file, "embedding_length")
     embedding = file.tensors.get("token_embd.weight")
@@ -97,9 +97,11 @@ def config_of(path: Path) -> dict[str, Any]:
 def _number(file: GgufFile, key: str, default: Any = None) -> Any:
     value = file.of_model(key, default)
     if value is None:
-        raise file.refuse(f"lacks {file.architecture}.{key}; want a whole GGUF file of a model")
+        raise file.refuse(f"lacks {file.architecture}.{key}; expected a whole GGUF file of a model")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a number; layers that differ are not read")
+        raise file.refuse(
+            f"{file.architecture}.{key}={shown(value)}: expected a number; layers that differ are not read"
+        )
     return value
 
 
@@ -107,7 +109,7 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
     """Return a whole number of at least 1; ModelError for another value."""
     value = _number(file, key, default)
     if not isinstance(value, int) or value < 1:
-        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: want a whole number of at least 1")
+        raise file.refuse(f"{file.architecture}.{key}={shown(value)}: expected a whole number of at least 1")
     return value
 
 
@@ -118,7 +120,7 @@ def _check_fixed(file: GgufFile, head_dim: int) -> None:
         value = _number(file, key, allowed[-1])
         if not any(math.isclose(value, one, rel_tol=1e-6) for one in allowed):
             raise file.refuse(
-                f"{file.architecture}.{key}={value:g}: want {allowed[-1]:g}; another value is not implemented"
+                f"{file.architecture}.{key}={value:g}: expected {allowed[-1]:g}; another value is not implemented"
             )
 
 
@@ -165,14 +167,14 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
     kind = file.of_model("rope.scaling.type", "linear" if factor else "none")
     if not isinstance(kind, str):
-        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
+        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: expected none, linear or yarn")
     if kind == "linear" and factor is not None:
         scaling = {"rope_type": "linear", "factor": _digits(factor)}
     elif kind == "yarn" and factor is not None:
         original = _count(file, "rope.scaling.original_context_length", _count(file, "context_length"))
         scaling = {"rope_type": "yarn", "factor": _digits(factor), "original_max_position_embeddings": original}
     elif kind != "none":
-        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: want none, linear or yarn")
+        raise file.refuse(f"{file.architecture}.rope.scaling.type={shown(kind)}: expected none, linear or yarn")
     if ROPE_FACTORS in file.tensors:
         scaling = _llama3(file, theta)
     if file.architecture == "gemma3":
@@ -186,7 +188,7 @@ def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
     """Return the rotary embedding whose frequencies have these factors; ModelError for factors other than Llama 3's."""
     found = file.tensors[ROPE_FACTORS]
     if found.kind not in FLOATS:
-        raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: want {', '.join(FLOATS)}")
+        raise file.refuse(f"tensor {ROPE_FACTORS} is {found.kind}: expected {', '.join(FLOATS)}")
     factors = _number_tensor(found).double().flatten()
     angles = theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
     turns = LLAMA3["original_max_position_embeddings"] * angles / (2 * math.pi)
@@ -205,7 +207,7 @@ def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
     found = _IN_LAYER.fullmatch(name)
     inside = {**LINEAR, **KNOWN[file.architecture][2]}
     if found is None or found[2] not in inside:
-        raise file.refuse(f"tensor {shown(name)} has no place in {file.architecture}; want a dense text model")
+        raise file.refuse(f"tensor {shown(name)} has no place in {file.architecture}; expected a dense text model")
     return f"model.layers.{found[1]}.{inside[found[2]]}", found[3]
 
 
@@ -236,7 +238,7 @@ def _reader(file: GgufFile, name: str, read: Callable[[GgufTensor], Tensor]) -> 
         except NotImplementedError:
             kind = file.tensors[name].kind
             raise file.refuse(
-                f"tensor {shown(name)}: the package gguf does not unpack {kind}; want another file"
+                f"tensor {shown(name)}: the package gguf does not unpack {kind}; use another file"
             ) from None
         if file.architecture == "llama" and (found := re.search(r"\.attn_([qk])\.", name)):
             heads = _count(file, "attention.head_count")

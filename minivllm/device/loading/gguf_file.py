@@ -69,7 +69,7 @@ class GgufFile(NamedTuple):
     def architecture(self) -> str:
         found = self.values.get("general.architecture")
         if not isinstance(found, str):
-            raise self.refuse("names no general.architecture; want a whole GGUF file of a model")
+            raise self.refuse("names no general.architecture; expected a whole GGUF file of a model")
         return found
 
     def of_model(self, key: str, default: Any = None) -> Any:
@@ -115,11 +115,11 @@ def _read(path: str, size: int, changed: int) -> GgufFile:
     with files.opened(path, None, ModelError) as file:
         head = file.read(8)
         if head[:4] != MAGIC:
-            raise ModelError(f"{path}: not a GGUF file: it begins with {shown(head[:4])}, want {shown(MAGIC)}")
+            raise ModelError(f"{path}: not a GGUF file: it begins with {shown(head[:4])}, expected {shown(MAGIC)}")
         version = int.from_bytes(head[4:8], "little")
         if version not in VERSIONS:
             other = ", or its bytes are in another order" if version > 1 << 16 else ""
-            raise ModelError(f"{path}: GGUF of version {version}{other}: want {' or '.join(map(str, VERSIONS))}")
+            raise ModelError(f"{path}: GGUF of version {version}{other}: expected {' or '.join(map(str, VERSIONS))}")
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     sizes = {int(kind): (kind.name, *block) for kind, block in gguf.GGML_QUANT_SIZES.items()}
     try:
@@ -155,7 +155,7 @@ class _Header:
         table = [self._entry() for _ in range(tensors)]
         alignment = values.get("general.alignment", ALIGNMENT)
         if type(alignment) is not int or not 0 < alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise Broken(f"general.alignment={shown(alignment)}: want a power of two up to {1 << 16}")
+            raise Broken(f"general.alignment={shown(alignment)}: expected a power of two up to {1 << 16}")
         return values, self._tensors(table, -(-self.at // alignment) * alignment, sizes)
 
     def _unpack(self, form: str) -> Any:
@@ -166,7 +166,7 @@ class _Header:
     def _fits(self, what: str, count: int, least: int, most: int | None) -> None:
         """Refuse ``count`` items of at least ``least`` bytes that the rest of the file cannot hold."""
         if most is not None and count > most:
-            raise Broken(f"it says that it has {count} {what}: want at most {most}")
+            raise Broken(f"it says that it has {count} {what}: expected at most {most}")
         if count * least > len(self.data) - self.at:
             raise Broken(f"it says that {count} {what} follow, but only {len(self.data) - self.at} bytes do")
 
@@ -194,7 +194,7 @@ class _Header:
         if kind == STRING:
             return self._strings(count, key)
         if kind not in SCALARS:
-            raise Broken(f"{shown(key)} is an array of type {kind}; want numbers or strings")
+            raise Broken(f"{shown(key)} is an array of type {kind}; expected numbers or strings")
         import numpy as np
 
         dtype = np.dtype(SCALARS[kind])
@@ -228,7 +228,7 @@ class _Header:
         """Return (name, shape, number of its type, offset behind the header) of a tensor."""
         name, dims = self._string("the name of a tensor"), self._unpack("<I")
         if dims > MOST_DIMS:
-            raise Broken(f"tensor {shown(name)} has {dims} dimensions; want at most {MOST_DIMS}")
+            raise Broken(f"tensor {shown(name)} has {dims} dimensions; expected at most {MOST_DIMS}")
         shape = tuple(reversed([self._unpack("<Q") for _ in range(dims)]))
         return name, shape, self._unpack("<I"), self._unpack("<Q")
 
@@ -243,10 +243,10 @@ class _Header:
             if number not in sizes:
                 raise Broken(f"tensor {shown(name)} is of type {number}, which this version of gguf does not know")
             if 0 in shape:
-                raise Broken(f"tensor {shown(name)} has shape {list(shape)}; want no dimension of 0")
+                raise Broken(f"tensor {shown(name)} has shape {list(shape)}; expected no dimension of 0")
             kind, count, width = sizes[number]
             if shape and shape[-1] % count:
-                raise Broken(f"tensor {shown(name)} of {kind} has rows of {shape[-1]}; want multiples of {count}")
+                raise Broken(f"tensor {shown(name)} of {kind} has rows of {shape[-1]}; expected multiples of {count}")
             bytes_ = math.prod(shape) // count * width
             if offset < end or start + offset + bytes_ > len(self.data):
                 where = "overlaps another" if offset < end else "goes beyond the end of the file"

@@ -42,7 +42,7 @@ class Checkpoint:
     def architecture(self) -> str:
         named = self.raw.get("architectures")
         if not (isinstance(named, list) and named and isinstance(named[0], str)):
-            raise ModelError(f'{self.folder}/config.json: names no architecture; want "architectures": ["..."]')
+            raise ModelError(f'{self.folder}/config.json: names no architecture; expected "architectures": ["..."]')
         if len(named[0]) > 128:
             raise ModelError(f"{self.folder}/config.json: architectures={shown(named)}: is no name of one")
         return RENAMED.get(named[0], named[0])
@@ -116,10 +116,10 @@ def open_checkpoint(
         return Checkpoint(folder, raw)
     path = folder / "config.json"
     if not files.is_there(path):
-        raise ModelError(f"{folder}: holds no config.json; want a Hugging Face model directory")
+        raise ModelError(f"{folder}: holds no config.json; expected a Hugging Face model directory")
     raw = files.read_json(path, files.PART, ModelError)
     if not isinstance(raw, dict):
-        raise ModelError(f"{path}: want a JSON object, got a {type(raw).__name__}")
+        raise ModelError(f"{path}: expected a JSON object, got a {type(raw).__name__}")
     try:
         raw = lay_over(with_floats({**raw, **_said_beside(folder, raw)}), overrides)
     except ModelError as exc:
@@ -136,7 +136,7 @@ def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
         if not raw.get("quantization_config") and files.is_there(folder / name):
             said = files.read_json(folder / name, files.PART, ModelError)
             if not isinstance(said, dict):
-                raise ModelError(f"{folder / name}: want a JSON object, got a {type(said).__name__}")
+                raise ModelError(f"{folder / name}: expected a JSON object, got a {type(said).__name__}")
             return {"quantization_config": {"quant_method": method, **said}}
     return {}
 
@@ -184,7 +184,7 @@ def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOption
         hub.refuse_revision(f"the file {model}")
         return Path(os.path.realpath(model))
     if os.path.exists(model):
-        raise ModelError(f"{brief(model)}: is a file; want a model directory, or a GGUF file")
+        raise ModelError(f"{brief(model)}: is a file; expected a model directory, or a GGUF file")
     if model.startswith((".", "/", "~")) or len(model) > MOST_HUB_ID:
         raise ModelError(f"{brief(model)}: no such directory")
     if not _HUB_ID.fullmatch(model):

@@ -101,7 +101,7 @@ def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
 def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     """The folder with the files of a repository.  ModelError says what was looked for, where, and what can be done."""
     if hub.revision is not None and not _REVISION.fullmatch(hub.revision):
-        raise ConfigError(f"{hub.option}={shown(hub.revision)}: want a branch, a tag or a commit")
+        raise ConfigError(f"{hub.option}={shown(hub.revision)}: expected a branch, a tag or a commit")
     cached = _cached(name, wanted, hub)
     if cached is not None and not wanted.lacks(cached):
         return cached
@@ -110,7 +110,7 @@ def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
         return folder
     if folder == cached:  # the library gives what there is where it cannot reach the hub
         raise ModelError(_unreachable(name, wanted, hub, unless=", or has no such file"))
-    why = "want a whole model"
+    why = "expected a whole model"
     if SINGLE in lacks:
         why = (
             "if it has weights of torch.save (*.bin), load_format='pt' fetches and reads them, and runs nothing of them"
@@ -164,12 +164,13 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
         raise ModelError(f"{at}: is gated; ask for access at {url}/{name}, then {token}") from exc
     except errors.RevisionNotFoundError as exc:
         raise ModelError(
-            f"{name}: the hub ({url}) has no {hub.option} {shown(hub.revision)} of it; want a branch, a tag or a commit"
+            f"{name}: the hub ({url}) has no {hub.option} {shown(hub.revision)} of it; expected a branch, a tag or a "
+            "commit"
         ) from exc
     except errors.RepositoryNotFoundError as exc:
         raise ModelError(
-            f"{name}: no such directory, and the hub ({url}) has no such model, or a private one; want a directory, or "
-            f"an id as it stands there; for a private one {token}"
+            f"{name}: no such directory, and the hub ({url}) has no such model, or a private one; expected a "
+            f"directory, or an id as it stands there; for a private one {token}"
         ) from exc
     except errors.LocalEntryNotFoundError as exc:
         raise ModelError(_unreachable(name, wanted, hub, _status(exc.__cause__))) from exc

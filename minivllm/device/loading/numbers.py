@@ -199,7 +199,7 @@ def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
 
     def refuse(key: str, value: Any, wanted: str | None) -> None:
         if wanted is not None:
-            raise ModelError(f"{where}: {key}={shown(value)}: want {wanted}")
+            raise ModelError(f"{where}: {key}={shown(value)}: expected {wanted}")
 
     for prefix, part in (("", raw), *nested_parts(raw)):
         for name in PARTS:

@@ -44,7 +44,7 @@ def lay_over(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dic
     """Return config.json with overrides in it.  ConfigError for a text model's table that the file does not have."""
     wrong = [key for key in overrides or {} if key in NESTED and not isinstance(raw.get(key), Mapping)]
     if wrong:
-        raise ConfigError(f"hf_overrides: {shown(wrong[0])}: config.json has no such table; want its keys at the top")
+        raise ConfigError(f"hf_overrides: {shown(wrong[0])}: config.json has no such table; write its keys at the top")
     return merge(raw, overrides or {})
 
 
@@ -83,11 +83,11 @@ def _refuse_in(table: Mapping[str, Any], text: str, at: str, cfg: Any, ignores: 
             _refuse_in(value, text, f"{at}{key}.", cfg, ignores, who)
         elif key in known_keys(cfg):
             raise ConfigError(
-                f"hf_overrides: {shown(at + key)}: the text model has it in {text[:-1]}; want {text}{key}"
+                f"hf_overrides: {shown(at + key)}: the text model has it in {text[:-1]}; write {text}{key}"
             )
         else:
             raise ConfigError(
-                f"hf_overrides: {shown(at + key)}: only the text model is served; want keys of {text[:-1]}"
+                f"hf_overrides: {shown(at + key)}: only the text model is served; write keys of {text[:-1]}"
             )
 
 
@@ -138,7 +138,7 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
             have = f"{wrong[0]}={shown(tables[0].get(wrong[0]) if tables else None)}"
             raise ConfigError(
                 f"{said} has no effect: config.json has another spelling of the rotary embedding, which comes first: "
-                f"asked is {want}, and the model gets {have}; want the change in that of rope_scaling and "
+                f"{want} was set, and the model gets {have}; make the change in that of rope_scaling and "
                 "rope_parameters which the file has, or the other one set to null"
             )
         _refuse_idle(said, given, {str(t.get("rope_type") or "default") for t in tables})
@@ -156,7 +156,7 @@ def _refuse_idle(said: str, given: Mapping[str, Any], kinds: set[str]) -> None:
     idle = [name for name, value in given.items() if value is not None and name in every - read]
     if idle:
         raise ConfigError(
-            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; want rope_type beside it, "
+            f"{said}: {idle[0]} has no effect with rope_type={' and '.join(sorted(kinds))}; set rope_type beside it, "
             "or leave it out"
         )
 

@@ -84,33 +84,33 @@ def _asked_for(said: str) -> str:
     """Return why torch refused a file."""
     if "Unsupported operand" in said:  # an operation that the files of torch.save do not have
         return (
-            "is damaged, or not written by torch.save with its usual pickle_protocol; want such a file, or a "
+            "is damaged, or not written by torch.save with its usual pickle_protocol; use such a file, or a "
             "checkpoint in safetensors"
         )
     found = re.search(r"(?:GLOBAL|Unsupported class) ([\w.]+)", said)
     name = found[1].rstrip(".") if found else ""
     if name:
         return (
-            f"asks to run {shown(name)}, and load_format='pt' runs nothing that a file names; want tensors alone, "
+            f"asks to run {shown(name)}, and load_format='pt' runs nothing that a file names; expected tensors alone, "
             "or a checkpoint in safetensors"
         )
     return (
         "cannot be read without running what it names, which load_format='pt' never does "
-        f"({brief(' '.join(said.split()), 160)}); want tensors alone, or a checkpoint in safetensors"
+        f"({brief(' '.join(said.split()), 160)}); expected tensors alone, or a checkpoint in safetensors"
     )
 
 
 def _checked(path: Path, found: Any) -> dict[str, Tensor]:
     """Return the tensors by name.  ModelError for a content that is no mapping of names to plain tensors."""
     if not isinstance(found, Mapping):
-        raise ModelError(f"{path}: holds a {type(found).__name__}; want a mapping of names to tensors")
+        raise ModelError(f"{path}: holds a {type(found).__name__}; expected a mapping of names to tensors")
     for name, tensor in found.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             what = f"{shown(name)} is a {type(tensor).__name__}"
-            raise ModelError(f"{path}: {what}; want a mapping of names to tensors (a state_dict by itself)")
+            raise ModelError(f"{path}: {what}; expected a mapping of names to tensors (a state_dict by itself)")
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES or tensor.is_meta:
             kind = f"{str(tensor.layout).removeprefix('torch.')} {str(tensor.dtype).removeprefix('torch.')}"
-            raise ModelError(f"{path}: tensor {shown(name)} is {kind}; want a dense tensor of numbers")
+            raise ModelError(f"{path}: tensor {shown(name)} is {kind}; expected a dense tensor of numbers")
         if tensor.numel() > MOST_ELEMENTS:
             raise ModelError(f"{path}: tensor {shown(name)} has shape {list(tensor.shape)}, which no model has")
     return {name: tensor.detach() for name, tensor in found.items()}
@@ -138,8 +138,8 @@ def pickled_files(folder: Path) -> list[Path] | None:
     sets = sorted({(match[1], match[3], match[4]) for match in shards})
     if len(sets) != 1 or len(shards) != len(names):
         raise ModelError(
-            f"{folder}: cannot tell which of {', '.join(names[:4])} are the weights; want {SINGLE}, {INDEX}, or the "
-            "shards of one checkpoint alone"
+            f"{folder}: cannot tell which of {', '.join(names[:4])} are the weights; expected {SINGLE}, {INDEX}, or "
+            "the shards of one checkpoint alone"
         )
     stem, count, suffix = sets[0]
     wanted = [f"{stem}-{i:05d}-of-{count}.{suffix}" for i in range(1, int(count) + 1)]

@@ -128,7 +128,7 @@ def two_ropes(raw: Mapping[str, Any]) -> str:
     lost, theta = parameters.get("rope_theta"), scaling.get("rope_theta", raw.get("rope_theta", THETA))
     more = ""
     if lost is not None and lost != theta and "rope_theta" not in scaling:
-        more = f"; rope_theta is {theta} and not {lost}: want rope_theta in rope_scaling too"
+        more = f"; rope_theta is {theta} and not {lost}: write rope_theta in rope_scaling too"
     return f"rope_scaling is read, and rope_parameters is not, as in transformers{more}"
 
 

@@ -181,7 +181,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
     said = " or ".join(dict.fromkeys(text for size in wrong for text in _said(cfg, size)))
     return (
         f"{folder}/config.json: {said + ': ' if said else ''}tensor {shown(name)} has shape {list(has)}, "
-        f"want {list(wanted)}; config.json and the weights do not belong together"
+        f"expected {list(wanted)}; config.json and the weights do not belong together"
     )
 
 
@@ -216,7 +216,9 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
         what = f"tensor {shown(layers[max(layers)])} has no place in this architecture"
     else:
         return
-    raise ModelError(f"{folder}/config.json: num_hidden_layers={asked}: {what}; want {there}, as the checkpoint has")
+    raise ModelError(
+        f"{folder}/config.json: num_hidden_layers={asked}: {what}; expected {there}, as the checkpoint has"
+    )
 
 
 def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
@@ -232,8 +234,8 @@ def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mappin
     there = 1 + max(experts, default=-1)
     if there and type(asked) is int and asked != there:
         raise ModelError(
-            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; want {there} (the last "
-            f"is of {shown(experts[there - 1])})"
+            f"{folder}/config.json: {key}={asked}: the checkpoint has experts 0 to {there - 1}; expected {there} (the "
+            f"last is of {shown(experts[there - 1])})"
         )
 
 
@@ -244,5 +246,5 @@ def _check_memory(folder: str, plan: Blueprint, need: int, free: int) -> None:
         shapes = ", ".join(str(list(t.shape)) for t in largest.tensors.values())
         raise ResourceError(
             f"no memory for the model's weights: {folder}/config.json makes them {need / 2**30:.1f} GiB (the largest, "
-            f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; want a smaller model"
+            f"{largest.name}, has shape {shapes}) and {free / 2**30:.1f} GiB are free; use a smaller model"
         )

@@ -109,7 +109,7 @@ def checkpoint_files(folder: Path, pickled: bool = False) -> list[tuple[Path, li
 
     ``pickled`` reads those of ``torch.save``, and otherwise safetensors are read.  ModelError for what is missing."""
     if not folder.is_dir():
-        raise ModelError(f"{folder}: no such model directory; want one with config.json and *.safetensors")
+        raise ModelError(f"{folder}: no such model directory; expected one with config.json and *.safetensors")
     if pickled:
         return _pickled(folder)
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
@@ -131,7 +131,9 @@ def _pickled(folder: Path) -> list[tuple[Path, list[str] | None]]:
     found = pickled_files(folder)
     if found is None:
         there = any(folder.glob("*.safetensors"))
-        hint = "its weights are safetensors, which load_format='auto' reads" if there else "want *.bin, *.pt or *.pth"
+        hint = (
+            "its weights are safetensors, which load_format='auto' reads" if there else "expected *.bin, *.pt or *.pth"
+        )
         raise ModelError(f"{folder}: load_format='pt', and there is no file of torch.save; {hint}")
     return [(path, None) for path in found]
 
@@ -148,7 +150,7 @@ def _indexed(folder: Path, index: Path, suffixes: tuple[str, ...]) -> list[tuple
     for shard, names in sorted(shards_of.items(), key=lambda item: str(item[0])):
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffixes):
             raise ModelError(
-                f"{index}: shard {shown(shard)}: want the name of a {' or '.join(suffixes)} file in the same folder"
+                f"{index}: shard {shown(shard)}: expected the name of a {' or '.join(suffixes)} file in the same folder"
             )
         if not files.is_there(folder / shard):
             raise ModelError(f"{folder}: shard {shard} is missing; download it again")

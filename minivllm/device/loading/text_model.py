@@ -91,7 +91,8 @@ def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
         if isinstance(text, Mapping):  # a class without parts keeps the table as it is
             raise ModelError(
                 f"model_type={shown(kind)} has no text model inside it, and the file has "
-                f"{nested_parts(raw)[0][0][:-1]}: want the model_type of the whole checkpoint, or the keys at the top"
+                f"{nested_parts(raw)[0][0][:-1]}: expected the model_type of the whole checkpoint, or the keys at the "
+                "top"
             )
         owner = getattr(whole, "thinker_config", whole)
         tied = getattr(owner, "tie_word_embeddings", False)
@@ -108,12 +109,12 @@ def _of_unknown(raw: Mapping[str, Any], known: Any) -> tuple[Any, bool | None]:
         if (kind := part.get("model_type")) in known:
             return known[kind].from_dict(dict(part)).get_text_config(), _tied(raw, part)
         if kind is None and not nested_parts(part):
-            raise ModelError(f"{prefix}model_type is missing: want the name of the text model's type")
+            raise ModelError(f"{prefix}model_type is missing: expected the name of the text model's type")
     kinds = [str(part.get("model_type")) for _, part in parts]
     said = f"nor {prefix_of(parts)}model_type={shown(kinds[-1])} " if kinds else ""
     raise ModelError(
-        f"model_type={shown(raw.get('model_type'))}: neither this {said}is known to transformers: want a text model "
-        "that is"
+        f"model_type={shown(raw.get('model_type'))}: neither this {said}is known to transformers: expected a text "
+        "model that is"
     )
 
 
@@ -140,7 +141,7 @@ def _made(text: Any, raw: Mapping[str, Any], tied: bool | None, wrapper: str) ->
     if named is None:
         raise ModelError(
             f"its text model, model_type={shown(own)}, has no class of its own in transformers, and none here "
-            "that computes the same; want a text model with one, or a plug-in that serves the architecture"
+            "that computes the same; expected a text model with one, or a plug-in that serves the architecture"
         )
     architecture = named if isinstance(named, str) else named[0]
     text.architectures = [architecture]

@@ -61,7 +61,7 @@ class Target:
         if not self.experts:
             self._fill(tensor, self.parts)
         if self.experts and (not tensor.dim() or len(tensor) != self.experts):
-            raise ModelError(f"shape {list(tensor.shape)}, want {self.experts} experts first")
+            raise ModelError(f"shape {list(tensor.shape)}, expected {self.experts} experts first")
         for e in range(self.experts):
             self._fill(tensor[e], tuple(part.replace("{e}", str(e)) for part in self.parts))
 
@@ -103,7 +103,7 @@ def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path 
         ) from e
     if not callable(model) or not callable(getattr(model, "logits", None)):
         who = f"model {type(arch).__name__}{from_file(arch)}"
-        raise PluginError(f"{who}: build() gave {shown(model)}; want a Model, which is called and has logits()")
+        raise PluginError(f"{who}: build() gave {shown(model)}; expected a Model, which is called and has logits()")
     return model
 
 
@@ -117,7 +117,7 @@ def load_weights(
     ``seed`` and reads no file.  Return sentences for the user: tensors that are left out, a head that is not tied.
     ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
-        raise ModelError(f"load_format={shown(load_format)}: want one of {', '.join(LOAD_FORMATS)}")
+        raise ModelError(f"load_format={shown(load_format)}: expected one of {', '.join(LOAD_FORMATS)}")
     read, pickled, rules, notes = load_format != "dummy", load_format == "pt", arch.weights(cfg), []
     stamps = file_stamps(Path(model_dir), pickled) if read else {}
     headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
@@ -322,7 +322,7 @@ def _target(
         what = "cut" if cut else "transposed" if rule.transposed else "put in order"
         raise ModelError(
             f"{whole_name} is quantized, and its rows are to be {what}: "
-            "that is not implemented; want the model in a floating dtype"
+            "that is not implemented; use the model in a floating dtype"
         )
     rows = tuple(shape[0] for shape in whole if shape)
     shape = None if not whole else (sum(rows), *whole[0][1:]) if len(parts) > 1 else whole[0]
@@ -373,10 +373,10 @@ def _fill(tensors: Iterator[tuple[str, Tensor]], targets: dict[str, Target], rul
                 continue
             raise no_place(where, name, targets)
         if name in done:
-            raise ModelError(f"{where}: tensor {shown(name)} is there twice; want each tensor in one shard")
+            raise ModelError(f"{where}: tensor {shown(name)} is there twice; expected each tensor in one shard")
         if target.shape is not None and tuple(tensor.shape) != target.shape:
             raise ModelError(
-                f"{where}: tensor {shown(name)} has shape {list(tensor.shape)}, want {list(target.shape)}; "
+                f"{where}: tensor {shown(name)} has shape {list(tensor.shape)}, expected {list(target.shape)}; "
                 "config.json and the weights do not belong together"
             )
         try:
@@ -415,7 +415,7 @@ def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> I
     generator = torch.Generator(parts.device)
     for name, target in targets.items():
         if target.shape is None:
-            raise ModelError(f"load_format='dummy' cannot make {name}: want a quantizer that starts from plain weights")
+            raise ModelError(f"load_format='dummy' cannot make {name}: use a quantizer that starts from plain weights")
         tensor = torch.empty(target.shape, dtype=parts.dtype, device=parts.device)
         if target.param == "bias":
             tensor.zero_()

@@ -78,7 +78,7 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
     except (OSError, AttributeError) as exc:  # it cannot be loaded; it lacks a function
         return NativePart(None, why_not=f"{brief(str(exc), 240)}: reinstall")
     if abi != ABI:
-        return NativePart(None, why_not=f"{path} has ABI {abi}, this package wants {ABI}: reinstall")
+        return NativePart(None, why_not=f"{path} has ABI {abi}, this package needs {ABI}: reinstall")
     if best == 0:
         return NativePart(None, why_not="this CPU does not have all of AVX2, FMA, F16C and BMI2")
     return NativePart(library, ISAS[min(best, ISAS.index(limit))])
@@ -87,7 +87,9 @@ def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
 def _choice(environ: Mapping[str, str], name: str, known: tuple[str, ...]) -> str:
     value = environ.get(name, "")
     if value and value not in known:
-        raise ConfigError(f"the environment variable {name}={shown(value)}: want {', '.join(known)}, or leave it unset")
+        raise ConfigError(
+            f"the environment variable {name}={shown(value)}: expected {', '.join(known)}, or leave it unset"
+        )
     return value
 
 

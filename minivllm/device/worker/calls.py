@@ -114,7 +114,7 @@ class SampleCalls(ABC):
         try:
             found = self.run(-1, self.chain.sampler.drawn_from, logits, rows, self.state.processors[-1].columns)
             if found.shape != logits.shape:
-                raise ValueError(f"drawn_from gave {list(found.shape)}; want {list(logits.shape)}")
+                raise ValueError(f"drawn_from gave {list(found.shape)}; expected {list(logits.shape)}")
             return found
         except Exception as e:
             self.fail(-1, e)

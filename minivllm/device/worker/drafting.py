@@ -90,17 +90,21 @@ def _checked(
     The usable drafts of a row end before the first that is not a token of the vocabulary.  Raise ValueError for wrong
     shapes or dtypes, and on a CPU also for a wrong count or token.  On a GPU this check would wait for the device."""
     if tuple(tokens.shape) != (n, k) or tuple(count.shape) != (n,):
-        raise ValueError(f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; want {(n, k)} and {(n,)}")
+        raise ValueError(
+            f"drafts of shape {tuple(tokens.shape)}, count {tuple(count.shape)}; expected {(n, k)} and {(n,)}"
+        )
     for name, found in (("drafts", tokens), ("count", count)):
         if found.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{name} are {found.dtype}; want int64")
+            raise ValueError(f"{name} are {found.dtype}; expected int64")
     there = (tokens >= 0) & (tokens < vocab)
     usable = torch.minimum(count, there.int().cumprod(1).sum(1)).clamp_(min=0)
     if tokens.device.type == "cpu":
         if (count < 0).any() or (count > k).any():
-            raise ValueError(f"count goes from {int(count.min())} to {int(count.max())}; want 0 to {k} drafts a row")
+            raise ValueError(
+                f"count goes from {int(count.min())} to {int(count.max())}; expected 0 to {k} drafts a row"
+            )
         if (usable < count).any():
-            raise ValueError(f"a draft is out of range; want tokens 0 to {vocab - 1}")
+            raise ValueError(f"a draft is out of range; expected tokens 0 to {vocab - 1}")
     return torch.where(there, tokens, 0), usable
 
 

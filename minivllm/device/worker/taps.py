@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .state import DeviceState
 
 NO_MEMORY = (
-    "taps: the device has no memory left for what is added at {}; want fewer points, or a lower "
+    "taps: the device has no memory left for what is added at {}; use fewer points, or a lower "
     "gpu_memory_utilization or max_num_seqs"
 )
 

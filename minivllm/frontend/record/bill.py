@@ -342,7 +342,7 @@ def is_record(path: str | os.PathLike[str]) -> bool:
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the bill in a file.  ConfigError if the file is no complete bill of this format version."""
-    found = files.read_json(path, files.LARGE, want=EXPECTED)
+    found = files.read_json(path, files.LARGE, expected=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: no record of a run; expected {EXPECTED}")
     if found.get("format_version") != FORMAT_VERSION:

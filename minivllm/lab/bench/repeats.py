@@ -105,7 +105,7 @@ def write(path: str, found: Mapping[str, Any]) -> None:
 
 def read(path: str) -> dict[str, Any]:
     """Read a result from a file.  Raise ConfigError if it holds none, or one of another format version."""
-    found = files.read_json(path, files.LARGE, want=EXPECTED)
+    found = files.read_json(path, files.LARGE, expected=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a result of a measurement; expected {EXPECTED}")
     if found.get("format_version") != FORMAT_VERSION:

@@ -48,12 +48,12 @@ class Paged(AttentionBackend):
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         if spec.dim_qk != spec.dim_v:
-            raise PluginError(f"{self.name}: dim_v={spec.dim_v}: want that of dim_qk, {spec.dim_qk}")
+            raise PluginError(f"{self.name}: dim_v={spec.dim_v}: expected the value of dim_qk, {spec.dim_qk}")
         layout = fmt.layout(spec, block)
         want = {"k": (block, spec.kv_heads, spec.dim_qk), "v": (block, spec.kv_heads, spec.dim_v)}
         found = {name: t.shape for name, t in layout.tensors.items()}
         if found != want:
-            raise PluginError(f"{self.name}: the KV format's tensors are {found}: want {want}")
+            raise PluginError(f"{self.name}: the KV format's tensors are {found}: expected {want}")
         return layout
 
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
@@ -80,7 +80,7 @@ class Paged(AttentionBackend):
     def refuse(self, what: str, value: Tensor | None) -> None:
         """PluginError unless an output that is not claimed was not asked for."""
         if value is not None:
-            raise PluginError(f"{self.name} gives no {what}: want {what}=None")
+            raise PluginError(f"{self.name} gives no {what}: expected {what}=None")
 
 
 def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:

@@ -83,14 +83,14 @@ class Sdpa(AttentionBackend):
         super().__init__(options, ctx)
         self.limits = CPU if ctx.device.startswith("cpu") else GPU
         if ctx.batch_invariant and self.limits is GPU:
-            raise PluginError(f"sdpa: batch_invariant=true on {ctx.device}: want a CPU, or the back end triton")
+            raise PluginError(f"sdpa: batch_invariant=true on {ctx.device}: use a CPU, or the back end triton")
 
     def layout(self, spec: AttnSpec, fmt: KVFormat, block: int) -> KVLayout:
         layout = fmt.layout(spec, block)
         for name, t in layout.tensors.items():
             if t.shape[0] != block:
                 raise PluginError(
-                    f"sdpa reads the cache token by token: KV tensor {name!r} is {t.shape}, want ({block}, ...)"
+                    f"sdpa reads the cache token by token: KV tensor {name!r} is {t.shape}, expected ({block}, ...)"
                 )
         return layout
 

@@ -266,5 +266,5 @@ def check(m: int, k: int, n: int, threads: int) -> None:
     if not same_at_every_place(lambda a: torch.bmm(a, b), torch.empty(PAIRS, m, k)):
         raise PluginError(
             f"sdpa: batch_invariant=true: on this machine a product of {m} x {k} x {n} gives a row other bits by its "
-            f"place in the call: want batch_invariant=false, or another number of threads than {threads}"
+            f"place in the call: set batch_invariant=false, or use another number of threads than {threads}"
         )

@@ -36,7 +36,9 @@ class Triton(AttentionBackend):
             want |= dict.fromkeys(("k_scale", "v_scale"), (block, spec.kv_heads))
         for name, t in layout.tensors.items():
             if t.shape != want.get(name):
-                raise PluginError(f"triton: KV tensor {name!r} is {t.shape}: want {want.get(name, 'no such tensor')}")
+                raise PluginError(
+                    f"triton: KV tensor {name!r} is {t.shape}: expected {want.get(name, 'no such tensor')}"
+                )
         return layout
 
     def write(self, layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None) -> Tensor:
@@ -45,7 +47,7 @@ class Triton(AttentionBackend):
         if self.ctx.batch_invariant:
             raise PluginError(
                 f"triton: batch_invariant=true with heads of {q.shape[2]} elements, or a rotary embedding of an odd "
-                "part of them: want even numbers"
+                "part of them: expected even numbers"
             )
         return super().write(layer, q, k, v, meta, pre)
 

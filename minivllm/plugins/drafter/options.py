@@ -15,7 +15,7 @@ class NGramOptions(BaseModel):
     def _in_order(self) -> NGramOptions:
         if self.prompt_lookup_min > self.prompt_lookup_max:
             most = self.prompt_lookup_max
-            raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min}: want at most prompt_lookup_max={most}")
+            raise ValueError(f"prompt_lookup_min={self.prompt_lookup_min}: expected at most prompt_lookup_max={most}")
         return self
 
 

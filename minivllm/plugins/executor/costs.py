@@ -204,10 +204,10 @@ class CostTable:
 
 def read_costs(path: str) -> CostTable:
     """A file that ``minivllm calibrate`` wrote.  ConfigError says what is wrong with it."""
-    want = "a file that `minivllm calibrate` wrote"
-    raw = files.read_json(path, files.SMALL, want=want)
+    expected = "a file that `minivllm calibrate` wrote"
+    raw = files.read_json(path, files.SMALL, expected=expected)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise ConfigError(f"{path}: no table of costs ({FORMAT!r}); want {want}")
+        raise ConfigError(f"{path}: no table of costs ({FORMAT!r}); expected {expected}")
     try:
         found = raw["seconds"]
         return CostTable(
@@ -223,20 +223,20 @@ def read_costs(path: str) -> CostTable:
             raw["fit"],
         )
     except (KeyError, TypeError, ValueError, AttributeError) as e:
-        raise ConfigError(f"{path}: {type(e).__name__}: {e}; want a file that `minivllm calibrate` wrote") from e
+        raise ConfigError(f"{path}: {type(e).__name__}: {e}; expected a file that `minivllm calibrate` wrote") from e
 
 
 def _engine(raw: Any) -> dict[str, Any]:
     """Sizes of the engine that was measured."""
     for name, low in SIZES.items():
         if type(raw[name]) is not int or not low <= raw[name] < 2**31:
-            raise ValueError(f"engine.{name}={raw[name]!r}: want a whole number from {low} on, below 2**31")
+            raise ValueError(f"engine.{name}={raw[name]!r}: expected a whole number from {low} on, below 2**31")
     windows = raw["windows"]
     if not isinstance(windows, list) or not windows:
-        raise ValueError(f"engine.windows={windows!r}: want a list, a window (or null) of each KV group")
+        raise ValueError(f"engine.windows={windows!r}: expected a list, a window (or null) of each KV group")
     for window in windows:
         if window is not None and (type(window) is not int or window < 1):
-            raise ValueError(f"engine.windows={windows!r}: want whole numbers from 1 on, or null")
+            raise ValueError(f"engine.windows={windows!r}: expected whole numbers from 1 on, or null")
     return dict(raw)
 
 
@@ -250,7 +250,7 @@ def _prompts(raw: Any) -> PromptCosts:
 
 def _limit(raw: Any) -> int:
     if type(raw) is not int or not 0 <= raw < 2**31:
-        raise ValueError(f"limit={raw!r}: want a whole number of tokens from 0 on, below 2**31")
+        raise ValueError(f"limit={raw!r}: expected a whole number of tokens from 0 on, below 2**31")
     return raw
 
 
@@ -264,5 +264,5 @@ def _line(raw: Any) -> BrokenLine:
 def _number(x: Any) -> float:
     value = float(x)
     if not 0 <= value < 1e6:
-        raise ValueError(f"{x!r} where seconds or watts from 0 on are wanted")
+        raise ValueError(f"{x!r}: expected seconds or watts from 0 on")
     return value

@@ -54,7 +54,7 @@ class RayOptions(MultiprocessOptions):
     @classmethod
     def _names_a_cluster(cls, address: str) -> str:
         if address not in ("", "auto") and not re.fullmatch(ADDRESS, address):
-            raise ValueError("want host:port of a Ray cluster, or auto")
+            raise ValueError("expected host:port of a Ray cluster, or auto")
         return address
 
 

@@ -190,7 +190,7 @@ class Launcher:
             if time.monotonic() > end:
                 free = shown_resources(ray.available_resources())
                 raise ResourceError(
-                    f"no free places within {self.asked['placement_timeout']:.0f} s: {size} are wanted, each with "
+                    f"no free places within {self.asked['placement_timeout']:.0f} s: {size} are needed, each with "
                     f"{shown_resources(want)}, and of the Ray cluster {free} are free; stop what runs there, or raise "
                     "placement_timeout"
                 )
@@ -293,8 +293,8 @@ def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Map
         for (name, have), n in zip(nodes, places, strict=True)
     )
     return (
-        f"tensor_parallel_size={size}: {size} places are wanted, each with {shown_resources(want)}, and the Ray "
-        f"cluster has {sum(places)}: {have or 'no node that is alive'}; add nodes, or want at most "
+        f"tensor_parallel_size={size}: {size} places are needed, each with {shown_resources(want)}, and the Ray "
+        f"cluster has {sum(places)}: {have or 'no node that is alive'}; add nodes, or use at most "
         f"tensor_parallel_size={max(1, sum(places))}"
     )
 
@@ -305,7 +305,7 @@ def check_address(address: str) -> None:
     if address == "auto":
         return
     if found is None:
-        raise ResourceError(f"address={address}: want host:port of a Ray cluster, or auto")
+        raise ResourceError(f"address={address}: expected host:port of a Ray cluster, or auto")
     try:
         socket.create_connection((found[1] or found[2], int(found[3])), ANSWERS).close()
     except (OSError, OverflowError) as e:
@@ -324,7 +324,7 @@ def refused(address: str, e: Exception) -> str:
         return f"{no_cluster(address)}: {describe_error(e)}"
     what, few = f"join the cluster at {address}" if address else "start a cluster here", ""
     if not address and 0 <= (limit := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) < FILES:
-        few = f"  Ray wants some {FILES} open files, and there may be {limit}: ulimit -n raises that."
+        few = f"  Ray needs some {FILES} open files, and there may be {limit}: ulimit -n raises that."
     return f"Ray cannot {what}: {type(e).__name__}: {' '.join(str(e).split())[:400]}{few}"
 
 

@@ -20,6 +20,6 @@ def with_others(error: ResourceError, device: str) -> ResourceError:
     device = f"cuda:{torch.cuda.current_device()}"
     return ResourceError(
         f"{error}.  About {others / 2**30:.1f} of the {total / 2**30:.0f} GiB of {device} are other processes' "
-        "(nvidia-smi names them), such as another engine's: want one engine for a device, or a smaller "
+        "(nvidia-smi names them), such as another engine's: run one engine on a device, or set a smaller "
         "gpu_memory_utilization for the one that starts first"
     )

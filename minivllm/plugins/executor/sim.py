@@ -116,7 +116,7 @@ class Sim(Executor):
         if wiring.cache.num_kvcache_blocks < 0:
             n = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
         if n >= MOST_BLOCKS:
-            raise ResourceError(f"num_kvcache_blocks={n - 1}: want fewer than {MOST_BLOCKS - 1}")
+            raise ResourceError(f"num_kvcache_blocks={n - 1}: expected fewer than {MOST_BLOCKS - 1}")
         return (n,) * max(len(wiring.cache.groups), 1)
 
     def _histories(self, slots: int, length: int) -> Histories:
@@ -431,7 +431,7 @@ def _vocab_of(model_dir: str, overrides: Mapping[str, Any]) -> int:
     path = Path(model_dir) / "config.json"
     if not files.is_there(path):
         raise ModelError(
-            f"{model_dir}: holds no config.json; want a model directory, or vocab_size of the executor sim"
+            f"{model_dir}: holds no config.json; expected a model directory, or vocab_size of the executor sim"
         )
     raw: Any = merge(files.read_json(path, files.PART, ModelError), overrides)
     found = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))

@@ -35,16 +35,16 @@ NO_TABLE, NO_DRAFTS, NO_TAPS = np.empty((0, WIDTH), I4), np.empty(0, I4), np.emp
 def _head(kind: int, data: bytearray | bytes) -> tuple[int, float, int, int, int]:
     """Step, device_ms, rows, further entries."""
     if len(data) < HEAD.size:
-        raise CodecError(f"{len(data)} bytes; want at least {HEAD.size}")
+        raise CodecError(f"{len(data)} bytes; expected at least {HEAD.size}")
     magic, version, *rest = HEAD.unpack_from(data)
     if magic != MAGICS[kind] or version != codec.VERSION:
-        raise CodecError(f"bytes of {magic!r} {version}; want {MAGICS[kind]!r} {codec.VERSION}")
+        raise CodecError(f"bytes of {magic!r} {version}; expected {MAGICS[kind]!r} {codec.VERSION}")
     return tuple(rest)  # type: ignore[return-value]
 
 
 def _whole(data: bytearray | bytes, size: int) -> None:
     if len(data) != size:
-        raise CodecError(f"{len(data)} bytes; want the {size} that their head tells of")
+        raise CodecError(f"{len(data)} bytes; expected {size}, the size in their head")
 
 
 class Plans:

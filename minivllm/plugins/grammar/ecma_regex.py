@@ -148,7 +148,7 @@ class _Reader:
             return None  # a brace that stands for itself
         self.at += len(inner) + 2
         if max(len(least), len(most)) > 8 or max(int(least), int(most or 0)) > MOST_REPEAT:
-            self._refuse(f"{{{inner[:20]}}}", f"want at most {MOST_REPEAT} repetitions")
+            self._refuse(f"{{{inner[:20]}}}", f"expected at most {MOST_REPEAT} repetitions")
         high = int(most) if most else None if comma else int(least)
         if high is not None and high < int(least):
             self._refuse(f"{{{inner}}}", "the second number is smaller than the first")
@@ -338,7 +338,9 @@ def _resolve(pattern: str, node: Node, around: Node) -> Node:
     node = _bound(node, True, True, around)
     if _anchored(node):
         shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
-        raise ValueError(f"the regular expression {shown!r} has an anchor in its middle: want ^ and $ at its ends only")
+        raise ValueError(
+            f"the regular expression {shown!r} has an anchor in its middle: expected ^ and $ at its ends only"
+        )
     return node
 
 

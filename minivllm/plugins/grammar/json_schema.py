@@ -111,7 +111,7 @@ class Nodes:
             if not isinstance(node, dict) or id(node) in seen:
                 continue
             if seen and ("$id" in node or "id" in node):
-                raise ValueError("$id within a schema: want it at its top only")
+                raise ValueError("$id within a schema: expected it at its top only")
             seen.add(id(node))
             self.all.append(node)
             left += children(node)
@@ -183,9 +183,9 @@ def _refuse_misshapen(node: dict[str, Any]) -> None:
     for key, kinds in SHAPES.items():
         value = node.get(key)
         if key in node and not isinstance(value, kinds):
-            raise ValueError(f"{key}={value!r:.30}: want {' or '.join(SPOKEN[kind] for kind in kinds)}")
+            raise ValueError(f"{key}={value!r:.30}: expected {' or '.join(SPOKEN[kind] for kind in kinds)}")
         if key in ("type", "required") and not all(isinstance(name, str) for name in _list(node, key)):
-            raise ValueError(f"{key}={value!r:.30}: want a list of texts")
+            raise ValueError(f"{key}={value!r:.30}: expected a list of texts")
 
 
 def _refuse_unheld(node: dict[str, Any]) -> None:
@@ -212,7 +212,7 @@ def _hold_values(node: dict[str, Any]) -> None:
         values = node[key] if key == "enum" else [node[key]]
         fitting = [value for value in values if not tests or any(test(value) for test in tests)]
         if values and not fitting:
-            raise ValueError(f"no value of {key} is of the type that the schema wants")
+            raise ValueError(f"no value of {key} is of the type that the schema requires")
         for value in fitting:
             _refuse_unwritable(key, value)
         if key == "enum":

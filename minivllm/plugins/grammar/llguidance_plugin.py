@@ -157,7 +157,7 @@ def _whitespace(asked: str) -> str:
     """What an expression matches of what JSON takes for whitespace."""
     kept = within(whole(asked), JSON_SPACE)
     if kept is None:
-        raise ValueError("whitespace_pattern: want an expression for spaces, tabs and line ends, which JSON allows")
+        raise ValueError("whitespace_pattern: expected an expression for spaces, tabs and line ends, which JSON allows")
     return write(kept)
 
 

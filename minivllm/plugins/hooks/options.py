@@ -23,7 +23,7 @@ class StepLogOptions(BaseModel):
     @classmethod
     def _known(cls, path: str) -> str:
         if not path.endswith(SUFFIXES):
-            raise ValueError(f"{shown(path)}: want a file that ends in {' or '.join(SUFFIXES)}")
+            raise ValueError(f"{shown(path)}: expected a file that ends in {' or '.join(SUFFIXES)}")
         return path
 
 

@@ -17,7 +17,7 @@ class Bloom(ModelArch):
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         if cfg.apply_residual_connection_post_layernorm:
-            raise ModelError("apply_residual_connection_post_layernorm=True: want False, no other is implemented")
+            raise ModelError("apply_residual_connection_post_layernorm=True: expected False, no other is implemented")
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         dim = fields.even_share(cfg, "hidden_size", "n_head", heads)
         layer = LayerSpec(

@@ -17,7 +17,7 @@ class Cohere(ModelArch):
 
     def windows(self, cfg: Any) -> list[int | None]:
         if cfg.use_qk_norm:
-            raise ModelError("use_qk_norm=True: want False, LayerNorm of each head of q and k is not implemented")
+            raise ModelError("use_qk_norm=True: expected False, LayerNorm of each head of q and k is not implemented")
         return fields.windows(cfg, None)
 
     def rope(self, cfg: Any, window: int | None) -> Rope | None:

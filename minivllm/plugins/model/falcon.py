@@ -61,9 +61,9 @@ class Falcon(ModelArch):
         else:
             groups, kv_heads = heads, heads
             if said not in (None, heads):
-                raise ModelError(f"num_kv_heads={shown(said)} with multi_query=False: want {heads}")
+                raise ModelError(f"num_kv_heads={shown(said)} with multi_query=False: expected {heads}")
         if type(kv_heads) is not int or kv_heads < 1 or heads % kv_heads:
-            raise ModelError(f"num_kv_heads={shown(kv_heads)}: want a divisor of num_attention_heads={heads}")
+            raise ModelError(f"num_kv_heads={shown(kv_heads)}: expected a divisor of num_attention_heads={heads}")
         # the slopes are rounded to bfloat16, and scaled with the scores
         slopes = tuple(_bfloat16(slope) / math.sqrt(dim) for slope in fields.alibi(heads)) if cfg.alibi else None
         return groups, AttnSpec(heads, kv_heads, dim, dim, alibi=slopes)
@@ -77,7 +77,7 @@ class Falcon(ModelArch):
         if not parallel or count not in ((1, 2) if new else (1,)):
             raise ModelError(
                 f"parallel_attn={parallel}, num_ln_in_parallel_attn={shown(count)}, new_decoder_architecture={new}: "
-                "want parallel_attn=True, and num_ln_in_parallel_attn 1, or 2 in the new architecture"
+                "expected parallel_attn=True, and num_ln_in_parallel_attn 1, or 2 in the new architecture"
             )
         return True, ("ln_attn", "ln_mlp") if count == 2 else ("input_layernorm",)
 

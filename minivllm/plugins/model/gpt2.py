@@ -31,10 +31,10 @@ class GPT2(ModelArch):
     def describe(self, cfg: Any) -> DecoderSpec:
         fields.check_plain(cfg)
         if cfg.add_cross_attention:
-            raise ModelError("add_cross_attention=True: want False, an encoder's output is not read")
+            raise ModelError("add_cross_attention=True: expected False, an encoder's output is not read")
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         if hidden % heads:
-            raise ModelError(f"n_embd={shown(hidden)}: want a multiple of n_head={heads}")
+            raise ModelError(f"n_embd={shown(hidden)}: expected a multiple of n_head={heads}")
         dim = hidden // heads
         scale = dim**-0.5 if cfg.scale_attn_weights else 1.0
         inner = 4 * hidden if cfg.n_inner is None else cfg.n_inner

@@ -36,11 +36,11 @@ class GPTNeo(ModelArch):
         layers = []
         for kind in cfg.attention_layers:
             if kind not in window:
-                raise ModelError(f"attention_types has {shown(kind)}: want 'global' or 'local'")
+                raise ModelError(f"attention_types has {shown(kind)}: expected 'global' or 'local'")
             spec = AttnSpec(heads, heads, dim, dim, window=window[kind], scale=1.0)
             layers.append(LayerSpec(spec, mlp, rope=None, out_bias=True))
         if "local" in cfg.attention_layers and (type(cfg.window_size) is not int or cfg.window_size < 1):
-            raise ModelError(f"window_size={shown(cfg.window_size)}: want a whole number >= 1")
+            raise ModelError(f"window_size={shown(cfg.window_size)}: expected a whole number >= 1")
         return DecoderSpec(
             cfg.vocab_size,
             hidden,

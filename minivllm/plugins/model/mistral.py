@@ -20,5 +20,7 @@ class Mistral(Llama):
         kind = fields.FULL if cfg.sliding_window is None else fields.SLIDING
         types = getattr(cfg, "layer_types", None)
         if types is not None and set(types) != {kind}:
-            raise ModelError(f"layer_types={shown(types)}: want {kind} for all layers, this architecture has one kind")
+            raise ModelError(
+                f"layer_types={shown(types)}: expected {kind} for all layers, this architecture has one kind"
+            )
         return fields.windows(cfg, [kind] * cfg.num_hidden_layers)

@@ -38,12 +38,12 @@ class Mpt(ModelArch):
             for name, want in wanted.items():
                 if getattr(part, name) != want:
                     raise ModelError(
-                        f"{prefix}{name}={shown(getattr(part, name))}: want {want}, no other is implemented"
+                        f"{prefix}{name}={shown(getattr(part, name))}: expected {want}, no other is implemented"
                     )
         for name in ("softmax_scale", "clip_qkv"):
             value = getattr(attn, name)
             if value is not None and (type(value) not in (int, float) or not 0 <= value < math.inf):
-                raise ModelError(f"attn_config.{name}={shown(value)}: want a positive number, or null")
+                raise ModelError(f"attn_config.{name}={shown(value)}: expected a positive number, or null")
         hidden, heads = cfg.hidden_size, cfg.num_attention_heads
         dim = fields.even_share(cfg, "d_model", "n_heads", heads)
         layer = LayerSpec(

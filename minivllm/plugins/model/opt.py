@@ -22,7 +22,9 @@ class OPT(ModelArch):
         fields.check_plain(cfg)
         for name, want in {**WANTED, "word_embed_proj_dim": cfg.hidden_size}.items():
             if getattr(cfg, name) != want:
-                raise ModelError(f"{name}={shown(getattr(cfg, name))}: want {want}, the other way is not implemented")
+                raise ModelError(
+                    f"{name}={shown(getattr(cfg, name))}: expected {want}, the other way is not implemented"
+                )
         heads, dim = cfg.num_attention_heads, cfg.hidden_size // cfg.num_attention_heads
         layer = LayerSpec(
             AttnSpec(heads, heads, dim, dim),

@@ -28,4 +28,4 @@ class Qwen2(Llama):
     def check(self, cfg: Any) -> None:
         super().check(cfg)
         if getattr(cfg, "use_mrope", False):
-            raise ModelError("use_mrope=True: want False, multimodal rotary embedding is not implemented")
+            raise ModelError("use_mrope=True: expected False, multimodal rotary embedding is not implemented")

@@ -95,9 +95,9 @@ def _delta_net(cfg: Any) -> GatedDelta:
     sizes = [getattr(cfg, f"linear_{name}") for name in names]
     for name, value in zip(names, sizes, strict=True):
         if type(value) is not int or value < 1:
-            raise ModelError(f"linear_{name}={shown(value)}: want a whole number >= 1")
+            raise ModelError(f"linear_{name}={shown(value)}: expected a whole number >= 1")
     if sizes[1] % sizes[0]:
-        raise ModelError(f"linear_num_value_heads={sizes[1]}: want a multiple of linear_num_key_heads={sizes[0]}")
+        raise ModelError(f"linear_num_value_heads={sizes[1]}: expected a multiple of linear_num_key_heads={sizes[0]}")
     if fields.activation(cfg) != "silu":
-        raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: want 'silu', the convolution has no other")
+        raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: expected 'silu', the convolution has no other")
     return GatedDelta(*sizes, cfg.rms_norm_eps)

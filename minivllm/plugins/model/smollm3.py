@@ -21,7 +21,8 @@ class SmolLM3(Qwen2):
         super().check(cfg)
         if len(cfg.no_rope_layers) != cfg.num_hidden_layers:
             raise ModelError(
-                f"no_rope_layers has {len(cfg.no_rope_layers)} entries: want num_hidden_layers={cfg.num_hidden_layers}"
+                f"no_rope_layers has {len(cfg.no_rope_layers)} entries: expected "
+                f"num_hidden_layers={cfg.num_hidden_layers}"
             )
 
     def rope(self, cfg: Any, layer: int) -> Rope | None:

@@ -20,7 +20,9 @@ class StableLm(ModelArch):
         fields.check_plain(cfg)
         dim = fields.even_share(cfg, "hidden_size", "num_attention_heads", cfg.num_attention_heads, rotary=True)
         if fields.head_dim(cfg) != dim:
-            raise ModelError(f"head_dim={shown(cfg.head_dim)}: want hidden_size / num_attention_heads, {dim}, or none")
+            raise ModelError(
+                f"head_dim={shown(cfg.head_dim)}: expected hidden_size / num_attention_heads, {dim}, or none"
+            )
         layer = LayerSpec(
             fields.attention(cfg),
             MLP(cfg.intermediate_size, fields.activation(cfg)),

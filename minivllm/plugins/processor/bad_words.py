@@ -42,8 +42,12 @@ class BadWords(Processor):
         wanted = params.bad_words
         if wanted is None:
             return None
-        _check(isinstance(wanted, (list, tuple)), f"bad_words={shown(wanted)}: want a list of words or of token ids")
-        _check(len(wanted) <= MAX_WORDS, f"bad_words has {len(wanted)} sequences of tokens: want at most {MAX_WORDS}")
+        _check(
+            isinstance(wanted, (list, tuple)), f"bad_words={shown(wanted)}: expected a list of words or of token ids"
+        )
+        _check(
+            len(wanted) <= MAX_WORDS, f"bad_words has {len(wanted)} sequences of tokens: expected at most {MAX_WORDS}"
+        )
         last, before = np.full(MAX_WORDS, -1, np.int32), np.full((MAX_WORDS, MAX_LEN - 1), ANY, np.int32)
         for i, word in enumerate(wanted):
             ids = self._ids(word)
@@ -53,7 +57,7 @@ class BadWords(Processor):
 
     def _ids(self, word: Any) -> np.ndarray:
         _check(
-            not isinstance(word, str), f"bad_words: the word {shown(word)} needs a tokenizer: want lists of token ids"
+            not isinstance(word, str), f"bad_words: the word {shown(word)} needs a tokenizer: give lists of token ids"
         )
         return token_ids(word, self.ctx.vocab_size, "bad_words", MAX_LEN)
 

@@ -12,9 +12,9 @@ from minivllm.errors import RequestError, shown
 def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
     """1 to ``most`` ids as i64 [n], all below ``vocab``, the width of the logits; RequestError names ``field``."""
     if not isinstance(value, (list, tuple, range, np.ndarray)):
-        raise RequestError(f"{field}={shown(value)}: want a list of token ids", field)
+        raise RequestError(f"{field}={shown(value)}: expected a list of token ids", field)
     if not 1 <= len(value) <= most:
-        raise RequestError(f"{field}: {len(value)} token ids: want 1 to {most}", field)
+        raise RequestError(f"{field}: {len(value)} token ids: expected 1 to {most}", field)
     try:
         ids = np.asarray(value)
     except ValueError:  # lists of unequal length
@@ -24,9 +24,9 @@ def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
     if not whole or (
         not isinstance(value, (range, np.ndarray)) and any(isinstance(i, (bool, np.bool_)) for i in value)
     ):
-        raise RequestError(f"{field}={shown(value)}: want whole numbers", field)
+        raise RequestError(f"{field}={shown(value)}: expected whole numbers", field)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:
         wrong = low if low < 0 else high
-        raise RequestError(f"{field}: token id {wrong} is not in the vocabulary: want 0 to {vocab - 1}", field)
+        raise RequestError(f"{field}: token id {wrong} is not in the vocabulary: expected 0 to {vocab - 1}", field)
     return ids.astype(np.int64)

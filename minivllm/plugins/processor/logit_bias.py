@@ -31,14 +31,14 @@ class LogitBias(Processor):
         wanted = params.logit_bias
         if wanted is None:
             return None
-        _check(isinstance(wanted, Mapping), f"logit_bias={shown(wanted)}: want a mapping from token id to bias")
-        _check(len(wanted) <= MAX_ENTRIES, f"logit_bias has {len(wanted)} entries: want at most {MAX_ENTRIES}")
+        _check(isinstance(wanted, Mapping), f"logit_bias={shown(wanted)}: expected a mapping from token id to bias")
+        _check(len(wanted) <= MAX_ENTRIES, f"logit_bias has {len(wanted)} entries: expected at most {MAX_ENTRIES}")
         ids, bias = np.full(MAX_ENTRIES, -1, np.int32), np.zeros(MAX_ENTRIES, np.float32)
         for i, (key, value) in enumerate(wanted.items()):
             ids[i] = self._token(key)
             number = isinstance(value, (int, float, np.number)) and not isinstance(value, bool)
             ok = number and -LIMIT <= value <= LIMIT  # NaN is not
-            _check(ok, f"logit_bias[{shown(key)}]={shown(value)}: want a number from -100 to 100")
+            _check(ok, f"logit_bias[{shown(key)}]={shown(value)}: expected a number from -100 to 100")
             bias[i] = value
         _check(len(set(ids[: len(wanted)].tolist())) == len(wanted), "logit_bias names a token id twice")
         return Row({"ids": ids, "bias": bias}) if bias.any() else None
@@ -50,7 +50,7 @@ class LogitBias(Processor):
         size = self.ctx.vocab_size
         _check(
             whole and 0 <= key < size,
-            f"logit_bias: token id {shown(key)} is not in the vocabulary: want 0 to {size - 1}",
+            f"logit_bias: token id {shown(key)} is not in the vocabulary: expected 0 to {size - 1}",
         )
         return int(key)
 

@@ -46,16 +46,16 @@ class TemperatureSchedule(Processor):
         if given is None:
             return None
         kind = given.get("kind")
-        _check(isinstance(kind, str) and kind in KINDS, f"{FIELD}: kind={shown(kind)}: want {', '.join(KINDS)}")
+        _check(isinstance(kind, str) and kind in KINDS, f"{FIELD}: kind={shown(kind)}: expected {', '.join(KINDS)}")
         names = ("low", "high", "exponent") if kind == "entropy" else ("start", "end", "tokens")
         values = {"exponent": 1.0, **given} if kind == "entropy" else dict(given)
         _check(
             values.keys() == {"kind", *names},
-            f"{FIELD}: {kind} has {shown(sorted(map(str, given)))}: want kind, {', '.join(names)}",
+            f"{FIELD}: {kind} has {shown(sorted(map(str, given)))}: expected kind, {', '.join(names)}",
         )
         first, second = (_number(values, name, LEAST, MOST) for name in names[:2])
         third = _number(values, names[2], *((0.25, 4.0) if kind == "entropy" else (1, 2.0**20)))
-        _check(params.temperature > 0, f"{FIELD}: temperature=0 is greedy: want temperature above 0")
+        _check(params.temperature > 0, f"{FIELD}: temperature=0 is greedy: expected temperature above 0")
         return Row({"numbers": (KINDS[kind], first, second, third)}, KINDS[kind])
 
     def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
@@ -83,7 +83,8 @@ def _number(values: Mapping[str, Any], name: str, least: float, most: float) -> 
     value = values[name]
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     _check(
-        number and least <= value <= most, f"{FIELD}: {name}={shown(value)}: want a number from {least:g} to {most:g}"
+        number and least <= value <= most,
+        f"{FIELD}: {name}={shown(value)}: expected a number from {least:g} to {most:g}",
     )
     return float(value)
 

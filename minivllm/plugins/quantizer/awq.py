@@ -23,7 +23,7 @@ from .packed import FLOATS, CheckpointQuantizer, PartLayout, Share, Want, holds_
 FIELDS = 8  # of a word
 ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # in which field each output is
 GEMM = (
-    "its words lie in another order; want the same model as version=gemm, which AutoAWQ writes by default and to which "
+    "its words lie in another order; use the same model as version=gemm, which AutoAWQ writes by default and to which "
     "GPTQModel converts others"
 )
 
@@ -34,7 +34,9 @@ class AwqLayout(PartLayout):
         self.size = share.inputs if group_size == -1 else group_size
         self.why = f" with bits=4, group_size={group_size}"
         if share.outputs % FIELDS:
-            raise ModelError(f"{share.outputs} outputs of 4 bits are no whole number of words: want a multiple of 8")
+            raise ModelError(
+                f"{share.outputs} outputs of 4 bits are no whole number of words: expected a multiple of 8"
+            )
         groups, words = -(-share.inputs // self.size), share.outputs // FIELDS
         self.want = {
             "qweight": Want(("I32",), ((share.inputs, words),)),

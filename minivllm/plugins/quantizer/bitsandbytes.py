@@ -84,7 +84,7 @@ class FourBits(PartLayout):
         count = share.outputs * share.inputs
         if shape != [share.outputs, share.inputs] or block < 1 or len(sizes) != -(-count // block):
             raise ModelError(
-                f"its state says shape {shape} in blocks of {block} and {len(sizes)} blocks are there, want "
+                f"its state says shape {shape} in blocks of {block} and {len(sizes)} blocks are there, expected "
                 f"{[share.outputs, share.inputs]}; config.json and the weights do not belong together"
             )
         if not self.nested:
@@ -116,7 +116,7 @@ class EightBits(PartLayout):
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers:
         share = self.share
         if self.order and int(given[self.order]) != 0:
-            raise ModelError(f"{self.order}={int(given[self.order])}: want 0, rows as they lie")
+            raise ModelError(f"{self.order}={int(given[self.order])}: expected 0, rows as they lie")
         codes = given["weight"][share.rows, share.columns].to(share.device, copy=True)
         return Numbers(codes, by_row(given[self.scale], share, 1) / 127, None, share.group_of(share.inputs))
 

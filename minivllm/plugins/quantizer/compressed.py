@@ -110,7 +110,7 @@ class FieldsLayout(PartLayout):
         share, bits = self.share, self.group.bits
         shape = given["weight_shape"].tolist() if "weight_shape" in given else [share.outputs, share.inputs]
         if shape != [share.outputs, share.inputs]:
-            raise ModelError(f"weight_shape says {shape}, want {[share.outputs, share.inputs]}")
+            raise ModelError(f"weight_shape says {shape}, expected {[share.outputs, share.inputs]}")
         words = given["weight_packed"][share.rows]
         if words.shape[1] == word_counts(share.inputs, bits)[0]:
             codes = share.taken(words, bits)
@@ -181,7 +181,7 @@ class CompressedTensors(CheckpointQuantizer):
             )
         if group.packed if has is None else "weight_packed" in has:
             if group.floating:
-                raise ModelError(f"the weights of {m.name} are packed floating numbers: want type=int")
+                raise ModelError(f"the weights of {m.name} are packed floating numbers: expected type=int")
             made: PartLayout = FieldsLayout(share, group, has)
         else:
             dtype = "F8_E4M3" if group.floating else "I8"
@@ -215,4 +215,4 @@ def _names(target: str, name: str) -> bool:
     try:
         return re.match(target.removeprefix("re:"), name) is not None
     except re.error as e:
-        raise ModelError(f"target {shown(target)} of {name}: want a regular expression after re: ({e})") from None
+        raise ModelError(f"target {shown(target)} of {name}: expected a regular expression after re: ({e})") from None

@@ -94,7 +94,7 @@ class GgufLayout(PartLayout):
         self.kind, self.tell = kind, tell
         inputs, size = _block(kind)
         if share.inputs % inputs:
-            raise ModelError(f"{share.inputs} inputs of {kind.upper()}: want a multiple of {inputs}")
+            raise ModelError(f"{share.inputs} inputs of {kind.upper()}: expected a multiple of {inputs}")
         self.want = {kind: Want(("U8",), ((share.outputs, share.inputs // inputs * size),))}
 
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
@@ -107,7 +107,7 @@ class GgufLayout(PartLayout):
             try:
                 whole = gguf.dequantize(raw[share.rows].cpu().numpy(), kind)
             except NotImplementedError:
-                raise ModelError(f"type {kind.name}: the package gguf does not unpack it; want another file") from None
+                raise ModelError(f"type {kind.name}: the package gguf does not unpack it; use another file") from None
             return torch.from_numpy(whole)[:, share.columns].to(share.device, share.dtype).contiguous()
         blocks = KEPT[self.kind]
         rows = raw[share.rows].to(share.device).unflatten(1, (-1, blocks.bytes))

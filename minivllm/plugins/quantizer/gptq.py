@@ -28,7 +28,7 @@ from .packed import FLOATS, MARLIN, CheckpointQuantizer, PartLayout, Settings, S
 BITS = (2, 3, 4, 8)
 FORMATS = ("gptq", "gptq_v2")
 OVERFLOWED = (
-    "v1 zero points are at their largest, as of a 0 that v1 cannot store: output may be poor; want the checkpoint as "
+    "v1 zero points are at their largest, as of a 0 that v1 cannot store: output may be poor; use the checkpoint as "
     "checkpoint_format=gptq_v2"
 )
 MISNAMED = (
@@ -64,7 +64,9 @@ class GptqLayout(PartLayout):
         self.why = f" with bits={bits}, group_size={kind.group_size}"
         for what, n in (("inputs", share.inputs), ("outputs", share.outputs)):
             if n * bits % 32:
-                raise ModelError(f"{n} {what} of {bits} bits are no whole number of words: want a multiple of 32 bits")
+                raise ModelError(
+                    f"{n} {what} of {bits} bits are no whole number of words: expected a multiple of 32 bits"
+                )
         self.want = {
             "qweight": Want(("I32",), ((share.inputs * bits // 32, share.outputs),)),
             "qzeros": Want(("I32",), ((groups, share.outputs * bits // 32),)),
@@ -98,13 +100,13 @@ class GptqLayout(PartLayout):
     def _check_groups(self, index: Tensor) -> None:
         """ModelError for groups that have no scale, or that have another number of inputs than any quantizer gives."""
         if bool(((index < 0) | (index >= self.groups)).any()):
-            raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: want as many as there are scales")
+            raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: expected as many as there are scales")
         counts = torch.bincount(index, minlength=self.groups)
         wanted = torch.full_like(counts, self.size)
         wanted[-1] = len(index) - self.size * (self.groups - 1)
         if not torch.equal(counts, wanted):
             at = int((counts != wanted).nonzero()[0])
-            raise ModelError(f"g_idx gives group {at} {int(counts[at])} inputs: want {int(wanted[at])}{self.why}")
+            raise ModelError(f"g_idx gives group {at} {int(counts[at])} inputs: expected {int(wanted[at])}{self.why}")
 
 
 class Gptq(CheckpointQuantizer):
@@ -119,7 +121,9 @@ class Gptq(CheckpointQuantizer):
         if given.get("is_marlin_format"):
             written = "marlin"
         if written not in FORMATS:
-            instead = MARLIN if "marlin" in str(written) else f"want {' or '.join(FORMATS)}, as GPTQModel writes them"
+            instead = (
+                MARLIN if "marlin" in str(written) else f"expected {' or '.join(FORMATS)}, as GPTQModel writes them"
+            )
             raise ModelError(f"the checkpoint is GPTQ of checkpoint_format={shown(written)}: {instead}")
         self.old = written == "gptq"
         self.kind = GptqKind.of(self.settings)

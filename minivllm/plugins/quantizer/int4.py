@@ -154,6 +154,6 @@ def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[
     fits = " or ".join(str(n) for n in groups if m.in_features % n == 0)
     instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
     return OptionError(
-        f"{quantizer}: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: want "
+        f"{quantizer}: {m.name} has {m.in_features} inputs here, which group_size={group} does not divide: expected "
         f"{instead}, or leave it out with skip=[{m.name!r}]"
     )

@@ -86,7 +86,7 @@ def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> sli
     want = (rows.stop - rows.start, *packed_shapes(info)[param][1:])
     if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:
         dtype = str(tensor.dtype).removeprefix("torch.")
-        raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, want {list(want)} and uint8")
+        raise ModelError(f"{param} of shape {list(tensor.shape)} and {dtype}, expected {list(want)} and uint8")
     return rows
 
 
@@ -99,14 +99,14 @@ class Mxfp4(Quantizer):
         super().__init__(options, checkpoint)
         method = (checkpoint or {}).get("quant_method", "no method")
         if method != "mxfp4":
-            raise ModelError(f"the checkpoint is quantized with {method}: want mxfp4 for this quantizer")
+            raise ModelError(f"the checkpoint is quantized with {method}: expected mxfp4 for this quantizer")
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         if m.kind != "experts":
             return None
         if m.in_features % GROUP:
             raise ModelError(
-                f"{m.name} has {m.in_features} inputs here: want a multiple of {GROUP}, which share a scale"
+                f"{m.name} has {m.in_features} inputs here: expected a multiple of {GROUP}, which share a scale"
             )
         return type(self).experts(m)
 

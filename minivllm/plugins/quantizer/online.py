@@ -62,7 +62,7 @@ class OnlineQuantizer(Quantizer):
             return None if kinds[0] == UNQUANTIZED else self._of(kinds[0], m, kinds[0])
         if m.kind == "experts":
             raise OptionError(
-                f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; want "
+                f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; expected "
                 f"patterns of skip and bits that name all of it, such as {m.name!r}"
             )
         schemes = []
@@ -97,7 +97,7 @@ class OnlineQuantizer(Quantizer):
             have = ".".join(map(str, torch.cuda.get_device_capability(m.device)))
             raise OptionError(
                 f"{self.name}: bits: {m.name} is to be {kind}, and this GPU has no float8 (compute capability {have}, "
-                "want 8.9 or more); want 'int8'"
+                "expected 8.9 or more); use 'int8'"
             )
         if kind not in self._others:
             module, _, name = MADE_BY[kind].partition(":")
@@ -114,7 +114,7 @@ class OnlineQuantizer(Quantizer):
         )
         if self.options.embedding and not self._met_embedding:
             raise OptionError(
-                f"{self.name}: embedding=true: this model's tokens are looked up by transformers: want embedding=false"
+                f"{self.name}: embedding=true: this model's tokens are looked up by transformers: set embedding=false"
             )
 
 

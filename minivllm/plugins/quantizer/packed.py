@@ -25,7 +25,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 FLOATS = ("F16", "BF16", "F32", "F64")
 WHERE = "quantization_config of config.json"
-MARLIN = "want the same model as checkpoint_format=gptq, which GPTQModel writes with format=gptq"
+MARLIN = "use the same model as checkpoint_format=gptq, which GPTQModel writes with format=gptq"
 
 
 class Want(NamedTuple):
@@ -39,8 +39,8 @@ class Want(NamedTuple):
         if shape not in self.shapes or dtype not in self.dtypes:
             shapes = " or ".join(str(list(s)) for s in self.shapes)
             raise ModelError(
-                f"shape {list(shape)} of {dtype}, want {shapes} of {' or '.join(self.dtypes)}{why}; config.json and "
-                "the weights do not belong together"
+                f"shape {list(shape)} of {dtype}, expected {shapes} of {' or '.join(self.dtypes)}{why}; config.json "
+                "and the weights do not belong together"
             )
 
 
@@ -181,7 +181,7 @@ class PackedWeight(WeightScheme):
         part_rows(self.info, part)
         layout, given = self.layouts[part], self._given[part]
         if param not in layout.want:
-            raise ModelError(f"{self.info.name} takes no {param}, want {', '.join(layout.want)}")
+            raise ModelError(f"{self.info.name} takes no {param}, expected {', '.join(layout.want)}")
         dtype = NAMES.get(tensor.dtype, str(tensor.dtype))
         layout.want[param].refuse(tuple(tensor.shape), dtype, layout.why)
         if param == "bias" and bool(tensor.any()):
@@ -194,7 +194,7 @@ class PackedWeight(WeightScheme):
             self._pieces[part] = HeldRows("plain", found)
         else:
             if not bool(torch.isfinite(found.scale).all()):
-                raise ModelError(f"{self.info.name}: scales that are inf or NaN, want numbers: the file is damaged")
+                raise ModelError(f"{self.info.name}: scales that are inf or NaN, expected numbers: the file is damaged")
             self._pieces[part] = piece = forms.piece_of(found, layout.share.dtype)
             if piece.form == "plain":
                 what = f"inputs that share a scale do not fill blocks of 8: unpacked to {self.info.dtype}"
@@ -260,7 +260,8 @@ def holds_words(source: PartSource, beside: tuple[str, ...]) -> bool:
     alone = next((name for name in beside if name in source.tensors), None)
     if alone is not None and "weight" not in source.tensors:
         raise ModelError(
-            f"the checkpoint has {source.name}.{alone} and lacks {source.name}.qweight; want both: download it again"
+            f"the checkpoint has {source.name}.{alone} and lacks {source.name}.qweight; expected both: download it "
+            "again"
         )
     if {"B", "s"} <= source.tensors.keys():
         raise ModelError(f"the checkpoint has {source.name}.B, which is Marlin's order: {MARLIN}")
@@ -274,7 +275,7 @@ class Settings:
         self.given, self.where = given, where
 
     def refuse(self, key: str, wanted: str) -> ModelError:
-        return ModelError(f"{WHERE}: {self.where}{key}={shown(self.given.get(key))}: want {wanted}")
+        return ModelError(f"{WHERE}: {self.where}{key}={shown(self.given.get(key))}: expected {wanted}")
 
     def one_of(self, key: str, allowed: tuple[Any, ...], default: Any, instead: str = "") -> Any:
         value = self.given.get(key, default)
@@ -324,7 +325,7 @@ class CheckpointQuantizer(Quantizer):
         super().__init__(options, checkpoint)
         method = (checkpoint or {}).get("quant_method", "no method")
         if method != self.method:
-            raise ModelError(f"the checkpoint is quantized with {method}: want {self.method} for this quantizer")
+            raise ModelError(f"the checkpoint is quantized with {method}: expected {self.method} for this quantizer")
         self.settings = Settings(checkpoint or {})
         self._met: dict[str, list[str]] = {}
         self._asked = self._found = 0
@@ -380,7 +381,7 @@ class CheckpointQuantizer(Quantizer):
         if self._asked and not self._found:
             raise ModelError(
                 f"{WHERE}: quant_method={shown(self.method)}, and no module of the checkpoint is packed so: "
-                f"want tensors named {' or '.join(self.packed_by)}, or config.json without it"
+                f"expected tensors named {' or '.join(self.packed_by)}, or config.json without it"
             )
 
 

@@ -28,7 +28,8 @@ class NamePatterns:
             expression = re.compile(pattern.removeprefix(REGEX))
         except re.error as e:
             raise OptionError(
-                f"{self.option}: {shown(pattern)}: {e}: want a regular expression behind {REGEX!r}, or a shell pattern"
+                f"{self.option}: {shown(pattern)}: {e}: expected a regular expression behind {REGEX!r}, or a shell "
+                "pattern"
             ) from None
         return lambda name: expression.fullmatch(name) is not None
 

@@ -47,7 +47,7 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
 def want_symmetric(zero: Tensor | None) -> None:
     """ModelError for zero points other than 0, of a weight of which the configuration says that it has none."""
     if zero is not None and bool((zero.float() != 0).any()):
-        raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: want symmetric=false")
+        raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: expected symmetric=false")
 
 
 class BytesLayout(PartLayout):

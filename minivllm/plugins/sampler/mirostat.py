@@ -49,13 +49,15 @@ class MirostatSampler(DefaultSampler):
         row, tau, eta = super().bind(params, prompt_len), params.mirostat_tau, params.mirostat_eta
         if tau is None:
             if "mirostat_eta" in params.extra:
-                raise RequestError(f"mirostat_eta={eta}: want mirostat_tau too, which turns it on", "mirostat_eta")
+                raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")
             return row
         clash = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
         clash += [name for name in ("choose_fn", "beam_width") if getattr(params, name) is not None]
         if clash or params.temperature < MIN_TEMPERATURE:
             what = f"no {clash[0]}" if clash else "temperature above 0"
-            raise RequestError(f"mirostat_tau={tau}: want {what} beside it: it chooses among tokens", "mirostat_tau")
+            raise RequestError(
+                f"mirostat_tau={tau}: expected {what} beside it: it chooses among tokens", "mirostat_tau"
+            )
         return Row({**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}, row.variant | MIROSTAT)
 
     def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:

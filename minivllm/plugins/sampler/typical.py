@@ -43,7 +43,7 @@ class TypicalSampler(DefaultSampler):
             return row
         for name in ("choose_fn", "beam_width"):
             if getattr(params, name) is not None:
-                what = f"typical_p={params.typical_p}: want no {name} beside it, which draws nothing"
+                what = f"typical_p={params.typical_p}: expected no {name} beside it, which draws nothing"
                 raise RequestError(what, "typical_p")
         return Row({**row.values, "typical_p": params.typical_p}, row.variant | TYPICAL)
 

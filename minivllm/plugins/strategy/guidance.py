@@ -49,17 +49,19 @@ def _fault(params: SamplingParams) -> RequestError | None:
     given = IDS if ids is not None else TEXT if text else ""
     if scale == 1.0:
         if given:
-            return RequestError(f"{given} without {SCALE}, or with {SCALE}=1, changes nothing: want another one", given)
+            return RequestError(
+                f"{given} without {SCALE}, or with {SCALE}=1, changes nothing: set another {SCALE}", given
+            )
         return RequestError(f"{SCALE} is not set: the strategy 'guidance' is for requests that set it", SCALE)
     if (width := params.beam_width) is not None:
-        return RequestError(f"beam_width={width}: want no beam_width beside {SCALE}={scale:g}", "beam_width")
+        return RequestError(f"beam_width={width}: expected no beam_width beside {SCALE}={scale:g}", "beam_width")
     if text and ids is not None:
-        return RequestError(f"{TEXT} and {IDS} say the same: want one of them", TEXT)
+        return RequestError(f"{TEXT} and {IDS} say the same: set only one of them", TEXT)
     if text:
         return RequestError(f"{TEXT}: a text needs a tokenizer; give {IDS}, or drop skip_tokenizer_init", TEXT)
     if ids is not None and not (len(ids) and all(_is_id(i) for i in ids)):
-        want = f"token ids, at least one; without {IDS} it is the last token of the prompt"
-        return RequestError(f"{IDS}={shown(ids)}: want {want}", IDS)
+        expected = f"token ids, at least one; without {IDS} it is the last token of the prompt"
+        return RequestError(f"{IDS}={shown(ids)}: expected {expected}", IDS)
     return None
 
 

@@ -277,13 +277,13 @@ def test_half_of_one_form_is_not_filled_from_the_other(tmp_path):
 @pytest.mark.parametrize(
     ("family", "key", "count", "says"),
     [
-        ("qwen3_moe", "num_experts", 4, r"num_experts=4: the checkpoint has experts 0 to 5; want 6"),
-        ("qwen3_moe", "num_experts", 9, r"num_experts=9: the checkpoint has experts 0 to 5; want 6"),
-        ("mixtral", "num_local_experts", 9, r"num_local_experts=9: the checkpoint has experts 0 to 5; want 6"),
+        ("qwen3_moe", "num_experts", 4, r"num_experts=4: the checkpoint has experts 0 to 5; expected 6"),
+        ("qwen3_moe", "num_experts", 9, r"num_experts=9: the checkpoint has experts 0 to 5; expected 6"),
+        ("mixtral", "num_local_experts", 9, r"num_local_experts=9: the checkpoint has experts 0 to 5; expected 6"),
         ("gpt_oss", "num_local_experts", 9, r"num_local_experts=9: tensor 'model\.layers\.0\..* has shape \[6"),
         ("qwen3_moe", "moe_intermediate_size", 40, r"moe_intermediate_size=40: tensor .* has shape \[24, 32\]"),
-        ("qwen3_moe", "num_experts_per_tok", 7, r"num_experts_per_tok=7: want between 1 and num_experts=6"),
-        ("qwen3_moe", "decoder_sparse_step", 0, r"decoder_sparse_step=0: want a whole number"),
+        ("qwen3_moe", "num_experts_per_tok", 7, r"num_experts_per_tok=7: expected between 1 and num_experts=6"),
+        ("qwen3_moe", "decoder_sparse_step", 0, r"decoder_sparse_step=0: expected a whole number"),
     ],
 )
 def test_numbers_that_the_checkpoint_contradicts_are_named_in_one_line(family, key, count, says, tmp_path):

@@ -166,7 +166,7 @@ def test_dense_writes_into_out_and_refuses_adapters():
     assert scheme.apply(x, out) is out and torch.allclose(out, scheme.apply(x))
     with pytest.raises(PluginError, match="adapter"):
         scheme.apply(x, adapter=object())
-    with pytest.raises(ModelError, match="want a floating-point"):
+    with pytest.raises(ModelError, match="expected a floating-point"):
         scheme.load("weight", torch.zeros(3, 4, dtype=torch.int8), "")
 
 

@@ -122,9 +122,9 @@ def test_a_hook_that_raises_ends_the_requests_of_its_step_and_no_others(path):
     [
         (
             "GivesTooFew",
-            "gave [24, 1] on cpu, [24, 1] on cpu for layers.0.mlp: want (weights, ids), each [24, 2] on cpu",
+            "gave [24, 1] on cpu, [24, 1] on cpu for layers.0.mlp: expected (weights, ids), each [24, 2] on cpu",
         ),
-        ("GivesIds", "gave Tensor for layers.0.mlp: want (weights, ids)"),
+        ("GivesIds", "gave Tensor for layers.0.mlp: expected (weights, ids)"),
     ],
 )
 def test_what_is_no_routing_is_refused_in_one_line(path, name, says):

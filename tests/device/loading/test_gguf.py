@@ -223,7 +223,7 @@ def test_rotary_embeddings_are_those_that_the_file_was_made_of(tmp_path):
         w.add_rope_scaling_orig_ctx_len(64)
 
     assert of(yarn)[1] == {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    with pytest.raises(ModelError, match=r"rope.scaling.type='longrope': want none, linear or yarn"):
+    with pytest.raises(ModelError, match=r"rope.scaling.type='longrope': expected none, linear or yarn"):
         of(lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE))
 
 
@@ -250,7 +250,7 @@ def test_what_a_file_does_not_say_is_what_llama_cpp_does_and_what_is_not_read_is
 
     for key, (right, wrong) in keys.items():
         assert tell(key, right) == 64
-        with pytest.raises(ModelError, match=f"llama.{key}={wrong:g}: want {right:g}; another value is not impl"):
+        with pytest.raises(ModelError, match=f"llama.{key}={wrong:g}: expected {right:g}; another value is not impl"):
             tell(key, wrong)
 
 
@@ -306,16 +306,22 @@ def test_files_that_cannot_be_read_are_refused_in_one_line(tmp_path, capsys, mon
     files = {
         "cut": (whole[:-5000], "not a whole GGUF file"),
         "head": (whole[:300], "not a whole GGUF file"),
-        "version": (whole[:4] + b"\x01\0\0\0" + whole[8:], "GGUF of version 1: want 2 or 3"),
+        "version": (whole[:4] + b"\x01\0\0\0" + whole[8:], "GGUF of version 1: expected 2 or 3"),
         "other": (b"PK\x03\x04" + whole[4:], "not a GGUF file"),
-        "foreign": (whole.replace(b"llama", b"llamb"), "architecture 'llamb': want one of llama, qwen2"),
+        "foreign": (whole.replace(b"llama", b"llamb"), "architecture 'llamb': expected one of llama, qwen2"),
         "lacks": (whole.replace(b"llama.block_count", b"llama.block_cound"), "lacks llama.block_count"),
-        "split": ((tmp_path / "split.gguf").read_bytes(), "is one of 3 parts; want them merged"),
+        "split": ((tmp_path / "split.gguf").read_bytes(), "is one of 3 parts; expected them merged"),
         "odd": ((tmp_path / "odd.gguf").read_bytes(), "tensor 'blk.0.ffn_gate_inp.weight' has no place in llama"),
         "empty": (b"", "not a GGUF file"),
-        "deep": (changed("block_count", 1 << 30), "num_hidden_layers=1073741824: want a whole number from 1 to 2000"),
-        "headless": (changed("attention.head_count", 0), "llama.attention.head_count=0: want a whole number of at le"),
-        "wide": (changed("feed_forward_length", 0), "feed_forward_length=0: want a whole number of at least 1"),
+        "deep": (
+            changed("block_count", 1 << 30),
+            "num_hidden_layers=1073741824: expected a whole number from 1 to 2000",
+        ),
+        "headless": (
+            changed("attention.head_count", 0),
+            "llama.attention.head_count=0: expected a whole number of at le",
+        ),
+        "wide": (changed("feed_forward_length", 0), "feed_forward_length=0: expected a whole number of at least 1"),
     }
     for name, (content, message) in files.items():
         (tmp_path / f"{name}.gguf").write_bytes(content)

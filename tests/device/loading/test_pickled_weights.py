@@ -79,7 +79,7 @@ def test_an_index_that_promises_a_tensor_or_points_elsewhere_is_refused(made):
     index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, names[0])}))
     refuses(path, cfg, "which the index says is there")
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": "../" + names[0]}}))
-    refuses(path, cfg, "want the name of a .bin or .pt or .pth file in the same folder")
+    refuses(path, cfg, "expected the name of a .bin or .pt or .pth file in the same folder")
 
 
 def test_tensors_that_share_memory_are_read(tmp_path):
@@ -120,11 +120,11 @@ def test_a_file_that_names_code_is_refused_and_nothing_runs(made, kind):
 
 
 WRONG = {
-    "a list": ([torch.zeros(3)], "holds a list; want a mapping of names to tensors"),
+    "a list": ([torch.zeros(3)], "holds a list; expected a mapping of names to tensors"),
     "nested": ({"state_dict": {"a": torch.zeros(3)}}, "'state_dict' is a dict"),
     "a number": ({"epoch": 3}, "'epoch' is a int"),
-    "sparse": ({"a": torch.eye(3).to_sparse()}, "'a' is sparse_coo float32; want a dense tensor"),
-    "complex": ({"a": torch.zeros(3, dtype=torch.complex64)}, "'a' is strided complex64; want a dense tensor"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "'a' is sparse_coo float32; expected a dense tensor"),
+    "complex": ({"a": torch.zeros(3, dtype=torch.complex64)}, "'a' is strided complex64; expected a dense tensor"),
     "huge": ({"a": torch.zeros(1).expand(1 << 21, 1 << 21)}, "which no model has"),
 }
 
@@ -155,7 +155,7 @@ def test_a_file_that_is_broken_anywhere_is_refused_in_one_line(made):
 
 def test_what_is_there_decides_and_a_choice_is_never_guessed(made):
     path, cfg, tensors, _ = made
-    refuses(path, cfg, "load_format='pt', and there is no file of torch.save; want *.bin, *.pt or *.pth")
+    refuses(path, cfg, "load_format='pt', and there is no file of torch.save; expected *.bin, *.pt or *.pth")
     (path / "model.safetensors").write_bytes(b"")
     refuses(path, cfg, "its weights are safetensors, which load_format='auto' reads")
     torch.save(tensors, path / "one.pt")
@@ -254,8 +254,14 @@ BETWEEN = {
         "lacks model.layers.1.mlp.up",
     ),
     "more tensors": (lambda t: {**t, "model.extra": torch.zeros(3)}, "'model.extra' has no place"),
-    "other shapes": (lambda t: {**t, "model.norm.weight": t["model.norm.weight"][:-1]}, "has shape .31., want .32."),
-    "other dtypes": (lambda t: {k: v.to(torch.int8) for k, v in t.items()}, "dtype int8, want a floating-point weight"),
+    "other shapes": (
+        lambda t: {**t, "model.norm.weight": t["model.norm.weight"][:-1]},
+        "has shape .31., expected .32.",
+    ),
+    "other dtypes": (
+        lambda t: {k: v.to(torch.int8) for k, v in t.items()},
+        "dtype int8, expected a floating-point weight",
+    ),
 }
 
 

@@ -162,7 +162,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to_is_told(tmp_path, 
         (True, lambda t: (t.pop(EMBED), t.pop(HEAD)), "lacks model.embed_tokens.weight"),
         (True, lambda t: t.update({"output.weight": t.pop(HEAD)}), "'output.weight' has no place"),
         (True, lambda t: t.update({"model.lm_head.weight": t.pop(HEAD)}), "'model.lm_head.weight' has no place"),
-        (True, lambda t: t.update({HEAD: t[HEAD][:50].clone()}), r"lm_head.weight' has shape \[50, 32\], want"),
+        (True, lambda t: t.update({HEAD: t[HEAD][:50].clone()}), r"lm_head.weight' has shape \[50, 32\], expected"),
         (True, lambda t: t.update({HEAD: t[HEAD].to(torch.int32)}), "lm_head.weight': dtype int32"),
     ],
 )
@@ -204,13 +204,13 @@ def test_a_bias_that_the_config_denies_is_refused(tmp_path):
 def test_a_wrong_shape_says_what_was_wanted(tiny):
     path, cfg, _ = tiny
     edit(path, lambda t: t.update({"model.layers.0.self_attn.k_proj.weight": torch.ones(8, 32)}))
-    refuses(path, cfg, r"k_proj.weight' has shape \[8, 32\], want \[16, 32\]")
+    refuses(path, cfg, r"k_proj.weight' has shape \[8, 32\], expected \[16, 32\]")
 
 
 def test_a_wrong_dtype_is_refused(tiny):
     path, cfg, _ = tiny
     edit(path, lambda t: t.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}))
-    refuses(path, cfg, "'model.norm.weight': dtype int32, want a floating-point weight")
+    refuses(path, cfg, "'model.norm.weight': dtype int32, expected a floating-point weight")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 200, 0.5, 0.999])
@@ -257,7 +257,7 @@ def test_an_index_cannot_point_out_of_the_folder_or_at_a_pickle(tmp_path, shard)
     path, cfg, _ = tiny_dir(tmp_path, shard="20KB")
     index = path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"model.norm.weight": shard}}))
-    refuses(path, cfg, "want the name of a .safetensors file in the same folder")
+    refuses(path, cfg, "expected the name of a .safetensors file in the same folder")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
@@ -280,7 +280,7 @@ def test_a_folder_without_weights_is_refused(tiny, tmp_path):
 
 
 def test_an_unknown_load_format_is_refused(tiny):
-    refuses(tiny[0], tiny[1], "load_format='gguf': want one of auto, safetensors, pt, dummy", load_format="gguf")
+    refuses(tiny[0], tiny[1], "load_format='gguf': expected one of auto, safetensors, pt, dummy", load_format="gguf")
 
 
 def test_dummy_weights_need_no_file_and_depend_on_the_seed_alone(tiny):

@@ -101,7 +101,7 @@ def test_another_machine_gets_a_reason_and_no_library(tree, tmp_path, monkeypatc
 
 def test_an_unknown_value_of_the_switch_is_refused(tree, tmp_path):
     hook = build_hook(tree)
-    with pytest.raises(hook.NotBuilt, match="MINIVLLM_NATIVE='yes': want 0"):
+    with pytest.raises(hook.NotBuilt, match="MINIVLLM_NATIVE='yes': expected 0"):
         hook.build(tmp_path, {"MINIVLLM_NATIVE": "yes"})
     assert not left_in(tmp_path)
 

@@ -295,5 +295,5 @@ def test_a_sampler_that_hears_of_tokens_hears_of_all(folder):
 
 
 def test_a_sampler_that_may_be_replaced_has_a_column_of_temperatures(folder):
-    with pytest.raises(PluginError, match="want a column `temperature`"):
+    with pytest.raises(PluginError, match="expected a column `temperature`"):
         engine(folder, sampler=f"{__name__}:Cold", allow_targets=[__name__])

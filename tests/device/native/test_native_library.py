@@ -81,9 +81,9 @@ def test_variables_limit_the_instruction_set_and_switch_it_off(built, best):
 
 
 def test_an_unknown_value_of_a_variable_is_refused_with_those_that_are_known(tmp_path):
-    with pytest.raises(ConfigError, match="MINIVLLM_ISA='sse2': want none, avx2, avx512, or leave it unset"):
+    with pytest.raises(ConfigError, match="MINIVLLM_ISA='sse2': expected none, avx2, avx512, or leave it unset"):
         found_in(tmp_path, MINIVLLM_ISA="sse2")
-    with pytest.raises(ConfigError, match="MINIVLLM_NATIVE='no': want 0, 1, or leave it unset"):
+    with pytest.raises(ConfigError, match="MINIVLLM_NATIVE='no': expected 0, 1, or leave it unset"):
         found_in(tmp_path, MINIVLLM_NATIVE="no")
     assert "ConfigError: the environment variable MINIVLLM_ISA='sse2'" in told_in_a_process(
         tmp_path, MINIVLLM_ISA="sse2"

@@ -78,9 +78,9 @@ def gives(value):
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (lambda output, x: 1 / 0, "ZeroDivisionError"), (gives(lambda x: None), "want the logits"),
+        (lambda output, x: 1 / 0, "ZeroDivisionError"), (gives(lambda x: None), "expected the logits"),
         (gives(lambda x: x[:5]), "shape (5,)"), (gives(lambda x: x * float("nan")), "left no token"),
-        (gives(lambda x: x - float("inf")), "left no token"), (gives(lambda x: "logits"), "want the logits"),
+        (gives(lambda x: x - float("inf")), "left no token"), (gives(lambda x: "logits"), "expected the logits"),
         (gives(lambda x: [x]), "ValueError"), (lambda output, x: x.no_such_thing, "AttributeError"),
     ],
 )  # fmt: skip

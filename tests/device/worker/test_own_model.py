@@ -174,15 +174,15 @@ def test_a_spec_that_claims_what_a_second_model_cannot_is_refused(pair, name, sa
 
 
 def test_a_spec_without_an_option_that_names_the_model_is_refused(pair):
-    with pytest.raises(PluginError, match=r"claims own_model, and its option 'model' is None; want a path"):
+    with pytest.raises(PluginError, match=r"claims own_model, and its option 'model' is None; expected a path"):
         wire(pair, "Nameless")
 
 
 @pytest.mark.parametrize(
     "values, said",
     [
-        ({"vocab_size": 77}, r"the model of .*:Instead, .*other has vocab_size=77; want 61"),
-        ({"max_position_embeddings": 64}, r"other has max_position_embeddings=64; want max_model_len=128"),
+        ({"vocab_size": 77}, r"the model of .*:Instead, .*other has vocab_size=77; expected 61"),
+        ({"max_position_embeddings": 64}, r"other has max_position_embeddings=64; expected max_model_len=128"),
     ],
 )
 def test_a_second_model_that_does_not_fit_is_refused_by_name(pair, tmp_path, values, said):

@@ -352,11 +352,11 @@ def test_what_cannot_be_tapped_is_refused_by_name(models):
     ids = prompts(61, [5])[0]
     for taps, says in (
         ([Tap("layers.9.residual", read=True)], r"no point 'layers\.9\.residual'.*tap_points.*Did you mean 'layers"),
-        ([Tap("layers.0.residual", add=[1.0])], r"a vector of 1 numbers for layers\.0\.residual; want 32"),
-        ([Tap("logits", add=[0.0] * 61)], "own logits; want read=True alone, and logit_bias"),
+        ([Tap("layers.0.residual", add=[1.0])], r"a vector of 1 numbers for layers\.0\.residual; expected 32"),
+        ([Tap("logits", add=[0.0] * 61)], "own logits; use read=True alone, and logit_bias"),
         ([Tap("norm", add=[3e38] * 32, scale=9)], "norm is out of the range of float32"),
-        ("norm", "taps of str; want a list of Tap"),
-        (["norm"], "want a list of Tap"),
+        ("norm", "taps of str; expected a list of Tap"),
+        (["norm"], "expected a list of Tap"),
         ([[], []], "2 lists of taps for 1 prompts"),
     ):
         with LLM(folder, **SMALL) as llm, pytest.raises(RequestError, match=says) as e:
@@ -420,7 +420,7 @@ def test_coroutines_read_and_steer_too(models):
     ids=str,
 )  # fmt: skip
 def test_a_tap_of_the_wrong_kind_is_refused_when_it_is_made(values):
-    with pytest.raises(RequestError, match=r"taps: .*want") as e:
+    with pytest.raises(RequestError, match=r"taps: .*expected") as e:
         Tap(**values)
     assert e.value.param == "taps"
 

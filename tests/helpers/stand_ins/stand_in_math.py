@@ -52,4 +52,6 @@ def check_cache(q, k, v):
 
 def check_i32(*tensors):
     for t in tensors:
-        assert t.dtype == torch.int32 and t.stride(-1) == 1, f"{t.dtype} with strides {t.stride()}: want dense int32"
+        assert t.dtype == torch.int32 and t.stride(-1) == 1, (
+            f"{t.dtype} with strides {t.stride()}: expected dense int32"
+        )

@@ -33,7 +33,7 @@ class SixteenAtATime(Fp32):
 
     def layout(self, spec, block):
         if spec.dim_qk % 16 or spec.dim_v % 16 or block % 4:
-            raise ConfigError(f"head size {spec.dim_qk} in blocks of {block}: want multiples of 16 and of 4")
+            raise ConfigError(f"head size {spec.dim_qk} in blocks of {block}: expected multiples of 16 and of 4")
         return super().layout(spec, block)
 
 
@@ -54,7 +54,7 @@ class NoneInTheKeys(Fp32):
 
     def layout(self, spec, block):
         if spec.v_in_k or spec.dim_v != spec.dim_qk:
-            raise ConfigError("want values as large as the keys, and not in them")
+            raise ConfigError("expected values as large as the keys, and not in them")
         return super().layout(spec, block)
 
 

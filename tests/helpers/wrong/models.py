@@ -364,9 +364,9 @@ class PlainLlama(ModelArch):
 
     def attention(self, cfg):
         if cfg.hidden_act not in ("silu", "swish"):
-            raise ModelError(f"hidden_act={cfg.hidden_act}: want 'silu'")
+            raise ModelError(f"hidden_act={cfg.hidden_act}: expected 'silu'")
         if Llama().switch(cfg) is not None:  # which also says what is refused
-            raise ModelError("rope_parameters: want a rope_type that is the same for all lengths")
+            raise ModelError("rope_parameters: expected a rope_type that is the same for all lengths")
         kv = cfg.num_key_value_heads
         return [AttnSpec(cfg.num_attention_heads, kv, cfg.head_dim, cfg.head_dim)] * cfg.num_hidden_layers
 

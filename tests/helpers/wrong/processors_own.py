@@ -46,7 +46,7 @@ class RepeatedTail(Processor):
         if x is None:
             return None
         if not isinstance(x, (int, float)) or isinstance(x, bool) or not 0 <= x < 1e6:
-            raise RequestError(f"tail={x!r}: want a number >= 0", "tail")
+            raise RequestError(f"tail={x!r}: expected a number >= 0", "tail")
         return Row({"tail": float(x)})
 
     def apply(self, logits, rows, state):

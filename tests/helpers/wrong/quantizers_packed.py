@@ -206,5 +206,5 @@ class Prepacked(Int4):
             rows = part_rows(self.info, part)
             target = self.weight[rows] if param == "qweight" else self.scale[rows, None]
             if tensor.shape != target.shape:
-                raise ModelError(f"{param} of shape {list(tensor.shape)}, want {list(target.shape)}")
+                raise ModelError(f"{param} of shape {list(tensor.shape)}, expected {list(target.shape)}")
             target.copy_(tensor)

@@ -44,7 +44,7 @@ class TopA(DefaultSampler):
     def bind(self, params, prompt_len):
         a = params.extra.get("top_a", 0)
         if not isinstance(a, (int, float)) or isinstance(a, bool) or not 0 <= a <= 1:
-            raise RequestError(f"top_a={a!r}: want a number from 0 to 1", "top_a")
+            raise RequestError(f"top_a={a!r}: expected a number from 0 to 1", "top_a")
         return Row({"temperature": params.temperature if params.temperature >= 1e-5 else 0.0, "a": float(a)})
 
     def draw(self, logits, rows, state, out):

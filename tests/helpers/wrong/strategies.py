@@ -216,7 +216,7 @@ class SeedIsTruth(Parallel):
 
     def start(self, params):
         if params.seed is not None:
-            raise RequestError(f"seed={params.seed}: want none", "seed")
+            raise RequestError(f"seed={params.seed}: expected none", "seed")
         return super().start(params)
 
 
@@ -240,7 +240,7 @@ class ByExtra(Parallel):
 
     def start(self, params):
         if not self.takes(params):
-            raise RequestError(f"rank={params.extra.get('rank')!r}: want 'sample'", "rank")
+            raise RequestError(f"rank={params.extra.get('rank')!r}: expected 'sample'", "rank")
         return super().start(params)
 
 
@@ -326,7 +326,7 @@ class UpToFour(BestFirst):
 
     def start(self, params):
         if params.n > 4:
-            raise RequestError(f"n={params.n}: want 4 at most", "n")
+            raise RequestError(f"n={params.n}: expected 4 at most", "n")
         return super().start(params)
 
 

@@ -119,9 +119,9 @@ def test_a_keyword_with_any_value_is_held_or_refused(key):
 @pytest.mark.parametrize("schema, says", [
     ({"type": "number", "minimum": 10**400}, "minimum=1000"),
     ({"exclusiveMaximum": -(10**400)}, "exclusiveMaximum=-1000"),
-    ({"type": 5, "format": "date"}, "type=5: want"), ({"type": None, "format": "date"}, "type=None: want"),
-    ({"type": "string", "format": 5}, "format=5: want"), ({"type": ["string", 5]}, "want a list of texts"),
-    ({"allOf": 5}, "allOf=5: want a list"), ({"required": [[]]}, "want a list of texts"),
+    ({"type": 5, "format": "date"}, "type=5: expected"), ({"type": None, "format": "date"}, "type=None: expected"),
+    ({"type": "string", "format": 5}, "format=5: expected"), ({"type": ["string", 5]}, "expected a list of texts"),
+    ({"allOf": 5}, "allOf=5: expected a list"), ({"required": [[]]}, "expected a list of texts"),
 ])  # fmt: skip
 def test_what_is_misshapen_is_refused_by_name(schema, says):
     with pytest.raises(ValueError) as e:

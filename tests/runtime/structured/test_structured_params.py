@@ -23,40 +23,40 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
 @pytest.mark.parametrize(
     "asked, says",
     [
-        ({}, "structured_outputs: none given; want exactly one of json, regex, choice, grammar, json_object"),
+        ({}, "structured_outputs: none given; expected exactly one of json, regex, choice, grammar, json_object"),
         ({"json": {}, "regex": "a"}, "json and regex given"),
         ({"jsn": {}}, "unknown field 'jsn'. Did you mean 'json'?"),
-        ({"regex": ""}, "structured_outputs.regex=: want a text that is not empty"),
+        ({"regex": ""}, "structured_outputs.regex=: expected a text that is not empty"),
         ({"regex": 7}, "structured_outputs.regex=7"),
-        ({"choice": "yes"}, "structured_outputs.choice=yes: want a list of texts"),
+        ({"choice": "yes"}, "structured_outputs.choice=yes: expected a list of texts"),
         ({"choice": []}, "structured_outputs.choice"),
-        ({"choice": ["a"] * 10_001}, "structured_outputs.choice=10001 texts: want at most 10000"),
+        ({"choice": ["a"] * 10_001}, "structured_outputs.choice=10001 texts: expected at most 10000"),
         ({"json": "{"}, "structured_outputs.json is not JSON"),
-        ({"json": "[" * 1000}, "structured_outputs.json=a schema 1000 levels deep: want at most 100"),
+        ({"json": "[" * 1000}, "structured_outputs.json=a schema 1000 levels deep: expected at most 100"),
         ({"json": deep(1000)}, "structured_outputs.json=a schema that is deeper"),
         ({"json": {"const": float("nan")}}, "structured_outputs.json: not every value is JSON"),
-        ({"json": 5}, "structured_outputs.json=5: want a schema"),
-        ({"json": '{"const": "' + "a" * 300_000 + '"}'}, "bytes: want at most 262144"),
+        ({"json": 5}, "structured_outputs.json=5: expected a schema"),
+        ({"json": '{"const": "' + "a" * 300_000 + '"}'}, "bytes: expected at most 262144"),
         ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "structured_outputs.regex=groups within 30000 others"),
         ({"regex": "\ud800"}, "structured_outputs.regex is not valid Unicode"),
         ({"regex": "a", "disable_any_whitespace": True}, "together with json only, not with regex"),
-        ({"json": {}, "disable_any_whitespace": 1}, "want True or False"),
+        ({"json": {}, "disable_any_whitespace": 1}, "expected True or False"),
         (5, "structured_outputs of int"),
         ({"json": ""}, "structured_outputs.json is not JSON"),
-        ({"json": []}, "structured_outputs.json=[]: want a schema: an object, true or false"),
-        ({"json": 0}, "structured_outputs.json=0: want a schema"),
-        ({"json": "null"}, "structured_outputs.json=None: want a schema"),
+        ({"json": []}, "structured_outputs.json=[]: expected a schema: an object, true or false"),
+        ({"json": 0}, "structured_outputs.json=0: expected a schema"),
+        ({"json": "null"}, "structured_outputs.json=None: expected a schema"),
         ({"json": None}, "none given"),
         ({"json": False, "regex": "a"}, "json and regex given"),
-        ({"regex": False}, "structured_outputs.regex=False: want a text"),
-        ({"grammar": 0}, "structured_outputs.grammar=0: want a text"),
-        ({"choice": {}}, "structured_outputs.choice={}: want a list"),
-        ({"choice": [""]}, "structured_outputs.choice=['']: want a list of texts, none of them empty"),
+        ({"regex": False}, "structured_outputs.regex=False: expected a text"),
+        ({"grammar": 0}, "structured_outputs.grammar=0: expected a text"),
+        ({"choice": {}}, "structured_outputs.choice={}: expected a list"),
+        ({"choice": [""]}, "structured_outputs.choice=['']: expected a list of texts, none of them empty"),
         ({"json_object": False}, "none given"),
-        ({"json_object": 1}, "structured_outputs.json_object=1: want True or None"),
-        ({"json_object": ""}, "structured_outputs.json_object=: want True or None"),
-        ({"regex": "a", "whitespace_pattern": ""}, "whitespace_pattern=: want it together with json only"),
-        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "it without disable_any_whitespace"),
+        ({"json_object": 1}, "structured_outputs.json_object=1: expected True or None"),
+        ({"json_object": ""}, "structured_outputs.json_object=: expected True or None"),
+        ({"regex": "a", "whitespace_pattern": ""}, "expected no whitespace_pattern with regex, only with json"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "expected no whitespace_pattern with disable_any_whitespace"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_field_and_what_was_wanted(asked, says):
@@ -202,7 +202,7 @@ def test_a_schema_is_measured_before_it_is_worked_on(monkeypatch):
     monkeypatch.setattr(params, "closed", never)
     monkeypatch.setattr(tools, "closed", never)
     for large in ({"enum": ["a" * 300_000]}, {"properties": {str(i): {} for i in range(40_000)}}, deep(101)):
-        with pytest.raises(RequestError, match="want at most"):
+        with pytest.raises(RequestError, match="expected at most"):
             StructuredOutputsParams(json=large, disable_additional_properties=True)
         tool = {"type": "function", "function": {"name": "f", "parameters": {"const": large}}}
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):

@@ -269,12 +269,12 @@ def test_broken_files_are_model_errors_that_name_the_place(files, tmp_path):
 
 
 def test_no_tokenizer_is_a_model_error(tmp_path):
-    with pytest.raises(ModelError, match=r"want tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
         load_tokenizer(tmp_path)
-    with pytest.raises(ModelError, match=r"want tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
         load_tokenizer(tmp_path / "missing")
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    with pytest.raises(ModelError, match=r"want tokenizer\.json"):
+    with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
         load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text("{")
     with pytest.raises(ModelError, match="transformers cannot load"):

@@ -66,7 +66,7 @@ class Flex(AttentionBackend):
         layout = fmt.layout(spec, block)
         wrong = {name: t.shape for name, t in layout.tensors.items() if t.shape[0] != block}
         if wrong:
-            raise PluginError(f"flex reads the cache token by token: KV tensors {wrong}, want ({block}, ...)")
+            raise PluginError(f"flex reads the cache token by token: KV tensors {wrong}, expected ({block}, ...)")
         return layout
 
     def forward(

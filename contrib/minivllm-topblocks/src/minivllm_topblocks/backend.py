@@ -39,7 +39,7 @@ class TopBlocks(AttentionBackend):
 
     def forward(self, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None = None) -> None:
         if lse is not None:
-            raise PluginError("topblocks: want lse=None, log-sum-exps are not implemented")
+            raise PluginError("topblocks: expected lse=None, log-sum-exps are not implemented")
         start = 0
         for row, n in enumerate(meta.host_q_len.tolist()):
             queries = q[start : start + n]

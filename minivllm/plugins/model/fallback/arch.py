@@ -78,7 +78,7 @@ class Fallback:
 
     def __init__(self, plan: Plan, cfg: Any, parts: Any) -> None:
         if parts.heads(2 * plan.layers) != 2 * plan.layers:
-            raise ModelError("a model of transformers is not split over processes: want tensor_parallel_size=1")
+            raise ModelError("a model of transformers is not split over processes: set tensor_parallel_size=1")
         model = blank_model(class_of(cfg), cfg, parts.dtype)
         self.current, body = Current(), model.base_model
         self.parts, self.model, self.body = parts, model, body
@@ -147,7 +147,7 @@ class Fallback:
         if empty:
             raise ModelError(
                 f"transformers' {type(self.model).__name__}: {empty[0]} is computed while the model is made, and "
-                "nowhere else; want a model whose _init_weights computes it"
+                "nowhere else; use a model whose _init_weights computes it"
             )
 
     def _attention(self, plan: Plan) -> None:

@@ -21,7 +21,7 @@ from .. import spec
 from . import experts
 from .attend import NAME, register
 
-INSTEAD = "want a model that attends to all tokens of a sequence with softmax, or a family of minivllm's"
+INSTEAD = "use a model that attends to all tokens of a sequence with softmax, or a family of minivllm's"
 FACT = "architecture"
 LENGTH_ROPES = ("dynamic", "longrope")
 WARNS = "warn_if_padding_and_no_attention_mask"  # it reads token ids on the host, in each step
@@ -59,7 +59,7 @@ def _unknown(name: Any, kind: str, classes: list[str], has_code: bool) -> str:
     if has_code:
         said += ": its code is in its own directory (auto_map), which is never run"
     elif classes:
-        said += f": want {' or '.join(classes)} for model_type={shown(kind)}"
+        said += f": expected {' or '.join(classes)} for model_type={shown(kind)}"
     named = sorted(one for found in vars(spec).values() if isinstance(found, Spec) for one in found.listed(FACT))
     return f"{said}. Available: {', '.join(named)}, and transformers' own"
 
@@ -89,13 +89,15 @@ def check_config(cfg: Any) -> None:
     check_causal(cfg)
     strange = sorted({str(kind) for kind in getattr(cfg, "layer_types", None) or ()} - LAYER_TYPES)
     if strange:
-        raise ModelError(f"layer_types has {shown(strange[0])}: want full_attention or sliding_attention; {INSTEAD}")
+        raise ModelError(
+            f"layer_types has {shown(strange[0])}: expected full_attention or sliding_attention; {INSTEAD}"
+        )
     for params in _ropes(getattr(cfg, "rope_parameters", None) or getattr(cfg, "rope_scaling", None) or {}):
         kind = params.get("rope_type") or params.get("type")
         if kind in LENGTH_ROPES:
             raise ModelError(
                 f"rope_type={shown(kind)}: transformers chooses its frequencies by the longest sequence of a batch, so "
-                "that a request would depend on the others; want another rope_type, or a family of minivllm's"
+                "that a request would depend on the others; use another rope_type, or a family of minivllm's"
             )
 
 

@@ -135,7 +135,7 @@ def _choose_head(plan: Plan, model: Any, hidden: int) -> None:
     name = next((name for name, module in model.named_modules() if module is head), "")
     if type(head) is not nn.Linear or head.in_features != hidden or not name:
         raise ModelError(
-            f"transformers' {type(model).__name__}: its head is no matrix behind its hidden states; want a causal "
+            f"transformers' {type(model).__name__}: its head is no matrix behind its hidden states; expected a causal "
             "language model with one"
         )
     plan.head = name
@@ -287,9 +287,13 @@ def _choose_rest(plan: Plan, model: Any, exact: Sequence[re.Pattern]) -> None:
         if name in taken or full in sinks or (name == plan.head and param == "weight"):
             continue
         if not name:
-            raise ModelError(f"transformers' {type(model).__name__}: {param} belongs to no module; want one without")
+            raise ModelError(
+                f"transformers' {type(model).__name__}: {param} belongs to no module; use a model without it"
+            )
         if not tensor.is_floating_point():
-            raise ModelError(f"transformers' {type(model).__name__}: {full} holds {tensor.dtype}; want floating point")
+            raise ModelError(
+                f"transformers' {type(model).__name__}: {full} holds {tensor.dtype}; expected floating point"
+            )
         if id(tensor) in seen:
             raise ModelError(
                 f"transformers' {type(model).__name__}: {full} is {seen[id(tensor)]}; only the head may share a weight"

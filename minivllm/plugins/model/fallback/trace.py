@@ -110,7 +110,7 @@ class _Listener:
         for name in ("scaling", "softcap", "sliding_window"):
             numbers[name] = number = kwargs.get(name)
             if number is not None and (not isinstance(number, (int, float)) or number <= 0):
-                raise ModelError(f"{said}: {name}={shown(number)}: want a positive number; {INSTEAD}")
+                raise ModelError(f"{said}: {name}={shown(number)}: expected a positive number; {INSTEAD}")
         return AttnSpec(
             heads,
             kv_heads,
@@ -172,9 +172,9 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
     if counting.counted:
         raise ModelError(f"{said} counts the tokens of a step instead of reading their positions; {INSTEAD}")
     if hidden.dim() != 3 or tuple(hidden.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{said} gives hidden states of shape {list(hidden.shape)}, want [1, T, H]; {INSTEAD}")
+        raise ModelError(f"{said} gives hidden states of shape {list(hidden.shape)}, expected [1, T, H]; {INSTEAD}")
     if logits.dim() != 3 or tuple(logits.shape[:2]) != (1, TOKENS):
-        raise ModelError(f"{said} gives logits of shape {list(logits.shape)}, want [1, N, V]; {INSTEAD}")
+        raise ModelError(f"{said} gives logits of shape {list(logits.shape)}, expected [1, N, V]; {INSTEAD}")
     found.hidden = hidden.shape[2]
     listener.leave_shared()
     _check_layers(found, cfg, said)
@@ -233,7 +233,7 @@ def _check_layers(found: ModelTrace, cfg: Any, said: str) -> None:
     if types is None:
         silent = isinstance(window, int) and getattr(cfg, "use_sliding_window", True)
         if silent and all(call.spec.window is None for call in calls):
-            raise ModelError(f"sliding_window={window}: no layer tells attention of it; want null, or {INSTEAD[5:]}")
+            raise ModelError(f"sliding_window={window}: no layer tells attention of it; set null, or {INSTEAD}")
         return
     for call, kind in zip(calls, types, strict=False):
         want = window if kind == "sliding_attention" else None
