@@ -67,7 +67,7 @@ def build(folder: Path, environ: Mapping[str, str]) -> Path:
     ``MINIVLLM_NATIVE=1`` wants the library, or for a value of it that is not known."""
     asked = environ.get(SWITCH, "")
     if asked not in ("", "0", "1"):
-        raise NotBuilt(f"{SWITCH}={asked!r}: want 0 (none), 1 (an error where it cannot be built), or leave it unset")
+        raise NotBuilt(f"{SWITCH}={asked!r}: expected 0 (none), 1 (an error if it cannot be built), or leave it unset")
     made, other = folder / LIBRARY, folder / REASON
     try:
         if asked == "0":

@@ -82,7 +82,7 @@ def check(folder: Path) -> tuple[str, list[str]]:
     sdist, wheels = folder / f"minivllm-{version}.tar.gz", sorted(folder.glob(f"minivllm-{version}-*.whl"))
     if not sdist.exists() or len(wheels) != 1 or len(list(folder.iterdir())) != 2:
         there = sorted(path.name for path in folder.iterdir())
-        return version, [*faults, f"want one source distribution and one wheel of {version}, found {there}"]
+        return version, [*faults, f"expected one source distribution and one wheel of {version}, found {there}"]
     with tarfile.open(sdist) as file:
         names = {member.name.partition("/")[2] for member in file if member.isfile()}
     faults += [f"{sdist.name} {fault}" for fault in faults_of(names, NEEDED_IN_SDIST, package)]

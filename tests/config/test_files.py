@@ -342,5 +342,5 @@ def test_broken_json_says_what_is_wanted_only_where_somebody_knows_it(tmp_path):
     (tmp_path / "a.json").write_text("[run]")
     for want, end in (("", "Expecting value"), ("a record", "Expecting value; expected a record")):
         with pytest.raises(ConfigError) as failed:
-            files.read_json(tmp_path / "a.json", want=want)
+            files.read_json(tmp_path / "a.json", expected=want)
         assert str(failed.value).endswith(end)

@@ -172,7 +172,7 @@ def test_a_file_with_two_spellings_of_the_rotary_embedding_is_noted(model, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ({"rope_theta": 77.0}, "expected text_config.rope_theta"),
+        ({"rope_theta": 77.0}, "write text_config.rope_theta"),
         ({"vision_config": {"hidden_size": 8}}, "'vision_config': only the text model is served"),
         ({"text_config": {"rope_thta": 77.0}}, "'text_config.rope_thta'.*Did you mean 'rope_theta'"),
     ],

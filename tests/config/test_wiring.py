@@ -221,7 +221,7 @@ def test_batch_invariant_is_asked_of_model_quantizer_and_attention_and_closed_by
     (replace(GPU, sm=120), {}, "its product is made for compute capability 9.0 to 11, and a GPU has 12.0"),
     (replace(GPU, sm=0), {}, "and a GPU has none; use such a GPU, or device=cpu"),
     (GPU, {"fuse": False}, "batch_invariant=true with fuse=false: torch's products depend on the number of rows"),
-    (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* expected tensor_parallel"),
+    (GPU, {"tensor_parallel_size": 2}, "batch_invariant=true with tensor_parallel_size=2: .* set tensor_parallel"),
 ])  # fmt: skip
 def test_batch_invariant_says_what_of_a_gpu_or_an_option_does_not_fit(model, monkeypatch, device, options, message):
     monkeypatch.setattr("minivllm.config.resolve.find_device", lambda asked: device)

@@ -165,7 +165,7 @@ def test_a_name_is_not_looked_for_in_other_packages_while_requests_are_served(aw
 
 @pytest.mark.parametrize("name", ["min_p", "n", "extra", "asked", "make", "greedy"])
 def test_a_name_that_all_requests_have_cannot_be_declared(name):
-    assert "expected another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
+    assert "choose another name" in declared_params.fault("sampler", Param(name, float, 0.0), is_own)
 
 
 def test_a_name_has_one_meaning(away):

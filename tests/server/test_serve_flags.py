@@ -154,7 +154,7 @@ def test_names_in_refusals_are_options_that_exist():
         (["--uds", "/tmp/x", "--port", "1"], "set a Unix socket or an address, not both"),
         (["--ssl-keyfile", "k"], "without server.ssl_certfile"),
         (["--ssl-certfile", "c", "--ssl-cert-reqs", "2"], "without server.ssl_ca_certs: set both, or neither"),
-        (["--ssl-certfile", "c", "--ssl-ca-certs", "a"], "expected 1 or 2"),
+        (["--ssl-certfile", "c", "--ssl-ca-certs", "a"], "set it to 1 or 2"),
         (["--ssl-cert-reqs", "7"], "expected 0, 1 or 2"),
     ],
 )

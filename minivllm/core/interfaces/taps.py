@@ -58,7 +58,7 @@ class Tap:
             object.__setattr__(self, "add", _vector(self.add))
         elif not self.read:
             problem = f"taps: the tap of {shown(self.point)} neither reads nor adds"
-            raise RequestError(f"{problem}; use read=True, or a vector to add", "taps")
+            raise RequestError(f"{problem}; expected read=True, or a vector to add", "taps")
 
     @property
     def vector(self) -> np.ndarray:

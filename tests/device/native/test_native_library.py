@@ -107,7 +107,7 @@ def test_a_library_that_cannot_be_loaded_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("functions", "reason"),
     [
-        ({"minivllm_abi": library.ABI + 1, "minivllm_isa": 1}, "this package wants"),
+        ({"minivllm_abi": library.ABI + 1, "minivllm_isa": 1}, "this package needs"),
         ({"minivllm_isa": 1}, "undefined symbol: minivllm_abi: reinstall"),
         ({"minivllm_abi": library.ABI, "minivllm_isa": 0}, "this CPU does not have all of AVX2, FMA, F16C and BMI2"),
     ],

@@ -39,7 +39,7 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
         ({"json": '{"const": "' + "a" * 300_000 + '"}'}, "bytes: expected at most 262144"),
         ({"regex": "(" * 30_000 + "a" + ")" * 30_000}, "structured_outputs.regex=groups within 30000 others"),
         ({"regex": "\ud800"}, "structured_outputs.regex is not valid Unicode"),
-        ({"regex": "a", "disable_any_whitespace": True}, "together with json only, not with regex"),
+        ({"regex": "a", "disable_any_whitespace": True}, "with regex, only with json"),
         ({"json": {}, "disable_any_whitespace": 1}, "expected True or False"),
         (5, "structured_outputs of int"),
         ({"json": ""}, "structured_outputs.json is not JSON"),
@@ -56,7 +56,7 @@ from minivllm.plugins.grammar.xgrammar_schema import unheld
         ({"json_object": 1}, "structured_outputs.json_object=1: expected True or None"),
         ({"json_object": ""}, "structured_outputs.json_object=: expected True or None"),
         ({"regex": "a", "whitespace_pattern": ""}, "expected no whitespace_pattern with regex, only with json"),
-        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "expected no whitespace_pattern with disable_any_whitespace"),
+        ({"json": {}, "whitespace_pattern": " ", "disable_any_whitespace": True}, "expected no whitespace_pattern"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_field_and_what_was_wanted(asked, says):
