@@ -85,7 +85,7 @@ def test_auto_takes_it(checkpoint):
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        ({"version": "gemv"}, r"AWQ of version='gemv': its words lie in another order; expected .* version=gemm"),
+        ({"version": "gemv"}, r"AWQ of version='gemv': its words lie in another order; use the same .* version=gemm"),
         ({"version": "gemv_fast"}, r"AWQ of version='gemv_fast'"),
         ({"backend": "llm-awq"}, r"AWQ of backend='llm-awq'"),
         ({"bits": 8}, r"bits=8: expected 4"),

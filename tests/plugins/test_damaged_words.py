@@ -199,6 +199,6 @@ def test_gptq_in_marlins_order_is_refused_with_what_to_do(flag):
 @pytest.mark.parametrize("version", ["gemv", "gemv_fast", "llm-awq", "marlin"])
 def test_awq_in_another_order_is_refused_with_what_to_do(version):
     with pytest.raises(
-        ModelError, match=f"version='{version}': its words lie in another order; expected .* version=gemm"
+        ModelError, match=f"version='{version}': its words lie in another order; use the same .* version=gemm"
     ):
         Awq(None, {**AWQ, "version": version})

@@ -172,7 +172,7 @@ def test_a_name_has_one_meaning(away):
     tau = declared_params.builtin()["mirostat_tau"].param
     assert not declared_params.fault("sampler", dataclasses.replace(tau, summary="in other words"), is_own)
     other = declared_params.fault("sampler", dataclasses.replace(tau, le=9), is_own)
-    assert "otherwise than sampler 'mirostat': expected float, default None, above 0, at most 64" in other
+    assert "otherwise than sampler 'mirostat': declare float, default None, above 0, at most 64" in other
     registry = Catalog.discover()["processor"]
     (entry,) = (e for e in registry.entries if e.dist == "acme")
     wrong = dataclasses.replace(registry.spec(entry), params=(dataclasses.replace(tau, le=9),))
