@@ -212,7 +212,7 @@ def test_a_config_that_describes_no_model_is_refused_by_its_field(values, says, 
 @pytest.mark.parametrize(("values", "says"), [
     ({"conv_L_cache": 0}, "conv_L_cache=0: expected a whole number >= 1"),
     ({"block_multiple_of": 0}, "block_multiple_of=0: expected a whole number >= 1"),
-    ({"layer_types": ["conv"] * 4}, "want at least one layer with attention"),
+    ({"layer_types": ["conv"] * 4}, "expected at least one layer with attention"),
     ({"layer_types": ["conv", "conv", "full_attention", "sliding_attention"]}, "layer_types has 'sliding_attention'"),
 ])  # fmt: skip
 def test_a_convolution_that_describes_no_model_is_refused_by_its_field(values, says, tmp_path):

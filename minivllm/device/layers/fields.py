@@ -136,12 +136,12 @@ def layer_types(cfg: Any, recurrent: str) -> list[str]:
     ModelError for a wrong number of entries, an unknown type, and a model without attention."""
     types, layers = list(cfg.layer_types), cfg.num_hidden_layers
     if len(types) != layers:
-        raise ModelError(f"layer_types has {len(types)} entries: want num_hidden_layers={layers}")
+        raise ModelError(f"layer_types has {len(types)} entries: expected num_hidden_layers={layers}")
     wrong = sorted(set(types) - {FULL, recurrent})
     if wrong:
-        raise ModelError(f"layer_types has {shown(wrong[0])}: want {FULL!r} or {recurrent!r}")
+        raise ModelError(f"layer_types has {shown(wrong[0])}: expected {FULL!r} or {recurrent!r}")
     if FULL not in types:
-        raise ModelError(f"layer_types has no {FULL!r}: want at least one layer with attention")
+        raise ModelError(f"layer_types has no {FULL!r}: expected at least one layer with attention")
     return types
 
 
@@ -173,7 +173,7 @@ def experts(cfg: Any, inner: int, router: Router, **more: Any) -> Experts:
         if type(value) is not int or value < 1:
             raise ModelError(f"{key}={shown(value)}: expected a whole number >= 1, the model has layers of experts")
     if chosen > count:
-        raise ModelError(f"num_experts_per_tok={chosen}: want between 1 and {name}={count}")
+        raise ModelError(f"num_experts_per_tok={chosen}: expected between 1 and {name}={count}")
     if "activation" not in more:
         more["activation"] = activation(cfg)
     return Experts(count, chosen, inner, **more, router=router)
