@@ -111,7 +111,7 @@ MAY_IMPORT = {
     "runtime.text": "core.engine core.interfaces runtime.processes registration.fresh device.loading.gguf_file",
     "core.engine": "core core.interfaces core.declared_params",
     "plugins": (
-        "device.worker device.layers device.kernels runtime.hooks core core.wiring core.interfaces "
+        "device.worker device.layers device.kernels runtime.hooks core core.wiring runtime.replies core.interfaces "
         "core.json_schema runtime.processes registration.spec registration.fresh"
     ),
     "device.functions": "device.worker core core.interfaces",

@@ -1,9 +1,17 @@
-"""Parsers of replies: reasoning and calls of functions, found in the text of a model while it is generated."""
+"""Parsers of replies: reasoning and calls of functions, found in the text of a model while it is generated.
+
+contract.py      the seam: ``ReplyParser`` and the parser of one answer
+parts.py         what a parser returns
+description.py   a format as data
+described.py     the parser of a description: ``plan.py`` compiles it, ``machine.py`` reads an answer
+"""
 
 from .contract import FIRST_MARK, MOST_TAGS, Reply, ReplyContext, ReplyParser
+from .described import DescribedParser
+from .description import Calls, Channels, Pairs, Reasoning, ReplyFormat
 from .parts import NAME, Begun, Ended, Part, Said, Thought, Written, new_id
 
 __all__ = [
-    "FIRST_MARK", "MOST_TAGS", "NAME", "Begun", "Ended", "Part", "Reply", "ReplyContext", "ReplyParser", "Said",
-    "Thought", "Written", "new_id",
+    "FIRST_MARK", "MOST_TAGS", "NAME", "Begun", "Calls", "Channels", "DescribedParser", "Ended", "Pairs", "Part",
+    "Reasoning", "Reply", "ReplyContext", "ReplyFormat", "ReplyParser", "Said", "Thought", "Written", "new_id",
 ]  # fmt: skip

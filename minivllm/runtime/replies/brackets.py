@@ -1,0 +1,95 @@
+"""The end of a text in brackets, found while the text comes in pieces.  No character is looked at twice."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from .elements import beginnings
+
+JSON_OUTSIDE = re.compile(r'["{}\[\]]')
+JSON_INSIDE = re.compile(r'["\\]')
+PYTHON_OUTSIDE = re.compile(r"""["'()\[\]{}]""")
+OPENING = frozenset("([{")
+MOST_DEPTH = 64
+LONGEST = 64  # characters of a quote
+
+
+class Brackets:
+    """The open brackets and the open string of a text.
+
+    ``outside`` finds brackets and quotes.  ``inside`` finds the end of a string, by its quote.  ``begun`` finds the
+    beginning of a quote at the end of a text.  ``deep`` is True once there are more than ``MOST_DEPTH`` open brackets.
+    """
+
+    def __init__(
+        self,
+        outside: re.Pattern[str],
+        inside: dict[str, re.Pattern[str]],
+        depth: int = 0,
+        begun: re.Pattern[str] | None = None,
+    ) -> None:
+        self._outside, self._inside, self._begun = outside, inside, begun
+        self._depth = depth
+        self._quote = ""
+        self.deep = False
+
+    def skips(self, text: str) -> bool:
+        """Return whether a text has nothing that matters."""
+        pattern = self._inside[self._quote] if self._quote else self._outside
+        if pattern.search(text):
+            return False
+        return self._begun is None or not self._begun.search(text)
+
+    def end(self, text: str, at: int) -> tuple[int, int]:
+        """Return the position behind the last closing bracket, or -1, and the position up to which text was read.
+
+        The text after that position must be part of the text of the next call."""
+        stop = len(text)
+        if self._begun is not None:
+            cut = self._begun.search(text, max(at, stop - LONGEST))
+            stop = cut.start() if cut else stop
+        while True:
+            pattern = self._inside[self._quote] if self._quote else self._outside
+            match = pattern.search(text, at, stop)
+            if match is None:
+                return -1, max(at, stop)
+            found = match[0]
+            if found == "\\":
+                if match.end() == len(text):
+                    return -1, match.start()
+                at = match.end() + 1
+                continue
+            at = match.end()
+            if self._quote:
+                self._quote = ""
+            elif found in self._inside:
+                self._quote = found
+            elif found in OPENING:
+                self._depth += 1
+                if self._depth > MOST_DEPTH:
+                    self.deep = True
+                    return -1, at
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return at, at
+
+
+def json_brackets() -> Brackets:
+    """Return the brackets of a JSON object."""
+    return Brackets(JSON_OUTSIDE, {'"': JSON_INSIDE})
+
+
+def python_brackets() -> Brackets:
+    """Return the brackets of a call in Python whose first bracket has been read."""
+    inside = {quote: re.compile(rf"[{quote}\\]") for quote in ("'", '"')}
+    return Brackets(PYTHON_OUTSIDE, inside, depth=1)
+
+
+def quoted_brackets(quotes: Sequence[str]) -> Brackets:
+    """Return the brackets of an object whose strings stand between two ``quotes``."""
+    either = "|".join(map(re.escape, quotes))
+    inside = {quote: re.compile(either) for quote in quotes}
+    inside['"'] = JSON_INSIDE
+    return Brackets(re.compile(rf'{either}|["{{}}\[\]]'), inside, begun=beginnings(quotes))

@@ -1,0 +1,52 @@
+"""A parser that is made of a description."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .channels import ChannelReply
+from .contract import Reply, ReplyContext, ReplyParser
+from .description import ReplyFormat
+from .machine import DescribedReply
+from .plan import Plan
+
+MOST_PLANS = 16  # compiled plans that a parser stores
+
+
+class DescribedParser(ReplyParser):
+    """The parser of the class attribute ``format``, a description."""
+
+    format: ClassVar[ReplyFormat]
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._plans: dict[tuple[Any, ...], Plan] = {}
+
+    def tags(self) -> tuple[str, ...]:
+        """Return the texts that are tags of the format."""
+        return self.format.tags
+
+    def opens(self, prompt: str) -> bool:
+        """Return whether a prompt, or its last part, ends within the reasoning."""
+        reasoning = self.format.reasoning
+        if reasoning is None:
+            return False
+        opened = prompt.rfind(reasoning.open.strip())
+        closed = prompt.rfind(reasoning.close)
+        return opened >= 0 and opened > closed and not prompt[opened:].strip().removeprefix(reasoning.open.strip())
+
+    def start(self, context: ReplyContext) -> Reply:
+        """Return the parser of one answer."""
+        if self.format.channels is not None:
+            return ChannelReply(self.format.channels, context)
+        return DescribedReply(self._plan(context), context)
+
+    def _plan(self, context: ReplyContext) -> Plan:
+        """Return the compiled format for the marks of an answer."""
+        key = (tuple(context.marks.items()), context.forced)
+        plan = self._plans.get(key)
+        if plan is None:
+            if len(self._plans) >= MOST_PLANS:
+                self._plans.clear()
+            plan = self._plans[key] = Plan(self.format, context.marks, context.forced)
+        return plan

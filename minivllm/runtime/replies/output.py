@@ -1,0 +1,99 @@
+"""The parts of an answer as a parser makes them: whitespace beside reasoning and calls is left out."""
+
+from __future__ import annotations
+
+from .parts import Begun, Ended, Part, Said, Thought, Written
+
+# treatment of whitespace before the next text for the user
+KEEP, HOLD, DROP = 0, 1, 2
+
+
+class Output:
+    """Collects parts.
+
+    Whitespace at the beginning of the content, and after a call, is held (``HOLD``): it belongs to text that follows,
+    but not to a call.  Whitespace after reasoning, and at both ends of reasoning, is dropped."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.edge = HOLD
+        self.lead = True  # the reasoning has no text yet
+        self.spaces: list[str] = []  # held whitespace
+        self.touched = False  # there was reasoning or a call
+        self.said = False
+
+    def take(self) -> list[Part]:
+        """Return the parts since the last call."""
+        parts = self.parts
+        self.parts = []
+        return parts
+
+    def say(self, text: str) -> None:
+        """Add text for the user."""
+        if not text:
+            return
+        if self.edge != KEEP:
+            if text.isspace():
+                if self.edge == HOLD:
+                    self.spaces.append(text)
+                return
+            if self.edge == DROP:
+                text = text.lstrip()
+            elif self.spaces:
+                text = "".join(self.spaces) + text
+                self.spaces = []
+            self.edge = KEEP
+        self.said = True
+        self.parts.append(Said(text))
+
+    def think(self, text: str) -> None:
+        """Add text of the reasoning."""
+        if not text:
+            return
+        if text.isspace():
+            if not self.lead:
+                self.spaces.append(text)
+            return
+        if self.lead:
+            text = text.lstrip()
+            self.lead = False
+        elif self.spaces:
+            text = "".join(self.spaces) + text
+            self.spaces = []
+        shown = text.rstrip()
+        if len(shown) < len(text):
+            self.spaces.append(text[len(shown) :])
+        self.parts.append(Thought(shown))
+
+    def begin_thought(self) -> None:
+        """Begin reasoning."""
+        self.spaces = []
+        self.lead = True
+        self.touched = True
+
+    def end_thought(self) -> None:
+        """End reasoning."""
+        self.spaces = []
+        self.edge = DROP
+
+    def begin_call(self, name: str) -> None:
+        """Begin a call."""
+        self.spaces = []
+        self.edge = HOLD
+        self.touched = True
+        self.parts.append(Begun(name))
+
+    def write(self, text: str) -> None:
+        """Add a piece of the arguments."""
+        if text:
+            self.parts.append(Written(text))
+
+    def end_call(self) -> None:
+        """End a call."""
+        self.parts.append(Ended())
+
+    def finish(self) -> None:
+        """Add whitespace that is the whole answer."""
+        if self.spaces and not self.touched and not self.said:
+            self.parts.append(Said("".join(self.spaces)))
+        self.spaces = []

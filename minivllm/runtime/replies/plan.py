@@ -1,0 +1,277 @@
+"""The plan of a parser: the tags and heads of a described format, compiled for the marks of a vocabulary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from .description import JSON, OBJECT, PAIRS, PYTHON, QUOTED, Calls, Pairs, ReplyFormat
+from .elements import (
+    NAME,
+    NO,
+    OBJECT_AHEAD,
+    PARTIAL,
+    SPACE,
+    Ahead,
+    Element,
+    Followed,
+    Literal,
+    Templates,
+    Word,
+    beginnings,
+)
+from .elements import matched as match_elements
+
+MARK = "[\udc80-\udcff]"
+# what follows the head of a call
+STREAM, COLLECT, EMPTY, ARGUMENTS = "stream", "collect", "empty", "arguments"
+KEYS = ('"arguments"', '"parameters"')
+OTHER_KEYS = (*KEYS, '"type"', '"id"', '"function"')
+QUOTE, COLON, COMMA = Literal(('"',)), Literal((":",)), Literal((",",))
+OPEN, SHUT = Literal(("{",)), Literal(("}",))
+NAMED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"name"',)), SPACE, COLON, SPACE, QUOTE, NAME, QUOTE, SPACE)
+KEY: tuple[Element, ...] = (*NAMED, COMMA, SPACE, Literal(KEYS), SPACE, COLON, SPACE)
+SCALAR = Word(
+    re.compile(r'"[^"\\\udc80-\udcff]{0,128}"|[-+.0-9a-zA-Z]{1,32}'),
+    re.compile(r'"[^"\\\udc80-\udcff]{0,128}"?|[-+.0-9a-zA-Z]{0,32}'),
+)
+# what may follow the arguments in an object: a further member, which is skipped
+MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE, SCALAR)
+END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
+# an object whose name is not its first member, or whose arguments are text
+UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON)
+TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
+KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-Za-z_]\w{0,63})?\s{0,8}"))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A head that may stand at a place: the elements before a call, those of its head, and what follows them.
+
+    ``form`` is the spelling of the call.  None means that reasoning begins."""
+
+    form: FormPlan | None
+    before: tuple[Element, ...]
+    head: tuple[Element, ...]
+    then: str
+
+    def read(self, text: str, at: int) -> tuple[int, str]:
+        """Return the position at which the arguments begin, and the name of the function, "" if it is unknown.
+
+        The position is ``NO``, or ``PARTIAL`` if more text may complete the head."""
+        begin, _ = match_elements(self.before, text, at)
+        if begin < 0:
+            return begin, ""
+        end, name = match_elements(self.head, text, begin)
+        whole = self.then == COLLECT and self.form is not None and self.form.calls.arguments == OBJECT
+        return (begin, "") if end >= 0 and whole else (end, name)
+
+
+@dataclass
+class FormPlan:
+    """The plan of one spelling of calls.
+
+    ``ends`` has the sequences of elements that may follow the arguments, in their order; each may be missing.
+    ``following`` are the heads of a further call that has no tag.  ``closers`` finds a tag that ends arguments."""
+
+    calls: Calls
+    ends: list[tuple[Element, ...]] = field(default_factory=list)
+    following: list[Candidate] = field(default_factory=list)
+    outside: re.Pattern[str] = re.compile(MARK)
+    significant: re.Pattern[str] = re.compile(MARK)  # the first characters of what ``outside`` finds
+    closers: frozenset[str] = frozenset()
+    begun_closer: re.Pattern[str] | None = None
+    pair: PairPlan | None = None
+    quotes: tuple[str, ...] = ()
+
+
+@dataclass
+class PairPlan:
+    """The plan of tagged arguments.  ``first`` and ``last`` mean that a tag beside the value has a line end."""
+
+    head: tuple[Element, ...]
+    closers: tuple[str, ...]
+    find: re.Pattern[str]
+    begun: re.Pattern[str] | None
+    first: bool
+    last: bool
+
+
+@dataclass(frozen=True)
+class Role:
+    """The meaning of a tag at the place where it stands."""
+
+    calls: tuple[Candidate, ...] = ()
+    thought: Candidate | None = None  # the tag begins reasoning
+    closes: bool = False  # the tag ends reasoning
+    ahead: re.Pattern[str] | None = None  # what must follow the tag of a call; it spares most attempts to read a head
+
+
+class Plan:
+    """The compiled form of a format for some marks.
+
+    ``roles`` has the meaning of each tag in text.  ``find`` finds the next tag, mark or backtick.  ``notable`` finds a
+    character with which one may begin.  ``begun`` finds the beginning of a tag at the end of a text.  ``first`` are the
+    heads of calls at the beginning of the content.
+    """
+
+    def __init__(self, form: ReplyFormat, marks: Mapping[str, str], forced: bool) -> None:
+        self.format = form
+        self.tag_of = {mark: tag for tag, mark in marks.items()}
+        spellings = {tag: _spellings(tag, marks, forced) for tag in form.tags}
+        self._templates = Templates(spellings)
+        self.roles: dict[str, Role] = {}
+        self.first: list[Candidate] = []
+        for calls in form.calls:
+            self._add_calls(calls)
+        if form.reasoning is not None:
+            tag, rest = self._trigger(form.reasoning.open)
+            opening = Candidate(None, rest, (), "")
+            self._add_role(tag, thought=opening)
+            for text in spellings[form.reasoning.close]:
+                self._merge(text, Role(closes=True))
+        texts = sorted(self.roles, key=len, reverse=True)
+        self.find = re.compile("|".join(["`+", MARK, *map(re.escape, texts)]))
+        firsts = "".join(sorted({re.escape(text[0]) for text in texts}))
+        self.notable = re.compile(f"[`\udc80-\udcff{firsts}]")
+        self.begun = beginnings(texts)
+        self.longest = max(map(len, texts), default=0)
+
+    def _add_calls(self, calls: Calls) -> None:
+        """Add the heads of one spelling of calls."""
+        form = FormPlan(calls)
+        self._plan_ends(form)
+        opening = calls.begin + calls.open + ("" if calls.arguments == OBJECT else calls.head)
+        pieces = self._templates.split(opening.strip())
+        tagged = bool(pieces) and pieces[0] in self._templates.spellings
+        if not tagged:
+            before = self._templates.elements(calls.begin + calls.open)
+            self.first += self._heads(form, before)
+        for lead in dict.fromkeys((calls.begin + calls.open, calls.open)) if tagged else ():
+            pieces = self._templates.split((lead + calls.head).strip())
+            if not pieces or pieces[0] not in self._templates.spellings:
+                continue
+            inside = lead.strip().startswith(pieces[0])
+            before = self._templates.elements(lead.strip().removeprefix(pieces[0])) if inside else []
+            self._add_role(pieces[0], self._heads(form, before, "" if inside else pieces[0]))
+        if not self._tagged(calls.open):
+            between = self._templates.elements(calls.between.strip())
+            before = [SPACE, *between, SPACE, *self._templates.elements(calls.open)]
+            form.following = self._heads(form, before)
+
+    def _tagged(self, template: str) -> bool:
+        """Return whether a template begins with a tag."""
+        pieces = self._templates.split(template.strip())
+        return bool(pieces) and pieces[0] in self._templates.spellings
+
+    def _plan_ends(self, form: FormPlan) -> None:
+        """Set the texts that end arguments and calls of one spelling."""
+        calls = form.calls
+        for template in (calls.tail, calls.close, calls.end):
+            if template.strip():
+                form.ends.append((SPACE, *self._templates.elements(template.strip())))
+        closers = list(self._first_tags(calls.tail, calls.close, calls.end))
+        form.closers = frozenset(closers)
+        form.outside = re.compile("|".join(['["{}\\[\\]]', MARK, *map(re.escape, closers)]))
+        form.begun_closer = beginnings(closers)
+        firsts = "".join(sorted({re.escape(closer[0]) for closer in closers}))
+        form.significant = re.compile(f'["{{}}\\[\\]\udc80-\udcff{firsts}]')
+        form.quotes = self._templates.spellings.get(calls.quote, ())
+        if calls.pairs is not None:
+            form.pair = self._pair_plan(calls.pairs)
+
+    def _pair_plan(self, pairs: Pairs) -> PairPlan:
+        """Return the plan of tagged arguments."""
+        head = self._templates.elements(pairs.before.strip())
+        closers = tuple(self._first_tags(pairs.after))
+        find = re.compile("|".join([*map(re.escape, closers), MARK]))
+        first, last = pairs.before.endswith("\n"), pairs.after.startswith("\n")
+        return PairPlan((SPACE, *head), closers, find, beginnings(closers), first, last)
+
+    def _first_tags(self, *templates: str) -> Iterator[str]:
+        """Yield the spellings of the tags with which templates begin."""
+        for template in templates:
+            pieces = self._templates.split(template.strip())
+            if pieces:
+                yield from self._templates.spellings.get(pieces[0], ())
+
+    def _heads(self, form: FormPlan, before: Iterable[Element], without: str = "") -> list[Candidate]:
+        """Return the candidates for the head of a call after the elements ``before``.
+
+        ``without`` is the tag at the beginning of the head that has been read."""
+        lead = (*before, SPACE)
+        if form.calls.arguments == OBJECT:
+            return [
+                Candidate(form, lead, (*KEY, OBJECT_AHEAD), STREAM),
+                Candidate(form, lead, (*NAMED, SHUT), EMPTY),
+                Candidate(form, lead, TEXT_ARGUMENTS, COLLECT),
+                Candidate(form, lead, UNORDERED, COLLECT),
+            ]
+        template = form.calls.head.strip().removeprefix(without)
+        head = self._templates.elements(template)
+        if form.calls.arguments == PAIRS:
+            return [Candidate(form, lead, (*head, SPACE, self._first_pair(form.calls)), ARGUMENTS)]
+        if form.calls.arguments == PYTHON:
+            return [Candidate(form, lead, (*head, KEYWORD), COLLECT)]
+        then = {JSON: STREAM, QUOTED: COLLECT}[form.calls.arguments]
+        return [Candidate(form, lead, (*head, SPACE, OBJECT_AHEAD), then)]
+
+    def _first_pair(self, calls: Calls) -> Element:
+        """Return the element for the tags that may follow the head of a call with tagged arguments."""
+        before = calls.pairs.before if calls.pairs is not None else ""
+        return Followed(Literal(tuple(self._first_tags(before, calls.tail, calls.close))))
+
+    def _trigger(self, template: str) -> tuple[str, tuple[Element, ...]]:
+        """Return the tag with which a template begins, and the elements of the rest."""
+        pieces = self._templates.split(template.strip())
+        rest = template.strip().removeprefix(pieces[0])
+        return pieces[0], tuple(self._templates.elements(rest))
+
+    def _add_role(self, tag: str, calls: Sequence[Candidate] = (), thought: Candidate | None = None) -> None:
+        """Add the meaning of a tag."""
+        for text in self._templates.spellings[tag]:
+            self._merge(text, Role(tuple(calls), thought))
+
+    def _merge(self, text: str, role: Role) -> None:
+        """Add a meaning to those of a spelling of a tag."""
+        old = self.roles.get(text, Role())
+        thought = old.thought or role.thought
+        calls = old.calls + role.calls
+        self.roles[text] = Role(calls, thought, old.closes or role.closes, _ahead(calls))
+
+
+def _ahead(candidates: Sequence[Candidate]) -> re.Pattern[str] | None:
+    """Return a pattern for the first characters of heads, after whitespace, or None if they may be any."""
+    firsts = set()
+    for candidate in candidates:
+        elements = [element for element in (*candidate.before, *candidate.head) if element is not SPACE]
+        first = elements[0] if elements else None
+        if not isinstance(first, Literal):
+            return None
+        firsts |= {text[0] for text in first.texts}
+    characters = "".join(sorted(map(re.escape, firsts)))
+    return re.compile(rf"[ \t\r\n]{{0,64}}(?:[{characters}]|\Z)") if firsts else None
+
+
+def _spellings(tag: str, marks: Mapping[str, str], forced: bool) -> tuple[str, ...]:
+    """Return the texts that count as a tag: its mark, if it has one, else its text.
+
+    A grammar may have forced the text of a tag that has a mark."""
+    if tag not in marks:
+        return (tag,)
+    return (marks[tag], tag) if forced else (marks[tag],)
+
+
+def choose(candidates: Iterable[Candidate], text: str, at: int, final: bool) -> tuple[Candidate | None, int, str]:
+    """Return the first candidate that fits a text at a position, with the result of its ``read``.
+
+    If more text may complete a candidate before it, the candidate is None and the position is ``PARTIAL``.  ``final``
+    means that no more text follows.  If none fits, the position is ``NO``."""
+    for candidate in candidates:
+        end, name = candidate.read(text, at)
+        if end >= 0:
+            return candidate, end, name
+        if end == PARTIAL and not final:
+            return None, PARTIAL, ""
+    return None, NO, ""

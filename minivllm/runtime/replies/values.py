@@ -1,0 +1,267 @@
+"""Conversion of arguments to JSON, from the syntaxes of calls that are no JSON."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from .parts import NAME
+
+MOST_DEPTH = 64  # of arguments that are converted
+SPACE = re.compile(r"[ \t\n\r]*")
+DECODER = json.JSONDecoder()
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
+WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
+TYPES: Mapping[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "integer": (int,),
+    "number": (int, float),
+    "boolean": (bool,),
+    "null": (type(None),),
+}
+
+
+SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def dumped(value: Any) -> str:
+    """Return a value as JSON text without surrogates.  ValueError for infinity and NaN."""
+    return sound(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def sound(text: str) -> str:
+    """Return a text in which pairs of surrogates are characters and other surrogates are U+FFFD."""
+    if text.isascii() or not SURROGATE.search(text):
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def types_of(schema: Any) -> frozenset[str]:
+    """Return the types that a schema allows, or none if it does not name them."""
+    if not isinstance(schema, Mapping):
+        return frozenset()
+    found: set[str] = set()
+    declared = schema.get("type")
+    if isinstance(declared, str):
+        found.add(declared)
+    elif isinstance(declared, list):
+        found.update(name for name in declared if isinstance(name, str))
+    for member in ("anyOf", "oneOf"):
+        options = schema.get(member)
+        for option in options if isinstance(options, list) else ():
+            found |= types_of(option)
+    values = schema.get("enum")
+    if not found and isinstance(values, list) and values:
+        kinds = {kind_of(value) for value in values}
+        found |= kinds
+    return frozenset(found)
+
+
+def kind_of(value: Any) -> str:
+    """Return the name of the JSON type of a value."""
+    if isinstance(value, bool):
+        return "boolean"
+    for name, classes in TYPES.items():
+        if isinstance(value, classes):
+            return name
+    return "string"
+
+
+def typed(text: str, schema: Any) -> str:
+    """Return the text of an argument as JSON of a type that its schema allows, or as a string."""
+    types = types_of(schema)
+    if types == {"string"}:
+        return dumped(text)
+    stripped = text.strip()
+    value, spelling = _read(stripped)
+    if spelling is None:
+        return dumped(text)
+    kind = kind_of(value)
+    fits = kind in types or (kind == "integer" and "number" in types)
+    if types and not fits:
+        whole = isinstance(value, float) and value.is_integer() and "integer" in types
+        return dumped(int(value)) if whole else dumped(text)
+    return spelling
+
+
+def _read(text: str) -> tuple[Any, str | None]:
+    """Return the value of a text that is JSON or a word of Python, and its JSON spelling, or None if it is neither."""
+    if text in WORDS:
+        return WORDS[text], dumped(WORDS[text])
+    try:
+        value = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None, None
+    return value, None if isinstance(value, str) else text
+
+
+def _refuse(word: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which are no JSON."""
+    raise ValueError(word)
+
+
+# ---- JSON objects ----------------------------------------------------------------------------------------------------
+
+
+def members(text: str) -> dict[str, str]:
+    """Return the members of a JSON object, each value as its text.  ValueError for anything else."""
+    at = _skip(text, 0)
+    if text[at : at + 1] != "{":
+        raise ValueError("expected an object")
+    found: dict[str, str] = {}
+    at = _skip(text, at + 1)
+    while text[at : at + 1] != "}":
+        if found:
+            at = _skip(text, _expect(text, at, ","))
+        key, at = _value(text, at)
+        if not key.startswith('"'):
+            raise ValueError("expected a key")
+        at = _skip(text, _expect(text, _skip(text, at), ":"))
+        found[json.loads(key)], at = _value(text, at)
+        at = _skip(text, at)
+    end = _skip(text, at + 1)
+    if end != len(text):
+        raise ValueError("text follows the object")
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    """Return the position of the first character that is no whitespace."""
+    match = SPACE.match(text, at)
+    return match.end() if match else at
+
+
+def _expect(text: str, at: int, char: str) -> int:
+    """Return the position after an expected character.  ValueError for another character."""
+    if text[at : at + 1] != char:
+        raise ValueError(f"expected {char}")
+    return at + 1
+
+
+def _value(text: str, at: int) -> tuple[str, int]:
+    """Return the text of the JSON value at a position, and the position of its end."""
+    _, end = DECODER.raw_decode(text, at)
+    return text[at:end], end
+
+
+def call_of(text: str) -> tuple[str, str] | None:
+    """Return the name and the arguments, as JSON text, of an object that is a call.  None means another text.
+
+    The arguments may also be JSON text in a string.  The members may be within a member ``function``."""
+    try:
+        parts = members(text)
+        if "name" not in parts and "function" in parts:
+            parts = members(parts["function"])
+        name = json.loads(parts.get("name", "null"))
+        raw = parts.get("arguments", parts.get("parameters", "{}"))
+        value = json.loads(raw)
+        if isinstance(value, str):
+            raw = sound(value)
+            value = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    if value is None:
+        return (name, "{}") if _is_name(name) else None
+    return (name, raw) if _is_name(name) and isinstance(value, dict) else None
+
+
+def _is_name(name: Any) -> bool:
+    """Return whether a value is the name of a function."""
+    return isinstance(name, str) and NAME.fullmatch(name) is not None
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------------
+
+
+def python_arguments(text: str) -> str | None:
+    """Return the keyword arguments of a call in Python, from behind its "(" to its ")", as JSON.
+
+    None means that they are no literals, or not all of them keywords."""
+    try:
+        call = ast.parse(f"f({text}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            return None
+        found = {}
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                return None
+            found[keyword.arg] = _literal(keyword.value)
+        return dumped(found)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _literal(node: ast.expr) -> Any:
+    """Return the value of a literal.  ValueError for another expression."""
+    if isinstance(node, ast.Name) and node.id in WORDS:
+        return WORDS[node.id]
+    if isinstance(node, ast.List):
+        return [_literal(element) for element in node.elts]
+    if isinstance(node, ast.Tuple):
+        return [_literal(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        return dict(_items(node))
+    value = ast.literal_eval(node)
+    if not isinstance(value, (str, int, float, bool, type(None))):
+        raise ValueError("no JSON value")
+    return value
+
+
+def _items(node: ast.Dict) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and the values of a dictionary.  ValueError for a key that is no string."""
+    for key, value in zip(node.keys, node.values, strict=True):
+        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
+            raise ValueError("a key that is no string")
+        yield key.value, _literal(value)
+
+
+# ---- objects with quotes that are tags -------------------------------------------------------------------------------
+
+
+def quoted_arguments(text: str, quotes: tuple[str, ...]) -> str | None:
+    """Return an object as JSON.  Its keys have no quotes, and its strings stand between two ``quotes``.
+
+    None means that the text is no such object."""
+    quote = "|".join(map(re.escape, quotes))
+    kinds = [
+        rf"(?:{quote})(.*?)(?:{quote})",
+        r'("(?:[^"\\]|\\.)*")',
+        r"([{}\[\],:])",
+        r'([^{}\[\],:"\s][^{}\[\],:]*)',
+    ]
+    token = re.compile("|".join(kinds), re.S)
+    out: list[str] = []
+    at = _skip(text, 0)
+    while at < len(text):
+        match = token.match(text, at)
+        if match is None:
+            return None
+        string, json_string, mark, word = match.groups()
+        if mark is not None:
+            out.append(mark)
+        elif string is not None:
+            out.append(dumped(string))
+        elif json_string is not None:
+            out.append(json_string)
+        else:
+            is_key = text[match.end() : match.end() + 1] == ":" and out[-1:] in (["{"], [","])
+            out.append(_bare(word.strip(), is_key))
+        at = _skip(text, match.end())
+    found = "".join(out)
+    try:
+        return found if isinstance(json.loads(found), dict) else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _bare(word: str, is_key: bool) -> str:
+    """Return a word without quotes as JSON."""
+    if is_key:
+        return dumped(word)
+    if word in WORDS:
+        return dumped(WORDS[word])
+    return word if NUMBER.fullmatch(word) else dumped(word)
