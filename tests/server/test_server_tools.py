@@ -56,6 +56,17 @@ def joined(stream):
     return [calls[i] for i in sorted(calls)], reason
 
 
+def test_a_format_of_the_answer_does_not_restrict_forced_calls(server):
+    pytest.importorskip("llguidance")
+    body = {**CHAT, "tools": [PICK], "tool_choice": "required", "parallel_tool_calls": False}
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+    answer = server.post("/v1/chat/completions", {**body, "response_format": schema}).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"]["name"] == "pick" and json.loads(call["function"]["arguments"])["n"] in (1, 2)
+    refused = server.post("/v1/chat/completions", {**body, "structured_outputs": {"regex": "a"}})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "tool_choice"
+
+
 def test_openai_python_tools_required_and_named_are_forced(openai):
     pytest.importorskip("llguidance")
     ask = {"model": "pocket", **CHAT, "tools": [ADD, PICK], "max_tokens": 80}

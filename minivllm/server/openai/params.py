@@ -161,7 +161,8 @@ def note_default(answer: Any, default: int | None) -> None:
 def whole_form(body: Any, tools: Tools | None = None) -> JsonObject | None:
     """Return the form that the text of an answer must have, from the body or from forced tool calls.
 
-    None means any text.  ApiError (400) if both request a form."""
+    None means any text.  An answer with forced calls has no content, so ``response_format`` does not restrict it.
+    ApiError (400) for ``structured_outputs`` together with forced calls."""
     known = getattr(body, "known_form", None)
     if known is not None:
         return known
@@ -169,8 +170,8 @@ def whole_form(body: Any, tools: Tools | None = None) -> JsonObject | None:
     calls = None if tools is None else tools.form()
     if calls is None:
         return form
-    if form is not None:
-        raise ApiError(400, "tool_choice forces calls, and the request also sets the form of the answer", "tool_choice")
+    if body.structured_outputs is not None:
+        raise ApiError(400, "tool_choice forces calls, so structured_outputs cannot set the form", "tool_choice")
     return structured(calls)
 
 
