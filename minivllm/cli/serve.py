@@ -28,6 +28,7 @@ SERVER = (
     ("root_path", str, "the path prefix that a proxy gives the server"),
     ("api_key_file", str, "a file with one API key a line"),
     ("steering_dir", str, "a folder of vectors NAME.npy that taps of operators may add; with --admin"),
+    ("responses_dir", str, "a folder in which responses are stored (default: in memory)"),
     (
         "tool_parser",
         str,

@@ -196,6 +196,6 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     convert(values, "chat_template", is_template_path)
     for key in ("prompts_file", "output", "record"):
         convert(values.get("run"), key, lambda text: True)
-    for key in ("api_key_file", "steering_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
+    for key in ("api_key_file", "steering_dir", "responses_dir", "uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs"):
         convert(values.get("server"), key, bool)
     return values

@@ -47,6 +47,11 @@ class ServerConfig(Strict):
     )
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
     tool_parser: str = Field("hermes", min_length=1, description="format of tool calls in the text of the model")
+    responses_dir: str | None = Field(
+        None, min_length=1, description="folder in which responses are stored; None: in memory, until the server ends"
+    )
+    max_responses: int = Field(1000, ge=0, description="stored responses of a key; more: the oldest are dropped")
+    max_responses_bytes: int = Field(64 << 20, ge=0, description="size of the stored responses of a key together")
     log_format: Literal["auto", "json", "text"] = Field(
         "auto", description="format of the log on standard error; auto: text on a terminal, else a JSON line per event"
     )

@@ -60,6 +60,10 @@ ROUTES: Routes = (
     ("/v1/messages", messages.messages, "POST", MessageBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/messages/count_tokens", messages.count_tokens, "POST", CountBody, (JSON,), BODY_ERRORS),
     ("/v1/responses", responses.create, "POST", ResponsesBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/responses/{response_id}", responses.retrieve, "GET", None, (JSON,), (404, 503)),
+    ("/v1/responses/{response_id}", responses.delete, "DELETE", None, (JSON,), (404, 503)),
+    ("/v1/responses/{response_id}/cancel", responses.cancel, "POST", None, (JSON,), (404, 503)),
+    ("/v1/responses/{response_id}/input_items", responses.input_items, "GET", None, (JSON,), (404, 503)),
     ("/v1/models", operations.models, "GET", None, (JSON,), (503,)),
     ("/v1/models/{model:path}", operations.model, "GET", None, (JSON,), (404, 503)),
     ("/tokenize", operations.tokenize, "POST", TokenizeBody, (JSON,), BODY_ERRORS),
@@ -158,7 +162,7 @@ class Application:
             self.asgi = Cors(
                 self.guard,
                 allow_origins=server.allowed_origins,
-                allow_methods=["GET", "POST"],
+                allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "request-id", "x-warnings"],
             )

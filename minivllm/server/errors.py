@@ -38,12 +38,21 @@ INTERNAL = "the server failed on this request; its log says why"
 
 
 class ApiError(Exception):
-    """An error answer with an HTTP ``status``.  ``param`` names the field of the request that caused it, if any."""
+    """An error answer with an HTTP ``status``.
+
+    ``param`` names the field of the request that caused it, if any.  ``code`` is the word for it in OpenAI's API, if
+    clients compare it; otherwise the status is the code."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        code: str | None = None,
     ) -> None:
         super().__init__(message)
+        self.code = code
         self.status = status
         self.param = param
         self.headers = dict(headers or {})
@@ -63,7 +72,7 @@ class ApiError(Exception):
             return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "APIError")
         param = None if self.param is None else printable(self.param)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.status}}
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code or self.status}}
 
 
 def printable(text: str, most: int = MOST) -> str:

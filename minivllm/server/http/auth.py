@@ -81,6 +81,12 @@ class ApiKeys:
                 found = f"key-{number}"
         return found if key else None
 
+    def identity(self, tenant: str) -> str:
+        """Return a text that identifies the key of a tenant even if other keys are added or removed.  "" without a key.
+
+        It is not the key, and must not be shown, because a guessed key could be compared with it."""
+        return self._digests[int(tenant.removeprefix("key-"))].hex() if tenant else ""
+
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()

@@ -35,7 +35,8 @@ class Guard:
 
     It stores in ``scope["state"]``: ``request_id``, made here; ``echoed``, the id in the answer, which is the client's
     own if it sent a valid one; ``tenant``, the name of the API key; ``owner``, which shares limits (``fair_queue``);
-    ``trace``, the W3C trace context; and ``log``, to which a route may add values of the request's log line.
+    ``identity``, which has the stored responses of a key; ``trace``, the W3C trace context; and ``log``, to which a
+    route may add values of the request's log line.
     """
 
     def __init__(self, app: Any, keys: ApiKeys, server: ServerConfig, metrics: Any = None) -> None:
@@ -57,7 +58,8 @@ class Guard:
         request_id = uuid.uuid4().hex
         echoed = client_id if REQUEST_ID.fullmatch(client_id) else request_id
         state = scope.setdefault("state", {})
-        state.update(request_id=request_id, echoed=echoed, tenant="", owner="", log={}, trace=trace_of(headers))
+        state.update(request_id=request_id, echoed=echoed, tenant="", owner="", identity="", log={})
+        state["trace"] = trace_of(headers)
         start = time.monotonic()
         status = 0  # no answer yet
 
@@ -170,6 +172,7 @@ class Guard:
                 what = "expected a valid API key: Authorization: Bearer KEY"
                 raise ApiError(401, what, headers={"WWW-Authenticate": "Bearer"})
             state["tenant"], state["owner"] = tenant, owner_of(tenant, scope.get("client"))
+            state["identity"] = self.keys.identity(tenant)
         # Ollama's own clients and its documentation send JSON under other content types; no page can send this request
         lenient = errors.OLLAMA.fullmatch(asked_path(scope)) and not cross_site.from_page(scope["headers"])
         if changes and not lenient:

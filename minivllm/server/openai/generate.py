@@ -27,6 +27,8 @@ from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, 
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
+from minivllm.server.responses.jobs import Jobs
+from minivllm.server.responses.store import Store
 
 from . import JsonObject, Warnings
 from .answers import Shaper, Slices, pieces
@@ -72,9 +74,12 @@ class Service:
     def __post_init__(self) -> None:
         self.bodies = bodies.Bodies(self.tokens.pool)
         self.slices = Slices()
+        self.responses = Store.of(self.server)
+        self.background = Jobs()
 
     async def close(self) -> None:
-        """End the worker pool."""
+        """End the responses in the background and the worker pool."""
+        await self.background.close()
         await self.tokens.pool.close()
 
     def check_model(self, name: str | None) -> str:

@@ -47,7 +47,6 @@ REFUSED = {
     ),
     "use /v1/chat/completions": ("prompt_logprobs", "taps", "return_token_ids"),
     "this server stores no conversations; send previous_response_id, or the whole input": ("conversation",),
-    "this server does not store responses yet; send the whole input": ("previous_response_id", "background"),
     "this server stores no prompts; send instructions and input": ("prompt",),
 }  # fmt: skip
 # fields of a chat -> fields of a response, for messages
@@ -66,7 +65,7 @@ class Asked:
     """A checked body.
 
     ``ident`` is the id of the response without its prefix.  ``chat`` is the body of the chat.  ``items`` are the items
-    of the body's own input, and ``conversation`` has the messages of the whole conversation."""
+    of the body's own input, without references, and ``conversation`` has the messages of the whole conversation."""
 
     ident: str
     body: Any
@@ -76,11 +75,12 @@ class Asked:
     tools: ToolSet
     include: frozenset[str]
     warnings: Warnings
+    turns: tuple[bytes, ...] = ()  # JSON lists of the items of earlier responses
 
     @property
     def stored(self) -> bool:
         """Return whether the response is stored."""
-        return False
+        return self.body.store is not False
 
     @property
     def form(self) -> JsonObject:

@@ -2,32 +2,145 @@
 
 from __future__ import annotations
 
+import time
+from contextlib import AsyncExitStack
 from typing import Any
 
 from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
+from minivllm.errors import shown
+from minivllm.server.errors import ApiError
+from minivllm.server.http.sse import Gone, dump, supervise
+from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ResponsesBody
-from minivllm.server.openai.generate import Service, read_body, respond
+from minivllm.server.openai.generate import Service, read_body, respond, warned
 from minivllm.server.openai.limits import seconds_of
 
 from . import body as bodies
+from .background import Job, not_found
+from .history import History, checked_id
 from .items import listed
+from .store import Stored
+from .tools import wrong
 from .work import ResponseWork
+
+MOST_LISTED = 100
+JSON = "application/json"
 
 
 async def create(request: Request, service: Service) -> Any:
     """Answer a conversation as a response, whole or as a stream of events."""
     state = request.scope["state"]
     body = await read_body(request, service, ResponsesBody)
-    work = await make_work(service, body, state)
+    work = await make_work(service, body, state, history_of(service, state))
     seconds = seconds_of(service, work.body.timeout_s)
+    if body.background:
+        return await _begin(request, service, work, seconds)
     return await respond(request, service, bool(body.stream), seconds, work)
 
 
-async def make_work(service: Service, body: Any, state: dict[str, Any]) -> ResponseWork:
+def history_of(service: Service, state: dict[str, Any]) -> History:
+    """Return the responses that the client of a request can refer to."""
+    return History(service, state["identity"], state["owner"])
+
+
+async def make_work(service: Service, body: Any, state: dict[str, Any], history: History) -> ResponseWork:
     """Return the request of a body.  ApiError if it cannot be served."""
     ident = state["request_id"]
     asked = bodies.begin(ident, body, listed(body.input, ident))
+    if body.previous_response_id is not None:
+        previous = await history.previous(checked_id(body.previous_response_id, "previous_response_id"))
+        asked.turns = previous.turns
+        earlier = await history.items(previous.turns)
+        await asked.conversation.extend(earlier, "previous_response_id", service.slices)
+    asked.items = await history.resolve(asked.items)
     await asked.conversation.extend(asked.items, "input", service.slices)
     await bodies.read(service, asked, state["owner"])
-    return ResponseWork(service, asked, state)
+    return ResponseWork(service, asked, state, history)
+
+
+async def _begin(request: Request, service: Service, work: ResponseWork, seconds: float) -> Response:
+    """Start a response in the background and return it."""
+    if not work.request.stored or work.request.body.stream:
+        field = "stream" if work.request.body.stream else "store"
+        expected = "false" if field == "stream" else "true"
+        raise ApiError(400, f"{field}: expected {expected} with background=true", field)
+    end = time.monotonic() + seconds
+    async with AsyncExitStack() as held:
+        try:
+            answer = await supervise(work.prepare(held), request.receive, service.door, seconds)
+        except Gone:
+            return Response(status_code=499)  # for the log only
+        job = Job(work, answer, held.pop_all(), max(end - time.monotonic(), 0.001))
+    service.background.start(request.scope["state"]["identity"], job)
+    return Response(dump(job.now()), media_type=JSON, headers=warned(work.warnings))
+
+
+async def _found(request: Request, service: Service) -> Stored:
+    """Return the stored response of a request's path.  ApiError (404) if there is none."""
+    ident = request.path_params["response_id"]
+    found = await service.responses.get(request.scope["state"]["identity"], ident)
+    if found is None:
+        raise not_found(ident)
+    return found
+
+
+async def retrieve(request: Request, service: Service) -> Any:
+    """Return a stored response, or the present state of one that is generated in the background."""
+    if request.query_params.get("stream", "false").lower() not in ("false", "0"):
+        raise ApiError(400, "stream: expected false, because the events of a response are not stored", "stream")
+    job = service.background.get(request.scope["state"]["identity"], request.path_params["response_id"])
+    data = (await _found(request, service)).response if job is None else dump(job.now())
+    return Response(data, media_type=JSON)
+
+
+async def delete(request: Request, service: Service) -> Any:
+    """Delete a stored response."""
+    ident, identity = request.path_params["response_id"], request.scope["state"]["identity"]
+    await service.background.cancel(identity, ident)
+    if not await service.responses.delete(identity, ident):
+        raise not_found(ident)
+    return JSONResponse({"id": ident, "object": "response", "deleted": True})
+
+
+async def cancel(request: Request, service: Service) -> Any:
+    """End a response that is generated in the background, and return it."""
+    ident, identity = request.path_params["response_id"], request.scope["state"]["identity"]
+    job = service.background.get(identity, ident)
+    await service.background.cancel(identity, ident)
+    found = await _found(request, service)
+    if job is None and b'"background":true' not in found.response.partition(b'"error":')[0]:
+        raise ApiError(400, "only a response with background=true can be cancelled", "response_id")
+    return Response(found.response, media_type=JSON)
+
+
+async def input_items(request: Request, service: Service) -> Any:
+    """List the items of the conversation that a stored response answers."""
+    query = request.query_params
+    limit, order = query.get("limit", "20"), query.get("order", "desc")
+    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MOST_LISTED:
+        raise wrong("limit", f"={shown(limit)}: expected 1 to {MOST_LISTED}")
+    if order not in ("asc", "desc"):
+        raise wrong("order", f"={shown(order)}: expected asc or desc")
+    found = await _found(request, service)
+    state = request.scope["state"]
+    items = await history_of(service, state).items(found.turns[:-1])
+    if order == "desc":
+        items.reverse()
+    return Response(dump(_page(items, query.get("after"), int(limit))), media_type=JSON)
+
+
+def _page(items: list[JsonObject], after: str | None, limit: int) -> JsonObject:
+    """Return the items after the item with the id ``after``, at most ``limit``, as a list of OpenAI's API."""
+    ids = [item.get("id") for item in items]
+    if after is not None:
+        if after not in ids:
+            raise wrong("after", f"={shown(after)}: expected the id of an item of this list")
+        start = ids.index(after) + 1
+        items = items[start:]
+    shown_items = items[:limit]
+    page = {"object": "list", "data": shown_items, "has_more": len(items) > limit, "first_id": None, "last_id": None}
+    if shown_items:
+        page.update(first_id=shown_items[0].get("id"), last_id=shown_items[-1].get("id"))
+    return page

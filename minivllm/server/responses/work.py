@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,9 @@ from minivllm.server.openai.generate import Answer, Service
 from minivllm.server.openai.params import note_default
 
 from .body import SEALED, Asked, client_names
-from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output
+from .history import History
+from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output, plain_item
+from .store import Stored
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
@@ -37,7 +39,6 @@ BLANK: JsonObject = {
     "temperature": None, "text": {}, "tool_choice": "auto", "tools": [], "top_logprobs": 0, "top_p": None,
     "truncation": "disabled", "usage": None, "user": None,
 }  # fmt: skip
-Keep = Callable[["ResponseWork", bytes], Awaitable[None]]
 
 
 class ResponseEvents:
@@ -62,14 +63,12 @@ class ResponseStream(EventStream):
 
 
 class ResponseWork(Chat):
-    """One request for a response.
-
-    ``keep`` is called with the JSON of the response before the client has its end."""
+    """One request for a response.  The response is kept in ``history`` before the client has its end."""
 
     stream_type: type[EventStream] = ResponseStream
 
-    def __init__(self, service: Service, request: Asked, state: dict[str, Any], keep: Keep | None = None) -> None:
-        self.request, self.keep = request, keep
+    def __init__(self, service: Service, request: Asked, state: dict[str, Any], history: History) -> None:
+        self.request, self.history = request, history
         with client_names(request):
             super().__init__(service, request.chat, state)
         self.id = PREFIX + request.ident
@@ -146,10 +145,8 @@ class ResponseWork(Chat):
 
     def failure(self, error: ApiError) -> Iterator[JsonObject]:
         """Yield the last events of a stream that has failed."""
-        body = error.body()["error"]
-        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
-        yield self.output.event("error", code=code, message=body["message"], param=body["param"])
-        about = {"code": code, "message": body["message"]}
+        about = _failure(error)
+        yield self.output.event("error", **about, param=error.body()["error"]["param"])
         failed = self.response(FAILED, error=about, output=self.output.finished())
         yield self.output.event("response.failed", response=failed)
 
@@ -160,6 +157,12 @@ class ResponseWork(Chat):
             output.add_scores(piece.logprobs)
             output.thought += _thought_tokens(parts, len(piece.token_ids))
             yield output.feed(parts)
+
+    async def _collect(self, answer: Answer) -> None:
+        """Read the answer to its end."""
+        async for events in self.steps(answer):
+            for _ in events:
+                pass
 
     def opening_events(self) -> Iterator[JsonObject]:
         """Yield the first events of a stream."""
@@ -179,9 +182,24 @@ class ResponseWork(Chat):
                     until = await slices.next()
         last = self.output.event(f"response.{self.output.status}")
         whole = await self._json(self._end(answer), answer)
-        if self.keep is not None:
-            await self.keep(self, whole)
+        await self._keep(whole)
         yield last["type"], dump(last)[:-1] + b',"response":' + whole + b"}"
+
+    async def finish(self, answer: Answer) -> None:
+        """Generate the response and keep it."""
+        await self._collect(answer)
+        await self._keep(await self._json(self._end(answer), answer))
+
+    async def keep_failed(self, status: str, error: ApiError | None) -> None:
+        """Keep a response that has ended early."""
+        about = None if error is None else _failure(error)
+        await self._keep(dump(self.response(status, error=about, output=self.output.finished())))
+
+    async def _keep(self, whole: bytes) -> None:
+        """Keep the response for later requests, if a request may refer to it.  ``whole`` is its JSON."""
+        turns = [dump(self.request.items), dump([plain_item(item) for item in self.output.items])]
+        stored = Stored(self.id, whole, (*self.request.turns, *turns))
+        await self.history.keep(stored, self.request.stored)
 
     async def _json(self, value: JsonObject, answer: Answer) -> bytes:
         """Return an event or a response as JSON."""
@@ -210,17 +228,20 @@ class ResponseWork(Chat):
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yield the response as JSON, in pieces.  The last piece comes after the response was kept."""
-        async for events in self.steps(answer):
-            for _ in events:
-                pass
+        await self._collect(answer)
         held: list[bytes] = []
         async for piece in self._pieces(self._end(answer)):
             if held:
                 yield held[-1]
             held.append(piece)
-        if self.keep is not None:
-            await self.keep(self, b"".join(held))
+        await self._keep(b"".join(held))
         yield held[-1]
+
+
+def _failure(error: ApiError) -> JsonObject:
+    """Return the error of a response that has failed."""
+    code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
+    return {"code": code, "message": error.body()["error"]["message"]}
 
 
 def _thought_tokens(parts: list[Part], tokens: int) -> float:

@@ -1,0 +1,217 @@
+"""Keep responses for later requests: in memory, or as one file each in a folder.
+
+Each API key has its own responses, a limited number of a limited size together; the oldest are dropped.  The name of a
+file is made of hashes, so neither an id nor a key becomes a part of a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from minivllm.errors import ConfigError
+from minivllm.server import logs
+
+if TYPE_CHECKING:
+    from minivllm.config.server import ServerConfig
+
+ID = re.compile(r"resp_[A-Za-z0-9-]{1,160}")
+FILE = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.json")
+PART = ".part"  # end of the name of a file that is being written
+# lines of a file around the JSON of the response, between two turns and at the end
+BEGIN, MIDDLE, COMMA, END = b'{"response":', b',"turns":[', b",", b"]}"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A response that is kept.
+
+    ``response`` is its JSON.  ``turns`` are JSON lists of the items of its conversation: the input and the output of
+    each response, in turn."""
+
+    id: str
+    response: bytes
+    turns: tuple[bytes, ...]
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return len(self.response) + sum(map(len, self.turns))
+
+    def pack(self) -> bytes:
+        """Return the content of a file: one JSON object with a line for each part."""
+        turns = [line for turn in self.turns for line in (COMMA, turn)][1:]
+        return b"\n".join([BEGIN, self.response, MIDDLE, *turns, END])
+
+    @classmethod
+    def unpack(cls, ident: str, data: bytes) -> Stored:
+        """Return the response in the content of a file.  ValueError if it is damaged."""
+        lines = data.split(b"\n")
+        whole = len(lines) >= 5 and len(lines) % 2 == 1
+        if not whole or (lines[0], lines[2], lines[-1]) != (BEGIN, MIDDLE, END):
+            raise ValueError("the file is damaged")
+        return cls(ident, lines[1], tuple(lines[3:-1:2]))
+
+
+class Names:
+    """The names of the kept responses of one key with their sizes, oldest first, within two limits."""
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self.sizes: OrderedDict[str, int] = OrderedDict()
+        self.total = 0
+
+    def add(self, name: str, size: int) -> Iterator[str]:
+        """Add a name and yield the names that are dropped for it."""
+        self.remove(name)
+        self.sizes[name] = size
+        self.total += size
+        while len(self.sizes) > self.most or self.total > self.most_bytes:
+            oldest = next(iter(self.sizes))
+            self.remove(oldest)
+            yield oldest
+
+    def remove(self, name: str) -> bool:
+        """Remove a name, and return whether it was there."""
+        size = self.sizes.pop(name, None)
+        self.total -= size or 0
+        return size is not None
+
+
+class MemoryFiles:
+    """The contents of kept responses in memory, with the methods of ``FolderFiles``."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Stored] = {}
+
+    async def read(self, name: str, ident: str) -> Stored | None:
+        """Return a response, or None if it is not there."""
+        return self._held.get(name)
+
+    async def write(self, name: str, stored: Stored) -> None:
+        """Keep a response."""
+        self._held[name] = stored
+
+    async def remove(self, name: str) -> None:
+        """Forget a response."""
+        self._held.pop(name, None)
+
+
+class FolderFiles:
+    """The contents of kept responses as files.  A file is replaced at once, so a reader never sees a part."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise ConfigError(f"server.responses_dir={folder!r}: no such folder")
+
+    def existing(self) -> Iterator[tuple[str, int]]:
+        """Yield the name and the size of each file, oldest first.  Files that were not completed are removed."""
+        found = []
+        for entry in os.scandir(self.folder):
+            if FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                about = entry.stat(follow_symlinks=False)
+                found.append((about.st_mtime_ns, entry.name, about.st_size))
+            elif FILE.fullmatch(entry.name.removesuffix(PART)):
+                os.unlink(entry.path)
+        for _, name, size in sorted(found):
+            yield name, size
+
+    async def read(self, name: str, ident: str) -> Stored | None:
+        """Return a response, or None if its file is missing or damaged."""
+        try:
+            data = await asyncio.to_thread((self.folder / name).read_bytes)
+            return Stored.unpack(ident, data)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as exc:
+            logs.event("a stored response cannot be read", 30, file=name, reason=str(exc))
+            return None
+
+    async def write(self, name: str, stored: Stored) -> None:
+        """Write the file of a response."""
+        await asyncio.to_thread(self._write, name, stored.pack())
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file under another name and rename it.  Only the user of the server may read it."""
+        part = self.folder / (name + PART)
+        try:
+            with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+                file.write(data)
+            os.replace(part, self.folder / name)
+        except OSError as exc:
+            logs.event("a response cannot be stored", 30, file=name, reason=str(exc))
+            part.unlink(missing_ok=True)
+
+    async def remove(self, name: str) -> None:
+        """Remove the file of a response."""
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(os.unlink, self.folder / name)
+
+
+class Store:
+    """The kept responses of all keys.
+
+    ``most`` and ``most_bytes`` limit the responses of one key.  ``folder`` is None to keep them in memory."""
+
+    def __init__(self, most: int, most_bytes: int, folder: str | None = None) -> None:
+        self.most, self.most_bytes = most, most_bytes
+        self._names: dict[str, Names] = {}
+        self._files: MemoryFiles | FolderFiles = MemoryFiles()
+        if folder is None:
+            return
+        files = self._files = FolderFiles(folder)
+        for name, size in files.existing():
+            for dropped in self._of(name[:32]).add(name, size):
+                (files.folder / dropped).unlink(missing_ok=True)
+
+    @classmethod
+    def of(cls, server: ServerConfig) -> Store:
+        """Return the store that a configuration describes."""
+        return cls(server.max_responses, server.max_responses_bytes, server.responses_dir)
+
+    def _of(self, key: str) -> Names:
+        """Return the names of a key's responses."""
+        if key not in self._names:
+            self._names[key] = Names(self.most, self.most_bytes)
+        return self._names[key]
+
+    async def get(self, identity: str, ident: str) -> Stored | None:
+        """Return a response of a key, or None if the key has none with this id."""
+        name = _name(identity, ident)
+        if not ID.fullmatch(ident) or name not in self._of(name[:32]).sizes:
+            return None
+        return await self._files.read(name, ident)
+
+    async def put(self, identity: str, stored: Stored) -> None:
+        """Keep a response of a key, and drop the oldest ones if there are too many."""
+        name = _name(identity, stored.id)
+        if stored.size > self.most_bytes:
+            logs.event("a response is too large to be stored", 30, response=stored.id, bytes=stored.size)
+            return
+        dropped = list(self._of(name[:32]).add(name, stored.size))
+        await self._files.write(name, stored)
+        for old in dropped:
+            await self._files.remove(old)
+
+    async def delete(self, identity: str, ident: str) -> bool:
+        """Forget a response of a key, and return whether it was there."""
+        name = _name(identity, ident)
+        if not ID.fullmatch(ident) or not self._of(name[:32]).remove(name):
+            return False
+        await self._files.remove(name)
+        return True
+
+
+def _name(identity: str, ident: str) -> str:
+    """Return the name under which a response of a key is kept."""
+    parts = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() for text in (identity, f"{identity}/{ident}")]
+    return f"{parts[0][:32]}-{parts[1][:32]}.json"
