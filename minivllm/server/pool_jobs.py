@@ -86,7 +86,7 @@ def read(raw: bytes, inner: str) -> Parts:
     columns, arrays = [], []
     if isinstance(body, dict):
         bounds.check_fields(body)
-        for name in bounds.IDS:
+        for name in (*bounds.IDS, *bounds.INPUTS):
             found = ids_of(body.get(name))
             if found is not None:
                 ids, lengths = found

@@ -25,12 +25,15 @@ from .field_table import (
     COUNT,
     CREATE,
     DETOKENIZE,
+    EMBED,
     FORM,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_MODEL,
     REQUIRED,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     declared_by,
 )
@@ -81,6 +84,10 @@ OllamaBody = _model("OllamaBody", Body, OLLAMA_CHAT, OLLAMA_GENERATE)
 OllamaChatBody = _model("OllamaChatBody", OllamaBody, OLLAMA_CHAT)
 OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
 OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
+PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)
+EmbedBody = _model("EmbedBody", PooledBody, EMBED)
+RerankBody = _model("RerankBody", PooledBody, RERANK)
+ScoreBody = _model("ScoreBody", PooledBody, SCORE)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:
