@@ -108,7 +108,8 @@ def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
         return None
     nested = all(type(row) is list for row in value)
     flat = [i for row in value for i in row] if nested else value
-    if len(flat) <= FEW or set(map(type, flat)) != {int}:
+    kinds = set(map(type, flat))
+    if len(flat) <= FEW or kinds != {int}:
         return None
     if nested and not all(value):  # an empty list is an error, which the reader of the JSON reports
         return None
