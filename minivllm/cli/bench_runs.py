@@ -27,6 +27,8 @@ COMPONENTS = {  # figures of ``bench memory``, in the order in which they are pr
     "weight_bytes": "weights",
     "kv_pool_bytes": "KV cache, reserved",
     "kv_peak_bytes": "KV cache, held at the peak",
+    "state_bytes": "recurrent states, reserved",
+    "state_bytes_per_request": "recurrent state of a request",
     "rest_bytes": "activations and the rest",
     "process_before_bytes": "process before",
     "process_built_bytes": "process with the engine",
@@ -603,6 +605,8 @@ def memory(args: argparse.Namespace) -> int:
     result = repeats.result("memory", runs, states, settings(args), planned_bill(loaded, args))
     title = config_title(loaded, f"{len(requests(args.seed))} requests")
     lines = [f"{text:32} {result[key] / 2**20:10.1f} MiB" for key, text in COMPONENTS.items() if key in result]
+    if "state_checkpoints" in result:
+        lines.append(f"{'checkpoints of states':32} {result['state_checkpoints']:10.0f}")
     return print_result(result, args, [title, *lines])
 
 

@@ -303,6 +303,8 @@ class Work:
         block_bytes = sum(size for size, _ in zip(capacity.block_bytes, capacity.blocks, strict=True))
         figures["weight_bytes"] = capacity.weight_bytes
         figures["kv_token_bytes"] = block_bytes / llm.engine.wiring.block
+        if capacity.checkpoints is not None:
+            figures["state_bytes"] = capacity.state_bytes
         self.store.keep_run(contender.key, seed, run)
         progress(f"{brief(contender.name)}, seed {seed}: {figures['output_throughput']:.1f} tokens/s")
 

@@ -41,6 +41,7 @@ from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
 from .own_models import OwnModels
 from .places import ModelPlaces, describe_folder
+from .states import states_explained
 from .steps import wire_steps
 from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
@@ -182,6 +183,7 @@ class _Fold:
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
         cache = CacheWiring(block, *room, groups, self._checkpoints())
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
+        self._tell_states(len(specs), wiring)
         return Resolved(
             config=config,
             wiring=replace(wiring, own_models=models),
@@ -200,6 +202,12 @@ class _Fold:
             tokenizer_dir=None if tokenizer is None else str(tokenizer),
             sampling=sampling,
         )
+
+    def _tell_states(self, attention: int, wiring: Wiring) -> None:
+        """Note the memory of recurrent states of a model with ``attention`` layers with attention."""
+        if self.states:
+            layers = attention + len(self.states)
+            self.notes.append(("model.states", states_explained(self.states, layers, wiring)))
 
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from minivllm import LLM, SamplingParams
+from minivllm import LLM, SamplingParams, explain
+from minivllm.cli import main
 from minivllm.core.interfaces.drafter import Drafter
 from minivllm.errors import ConfigError, ModelError, ResourceError
 
@@ -175,8 +176,37 @@ def test_processes_share_a_model_with_states(case):
     try:
         for _ in range(2):
             case.check(llm)
+        size = llm.stats()["states"]["bytes_per_sequence"]
+        text = explain(case.folder, skip_tokenizer_init=True, dtype="float32").text("model")
+        assert f"recurrent state: {size / 1024:.1f} KiB for each" in text
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({}, "; as many checkpoints as fit are taken at the start"),
+    ({"num_state_checkpoints": 10}, ", and 10 checkpoints (15.0 KiB)"),
+    ({"enable_prefix_caching": False}, ", and no checkpoints"),
+])  # fmt: skip
+def test_explain_has_the_bytes_and_the_numbers_of_states(options, says, tmp_path):
+    make(tmp_path, "lfm2")
+    found = explain(str(tmp_path), skip_tokenizer_init=True, dtype="float32", max_num_seqs=8, **options).text("model")
+    line = next(line for line in found.splitlines() if line.startswith("model.states"))
+    assert line.partition("states")[2].strip() == (
+        "3 of 4 layers have a recurrent state: 1.5 KiB for each of 9 states (max_num_seqs and a spare one, 13.5 KiB)"
+        + says
+    )
+
+
+def test_bench_memory_names_what_the_states_take(tmp_path, capsys):
+    make(tmp_path, "lfm2")
+    sizes = {"max_num_seqs": 4, "num_kvcache_blocks": 32, "num_state_checkpoints": 5, "dtype": "float32"}
+    options = [f"--set={name}={value}" for name, value in sizes.items()]
+    command = ["bench", "memory", f"--set=model={tmp_path}", "--set=skip_tokenizer_init=true", *options]
+    assert main([*command, "--num-prompts", "2", "--output-len", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state_bytes_per_request"], found["state_checkpoints"]) == (1536, 5)
+    assert found["state_bytes"] == (5 + 5) * 1536
 
 
 def test_a_wrapper_with_images_is_served_as_text(tmp_path):

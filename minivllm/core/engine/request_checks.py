@@ -11,7 +11,6 @@ from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError, describe_error, suggest
 
-from .pooling import check_pooling
 from .prompt_scores import check_logprobs
 from .stops import StopRule
 from .strategies import branches, own_names
@@ -48,12 +47,9 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
             f"prompt token id {low if low < 0 else high} is out of range; expected 0 to {vocab - 1}",
             "prompt",
         )
-    pools = request.pooling is not None
-    most = limit if pools else limit - 1
-    if n > most:
-        why = "" if pools else " less one to generate"
+    if n >= limit:
         raise RequestError(
-            f"the prompt has {n} tokens; expected at most {most} (max_model_len={limit}{why})",
+            f"the prompt has {n} tokens; expected at most {limit - 1} (max_model_len={limit} less one to generate)",
             "prompt",
         )
     for i in p.stop_token_ids or ():
@@ -66,7 +62,7 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         raise RequestError(
             f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
         )
-    request.end = n + 1 if pools else _end(n, p, limit, cache)
+    request.end = _end(n, p, limit, cache)
     if not cache.fits_alone(n, request.end, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
         raise RequestError(
@@ -187,7 +183,6 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
     started = run("strategy", branches, engine.strategies, request)
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
     check_taps(request, engine.wiring, engine.capacity, engine.executor)
-    check_pooling(request, engine.capacity.hidden, engine.executor)
     return started
 
 

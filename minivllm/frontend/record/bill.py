@@ -230,6 +230,8 @@ def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
             "kv_block_bytes": list(capacity.block_bytes),
             "weight_bytes": capacity.weight_bytes,
         }
+        if capacity.checkpoints is not None:
+            facts |= {"state_bytes": capacity.state_bytes, "state_checkpoints": capacity.checkpoints}
     return facts
 
 

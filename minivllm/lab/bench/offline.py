@@ -136,7 +136,11 @@ def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, An
         held = HeldBlocks(llm.engine)
         work(llm)
         pool = sum(n * size for n, size in zip(capacity.blocks, capacity.block_bytes, strict=True))
+        states = state_memory(llm.engine)
         found: dict[str, Any] = {"weight_bytes": capacity.weight_bytes, "kv_pool_bytes": pool}
+        if states:
+            found |= {"state_bytes": states, "state_bytes_per_request": capacity.state_bytes}
+            found["state_checkpoints"] = capacity.checkpoints
         found |= {"kv_peak_bytes": held.bytes, "process_before_bytes": before, "process_built_bytes": built}
         found["process_peak_bytes"] = peak()
         if llm.engine.wiring.device.startswith("cuda"):
@@ -145,13 +149,21 @@ def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, An
             found["device_peak_bytes"] = top
             found["device_reserved_bytes"] = torch.cuda.max_memory_reserved()
             found["device_used_bytes"] = whole - free
-            rest = top - pool - capacity.weight_bytes
+            rest = top - pool - states - capacity.weight_bytes
         else:
             rest = found["process_peak_bytes"] - before - capacity.weight_bytes - held.bytes
         found["rest_bytes"] = max(0, rest)
         return found
     finally:
         llm.close()
+
+
+def state_memory(engine: Any) -> int:
+    """Return the bytes of all recurrent states: one for each slot, a spare one, and the checkpoints."""
+    capacity = engine.capacity
+    if capacity.checkpoints is None:
+        return 0
+    return (engine.wiring.max_num_seqs + 1 + capacity.checkpoints) * capacity.state_bytes
 
 
 class HeldBlocks:

@@ -83,6 +83,7 @@ class Multiprocess(Process):
             capacity,
             block_bytes=tuple(sum(share) for share in zip(*shares, strict=True)),
             weight_bytes=sum(one["weight_bytes"] for one in told),
+            state_bytes=sum(one["state_bytes"] for one in told),
         )
 
     def _start(self, wiring: Wiring, size: int) -> None:

@@ -1,1 +1,0 @@
-"""Embeddings over HTTP: ``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``."""
