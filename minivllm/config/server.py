@@ -65,6 +65,9 @@ class ServerConfig(Strict):
     max_headers: int = Field(100, ge=8, description="largest number of headers of a request; above: status 431")
     max_n: int = Field(128, ge=1, le=128, description="largest n of a request")
     max_batch: int = Field(256, ge=1, description="largest number of prompts of a request")
+    max_inputs: int = Field(
+        2048, ge=1, description="largest number of texts of a request to /v1/embeddings, /v1/score or /v1/rerank"
+    )
     max_branches: int = Field(
         1024, ge=1, description="largest number of branches of a request: prompts times max(n, best_of, beam_width)"
     )

@@ -324,6 +324,11 @@ def result(found: Any, plan: StepPlan, capacity: Capacity) -> StepResult:
         if found.taps is None or found.taps.shape != (size,) or found.taps.dtype != np.float32:
             have = shown(found.taps)
             raise ValueError(f"taps of step {plan.id} are {have}; expected float32 [{size}]")
+    if len(plan.pooled):
+        shape = len(plan.pooled), capacity.hidden
+        if _shape_of(found.pooled) != shape or found.pooled.dtype != np.float64:
+            have = shown(found.pooled)
+            raise ValueError(f"pooled of step {plan.id} are {have}; expected float64 {list(shape)}")
     return found
 
 

@@ -28,6 +28,7 @@ from .loop import STOPPED, Inbox, TurnLoop
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
+    from minivllm.runtime.text.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
     from minivllm.runtime.text.tokenizer import Tokenizer
 
     from .requests import StreamOutput
@@ -123,6 +124,67 @@ class AsyncLLM(FrontDoor):
         taps = template.pop("taps", None)
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
         return self.generate(prompt, sampling_params, request_id, taps)
+
+    async def embed(
+        self,
+        prompts: Any,
+        pooling: str = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts, as ``LLM.embed`` does.  Cancelling the task aborts the requests."""
+        from . import embedding
+
+        self._refuse_within("embed")
+        options = embedding.EmbedOptions.of(self, pooling, normalize, dimensions, truncate_prompt_tokens)
+        items = embedding.listed(prompts)
+        left = len(items)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[Any] = loop.create_future()
+
+        def count(_: Any) -> None:
+            """Note the end of a request, on the engine's thread."""
+            nonlocal left
+            left -= 1
+            if not left:
+                _call(loop, _settle, ended, None, None)
+
+        tracked = await asyncio.to_thread(embedding.embed_requests, self, items, options, count)
+
+        def add() -> None:
+            """Add all requests, or none if one is refused, on the engine's thread."""
+            try:
+                for t in tracked if not ended.done() else ():
+                    t.add_to(self.engine)
+            except BaseException as e:
+                leave()
+                _call(loop, _settle, ended, None, refusal(e))
+
+        def leave() -> None:
+            """Abort the requests, on the engine's thread."""
+            for t in tracked:
+                if self.engine.requests.get(t.request.id) is t.request:
+                    self.engine.abort(t.request.id)
+
+        if tracked:
+            self._send(add)
+            try:
+                await ended
+            except asyncio.CancelledError:
+                self._send(leave, ends=True)
+                raise
+        return [embedding.embedding_output(t, options) for t in tracked]
+
+    async def score(
+        self, text_1: Any, text_2: Any, pooling: str = "auto", truncate_prompt_tokens: int | None = None
+    ) -> list[ScoringRequestOutput]:
+        """Return the similarity of texts, as ``LLM.score`` does."""
+        from . import embedding
+
+        prompts, index = embedding.unique_texts(*embedding.paired(text_1, text_2))
+        outputs = await self.embed(prompts, pooling, truncate_prompt_tokens=truncate_prompt_tokens)
+        return embedding.score_outputs(outputs, index)
 
     def abort(self, request_id: str) -> None:
         """End a request.  Unknown ids are ignored.  Any thread except the engine's own may call it."""

@@ -20,6 +20,7 @@ from .loop import LOOK, settles
 if TYPE_CHECKING:
     from minivllm.core.engine.request import Request
     from minivllm.registry import Selection
+    from minivllm.runtime.text.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
     from minivllm.runtime.text.outputs import RequestOutput
     from minivllm.runtime.text.tokenizer import Tokenizer
 
@@ -134,6 +135,62 @@ class LLM(FrontDoor):
         with contextlib.nullcontext() if bar is None else bar:
             self._run(tracked)
         return [t.output() for t in tracked]
+
+    def embed(
+        self,
+        prompts: Any,
+        pooling: str = "auto",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **other: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embed prompts: pool the output of the model's last norm over the tokens of each prompt.
+
+        ``prompts`` is as in ``generate``.  ``pooling`` is "mean", "last" or "cls" (the first token); "auto" uses the
+        checkpoint's sentence-transformers files if it has them, else "last".  ``dimensions`` keeps the first values.
+        ``normalize`` then scales the vector to length 1.  ``truncate_prompt_tokens`` keeps the last tokens of a prompt;
+        -1 keeps as many as the context holds.
+
+        RequestError if a prompt is refused; then nothing runs.  A request that fails later has an empty embedding and a
+        message in ``error``.
+        """
+        from . import embedding
+
+        embedding.check_keywords("embed", other, embedding.KEYWORDS)
+        options = embedding.EmbedOptions.of(self, pooling, normalize, dimensions, truncate_prompt_tokens)
+        items = embedding.listed(prompts)
+        bar = _bar(len(items)) if use_tqdm else None
+        done = None if bar is None else lambda _: bar.update(1)
+        tracked = embedding.embed_requests(self, items, options, done)
+        with contextlib.nullcontext() if bar is None else bar:
+            self._run(tracked)
+        return [embedding.embedding_output(t, options) for t in tracked]
+
+    def score(
+        self,
+        text_1: Any,
+        text_2: Any,
+        pooling: str = "auto",
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool = True,
+        **other: Any,
+    ) -> list[ScoringRequestOutput]:
+        """Return the similarity of texts: the cosine of the angle between their embeddings.
+
+        Each text is a prompt or a list of prompts.  One prompt in ``text_1`` is compared with each in ``text_2``; lists
+        of equal length are compared pair by pair.  The other arguments are those of ``embed``.  RequestError if a
+        prompt is refused, and PluginError if an embedding fails.
+        """
+        from . import embedding
+
+        known = ("text_1", "text_2", "pooling", "truncate_prompt_tokens", "use_tqdm")
+        embedding.check_keywords("score", other, known)
+        prompts, index = embedding.unique_texts(*embedding.paired(text_1, text_2))
+        cut = truncate_prompt_tokens
+        outputs = self.embed(prompts, pooling, truncate_prompt_tokens=cut, use_tqdm=use_tqdm)
+        return embedding.score_outputs(outputs, index)
 
     def chat(
         self,

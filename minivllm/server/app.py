@@ -19,6 +19,7 @@ from minivllm.errors import describe_error
 
 from . import errors, operations
 from .anthropic import messages
+from .embedding import routes as embedding
 from .errors import ApiError
 from .http import cross_site, unknown_routes
 from .http.auth import ADMIN as ADMIN_KEY
@@ -34,11 +35,14 @@ from .openai.bodies import (
     CompletionBody,
     CountBody,
     DetokenizeBody,
+    EmbedBody,
     MessageBody,
     OllamaChatBody,
     OllamaGenerateBody,
     OllamaModelBody,
+    RerankBody,
     ResponsesBody,
+    ScoreBody,
     TokenizeBody,
 )
 from .responses import routes as responses
@@ -64,6 +68,12 @@ ROUTES: Routes = (
     ("/v1/responses/{response_id}", responses.delete, "DELETE", None, (JSON,), (404, 503)),
     ("/v1/responses/{response_id}/cancel", responses.cancel, "POST", None, (JSON,), (404, 503)),
     ("/v1/responses/{response_id}/input_items", responses.input_items, "GET", None, (JSON,), (404, 503)),
+    ("/v1/embeddings", embedding.embeddings, "POST", EmbedBody, (JSON,), BODY_ERRORS),
+    ("/v1/score", embedding.score, "POST", ScoreBody, (JSON,), BODY_ERRORS),
+    ("/score", embedding.score, "POST", ScoreBody, (JSON,), BODY_ERRORS),
+    ("/v1/rerank", embedding.rerank, "POST", RerankBody, (JSON,), BODY_ERRORS),
+    ("/v2/rerank", embedding.rerank, "POST", RerankBody, (JSON,), BODY_ERRORS),
+    ("/rerank", embedding.rerank, "POST", RerankBody, (JSON,), BODY_ERRORS),
     ("/v1/models", operations.models, "GET", None, (JSON,), (503,)),
     ("/v1/models/{model:path}", operations.model, "GET", None, (JSON,), (404, 503)),
     ("/tokenize", operations.tokenize, "POST", TokenizeBody, (JSON,), BODY_ERRORS),

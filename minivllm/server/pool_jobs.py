@@ -86,7 +86,7 @@ def read(raw: bytes, inner: str) -> Parts:
     columns, arrays = [], []
     if isinstance(body, dict):
         bounds.check_fields(body)
-        for name in bounds.IDS:
+        for name in (*bounds.IDS, *bounds.INPUTS):
             found = ids_of(body.get(name))
             if found is not None:
                 ids, lengths = found
@@ -108,7 +108,8 @@ def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
         return None
     nested = all(type(row) is list for row in value)
     flat = [i for row in value for i in row] if nested else value
-    if len(flat) <= FEW or set(map(type, flat)) != {int}:
+    kinds = set(map(type, flat))
+    if len(flat) <= FEW or kinds != {int}:
         return None
     if nested and not all(value):  # an empty list is an error, which the reader of the JSON reports
         return None

@@ -53,7 +53,7 @@ def through(encode, decode, *value):
 
 
 def array(draw, dtype, *shape):
-    items = {"i4": WHOLE, "i8": LONG, "f4": REAL, "u1": st.integers(0, 255)}[dtype]
+    items = {"i4": WHOLE, "i8": LONG, "f4": REAL, "f8": st.floats(), "u1": st.integers(0, 255)}[dtype]
     n = int(np.prod(shape))
     return np.array(draw(st.lists(items, min_size=n, max_size=n)), dtype).reshape(shape)
 
@@ -105,6 +105,7 @@ def plans(draw):
         scale=array(draw, "f4", draw(size)),
         taps=array(draw, "i4", draw(size), 3),
         steered=array(draw, "i4", draw(size)),
+        pooled=array(draw, "i4", draw(size), 3),
         prompt_topk=draw(WHOLE),
         delta=delta,
         **rows,
@@ -133,6 +134,7 @@ def results(draw):
         device_ms=draw(st.floats(allow_nan=False)),
         drafted=array(draw, "i4", draw(st.integers(0, 2))),
         taps=array(draw, "f4", draw(st.integers(0, 5))),
+        pooled=draw(st.sampled_from([(0, 0), (1, 2), (3, 4)]).flatmap(lambda shape: st.just(np.full(shape, 1 / 3)))),
         seams=draw(st.dictionaries(NAMES, st.floats(0, 9))),
     )
 
@@ -191,7 +193,7 @@ def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     with pytest.raises(CodecError, match=r"kind 2; expected .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"4, kind 2; expected .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"5, kind 2; expected .* 99, kind 2"):
         codec.decode_late(late)
 
 

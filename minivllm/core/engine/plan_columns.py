@@ -10,6 +10,7 @@ import numpy as np
 from minivllm.core.interfaces.plan import STOP_IDS, Join, no_rows
 
 from .guides import guided_rows
+from .pooling import pooled_rows
 from .prompt_scores import prompt_rows
 from .taps import tap_rows
 
@@ -57,6 +58,8 @@ def asked_columns(
         columns |= prompt_rows(s, at, computed, q_len)
     if s.tapping:
         columns |= tap_rows(s, at, computed, q_len, draws)
+    if s.pooling:
+        columns |= pooled_rows(s, at, computed, q_len)
     return columns
 
 

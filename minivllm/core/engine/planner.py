@@ -465,6 +465,8 @@ class Planner:
         # of a row with drafts, the last position is stored
         s.computed[at] = after = computed + q_len
         draws = after == s.known[at]
+        if s.pooling:
+            draws &= ~s.pooled[at]
         if len(draft):
             draws |= draft > 0
         drawn = at[draws]

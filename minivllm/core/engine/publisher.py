@@ -26,6 +26,7 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import describe_error
 
+from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 from .taps import NO_LIMITS, TapKeeper, TapLimits
@@ -97,6 +98,9 @@ class Publisher:
         if len(plan.taps):
             whose = lambda row: self._sequence(flight, live, row)  # noqa: E731
             many = self.taps.keep(plan, bool(live.all()), whose, result.taps)
+        whole: Iterable[Seq] = ()
+        if len(plan.pooled):
+            whole = keep_pooled(plan, lambda row: self._sequence(flight, live, row), result.pooled)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         if self.cache.prefix:
@@ -111,6 +115,9 @@ class Publisher:
                 if (int(at[j]) + seq.slot) % FLUSH_LOGPROBS == 0:
                     seq.flush_logprobs()
         self._tell(flight, result, live, ok)
+        for seq in whole:
+            if seq.status != FINISHED:
+                self._end_pooled(seq, now)
         if len(plan.host):
             self._choose(flight, result, live)
         for seq in many:
@@ -142,6 +149,14 @@ class Publisher:
             seq = s.seq[slots[j]]
             if seq is not None and seq.serial == flight.serial[pick[j]]:
                 self._deliver(seq, result, j)
+
+    def _end_pooled(self, seq: Seq, now: float) -> None:
+        """End a sequence whose hidden states have all been pooled.  ``now`` is in seconds."""
+        seq.request.first_token = now
+        if seq.request.pooling.end(len(seq.request.prompt)):
+            self.send(seq, Finish("stop"))
+        else:
+            self.finish(seq, "error", error=NOT_FINITE)
 
     # ---- rows with drafts --------------------------------------------------------------------------------------------
 

@@ -152,6 +152,8 @@ class Request:
     on_done: Any = None  # callback on_done(request) when its last sequence has ended
     taps: tuple[Tap, ...] = ()  # taps of the client
     tapped: RequestTaps | None = None  # taps as the engine uses them; None = none
+    # pools the prompt's hidden states (``pooling.Pooling``); the request then draws no token.  None for other requests
+    pooling: Any = None
     tap_bytes: int = 0  # bytes of the values that its sequences have read
     # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None

@@ -11,6 +11,7 @@ from minivllm.core.interfaces.plan import STOP_IDS
 from minivllm.core.timing import processor_seams
 from minivllm.errors import RequestError, describe_error, suggest
 
+from .pooling import check_pooling
 from .prompt_scores import check_logprobs
 from .stops import StopRule
 from .strategies import branches, own_names
@@ -47,9 +48,12 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
             f"prompt token id {low if low < 0 else high} is out of range; expected 0 to {vocab - 1}",
             "prompt",
         )
-    if n >= limit:
+    pools = request.pooling is not None
+    most = limit if pools else limit - 1
+    if n > most:
+        why = "" if pools else " less one to generate"
         raise RequestError(
-            f"the prompt has {n} tokens; expected at most {limit - 1} (max_model_len={limit} less one to generate)",
+            f"the prompt has {n} tokens; expected at most {most} (max_model_len={limit}{why})",
             "prompt",
         )
     for i in p.stop_token_ids or ():
@@ -62,7 +66,7 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
         raise RequestError(
             f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
         )
-    request.end = _end(n, p, limit, cache)
+    request.end = n + 1 if pools else _end(n, p, limit, cache)
     if not cache.fits_alone(n, request.end, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
         raise RequestError(
@@ -183,6 +187,7 @@ def prepare(engine: Intake, request: Request) -> list[Branch]:
     started = run("strategy", branches, engine.strategies, request)
     check_logprobs(request, engine.wiring, engine.capacity.vocab_size)
     check_taps(request, engine.wiring, engine.capacity, engine.executor)
+    check_pooling(request, engine.capacity.hidden, engine.executor)
     return started
 
 

@@ -37,10 +37,8 @@ class Slots:
         # slots in order of admission; intp, because numpy indexes five times as fast with it
         self.running = np.empty(0, np.intp)
         self.next_serial = 0
-        self.changes = (
-            # counts the changes after which a step differs from the last one in more than its tokens
-            0
-        )
+        # counts the changes after which a step differs from the last one in more than its tokens
+        self.changes = 0
         self.serial = np.full(size, -1, np.int64)  # stamp of the present stay
         self.step = np.zeros(size, np.int64)  # id of the last step that contains the row
         self.published = 0  # id of the last step whose result is in the columns
@@ -61,7 +59,7 @@ class Slots:
         self.emitted = self._ints[12]  # tokens sent to the sink, including the prompt's
         self.sample = self._ints[13]
         self.partner = self._ints[15]  # slot of the row's guide or lead (see ``guides``), or -1
-        self._flags = np.zeros((11, size), bool)
+        self._flags = np.zeros((12, size), bool)
         self.forking = self._flags[0]  # waits for branches, or for its partner
         # False: the row is not planned until its last token was collected
         self.ready = self._flags[1]
@@ -74,6 +72,7 @@ class Slots:
         self.scored = self._flags[8]  # the request returns log-probabilities
         self.leads = self._flags[9]  # its partner is its guide
         self.tapped = self._flags[10]  # its request reads or adds at points of the model
+        self.pooled = self._flags[11]  # its request pools hidden states and draws no token
         self.scale = np.zeros(size, np.float32)  # of the guide
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with ``prompt_topk``
@@ -82,6 +81,7 @@ class Slots:
         self.timed = 0  # rows with ``tpot``
         self.paired = 0  # rows with a partner
         self.tapping = 0  # rows with taps
+        self.pooling = 0  # rows with ``pooled``
         self.prefix_published = np.zeros(size, np.int32)  # blocks published in the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
         # leading blocks released (sliding window)
@@ -140,6 +140,7 @@ class Slots:
             r.topk >= 0,
             False,
             r.tapped is not None,
+            r.pooling is not None,
         )
         self.tokens[slot, :n] = seq.tokens[:n]
         self.asking += r.prompt_topk >= 0
@@ -147,6 +148,7 @@ class Slots:
         self.watched += bool(r.watch) or host
         self.timed += int(self.tpot[slot] < np.inf)
         self.tapping += r.tapped is not None
+        self.pooling += r.pooling is not None
         self.prefix_published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.concatenate((self.running, np.array((slot,), np.intp)))
@@ -169,6 +171,7 @@ class Slots:
         self.timed -= int(self.tpot[slot] < np.inf)
         self.paired -= int(self.partner[slot] >= 0)
         self.tapping -= int(self.tapped[slot])
+        self.pooling -= int(self.pooled[slot])
         n = int(self.collected[slot])
         seq.tokens = self.tokens[slot, :n].copy()
         seq.known = n

@@ -121,10 +121,12 @@ def _fitting(tap: Tap, width: int) -> np.ndarray:
 
 def most_cached(seq: Seq, most: int) -> int:
     """Return how many of the first ``most`` tokens may come from the prefix cache.  Cached tokens have no
-    log-probabilities and no tap values."""
+    log-probabilities, tap values and hidden states."""
     request = seq.request
     if request.prompt_topk >= 0:
         return 1
+    if request.pooling is not None:
+        return request.pooling.most_cached(most)
     if request.tapped is not None and request.tapped.read:
         return min(most, 1 + (0 if seq.tap_values is None else seq.tap_values.upto))
     return most

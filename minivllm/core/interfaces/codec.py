@@ -33,14 +33,15 @@ from .plan import (
     StepError,
     StepPlan,
     StepResult,
+    no_rows,
 )
 from .sampling import Row
 
-VERSION = 4
+VERSION = 5
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
-I8, I4, F4, U1 = (np.dtype(name) for name in ("<i8", "<i4", "<f4", "u1"))
+I8, I4, F8, F4, U1 = (np.dtype(name) for name in ("<i8", "<i4", "<f8", "<f4", "u1"))
 ALIGN = 8
 
 
@@ -194,6 +195,7 @@ _PLAN = Layout(
                 ("guided", 2),
                 ("taps", 3),
                 ("steered", 0),
+                ("pooled", 3),
             ],
         ),
         *_own("plan", [("scale", 0)], F4),
@@ -333,10 +335,11 @@ def decode_late(data: bytearray | bytes) -> tuple[int, LateInputs]:
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
+NO_SUMS = no_rows(0, 0, dtype=np.float64)
 _TABLES = [("chosen", F4), ("rank", I4), ("top_ids", I4), ("top", F4)]
 _RESULT = Layout(
     RESULT,
-    "qdiiq",
+    "qdiiqq",
     [
         *_columns("result", I4, "rows", "slots tokens count"),
         *_columns("result", U1, "rows", "flags"),
@@ -348,6 +351,7 @@ _RESULT = Layout(
             for name, dtype in _TABLES
         ),
         ColumnSpec("logits", "logits", F4, "logits.logits"),
+        ColumnSpec("sums", "sums", F8, "sums.sums"),
     ],
 )
 
@@ -370,13 +374,15 @@ def encode_result(result: StepResult) -> list[bytes]:
         "logprobs": _flat(result.logprobs),
         "prompt": _flat(result.prompt),
         "logits": logits,
+        "sums": SimpleNamespace(sums=result.pooled.reshape(-1)),
     }
-    return _RESULT.encode(owners, (result.id, result.device_ms, *k, vocab), rest, [])
+    scalars = result.id, result.device_ms, *k, vocab, result.pooled.shape[1]
+    return _RESULT.encode(owners, scalars, rest, [])
 
 
 def decode_result(data: bytearray | bytes) -> StepResult:
     """Decode the bytes of ``encode_result``.  CodecError if they are malformed."""
-    (step, ms, k, prompt_k, vocab), found, rest, at = _RESULT.decode(data)
+    (step, ms, k, prompt_k, vocab, hidden), found, rest, at = _RESULT.decode(data)
     if at != len(data):
         raise CodecError(f"{len(data) - at} bytes too many")
     try:
@@ -394,6 +400,7 @@ def decode_result(data: bytearray | bytes) -> StepResult:
             seams=seams,
             prompt=_tables(found["prompt"], prompt_k),
             logits=None if vocab < 0 else found["logits"]["logits"].reshape(-1, vocab),
+            pooled=found["sums"]["sums"].reshape(-1, hidden) if hidden else NO_SUMS,
         )
     except (TypeError, ValueError) as e:
         raise CodecError(f"the parts of the result do not match: {e}") from e

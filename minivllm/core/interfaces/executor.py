@@ -14,8 +14,8 @@ from minivllm.registration.spec import Part
 from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
-# Capacity.taps; 2.4: Executor.now
-API = (2, 4)
+# Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden
+API = (2, 5)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,9 @@ class Capacity:
     # Points of the model that requests may tap, and their widths.  ``StepPlan.taps`` numbers them in this
     # order.  None means that the executor serves no taps; requests with taps are then refused.
     taps: Mapping[str, int] | None = None
+    # width of the hidden states that ``StepPlan.pooled`` sums.  0 means that the executor does not implement it;
+    # requests for embeddings are then refused.
+    hidden: int = 0
     # copies of recurrent states (``CacheWiring.num_state_checkpoints``); None if the model has no such states
     checkpoints: int | None = None
     state_bytes: int = 0  # size of the recurrent states of one sequence

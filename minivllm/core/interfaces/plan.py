@@ -140,6 +140,9 @@ class StepPlan:
     taps: np.ndarray = field(default_factory=nothing(0, 3))
     # i32 [k] points at which a vector is added to at least one row of the step (``Join.steer``), ascending
     steered: np.ndarray = field(default_factory=nothing())
+    # i32 [n, 3] (row, first, count): return the sum of the hidden states of ``count`` tokens of the row, from its
+    # number ``first`` in this step on.  Hidden states are the input of the output layer.  These rows draw nothing.
+    pooled: np.ndarray = field(default_factory=nothing(0, 3))
 
     def further(self, id: int, computed: np.ndarray, delta: Delta) -> StepPlan:
         """Return a plan for another step of the same rows.  It takes a tenth of the time of creating a plan."""
@@ -220,6 +223,8 @@ class StepResult:
     drafted: np.ndarray = field(default_factory=nothing())
     # f32 the values of ``plan.taps``, concatenated
     taps: np.ndarray = field(default_factory=nothing(dtype=np.float32))
+    # f64 [len(plan.pooled), hidden] the sums of ``plan.pooled``
+    pooled: np.ndarray = field(default_factory=nothing(0, 0, dtype=np.float64))
     # seconds of host time of each plug-in that the step ran, by plug-in
     seams: Mapping[str, float] = field(default_factory=dict)
 

@@ -19,6 +19,7 @@ from minivllm.device.native.program import address
 from minivllm.errors import PluginError
 
 from .lowering import NotLowered, lower
+from .pooling import pool, rows_of, used_tokens
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Wiring
@@ -96,24 +97,41 @@ class NativeSteps:
         """Return whether the program can run FORWARD of a step.
 
         It needs 1 to ``MOST_TOKENS`` rows and at most as many tokens, and no prompt logprobs, taps or steering.  If
-        only decode steps are captured, each row must have one token."""
+        only decode steps are captured, each row must have one token.  Its buffer must hold all hidden states that are
+        used."""
         rows = len(plan.slots)
         if not 0 < rows <= MOST_TOKENS or len(plan.prompt) or len(plan.taps) or len(plan.steered):
             return False
+        if len(plan.pooled):
+            used = len(plan.samples) + int(plan.pooled[:, 2].sum())
+            if not 0 < used <= len(self.hidden):
+                return False
         return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
 
-    def forward(self, plan: StepPlan) -> torch.Tensor | None:
-        """Run FORWARD and return the hidden states [N, H] of the N tokens that sample; None if N is 0.
+    def forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run FORWARD and return (the hidden states [N, H] of the N tokens that sample, the sums of ``plan.pooled``).
 
-        They may be overwritten by the next step."""
+        The hidden states are None if N is 0; the next step may overwrite them.  The sums are None if the step pools
+        nothing.  ``sample`` cannot follow a step that pools, because the buffer then has other hidden states too."""
+        at = plan.q_len.cumsum()[plan.samples] - 1
+        if not len(plan.pooled):
+            return self._forward(plan, at), None
+        used = used_tokens(plan, at)
+        hidden = self._forward(plan, used)
+        assert hidden is not None
+        sums = pool(plan, hidden, used, self.state)
+        return hidden[self.state.to(rows_of(at, used))] if len(at) else None, sums
+
+    def _forward(self, plan: StepPlan, used: np.ndarray) -> torch.Tensor | None:
+        """Run FORWARD and return the hidden states [N, H] of the tokens ``used`` i64 [N]; None if N is 0."""
         whole = merged(plan) if len(plan.draft) else plan
-        box, r, n = self._box, len(whole.slots), len(plan.samples)
+        box, r, n = self._box, len(whole.slots), len(used)
         box[0], box[1] = r, n
         box[2 : 2 + r] = whole.slots
         box[2 + r : 2 + 2 * r] = whole.q_len
         box[2 + 2 * r : 2 + 3 * r] = whole.computed
         if n:
-            box[2 + 3 * r : 2 + 3 * r + n] = plan.q_len.cumsum()[plan.samples] - 1
+            box[2 + 3 * r : 2 + 3 * r + n] = used
         self.program.forward(self._at)
         if not n:
             return None

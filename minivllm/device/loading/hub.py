@@ -24,7 +24,8 @@ from minivllm.errors import ConfigError, ModelError, brief, shown
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
 PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
 WEIGHTS = "*.safetensors"
-NEVER_READ = ("*/*", "consolidated*.safetensors")  # the same weights in other formats
+# The same weights in other formats.  The folder 1_Pooling of sentence-transformers is read for embeddings.
+NEVER_READ = ("[!1]*/*", "consolidated*.safetensors")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMED = 3  # files, in a message
 _COMMIT = re.compile(r"[0-9a-f]{40}")

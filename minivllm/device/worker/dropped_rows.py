@@ -23,8 +23,9 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     back = at[rows][samples]
     new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
     new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
-    prompt, taps = plan.prompt.copy(), plan.taps.copy()
+    prompt, taps, pooled = plan.prompt.copy(), plan.taps.copy(), plan.pooled.copy()
     prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
+    pooled[:, 0] = row[pooled[:, 0]]
     return replace(
         plan,
         slots=plan.slots[rows],
@@ -38,6 +39,7 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
         guided=new[plan.guided],
         prompt=prompt,
         taps=taps,
+        pooled=pooled,
     ), back
 
 

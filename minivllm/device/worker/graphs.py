@@ -40,6 +40,7 @@ from minivllm.device.layers.captured_sizes import (
     token_size,
     useful_sizes,
 )
+from minivllm.device.layers.pooling import reads_last_tokens
 from minivllm.errors import describe_error
 
 from . import step
@@ -144,6 +145,8 @@ class Graphs:
         rows, tokens = len(plan.slots), int(plan.q_len.sum())
         if not rows or rows > self.sizes[-1] or len(plan.host) or len(plan.prompt):
             return None
+        if len(plan.pooled) and not reads_last_tokens(plan):
+            return None  # a capture returns the hidden state of one token for each row only
         if len(plan.draft) and self.runner.state.recurrent is not None:
             return None  # a row and its drafts are one row to a recurrent state
         most = int((plan.computed + plan.q_len).max())

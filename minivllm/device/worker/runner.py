@@ -26,6 +26,7 @@ from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
 from minivllm.device.layers.native_steps import NativeSteps, native_steps
+from minivllm.device.layers.pooling import pool, pool_captured, rows_of, used_tokens
 from minivllm.errors import RequestError, describe_error, describe_step_error, external_part
 
 from . import step
@@ -135,6 +136,7 @@ class Runner:
             guides=True,
             own_models=True,
             taps=self.taps.points,
+            hidden=w.hidden_size,
             checkpoints=None if w.states is None else w.states.checkpoints,
             state_bytes=0 if w.states is None else w.states.bytes,
         )
@@ -168,8 +170,8 @@ class Runner:
                     plan = running.plan
                 what = "model"
                 if self.native is not None and self.native.takes(plan):
-                    running.hidden = self.seams.run(what, self.native.forward, plan)
-                    running.native = True
+                    running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
+                    running.native = running.pooled is None
                     return running
                 key = self.graphs.key(plan) if self.graphs is not None else None
                 hidden = self.graphs.forward(key, plan) if key is not None else None
@@ -179,6 +181,8 @@ class Runner:
                         rows = np.repeat(np.arange(len(plan.slots)), plan.q_len)
                         tokens = self.taps.tokens(plan)
                         self._keep_taps(running, tokens, self.taps.replayed(tokens), hidden, rows)
+                    if len(plan.pooled):
+                        running.pooled = to_host(pool_captured(plan, hidden, self.state))
                     if len(plan.samples) < len(plan.slots):
                         running.hidden = hidden[self.state.to(plan.samples).long()] if len(plan.samples) else None
                     return running
@@ -202,18 +206,22 @@ class Runner:
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         selects = self.selects and read.taps is None
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
-        if not len(plan.prompt) and len(at) < len(read.ids) and (len(at) or selects):
-            # keep one token if no row draws, because kernels cannot be launched for an empty tensor
-            indices = self.state.to(at if len(at) else np.zeros(1, np.int64))
+        used: np.ndarray | None = used_tokens(plan, at)
+        if not len(plan.prompt) and len(used) < len(read.ids) and (len(used) or selects):
+            # keep one token if none is used, because kernels cannot be launched for an empty tensor
+            indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
+        else:
+            used = None
         hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
         if len(plan.taps):
-            tokens = np.arange(len(read.ids))
-            place = tokens if indices is None else np.searchsorted(at, tokens)
+            place = rows_of(np.arange(len(read.ids)), used)
             self._keep_taps(running, tapped, found, hidden, place)
+        if len(plan.pooled):
+            running.pooled = to_host(pool(plan, hidden, used, self.state))
         if len(plan.prompt):
             running.prompt = self._score_prompt(plan, hidden)
         if len(at):
-            running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(at)]
+            running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
 
     def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
         """Start the copies of the log-probabilities of prompt tokens."""

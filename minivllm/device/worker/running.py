@@ -14,6 +14,7 @@ from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan,
 from .dropped_rows import spread
 
 NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
+NO_SUMS = no_rows(0, 0, dtype=np.float64)
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Running:
     prompt: tuple[torch.Tensor, ...] | None = None
     logits: torch.Tensor | None = None
     taps: torch.Tensor | None = None  # f32, in the order of ``plan.taps``
+    pooled: torch.Tensor | None = None  # f64, the sums of ``plan.pooled``
     errors: list[StepError] = field(default_factory=list)
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
@@ -90,6 +92,7 @@ class Running:
             prompt=None if self.prompt is None else LogProbs(*(t.numpy() for t in self.prompt)),
             drafted=NO_DRAFTS if self.drafted is None else self.drafted.numpy(),
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
+            pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
         )
         return result if self.came is None else spread(result, self.back, self.came)
 

@@ -56,7 +56,11 @@ class ResultTally:
         self._params = (None, {}, 0)
 
     def watch(self, tracked: Tracked) -> None:
-        """Count a request that the engine has accepted, and its results when it ends."""
+        """Count a request that the engine has accepted, and its results when it ends.
+
+        A record has generated tokens, so requests for embeddings are left out."""
+        if tracked.request.pooling is not None:
+            return
         number = self.count
         notify = tracked.done
         self.count += 1

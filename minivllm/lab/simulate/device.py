@@ -143,7 +143,16 @@ class Simulated(Counting):
             return
         self._settle()
         self._rows = None
-        special = (plan.host, plan.late, plan.draft, plan.prompt, plan.taps, plan.delta.fork, plan.delta.token)
+        special = (
+            plan.host,
+            plan.late,
+            plan.draft,
+            plan.prompt,
+            plan.taps,
+            plan.pooled,
+            plan.delta.fork,
+            plan.delta.token,
+        )
         if plan.topk < 0 and not self._behind and not any(map(len, special)):
             self._begin(plan)
         else:

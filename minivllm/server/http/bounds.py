@@ -35,6 +35,7 @@ MOST_IN = {"allowed_token_ids": MOST_VALUES} | dict.fromkeys(
     1 << 16,
 )
 IDS = ("prompt", "tokens")  # fields that may hold token ids; the code that reads them checks their number
+INPUTS = ("input", "text_1", "text_2")  # the same, but with other values they are limited as other fields
 OPEN, SHUT = (ord("["), ord("{")), (ord("]"), ord("}"))
 
 
@@ -92,12 +93,24 @@ def check_fields(body: dict[str, Any]) -> None:
     if len(body) > MOST_FIELDS:
         raise ApiError(400, f"the body has {len(body)} fields; expected at most {MOST_FIELDS}")
     for name, value in body.items():
-        if name in IDS:
+        if name in IDS or (name in INPUTS and holds_ids(value)):
             continue
         most = MOST_IN.get(name, MOST_IN_FIELD)
         count = values_in(value, most)
         if count > most:
             raise ApiError(400, f"{name[:64]} holds {count} values or more; expected at most {most}", name[:64])
+
+
+def holds_ids(value: Any) -> bool:
+    """Return whether a value is a list of whole numbers, or a list of such lists."""
+    if not isinstance(value, list):
+        return False
+    kinds = set(map(type, value))
+    if kinds == {list}:
+        kinds = set()
+        for ids in value:
+            kinds.update(map(type, ids))
+    return kinds == {int}
 
 
 def values_in(value: Any, most: int) -> int:

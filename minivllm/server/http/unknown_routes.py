@@ -14,6 +14,7 @@ from minivllm.server.errors import ApiError, printable
 
 CHAT, COMPLETIONS, MODELS = "POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models"
 MESSAGES = "POST /v1/messages"
+EMBEDDINGS, SCORE = "POST /v1/embeddings", "POST /v1/score"
 ALL = f"use {CHAT}, {COMPLETIONS} or {MODELS}"
 LIKE = 0.8  # similarity by difflib from which a route is suggested, as for /v1/chat/completion
 LONGEST = 128  # characters of a path up to which it is compared with the routes
@@ -21,8 +22,11 @@ LONGEST = 128  # characters of a path up to which it is compared with the routes
 _OTHERS = f"""\
 batches of messages are not stored; use {MESSAGES} for each request <- messages/batches messages/batches/* \
     messages/batches/*/cancel messages/batches/*/results
-only text is generated; use {CHAT} <- embeddings embed embedding rerank score pooling classify \
-    audio/transcriptions audio/translations audio/speech images/generations images/edits moderations
+use {EMBEDDINGS} <- embed embedding
+only embeddings are pooled; use {EMBEDDINGS} <- pooling encode
+this server has no classifier; use {SCORE} for the similarity of texts <- classify
+only text is generated; use {CHAT} <- audio/transcriptions audio/translations audio/speech images/generations \
+    images/edits moderations
 files and batches are not stored; use {CHAT} for each request <- files files/* batches batches/* fine_tuning/jobs \
     assistants threads vector_stores
 models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter models/load \

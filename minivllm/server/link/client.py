@@ -53,6 +53,8 @@ class EngineInfo:
     ``tap_points`` maps each point of the model that can be tapped to its width.  ``energy`` is the name of the counter
     of joules, "" for none.  ``sampling`` are the sampling defaults of the model's generation_config.json.
     ``weight_bytes`` is the memory of the weights.  ``shape`` has the model's type and sizes (``description.SHAPE``).
+    ``hidden`` is the width of an embedding, 0 if the engine makes none.  ``pooling`` and ``pooling_fault`` are those of
+    ``frontend.pooling.DefaultPooling``.
     """
 
     model: str
@@ -71,6 +73,9 @@ class EngineInfo:
     sampling: dict[str, Any]
     weight_bytes: int
     shape: dict[str, Any]
+    hidden: int
+    pooling: str
+    pooling_fault: str
 
 
 class EngineClient:
@@ -140,12 +145,14 @@ class EngineClient:
         taps: PooledTaps = NOTHING,
         energy: bool = False,
         marks: Mapping[int, str] | None = None,
+        pooling: str | None = None,
     ) -> Stream:
         """Send a request and return its stream once the engine has accepted it.
 
         With ``pieces=False``, each branch may come as a single piece at its end.  ``owner`` is the request's owner
         (``fair_queue.owner_of``); owners take turns wherever requests wait.  With ``energy``, the request ends only
         when its joules are known.  ``marks`` maps token ids to the characters that stand for them in the stream's text.
+        ``pooling`` requests an embedding instead of tokens, which ``Stream.tapped`` has at the end.
         Raise RequestError if the engine refuses the request, and EngineDeadError if the engine is not running or is
         shutting down.
         """
@@ -168,10 +175,9 @@ class EngineClient:
             "watch": pieces or bool(params.stop),
             "owner": owner,
         }
-        if taps:
-            header |= taps.header()
-        if energy:
-            header["energy"] = True
+        header |= taps.header() if taps else {}
+        header |= {"energy": True} if energy else {}
+        header |= {"pooling": pooling} if pooling else {}
         try:
             self._send("add", header, {"prompt": ids, **taps.columns()})
         except (TypeError, ValueError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.strategies import own_names
+from minivllm.frontend.pooling import default_pooling
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
@@ -30,6 +31,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         if parts:
             selections[seam] = [part.name for part in parts]
     vocab_size = engine.capacity.vocab_size
+    pooling = default_pooling(wiring.model_dir)
     return {
         "model": config.model,
         "max_model_len": wiring.max_model_len,
@@ -49,6 +51,9 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "sampling": dict(resolved.sampling),
         "weight_bytes": engine.capacity.weight_bytes,
         "shape": _shape(resolved.hf_config),
+        "hidden": engine.capacity.hidden,
+        "pooling": pooling.name,
+        "pooling_fault": pooling.fault,
     }
 
 

@@ -18,7 +18,7 @@ together (``frames.encode`` gives the columns these dtypes):
                                            which they left the queue
     prompts i64 [4 P]: (stream, first position, tokens, best of each) of scored parts of these requests' prompts
     prompt_chosen f32, prompt_rank i32 for each token of a part, prompt_top_ids i32, prompt_top f32
-    tap_rows i64 [3 B], tap_values f32     values that branches read at points of the model (``taps``)
+    tap_rows i64 [3 B], tap_values f32     values that branches read at points of the model (``taps``), embeddings
     done i64, done_at f64                  requests that ended, after their last rows; with joules f64 if the engine
                                            reads a counter of joules, NaN if unknown
 
@@ -45,13 +45,14 @@ from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.plan import LogProbs
 from minivllm.errors import EngineDeadError, RequestError, describe_error, shown
 from minivllm.frontend.loop import TurnLoop
+from minivllm.frontend.pooling import PromptPooling
 from minivllm.server.fair_queue import FairQueue
 
 from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
-from .taps import PooledTaps, PooledValues, fault, pooled
+from .taps import PooledTaps, PooledValues, embedded, fault, pooled
 
 if TYPE_CHECKING:
     from minivllm.core.engine.flight import Flight
@@ -256,6 +257,7 @@ class EngineLoop(TurnLoop):
         reads: Sequence[Sequence[str]] = (),
         vectors: np.ndarray = NO_VECTORS,
         energy: bool = False,
+        pooling: str | None = None,
     ) -> None:
         """Read a new request, and add it to the engine or first compile its grammar."""
         try:
@@ -276,6 +278,7 @@ class EngineLoop(TurnLoop):
                 sink=lambda seq, ids, ended: self._sink(live, seq, ids, ended),
                 on_done=lambda request: self._ended(live),
                 taps=pooled_taps.taps,
+                pooling=None if pooling is None else PromptPooling(pooling),
             )
             live = _Live(number, request, pooled_taps.reads, energy)
         except BaseException as e:
@@ -396,7 +399,7 @@ class EngineLoop(TurnLoop):
         """Add tokens of a branch, and its end if it has ended, in rows that each fit into a frame."""
         if seq.sample in live.ended:
             return
-        if not live.started and ids:
+        if not live.started and (ids or live.request.pooling is not None):
             live.started = True
             request = live.request
             at = request.first_token or self.engine.now()
@@ -461,7 +464,7 @@ class EngineLoop(TurnLoop):
         """Report the end of a request: its tap values, branches without a reported end, errors and order."""
         request = live.request
         self.live.pop(live.number, None)
-        for sample, values in pooled(request, live.reads):
+        for sample, values in (*pooled(request, live.reads), *embedded(request)):
             self._weigh(self.tapped.add(live.number, sample, values))
         for seq in request.sequences:
             if seq.sample not in live.ended:  # aborted or failed, which is not passed to the sink

@@ -83,7 +83,7 @@ class Stream(RequestText):
         self._spell = None if tokenizer is None or not params.detokenize else partial(_spelled, tokenizer)
         # log-probabilities of all tokens of each branch
         self.scored = None if params.logprobs is None else [Scored(self._spell) for _ in range(branches)]
-        # values f32 [width] of each read (``taps``) of each branch that has ended well
+        # values f32 [width] of each read (``taps``) of each branch that has ended well, or its embedding
         self.tapped: dict[int, list[np.ndarray]] = {}
         self._drop = drop  # aborts the request
         self._cut = cut  # ends a branch in the engine

@@ -135,6 +135,12 @@ def pooled(request: Request, reads: Sequence[tuple[str, str]]) -> Iterator[tuple
                 yield seq.sample, (own or shared)[-1][-1]
 
 
+def embedded(request: Request) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (sample, embedding f32 [hidden]) of a request for an embedding that has ended well."""
+    if request.pooling is not None and request.pooling.embedding is not None:
+        yield 0, request.pooling.embedding
+
+
 def _sum(parts: Sequence[np.ndarray]) -> Any:
     """Return the sum f64 [width] over the rows of all parts f32 [n, width], or 0.0 if there are none."""
     sums = [part.sum(axis=0) for part in parts if len(part) > 1]

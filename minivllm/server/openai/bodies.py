@@ -25,12 +25,15 @@ from .field_table import (
     COUNT,
     CREATE,
     DETOKENIZE,
+    EMBED,
     FORM,
     OLLAMA_CHAT,
     OLLAMA_GENERATE,
     OLLAMA_MODEL,
     REQUIRED,
+    RERANK,
     RESPONSES,
+    SCORE,
     TOKENIZE,
     declared_by,
 )
@@ -81,6 +84,10 @@ OllamaBody = _model("OllamaBody", Body, OLLAMA_CHAT, OLLAMA_GENERATE)
 OllamaChatBody = _model("OllamaChatBody", OllamaBody, OLLAMA_CHAT)
 OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
 OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
+PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)
+EmbedBody = _model("EmbedBody", PooledBody, EMBED)
+RerankBody = _model("RerankBody", PooledBody, RERANK)
+ScoreBody = _model("ScoreBody", PooledBody, SCORE)
 
 
 def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | None = None) -> Any:
@@ -90,8 +97,9 @@ def read(model: type[Any], values: Mapping[str, Any], sent: Mapping[str, str] | 
     protocol.  ApiError (400) names the first wrong field as the client spelled it."""
     if not issubclass(model, Generation):
         return _checked(model, values)
+    known = {*model.model_fields, *declared_params.names()}
     with named(sent or {}):
-        translation = translate(values, {*model.model_fields, *declared_params.names()})
+        translation = translate(values, known)
     translation.sent.update(sent or {})
     check_required(translation.values, model)
     with named(translation.sent):
@@ -110,7 +118,8 @@ def _checked(model: type[Any], values: Mapping[str, Any]) -> Any:
         raise ApiError(400, text, first.path or None) from None
     except TypeError:  # a key that is no Python name cannot be a keyword argument
         bad = [key for key in values if not key.isidentifier()]
-        raise ApiError(400, f"unknown field {bad[:1]}.{suggest(str(bad[:1]), model.model_fields)}") from None
+        near = suggest(str(bad[:1]), model.model_fields)
+        raise ApiError(400, f"unknown field {bad[:1]}.{near}") from None
 
 
 @contextmanager
@@ -125,7 +134,8 @@ def named(sent: Mapping[str, str]) -> Iterator[None]:
         if not notes:
             raise
         param = sent.get(exc.param or "", exc.param)
-        raise ApiError(getattr(exc, "status", 400), f"{exc} ({', '.join(notes)})", param) from exc
+        text = f"{exc} ({', '.join(notes)})"
+        raise ApiError(getattr(exc, "status", 400), text, param) from exc
 
 
 def sent_names(body: Any) -> dict[str, str]:

@@ -26,6 +26,7 @@ CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "deto
 CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
 RESPONSES = "responses"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "ollama_model"
+EMBED, RERANK, SCORE = "embed", "rerank", "score"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
 TAU = 5.0  # default of mirostat_tau in llama.cpp, in bits as in this server
@@ -119,7 +120,8 @@ TURNS = Annotated[Any, WithJsonSchema(_list_of(TURN, minItems=1))]
 SYSTEM = _optional(STRING, _list_of(OBJECT))
 LENGTH = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1})]
 INPUT = Annotated[Any, WithJsonSchema({"anyOf": [STRING, _list_of(OBJECT, minItems=1)]})]
-REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH, INPUT)  # types of fields that a body must have
+POOLED_TEXT = Annotated[Any, WithJsonSchema({"anyOf": [*PROMPTS, OBJECT, _list_of(OBJECT)]})]
+REQUIRED = (MESSAGES, PROMPT, TOKENS, TURNS, LENGTH, INPUT, POOLED_TEXT)  # types of fields that a body must have
 
 
 # ---- values of aliases -----------------------------------------------------------------------------------------------
@@ -340,6 +342,33 @@ OLLAMA_GENERATE_ONLY = {
     "system": (TEXT, "the text of a first message of role system"),
     "raw": (BOOL, "continue the prompt as it is, without the chat template"),
 }
+POOLED = {
+    "model": (TEXT, "one of the names in /v1/models; absent: the model that the server loaded"),
+    "pooling": (TEXT, "extension: mean, last, cls, or auto (default): as the model's files say, else last"),
+    "truncate_prompt_tokens": (INT, "extension: number of tokens of a text to keep; -1: as many as fit"),
+    "truncation_side": (TEXT, "extension: the side of the text that is cut, left (default) or right"),
+    "add_special_tokens": (BOOL, "extension: add the tokenizer's special tokens to a text; default true"),
+    "cache_salt": (TEXT, "extension: only requests with the same salt share prefixes"),
+    "priority": (INT, "extension: requests with smaller numbers run first, if the scheduler uses it"),
+    "timeout_s": (FLOAT, "extension: time limit of the whole answer, in seconds"),
+    "user": (TEXT, "accepted for OpenAI's clients; it has no effect"),
+}
+EMBED_ONLY = {
+    "input": (POOLED_TEXT, "text, token ids, or a list of either"),
+    "encoding_format": (TEXT, "float (default) or base64: little-endian float32 values"),
+    "dimensions": (INT, "number of values to keep, the first ones; the vector is then normalized again"),
+    "normalize": (BOOL, "extension: scale the vector to length 1; default true"),
+}
+RERANK_ONLY = {
+    "query": (POOLED_TEXT, "text"),
+    "documents": (POOLED_TEXT, 'list of texts, or of objects {"text": ...}'),
+    "top_n": (INT, "number of results, the best ones; absent or 0: all"),
+    "return_documents": (BOOL, "return the text of each document; default true"),
+}
+SCORE_ONLY = {
+    "text_1": (POOLED_TEXT, "text or token ids, which is compared with each in text_2, or a list as long as text_2"),
+    "text_2": (POOLED_TEXT, "text, token ids, or a list of either"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -354,6 +383,10 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CREATE, COUNT): MESSAGE_AND_COUNT,
     (CREATE,): MESSAGE_ONLY,
     (RESPONSES,): RESPONSES_ONLY,
+    (EMBED, RERANK, SCORE): POOLED,
+    (EMBED,): EMBED_ONLY,
+    (RERANK,): RERANK_ONLY,
+    (SCORE,): SCORE_ONLY,
 }
 
 PARAMETERS = (

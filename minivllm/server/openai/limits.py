@@ -81,11 +81,13 @@ def check_cost(service: Service, asks: Sequence[tuple[Any, SamplingParams]], unl
     info, most = service.client.info, service.server.max_request_cost
     if most is None:
         most = max(CPU_COST if info.device == "cpu" else COST, 2 * info.max_model_len)
-    cost = sum(_cost(len(ids), params, unlimited) for ids, params in asks)
+    costs = [_cost(len(ids), params, unlimited) for ids, params in asks]
+    cost = sum(costs)
     if not most or cost <= most:
         return
     params = asks[0][1]
-    scores = max(params.logprobs or 0, params.prompt_logprobs or 0)
+    answer_scores = params.logprobs or 0
+    scores = max(answer_scores, params.prompt_logprobs or 0)
     shape = f"prompts: {len(asks)}, {_width_name(params)}={params.width}, max_tokens={params.max_tokens}"
     if scores:
         shape += f", log-probabilities of each token: {scores}"
@@ -109,7 +111,9 @@ def check_size(service: Service, prompts: int, params: SamplingParams, taps: Poo
     The server sends them to the engine once for each prompt, so their size counts for each prompt."""
     if prompts == 1:
         return
-    most, size = service.server.max_body_bytes, len(to_json(params_to_json(params))) + taps.bytes
+    most = service.server.max_body_bytes
+    written = to_json(params_to_json(params))
+    size = len(written) + taps.bytes
     if size * prompts > most:
         text = f"the parameters of this request are {size} bytes for each of {prompts} prompts"
         raise ApiError(400, f"{text}; expected at most {most} together: send fewer prompts at once", "prompt")

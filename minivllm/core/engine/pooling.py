@@ -1,0 +1,92 @@
+"""Requests for embeddings: they compute the prompt alone, and pool its hidden states into one vector.
+
+    step              1             2           3 (preempted)   4
+    computed          p p p p       p p p       .               p p p p p p p p
+    mean reads        0 1 2 3       4 5 6                       . . . . . . . 7
+    last reads                                                                7
+
+Such a sequence draws no token.  It ends with the result of the step that computes its last token.  ``Request.pooling``
+decides which tokens are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from minivllm.errors import RequestError
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import StepPlan
+
+    from .request import Request, Seq
+    from .slots import Slots
+
+NOT_FINITE = "the model gave values that are not finite numbers, so there is no embedding"
+
+
+class Pooling(Protocol):
+    """The pooling of one request.  ``frontend.pooling.PromptPooling`` implements it."""
+
+    def most_cached(self, most: int) -> int:
+        """Return how many of the first ``most`` tokens may come from the prefix cache, without hidden states."""
+
+    def read(self, at: int, n: int, ends: bool) -> tuple[int, int]:
+        """Return (first, count) of the tokens to read in a step that computes the positions [at, at + n).
+
+        ``ends`` means that the last of them is the last of the prompt.  A position may be computed again."""
+
+    def add(self, values: np.ndarray) -> None:
+        """Add the sum f64 [hidden] of tokens that were read."""
+
+    def end(self, tokens: int) -> bool:
+        """Compute the embedding of a prompt of ``tokens`` tokens.  Return whether all values are finite numbers."""
+
+
+def check_pooling(request: Request, hidden: int, executor: object) -> None:
+    """Check a request for an embedding.  RequestError for taps beside it, or if the executor returns no hidden states
+    (``hidden`` 0)."""
+    if request.pooling is None:
+        return
+    if not hidden:
+        name = type(executor).__name__
+        raise RequestError(f"embeddings: the executor {name} returns no hidden states", "pooling")
+    if request.taps:
+        raise RequestError("taps: expected none in a request for an embedding", "taps")
+    request.speculates = False
+
+
+def pooled_rows(
+    s: Slots, slots: np.ndarray, computed: np.ndarray, q_len: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return the column ``pooled`` of plan.StepPlan for the rows of a step.
+
+    A row that computes the last token of its prompt always has a line, perhaps of no tokens."""
+    lines = []
+    for row in np.flatnonzero(s.pooled[slots]).tolist():
+        slot, at, n = int(slots[row]), int(computed[row]), int(q_len[row])
+        ends = at + n == s.prompt[slot]
+        first, count = s.at(slot).request.pooling.read(at, n, ends)
+        if count or ends:
+            lines.append((row, first, count))
+    return {"pooled": np.array(lines, np.int32).reshape(-1, 3)}
+
+
+def keep_pooled(
+    plan: StepPlan, sequence: Callable[[int], Seq | None], sums: np.ndarray
+) -> list[Seq]:
+    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that now have all values.
+
+    ``sequence(row)`` returns the sequence of a plan row, or None if it has ended."""
+    complete = []
+    for (row, _, count), values in zip(plan.pooled.tolist(), sums, strict=True):
+        seq = sequence(row)
+        if seq is None:
+            continue
+        if count:
+            seq.request.pooling.add(values)
+        if plan.computed[row] + plan.q_len[row] == len(seq.request.prompt):
+            complete.append(seq)
+    return complete

@@ -1,0 +1,83 @@
+"""Sums of hidden states on the device, for embeddings (``StepPlan.pooled``).
+
+A sum is made in float64, so that it does not depend on how a prompt was divided into steps, up to the rounding of
+float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.plan import StepPlan
+
+
+def pooled_tokens(plan: StepPlan) -> np.ndarray:
+    """Return the numbers i64 of the step's tokens whose hidden states ``plan.pooled`` sums, line after line."""
+    rows, first, count = plan.pooled.T.astype(np.int64)
+    ends = plan.q_len.cumsum()
+    begin = ends[rows] - plan.q_len[rows] + first
+    total = count.cumsum()
+    shift = begin - (total - count)
+    return shift.repeat(count) + np.arange(int(count.sum()))
+
+
+def used_tokens(plan: StepPlan, drawing: np.ndarray) -> np.ndarray:
+    """Return the numbers i64 of the tokens whose hidden states a step uses, ascending.
+
+    They are those of the tokens ``drawing`` and of the tokens that the step pools."""
+    if not len(plan.pooled):
+        return drawing
+    return np.union1d(drawing, pooled_tokens(plan))
+
+
+def rows_of(tokens: np.ndarray, used: np.ndarray | None) -> np.ndarray:
+    """Return the row of each token in the hidden states of the tokens ``used``; None means all tokens of the step."""
+    if used is None:
+        return tokens
+    return np.searchsorted(used, tokens)
+
+
+def reads_last_tokens(plan: StepPlan) -> bool:
+    """Return whether ``plan.pooled`` reads only the last token of each row, which captured steps return."""
+    rows, first, count = plan.pooled.T
+    last = first + 1 == plan.q_len[rows]
+    last |= count == 0
+    return bool(last.all())
+
+
+def pool(plan: StepPlan, hidden: Tensor, used: np.ndarray | None, state: Any) -> Tensor:
+    """Return the sums f64 [len(plan.pooled), H] of the hidden states [N, H] of the tokens ``used`` (see ``rows_of``).
+
+    ``state`` is the ``DeviceState`` of ``device/worker/state.py``."""
+    return _sums(plan, hidden, rows_of(pooled_tokens(plan), used), state)
+
+
+def pool_captured(plan: StepPlan, hidden: Tensor, state: Any) -> Tensor:
+    """Return the same for the hidden states [R, H] of the last tokens of all rows (see ``reads_last_tokens``)."""
+    rows, _, count = plan.pooled.T
+    read = rows[count > 0]
+    return _sums(plan, hidden, read.astype(np.int64), state)
+
+
+def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tensor:
+    """Return the sums of ``plan.pooled``.  ``rows`` has the row of ``hidden`` of each of ``pooled_tokens``."""
+    counts = plan.pooled[:, 2]
+    if (counts == 1).all():
+        return hidden[state.to(rows)].double()
+    # one sum for each line, because a copy of all hidden states as float64 may not fit into the memory
+    sums = []
+    at = 0
+    for count in counts.tolist():
+        sums.append(_sum(hidden, rows[at : at + count]))
+        at += count
+    return torch.stack(sums)
+
+
+def _sum(hidden: Tensor, rows: np.ndarray) -> Tensor:
+    """Return the sum f64 [H] of adjacent rows of ``hidden``; zeros for no rows."""
+    first = int(rows[0]) if len(rows) else 0
+    adjacent = hidden.narrow(0, first, len(rows))
+    return adjacent.sum(0, dtype=torch.float64)
