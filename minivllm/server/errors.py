@@ -40,8 +40,8 @@ INTERNAL = "the server failed on this request; its log says why"
 class ApiError(Exception):
     """An error answer with an HTTP ``status``.
 
-    ``param`` names the field of the request that caused it, if any.  ``code`` is the word for it in OpenAI's API, if
-    clients compare it; otherwise the status is the code."""
+    ``param`` names the field of the request that caused it, if any.  ``code`` is the word for it in the API of the
+    client, if clients compare it.  Without it, the status is the code of OpenAI's API."""
 
     def __init__(
         self,
@@ -68,7 +68,9 @@ class ApiError(Exception):
         if ANTHROPIC.fullmatch(path):
             fallback = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC_TYPES.get(self.status, fallback)
-            error = {"type": kind, "message": message}
+            error: dict[str, Any] = {"type": kind, "message": message}
+            if self.code:
+                error["details"] = {"error_code": self.code}
             return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "APIError")
         param = None if self.param is None else printable(self.param)

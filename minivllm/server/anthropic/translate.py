@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import shown
+from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject, Warnings
 from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.field_table import FORM
@@ -42,8 +43,10 @@ REFUSED = {
     "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
     "add_generation_prompt": "a last message of the assistant is continued",
     "continue_final_message": "a last message of the assistant is continued",
-    "thread": "this server stores no conversations; send the whole conversation",
 }
+NOTHING = (None, False, "", [], {})  # values that request nothing
+THREAD = "this server stores no conversations: send the whole conversation, without thread"
+THREAD_CODE = "thread_unsupported_request"  # with this code the client package repeats the request without a thread
 # field of a chat -> field of a message with the same meaning
 SAME = {
     "model": "model", "max_tokens": "max_tokens", "stop": "stop_sequences", "stream": "stream",
@@ -104,9 +107,11 @@ def translate(body: Any) -> Translation:
 def _refuse(values: JsonObject) -> None:
     """Raise ApiError (400) for a field of a chat that a message cannot have.  Values that request nothing are
     removed."""
+    if values.pop("thread", None) not in NOTHING:
+        raise ApiError(400, f"thread is not supported: {THREAD}", "thread", code=THREAD_CODE)
     for name, instead in REFUSED.items():
         value = values.pop(name, None)
-        if value not in (None, False, "", [], {}) and not (name in ("n", "best_of") and value == 1):
+        if value not in NOTHING and not (name in ("n", "best_of") and value == 1):
             raise fail(name, f" is not supported in a message: {instead}")
 
 
