@@ -146,8 +146,9 @@ def test_thinking_blocks_are_streamed_and_passed_back():
     thought, text = message.content
     assert (thought.type, thought.thinking, text.text) == ("thinking", "I think.", "Yes.") and thought.signature
     assert [block.to_dict() for block in streamed.content] == [
-        {"type": "thinking", "thinking": "I think.", "signature": thought.signature}, {"type": "text", "text": "Yes."},
-    ]  # fmt: skip
+        {"type": "thinking", "thinking": "I think.", "signature": thought.signature},
+        {"type": "text", "text": "Yes."},
+    ]
     assert {"thinking", "signature"} <= set(kinds) and again.stop_reason == "end_turn"
 
 

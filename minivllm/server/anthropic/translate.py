@@ -44,7 +44,7 @@ REFUSED = {
     "add_generation_prompt": "a last message of the assistant is continued",
     "continue_final_message": "a last message of the assistant is continued",
 }
-NOTHING = (None, False, "", [], {})  # values that request nothing
+NOTHING: tuple[Any, ...] = (None, False, "", [], {})  # values that request nothing
 THREAD = "this server stores no conversations: send the whole conversation, without thread"
 THREAD_CODE = "thread_unsupported_request"  # with this code the client package repeats the request without a thread
 # field of a chat -> field of a message with the same meaning
