@@ -74,7 +74,9 @@ class ApiError(Exception):
             return {"type": "error", "error": error, "request_id": request_id or None}
         kind = TYPES.get(self.status, "APIError")
         param = None if self.param is None else printable(self.param)
-        return {"error": {"message": message, "type": kind, "param": param, "code": self.code or self.status}}
+        code = self.code or self.status
+        fields = {"message": message, "type": kind, "param": param, "code": code}
+        return {"error": fields}
 
 
 def printable(text: str, most: int = MOST) -> str:

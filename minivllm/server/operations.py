@@ -40,8 +40,10 @@ async def model(request: Request, service: Service) -> Any:
     name = request.path_params["model"]
     if not name:
         raise unknown_routes.missing("/v1/models/", ["/v1/models"])
-    make = models_page.card if models_page.is_meant(request) else _card
-    return JSONResponse(make(service, service.check_model(name)))
+    known = service.check_model(name)
+    if models_page.is_meant(request):
+        return JSONResponse(models_page.card(service, known))
+    return JSONResponse(_card(service, known))
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
