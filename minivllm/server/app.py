@@ -29,7 +29,7 @@ from .http.guard import Guard, asked_path, contained, error_body
 from .middleware import around
 from .ollama import generate as ollama
 from .ollama import models as ollama_models
-from .openai import chat, completions, websocket
+from .openai import chat, completions, sockets, websocket
 from .openai.bodies import (
     ChatBody,
     CompletionBody,
@@ -46,6 +46,7 @@ from .openai.bodies import (
     TokenizeBody,
 )
 from .responses import routes as responses
+from .responses.socket import ResponsesSocket
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -96,6 +97,7 @@ ROUTES: Routes = (
     ("/", ollama_models.root, "GET", None, (TEXT,), (503,)),
     ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
 )
+SOCKETS = (("/v1/ws", websocket.Connection), ("/v1/responses", ResponsesSocket))
 _OPERATIONS: Routes = (
     ("/start_profile", operations.start_profile, "POST"),
     ("/stop_profile", operations.stop_profile, "POST"),
@@ -162,7 +164,9 @@ class Application:
                 responses=_documented(kinds, codes),
                 openapi_extra=_documented_input(path, body),
             )
-        app.add_api_websocket_route("/v1/ws", websocket.endpoint(lambda: self.service, accepted))
+        for path, kind in SOCKETS:
+            socket = sockets.endpoint(lambda: self.service, accepted, kind)
+            app.add_api_websocket_route(path, socket)
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(Exception, _api_error)  # FastAPI would answer 500 with plain text

@@ -21,21 +21,17 @@ its requests end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import time
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from starlette.websockets import WebSocket, WebSocketDisconnect
+from starlette.websockets import WebSocket
 
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
-from minivllm.server.fair_queue import owner_of
 from minivllm.server.http.auth import ApiKeys
-from minivllm.server.http.body import check_text, parse_object
+from minivllm.server.http.body import check_text
 from minivllm.server.http.sse import supervise
 from minivllm.validation import is_text
 
@@ -45,22 +41,15 @@ from .chat import Chat
 from .completions import Completion
 from .generate import Service, checked
 from .limits import seconds_of
-
-if TYPE_CHECKING:
-    from minivllm.config.server import ServerConfig
+from .sockets import Socket, never
 
 PATH = "/v1/ws"
-PROTOCOL = "minivllm"  # the subprotocol that the server accepts
-KEY = "key."  # prefix of a subprotocol that carries a key
 KINDS: dict[str, tuple[type[Any], type[Any]]] = {
     "chat.completions": (ChatBody, Chat),
     "completions": (CompletionBody, Completion),
 }
-WAITING = 64  # most messages in the outgoing queue; requests wait while it is full
 LONGEST_ID = 128
-LONGEST_AUTH = 8192  # most characters of the message with the key
 ENDED_IDS = 1024  # ended ids that are remembered; a cancel of an older id is an error
-BINARY, BAD_KEY, GOING, SLOW = 1003, 1008, 1012, 1013  # close codes (RFC 6455)
 
 
 @dataclass
@@ -81,129 +70,54 @@ class _Asked:
             self.work.cancel()
 
 
-class Connection:
+class Connection(Socket):
     """One WebSocket.
 
     ``running`` has the ids whose final message is not in the outgoing queue, ``ended`` the latest ids whose final
     message is."""
 
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
-        self.socket, self.service, self.keys = socket, service, keys
-        self.server: ServerConfig = service.server
+        super().__init__(socket, service, keys)
         self.running: dict[str, _Asked] = {}
         self.ended: dict[str, None] = {}  # in the order of their ends
-        self.out: asyncio.Queue[JsonObject] = asyncio.Queue(WAITING)
-        self.state: dict[str, Any] = socket.scope["state"]
-        self.tenant: str | None = None
-        self.taken = 0  # requests so far
-        self.ending = False
 
-    @property
-    def _owner(self) -> str:
-        """Return the owner of the connection's requests in the queues of the server."""
-        return owner_of(self.tenant or "", self.socket.scope.get("client"))
+    def refusal(self, error: ApiError) -> JsonObject:
+        """Return the message about an error that belongs to no request."""
+        return {"type": "error", "id": None, **error.body()}
 
-    async def serve(self) -> None:
-        """Serve the connection until the client leaves or is disconnected.  ApiError (401) for a wrong key."""
-        offered = self.socket.scope.get("subprotocols") or []
-        key = next((name.removeprefix(KEY) for name in offered if name.startswith(KEY)), None)
-        headers = dict(self.socket.scope["headers"])
-        if key is not None:
-            headers[b"authorization"] = b"Bearer " + key.encode()
-        self.tenant = self.keys.tenant(headers)
-        if self.tenant is None and (key is not None or {b"authorization", b"x-api-key"} & headers.keys()):
-            raise ApiError(401, "the API key is not valid", headers={"WWW-Authenticate": "Bearer"})
-        await self.socket.accept(subprotocol=PROTOCOL if PROTOCOL in offered else None)
-        writer, reader = asyncio.create_task(self._write()), asyncio.create_task(self._read())
-        door = self.service.door
-        code = GOING
-        try:
-            watched: set[asyncio.Future[Any]] = {writer, reader, door.ended}
-            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
-            for side in (writer, reader):
-                if side.done():
-                    code = side.result()
-        finally:
-            self.ending = True
-            await self._end_all(writer, reader)
-            with contextlib.suppress(Exception):  # the socket may be closed already
-                await asyncio.wait_for(self.socket.close(code), 1.0)
-            self.state["log"]["closed"] = code
+    def text(self, message: JsonObject) -> str:
+        """Return a message as text.  The whole answer of a final message is JSON already."""
+        data = message.pop("data", None) if message["type"] == "done" else None
+        text = super().text(message)
+        return text if data is None else f'{text[:-1]},"data":{data}}}'
 
-    async def _end_all(self, writer: asyncio.Task[int], reader: asyncio.Task[int]) -> None:
-        """Cancel all tasks of the connection.
+    async def end(self) -> None:
+        """End all requests.
 
         The work of requests ends before their final messages, because its log line is complete only after it has
         released its resources."""
-        writer.cancel()
-        reader.cancel()
         running = list(self.running.values())
         for asked in running:
             asked.cancel()
-        await asyncio.gather(writer, reader, *(asked.work for asked in running), return_exceptions=True)
+        await asyncio.gather(*(asked.work for asked in running), return_exceptions=True)
         answers = [asked.answer for asked in running if asked.answer is not None]
         for answer in answers:
             answer.cancel()
         await asyncio.gather(*answers, return_exceptions=True)
 
-    async def _write(self) -> int:
-        """Send queued messages and return the close code, once the client does not receive them any more."""
-        while not self.ending:  # before Python 3.12, wait_for loses a cancellation that arrives with its result
-            message = await self.out.get()
-            data = message.pop("data", None) if message["type"] == "done" else None
-            text = json.dumps(message, ensure_ascii=False, separators=(",", ":"))
-            if data is not None:
-                text = f'{text[:-1]},"data":{data}}}'
-            try:
-                await asyncio.wait_for(self.socket.send_text(text), self.server.write_timeout)
-            except asyncio.TimeoutError:
-                return SLOW
-            except (WebSocketDisconnect, RuntimeError):
-                return 1000
-        return GOING
-
-    async def _read(self) -> int:
-        """Handle the client's messages and return the close code, once there are no more."""
-        if self.tenant is None and not await self._authenticate():
-            return BAD_KEY
-        while not self.ending:
-            try:
-                raw = await self.socket.receive_text()
-            except KeyError:
-                return BINARY
-            except (WebSocketDisconnect, RuntimeError):
-                return 1000
-            ident = None
-            try:
-                message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self._owner, "body")
-                ident = self._id(message)  # first, so that later errors have the id
-                check_text(raw, message)
-                self._take(message.get("type"), ident, message)
-            except Exception as exc:
-                if not isinstance(exc, ApiError):
-                    logs.log.error("socket %s failed on a message", self.state["request_id"], exc_info=exc)
-                if ident in self.running:  # with the id, the error would be the final message of that request
-                    ident = None
-                await self._say_last({"type": "error", "id": ident, **errors.of(exc).body()})
-        return GOING
-
-    async def _authenticate(self) -> bool:
-        """Return whether the first message has a valid key.
-
-        The client must send it within ``header_timeout``, the time limit for the headers of a request."""
+    async def receive(self, raw: str) -> None:
+        """Start or cancel the request of a message."""
+        ident = None
         try:
-            raw = await asyncio.wait_for(self.socket.receive_text(), self.server.header_timeout)
-            message = parse_object(raw if len(raw) <= LONGEST_AUTH else "")
-        except (asyncio.TimeoutError, WebSocketDisconnect, KeyError, RuntimeError, ApiError):
-            return False
-        key = message.get("key")
-        if message.get("type") == "auth" and isinstance(key, str):
-            self.tenant = self.keys.tenant({b"authorization": b"Bearer " + key.encode("utf-8", "replace")})
-        if self.tenant is None:
-            error = ApiError(401, 'expected {"type": "auth", "key": K} with a valid API key first')
-            with contextlib.suppress(Exception):
-                await self.socket.send_text(json.dumps({"type": "error", "id": None, **error.body()}))
-        return self.tenant is not None
+            message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner, "body")
+            ident = self._id(message)  # first, so that later errors have the id
+            check_text(raw, message)
+            self._take(message.get("type"), ident, message)
+        except Exception as exc:
+            error = self.error_of(exc)
+            if ident in self.running:  # with the id, the error would be the final message of that request
+                ident = None
+            await self._say_last({"type": "error", "id": ident, **error.body()})
 
     def _id(self, message: JsonObject) -> str | None:
         """Return the id of a message, or None for the message with the key.  ApiError for a malformed id."""
@@ -237,9 +151,7 @@ class Connection:
         body = message.get("body")
         if not isinstance(body, dict):
             raise ApiError(400, "body: expected an object, as over HTTP", "body")
-        self.taken += 1
-        state = {**self.state, "tenant": self.tenant, "owner": self._owner, "log": {}}
-        state["request_id"] = f"{self.state['request_id']}-{self.taken}"
+        state = self.new_state()
         asked = self.running[ident] = _Asked(asyncio.create_task(self._work(kind, ident, body, state)))
         asked.answer = asyncio.create_task(self._answer(kind, ident, asked, state))
 
@@ -298,37 +210,19 @@ class Connection:
     async def _work(self, kind: str, ident: str, body: JsonObject, state: dict[str, Any]) -> JsonObject:
         """Run a request and return the further members of its final message."""
         model, asked = KINDS[kind]
-        read = await checked(self.service, model, {"stream": True, **body}, self._owner)
+        read = await checked(self.service, model, {"stream": True, **body}, self.owner)
         work = asked(self.service, read, state)
         seconds = seconds_of(self.service, read.timeout_s)
         async with AsyncExitStack() as held:
             sending = self._send(work, held, bool(read.stream), ident)
-            return await supervise(sending, _never, self.service.door, seconds)
+            return await supervise(sending, never, self.service.door, seconds)
 
     async def _send(self, work: Any, held: AsyncExitStack, stream: bool, ident: str) -> JsonObject:
         """Queue the chunks of a stream, or return the whole answer as ``data``."""
         answer = await work.prepare(held)
         if not stream:
-            found = [piece async for piece in answer.whole(work, self._owner)]
+            found = [piece async for piece in answer.whole(work, self.owner)]
             return {"data": b"".join(found).decode()}  # a message cannot be sent in parts
         async for chunk in answer.chunks(work):
             await self.out.put({"type": "chunk", "id": ident, "data": chunk})
         return {}
-
-
-async def _never() -> Any:
-    """Wait forever.  ``supervise`` waits for the client to leave, which ``serve`` already does for a WebSocket."""
-    await asyncio.Event().wait()
-
-
-def endpoint(get_service: Callable[[], Service | None], keys: ApiKeys) -> Callable[[WebSocket], Any]:
-    """Return the route.  It refuses the handshake until the engine is loaded."""
-
-    async def serve(socket: WebSocket) -> None:
-        service = get_service()
-        if service is None or service.door.closed:
-            await socket.close(GOING)
-            return
-        await Connection(socket, service, keys).serve()
-
-    return serve

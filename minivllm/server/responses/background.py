@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from contextlib import AsyncExitStack
-from typing import Any
 
 from minivllm.server import errors, logs
 from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import supervise
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.generate import Answer
+from minivllm.server.openai.sockets import never
 
 from .output import CANCELLED, FAILED, IN_PROGRESS
 from .work import ResponseWork
@@ -43,11 +43,6 @@ class Job:
     def now(self) -> JsonObject:
         """Return the response with the items that are complete."""
         return self.work.response(IN_PROGRESS, output=self.work.output.finished())
-
-
-async def never() -> Any:
-    """Wait forever.  The client of a background response has left already."""
-    await asyncio.Event().wait()
 
 
 def not_found(ident: str) -> ApiError:

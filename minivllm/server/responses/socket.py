@@ -1,0 +1,147 @@
+"""The WebSocket ``/v1/responses``: many responses on one connection, with the events of a stream.
+
+    from the client   {"type": "response.create", ...}         the fields of a body; stream_id: a lane of the connection
+    to the client     the events of the response               with the stream_id of its lane, if it has one
+                      {"type": "error", "status", "error"}     the response could not begin
+
+The responses of a lane are generated one after another, those of different lanes together.  A later response can
+continue an earlier one of the connection even if it is not stored.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+from starlette.websockets import WebSocket
+
+from minivllm.errors import shown
+from minivllm.server import errors, logs
+from minivllm.server.errors import ApiError
+from minivllm.server.http.auth import ApiKeys
+from minivllm.server.http.body import check_text
+from minivllm.server.http.sse import dump, supervise
+from minivllm.server.openai import JsonObject
+from minivllm.server.openai.bodies import ResponsesBody
+from minivllm.server.openai.generate import Service, checked
+from minivllm.server.openai.limits import seconds_of
+from minivllm.server.openai.sockets import Socket, never
+
+from .history import History, LocalStore
+from .routes import make_work
+from .work import ResponseWork
+
+PATH = "/v1/responses"
+CREATE = "response.create"
+LONGEST_LANE = 128  # characters of a stream_id
+MOST_LOCAL = 64  # responses that a connection keeps
+
+
+class ResponsesSocket(Socket):
+    """One WebSocket for responses."""
+
+    def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
+        super().__init__(socket, service, keys)
+        self.running: dict[asyncio.Task[None], str] = {}  # task of a response -> its lane, in the order of requests
+        self.local = LocalStore(MOST_LOCAL, 2 * self.server.max_body_bytes)
+
+    def refusal(self, error: ApiError, lane: str = "") -> JsonObject:
+        """Return the event about an error that belongs to no response."""
+        event = {"type": "error", "status": error.status, **error.body()}
+        return {**event, "stream_id": lane} if lane else event
+
+    def text(self, message: bytes) -> str:
+        """Return an event as text."""
+        return message.decode()
+
+    async def end(self) -> None:
+        """End all responses."""
+        tasks = list(self.running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def receive(self, raw: str) -> None:
+        """Start the response of a message."""
+        lane = ""
+        try:
+            message = await self.service.bodies.parse(raw.encode("utf-8", "surrogatepass"), self.owner)
+            check_text(raw, message)
+            lane = _lane(message)
+            kind = message.pop("type", None)
+            if kind != CREATE:
+                raise ApiError(400, f"type={shown(kind)}: expected {CREATE}", "type")
+            most = self.server.max_socket_requests
+            if len(self.running) >= most:
+                raise ApiError(429, f"{most} responses run on this connection; expected at most {most}")
+        except Exception as exc:
+            await self.out.put(dump(self.refusal(self.error_of(exc), lane)))
+            return
+        before = [task for task, other in self.running.items() if other == lane]
+        task = asyncio.create_task(self._serve(message, lane, before[-1:]))
+        self.running[task] = lane
+        task.add_done_callback(self.running.pop)
+
+    async def _serve(self, body: JsonObject, lane: str, before: list[asyncio.Task[None]]) -> None:
+        """Send the events of a response after the one before it in its lane, and write the log line."""
+        state = self.new_state()
+        state["identity"] = self.keys.identity(self.tenant or "")
+        start = time.monotonic()
+        status = 499
+        try:
+            if before:
+                await asyncio.wait(before)
+            status = await self._send(body, lane, state)
+        finally:
+            ms = round(1e3 * (time.monotonic() - start), 1)
+            ids = {"request_id": state["request_id"]}
+            logs.event("request", **ids, path=PATH, kind=CREATE, status=status, ms=ms, **state["log"])
+
+    async def _send(self, body: JsonObject, lane: str, state: dict[str, Any]) -> int:
+        """Queue the events of a response and return its status for the log."""
+        work: ResponseWork | None = None
+        try:
+            checked_body = await checked(self.service, ResponsesBody, {**body, "stream": True}, self.owner)
+            if checked_body.background:
+                raise ApiError(400, "background: expected false on a WebSocket", "background")
+            history = History(self.service, state["identity"], self.owner, self.local)
+            work = await make_work(self.service, checked_body, state, history)
+            seconds = seconds_of(self.service, work.body.timeout_s)
+            await supervise(self._generate(work, lane), never, self.service.door, seconds)
+        except Exception as exc:
+            error = errors.of(exc)
+            if error.status == 500 and not isinstance(exc, ApiError):
+                logs.log.error("request %s failed", state["request_id"], exc_info=exc)
+            if work is None or not work.output.sequence:
+                await self.out.put(dump(self.refusal(error, lane)))
+                return error.status
+            state["log"]["error"] = error.status
+            for event in work.failure(error):
+                await self.out.put(_with_lane(dump(event), lane))
+        return 200
+
+    async def _generate(self, work: ResponseWork, lane: str) -> None:
+        """Queue the events of a response while it is generated."""
+        async with AsyncExitStack() as held:
+            answer = await work.prepare(held)
+            events: AsyncIterator[tuple[str, bytes]] = work.json_events(answer)
+            async for _, data in events:
+                await self.out.put(_with_lane(data, lane))
+
+
+def _lane(message: JsonObject) -> str:
+    """Remove the lane from a message and return it, or "".  ApiError (400) for a malformed one."""
+    lane = message.pop("stream_id", None)
+    if lane is None:
+        return ""
+    if not isinstance(lane, str) or not 0 < len(lane) <= LONGEST_LANE:
+        raise ApiError(400, f"stream_id: expected a text of 1 to {LONGEST_LANE} characters", "stream_id")
+    return lane
+
+
+def _with_lane(event: bytes, lane: str) -> bytes:
+    """Return the JSON of an event with its lane, if it has one."""
+    return event[:-1] + b',"stream_id":' + dump(lane) + b"}" if lane else event
