@@ -166,6 +166,8 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "inputs": "bits to which products round activations, with a scale from the largest of each row",
                     "table": "the numbers that codes stand for, in ascending order, if they are not evenly spaced",
                     "group": "number of inputs of a row that share a scale; all of them if it is not declared",
+                    "online": "for a reader of quantized checkpoints: the plug-in that is used instead of it for a "
+                    "checkpoint that is not quantized",
                 },
             ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),

@@ -39,10 +39,11 @@ def held(*roots: Any) -> int:
 
 
 def size(item: Any) -> int:
-    """Return the bytes of an object without the objects that it refers to."""
-    if hasattr(item, "untyped_storage"):
-        return item.untyped_storage().nbytes() if item.device.type != "meta" else 0
-    return sys.getsizeof(item, 0)
+    """Return the bytes of an object without the objects that it refers to; for a tensor, with its storage."""
+    own = sys.getsizeof(item, 0)
+    if hasattr(item, "untyped_storage") and item.device.type != "meta":
+        return own + item.untyped_storage().nbytes()
+    return own
 
 
 def parts(item: Any) -> Iterable[Any]:

@@ -9,8 +9,7 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from small_vocabulary import EOS, IDS, TOKENIZER
 
 from minivllm.core.engine.scores import Scores
 from minivllm.core.interfaces.params import SamplingParams
@@ -23,20 +22,6 @@ from minivllm.runtime.text.outputs import (
     SequenceText,
     TokenLogprobs,
 )
-from minivllm.runtime.text.tokenizer import Tokenizer
-
-
-def make_tokenizer():
-    words = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abc", "ca", "bca", "Ġa", "aĠ", "ðŁĻ", "Ĥa"]
-    backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, []))
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<eos>", special=True)])
-    return Tokenizer(backend, None, {"eos_token": "<eos>"}, None)
-
-
-TOKENIZER = make_tokenizer()
-EOS = TOKENIZER.eos_ids[0]
-IDS = st.lists(st.sampled_from([TOKENIZER.token_id(t) for t in ["a", "b", "c", "ab", "abc", "ca", "bca", "Ġa", "aĠ"]]))
 
 
 def ids_of(*tokens):

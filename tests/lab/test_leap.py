@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_simulate import SIZES
+from simulated_costs import SIZES
 
 from minivllm.config import load_config
 from minivllm.lab.replay.serve import Counting

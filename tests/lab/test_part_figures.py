@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from cli_helpers import said
-from test_simulate import COSTS
+from simulated_costs import COSTS
 
 from minivllm import LLM, SamplingParams
 from minivllm.plugins.model.qwen3 import Qwen3

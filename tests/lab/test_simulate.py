@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from simulated_costs import COSTS, NOTHING, PROMPTS, SIZES
 
 from minivllm import LLM, AsyncLLM
 from minivllm.cli import main
@@ -21,30 +22,10 @@ from minivllm.lab.simulate.calibrate import Calibrator, calibrate
 from minivllm.lab.simulate.fit import MeasuredStep, errors, fit
 from minivllm.lab.traces.read import read_trace
 from minivllm.lab.traces.trace import build
-from minivllm.plugins.executor.costs import SLOPES, BrokenLine, CostTable, PromptCosts, StepCounts, read_costs
+from minivllm.plugins.executor.costs import BrokenLine, CostTable, PromptCosts, StepCounts, read_costs
 from minivllm.plugins.executor.sim import Sim
 from minivllm.server.link.client import LocalClient
 
-SIZES = {
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 400,
-    "max_model_len": 1000,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 64,
-    "depth": 0,
-    "windows": [None],
-}
-NOTHING = dict.fromkeys(SLOPES, 0.0)
-PROMPTS = PromptCosts(BrokenLine([1, 64], [2.0, 65.0]), {"row": 0.0, "kv": 0.0, "pairs": 0.0, "chunk": 10.0})
-COSTS = CostTable(
-    BrokenLine([0, 1, 8], [1.0, 2.0, 9.0]),
-    PROMPTS,
-    PROMPTS,
-    0,
-    NOTHING,
-    watts={"busy": 30.0, "idle": 10.0},
-    engine=SIZES,
-)
 SMALL = "synthetic:like=pocket,requests=40,seed=3,rate=20"
 
 

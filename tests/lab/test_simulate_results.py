@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from test_simulate import COSTS
+from simulated_costs import COSTS
 
 from minivllm.cli import main
 from minivllm.lab.bench import charts, repeats, report

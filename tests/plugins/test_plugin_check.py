@@ -9,6 +9,7 @@ from plugin_helpers import install, spec_text
 
 from minivllm.cli import main
 from minivllm.cli.plugin_check import check_one, spec_faults
+from minivllm.registration.discovery import BUILTIN
 from minivllm.registration.spec import KINDS, AtLeast, Spec
 from minivllm.registry import Catalog
 
@@ -126,3 +127,16 @@ def test_a_spec_is_held_to_the_words_of_its_seam():
     ]
     assert "its spec's limits do not speak of 'sm': a request that asks for it is refused" in faults
     assert faults[-1] == "its spec prefers what it refuses: block: expected 16, supports {32}"
+
+
+def test_specs_of_built_in_plugins_use_only_names_that_their_seams_know():
+    catalog = Catalog.discover()
+    unknown = [
+        (entry.kind, entry.label, fault)
+        for kind in KINDS
+        for entry in catalog[kind].entries
+        if entry.dist == BUILTIN
+        for fault in spec_faults(catalog[kind].spec(entry), KINDS[kind])
+        if "does not know" in fault
+    ]
+    assert not unknown

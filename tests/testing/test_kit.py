@@ -5,8 +5,10 @@ tests/testing/test_kit.py`` prints which tests catch each fault."""
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
 import sys
+import tempfile
 from pathlib import Path
 
 # as pytest does, for ``python tests/testing/test_kit.py``
@@ -37,7 +39,8 @@ def outcomes(module, name, tests=()):
         for i, name in enumerate(m.FAULTS)
     ],
 )
-def test_a_planted_fault_is_caught(module, name):
+def test_a_planted_fault_is_caught(module, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some faults write files into the current folder
     tests = module.FAULTS[name]
     failed = {o.test.partition("[")[0] for o in outcomes(module, name, tests) if o.status == "failed"}
     assert set(tests) <= failed, f"{name} passes {sorted(set(tests) - failed)}"
@@ -45,7 +48,8 @@ def test_a_planted_fault_is_caught(module, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("module", "name"), RIGHT, ids=[f"{m.SEAM}-{name}" for m, name in RIGHT])
-def test_what_is_right_passes(module, name):
+def test_what_is_right_passes(module, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     wrong_ones = [(o.test, o.text) for o in outcomes(module, name) if o.status == "failed"]
     assert not wrong_ones
 
@@ -107,6 +111,7 @@ def test_every_test_of_a_suite_says_since_when_and_what(seam):
 
 
 if __name__ == "__main__":
+    os.chdir(tempfile.mkdtemp())  # some faults write files into the current folder
     for module, name in PLANTED:
         caught = [o.test for o in outcomes(module, name) if o.status == "failed"]
         print(f"{module.SEAM:10} {name:24} {', '.join(caught) or 'NOT CAUGHT'}", flush=True)

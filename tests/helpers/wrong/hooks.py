@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import tempfile
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
 from minivllm.registration.spec import Spec
 from minivllm.runtime.hooks import Hooks, hookimpl
@@ -76,9 +74,8 @@ class WorksWhenMade(Hooks):
 
     def __init__(self, options=None):
         super().__init__(options)
-        file, path = tempfile.mkstemp(prefix="made-", suffix=".log", dir=os.getcwd())
+        file, _ = tempfile.mkstemp(prefix="made-", suffix=".log", dir=os.getcwd())
         os.close(file)
-        atexit.register(Path(path).unlink, missing_ok=True)
 
     @hookimpl
     def minivllm_engine_started(self):

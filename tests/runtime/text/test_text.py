@@ -5,7 +5,7 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_outputs import EOS, IDS, TOKENIZER
+from small_vocabulary import EOS, IDS, TOKENIZER
 
 from minivllm.core.engine.request import Seq
 from minivllm.core.engine.scores import TokenLogprobs
