@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 import minivllm
 from minivllm.errors import describe_error
 
-from . import errors, operations
+from . import compat, errors, operations
 from .anthropic import messages
 from .embedding import routes as embedding
 from .errors import ApiError
@@ -43,6 +43,7 @@ from .openai.bodies import (
     RerankBody,
     ResponsesBody,
     ScoreBody,
+    TemplateBody,
     TokenizeBody,
 )
 from .responses import routes as responses
@@ -94,6 +95,11 @@ ROUTES: Routes = (
     ("/api/delete", ollama_models.unchangeable, "DELETE", None, (JSON,), (501, 503)),
     ("/api/embed", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
     ("/api/embeddings", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
+    ("/props", compat.props, "GET", None, (JSON,), (503,)),
+    ("/apply-template", compat.apply_template, "POST", TemplateBody, (JSON,), BODY_ERRORS),
+    ("/invocations", compat.invocations, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/load", compat.load, "GET", None, (JSON,), (503,)),
+    ("/server_info", compat.server_info, "GET", None, (JSON,), (503,)),
     ("/", ollama_models.root, "GET", None, (TEXT,), (503,)),
     ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
 )
@@ -105,6 +111,13 @@ _OPERATIONS: Routes = (
     ("/reset_prefix_cache", operations.reset_prefix_cache, "POST"),
 )
 ADMIN: Routes = tuple((*operation, None, (JSON,), (500, 503)) for operation in _OPERATIONS)
+# columns: path, name of the method of ``Application``, method of HTTP.  SageMaker sends its probes to /ping.
+PROBES = (
+    ("/health", "health", "GET"),
+    ("/ready", "ready", "GET"),
+    ("/ping", "health", "GET"),
+    ("/ping", "health", "POST"),
+)
 OPERATORS = frozenset(route for _, route, *_ in ADMIN)
 
 
@@ -152,8 +165,9 @@ class Application:
         endpoints: list[tuple[Any, ...]] = []
         for path, route, *about in (*ROUTES, *ADMIN) if server.admin else ROUTES:
             endpoints.append((path, self._endpoint(route), *about))
-        for path, probe in (("/health", self.health), ("/ready", self.ready)):
-            endpoints.append((path, probe, "GET", None, (JSON,), (503,)))
+        for path, probe, method in PROBES:
+            endpoint = getattr(self, probe)
+            endpoints.append((path, endpoint, method, None, (JSON,), (503,)))
         for path, endpoint, method, body, kinds, codes in endpoints:
             app.add_api_route(
                 path,

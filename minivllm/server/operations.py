@@ -22,6 +22,7 @@ from .link import state
 from .openai import chat, fields
 from .openai.bodies import DetokenizeBody, TokenizeBody
 from .openai.generate import Service, read_body
+from .openai.logprobs import Speller
 from .openai.tokens import MANY
 
 MOST_IDS = 1 << 20  # token ids of a request to /detokenize
@@ -72,23 +73,57 @@ async def tokenize(request: Request, service: Service) -> Any:
     body = await read_body(request, service, TokenizeBody)
     _, warnings = fields.check(body)
     service.check_model(body.model)
-    if (body.prompt is None) == (body.messages is None):
+    prompt = _tokenized_text(body)
+    if (prompt is None) == (body.messages is None):
         raise ApiError(400, "prompt: expected either prompt or messages", "prompt")
-    tenant, owner = (request.scope["state"][name] for name in ("tenant", "owner"))
-    salt = tenant, ""
-    if body.prompt is not None:
-        special = body.add_special_tokens is not False
-        ids = await service.tokens.encode(body.prompt, special, salt, owner=owner)
+    if prompt is not None:
+        tenant, owner = (request.scope["state"][name] for name in ("tenant", "owner"))
+        ids = await service.tokens.encode(prompt, _adds_special(body), (tenant, ""), owner=owner)
     else:
-        tool_choice = chat.tools.read_tools(body.tools, None, None)
-        messages = chat.check_messages(body.messages)
-        ids = await chat.render(service, messages, tool_choice.shown, body, salt, owner, body.chat_template_kwargs)
+        ids = await chat.template_ids(request, service, body)
     spelled = await _spelled(service, ids) if body.return_token_strs else None
     length = service.client.info.max_model_len
     answer = {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": spelled}
+    if body.with_pieces:
+        answer["tokens"] = await _pieces(service, ids)
     if warnings:
         answer["warnings"] = warnings
     return _json(answer)
+
+
+def _tokenized_text(body: Any) -> str | None:
+    """Return the text of a request to ``/tokenize``, as vLLM (``prompt``) or llama.cpp (``content``) name it."""
+    if body.parse_special is False:
+        what = "parse_special=false is not supported: a text is read with its special tokens; send messages"
+        raise ApiError(400, what, "parse_special")
+    if body.content is not None and body.prompt is not None:
+        raise ApiError(400, "content and prompt are the same field: send only one of them", "content")
+    return body.prompt if body.content is None else body.content
+
+
+def _adds_special(body: Any) -> bool:
+    """Return whether the tokenizer adds its special tokens to a text.
+
+    vLLM adds them by default, llama.cpp does not."""
+    if body.add_special is not None:
+        return body.add_special
+    if body.add_special_tokens is not None:
+        return body.add_special_tokens
+    return body.content is None
+
+
+async def _pieces(service: Service, ids: list[int]) -> list[dict[str, Any]]:
+    """Return token ids with their texts, or with their bytes if they are a part of a character."""
+    speller = Speller(service.tokens.need())
+    found: list[dict[str, Any]] = []
+    for at in range(0, len(ids), MANY):
+        for token in ids[at : at + MANY]:
+            piece: Any = speller.text(token)
+            if "\ufffd" in piece:
+                piece = speller.bytes(token)
+            found.append({"id": token, "piece": piece})
+        await asyncio.sleep(0)
+    return found
 
 
 async def _spelled(service: Service, ids: list[int]) -> list[str | None]:
@@ -115,7 +150,12 @@ async def detokenize(request: Request, service: Service) -> Any:
         what = f"tokens: expected a list of at most {MOST_IDS} token ids from 0 to {vocab - 1}"
         raise ApiError(400, what, "tokens")
     owner = request.scope["state"]["owner"]
-    return _json({"prompt": await service.tokens.decode(ids, False, owner)})
+    text = await service.tokens.decode(ids, False, owner)
+    # clients of llama.cpp name no model
+    answer = {"prompt": text}
+    if body.model is None:
+        answer["content"] = text
+    return _json(answer)
 
 
 def _json(value: Any) -> Response:

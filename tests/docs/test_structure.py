@@ -3,7 +3,7 @@
 The picture orders the parts (rooms) by their imports at run time; all arrows point down.
 
     │ cli                                                   the commands
-    │ server.serve  server.app  server.operations  server.embedding  server.pool_jobs
+    │ server.serve  server.app  server.operations  server.embedding  server.compat  server.pool_jobs
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
     │ server.ollama                                         another protocol, by the classes of OpenAI's
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
@@ -65,9 +65,10 @@ MAY_IMPORT = {
     "server.serve": (
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
-    "server.app": "server.operations server.embedding server.anthropic server.ollama server.openai server.http server",
+    "server.app": "server.operations server.embedding server.compat server.anthropic server.ollama server.openai server.http server",
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.embedding": "server.openai server.http frontend core.interfaces server",
+    "server.compat": "server.openai server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.anthropic": "server.openai server.http runtime.text server",
     "server.ollama": "server.openai server.http server",

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 import httpx
 from http_helpers import served
 
-from minivllm.server import logs, operations
+from minivllm.server import compat, logs, operations
 from minivllm.server.app import ADMIN, ROUTES
 from minivllm.server.errors import INTERNAL, TYPES
 from minivllm.server.ollama import models
@@ -52,6 +52,8 @@ BODIES = {
     "/v1/chat/completions": {"messages": HI, "max_tokens": 2},
     "/tokenize": {"prompt": "a"},
     "/detokenize": {"tokens": [1]},
+    "/apply-template": {"messages": HI},
+    "/invocations": {"messages": HI, "max_tokens": 2},
     "/api/chat": {"messages": HI},
     "/api/generate": {"prompt": "a"},
 }
@@ -76,6 +78,11 @@ BREAKS = {  # route -> what it works with, in which something fails
     "/api/ps": lambda s: (models, "_card"),
     "/api/show": lambda s: (models, "capabilities"),
     "/api/pull": lambda s: (models, "served_name"),
+    "/props": lambda s: (compat, "JSONResponse"),
+    "/apply-template": lambda s: (chat, "template_ids"),
+    "/invocations": lambda s: (s.client, "stream"),
+    "/load": lambda s: (compat, "JSONResponse"),
+    "/server_info": lambda s: (compat, "JSONResponse"),
     "/": lambda s: (models, "PlainTextResponse"),
 }
 

@@ -16,7 +16,7 @@ from minivllm.server.openai.field_table import REFUSED, names_of
 server = served(engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 HI = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", "/openapi.json"]
+HERE = [path for path, *_ in ROUTES if "{" not in path] + ["/health", "/ready", "/ping", "/openapi.json"]
 
 INSTEAD = {
     "/messages": "use /v1/messages", "/v1/v1/messages": "and /v1, once",
@@ -31,7 +31,7 @@ INSTEAD = {
     "/openai/deployments/pocket/chat/completions": "the model in the body",
     "/completion": COMPLETIONS,
     "/generate": COMPLETIONS, "/api/v1/generate": COMPLETIONS,
-    "/api/tag": "did you mean /api/tags?", "/props": "/tokenizer_info", "/ping": "/health", "/healthz": "/health",
+    "/api/tag": "did you mean /api/tags?", "/info": "/tokenizer_info", "/healthz": "/health",
     "/docs": "/openapi.json", "/v1/ws": "WebSocket",
     "/v1": CHAT, "/nothing/like/it": CHAT, "/v1/" + "x" * 4000: CHAT,
 }  # fmt: skip

@@ -25,7 +25,7 @@ from .connection import CROWDED, POLLED, unknown_coding
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
 
-OPEN = frozenset({"/health"})  # routes that require no key
+OPEN = frozenset({"/health", "/ping"})  # routes that require no key
 TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")  # W3C Trace Context
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 

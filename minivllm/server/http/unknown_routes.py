@@ -31,16 +31,15 @@ files and batches are not stored; use {CHAT} for each request <- files files/* b
     assistants threads vector_stores
 models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter models/load \
     models/unload
-use {COMPLETIONS} <- completion generate generate_stream infer inference invocations infill api/v1/generate \
+use {COMPLETIONS} <- completion generate generate_stream infer inference infill api/v1/generate \
     api/extra/generate/stream v2/models/*/infer
-use POST /tokenize with {{"messages": [...]}}, and POST /detokenize for the text <- apply-template
-use GET /tokenizer_info, and {MODELS} for the context's length <- props info get_model_info get_server_info \
-    server_info api/v1/model
+use GET /tokenizer_info, and {MODELS} for the context's length <- info get_model_info api/v1/model
+use GET /server_info <- get_server_info
 use GET /debug/state, with --admin <- slots
 this route is a WebSocket: use ws:// or wss:// <- v1/ws
-use GET /metrics <- load get_load stats
+use GET /metrics <- get_load stats
 use POST /reset_prefix_cache, with --admin <- flush_cache
-use GET /health <- ping healthz livez health_generate api/health v2/health/live
+use GET /health <- healthz livez health_generate api/health v2/health/live
 use GET /ready <- readyz health/ready v2/health/ready
 use GET /openapi.json, which describes the routes <- docs redoc swagger.json
 """

@@ -34,6 +34,7 @@ from .field_table import (
     RERANK,
     RESPONSES,
     SCORE,
+    TEMPLATE,
     TOKENIZE,
     declared_by,
 )
@@ -75,7 +76,8 @@ def _model(name: str, base: type[Any], *routes: str) -> Any:
 GenerationBody = _model("GenerationBody", Generation, CHAT, COMPLETION)
 ChatBody = _model("ChatBody", GenerationBody, CHAT)
 CompletionBody = _model("CompletionBody", GenerationBody, COMPLETION)
-TokenizeBody = _model("TokenizeBody", Body, TOKENIZE)
+TemplateBody = _model("TemplateBody", Body, TOKENIZE, TEMPLATE)
+TokenizeBody = _model("TokenizeBody", TemplateBody, TOKENIZE)
 DetokenizeBody = _model("DetokenizeBody", Body, DETOKENIZE)
 CountBody = _model("CountBody", Body, CREATE, COUNT)
 MessageBody = _model("MessageBody", CountBody, CREATE)

@@ -15,7 +15,7 @@ from . import JsonObject, Warnings, fields, logprobs, reasoning, tools
 from .answers import TokenScores
 from .bodies import ChatBody, named, naming, sent_names
 from .calls import Finished, Part
-from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, respond
+from .generate import SCORES, TEXT, Answer, Service, checked, open_streams, read_values, respond
 from .limits import check_cost, seconds_of
 from .params import fit, note_default, whole_form
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
@@ -31,9 +31,16 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
 async def chat_completions(request: Request, service: Service) -> Any:
-    body = await read_body(request, service, ChatBody)
-    work = Chat(service, body, request.scope["state"])
-    return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
+    return await answer(request, service, await read_values(request, service))
+
+
+async def answer(request: Request, service: Service, values: JsonObject) -> Any:
+    """Return the response to the chat with the given fields."""
+    state = request.scope["state"]
+    body = await checked(service, ChatBody, values, state["owner"])
+    work = Chat(service, body, state)
+    seconds = seconds_of(service, body.timeout_s)
+    return await respond(request, service, bool(body.stream), seconds, work)
 
 
 def check_messages(messages: Any) -> list[JsonObject]:
@@ -208,6 +215,16 @@ class Chat(Work):
 def _chunk(number: int, delta: JsonObject) -> JsonObject:
     """Return a choice of a stream that does not end with its delta."""
     return {"index": number, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+async def template_ids(request: Request, service: Service, body: Any) -> list[int]:
+    """Return the token ids of the conversation of a body that asks for them alone."""
+    state = request.scope["state"]
+    salt = state["tenant"], ""
+    choice = tools.read_tools(body.tools, None, None)
+    messages = check_messages(body.messages)
+    variables = body.chat_template_kwargs
+    return await render(service, messages, choice.shown, body, salt, state["owner"], variables)
 
 
 async def render(

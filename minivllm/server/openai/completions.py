@@ -14,7 +14,7 @@ from minivllm.server.errors import ApiError
 from . import JsonObject, answers, logprobs
 from .answers import Stretch, TokenScores
 from .bodies import CompletionBody, named, naming, sent_names
-from .generate import SCORES, TEXT, Answer, Service, open_streams, read_body, respond
+from .generate import SCORES, TEXT, Answer, Service, checked, open_streams, read_values, respond
 from .limits import check_cost, check_size, seconds_of
 from .offsets import Placed, Places
 from .params import fit, note_default, whole_form
@@ -35,9 +35,16 @@ def default_tokens(body: Any, defaults: Mapping[str, Any]) -> int | None:
 
 
 async def completions(request: Request, service: Service) -> Any:
-    body = await read_body(request, service, CompletionBody)
-    work = Completion(service, body, request.scope["state"])
-    return await respond(request, service, bool(body.stream), seconds_of(service, body.timeout_s), work)
+    return await answer(request, service, await read_values(request, service))
+
+
+async def answer(request: Request, service: Service, values: JsonObject) -> Any:
+    """Return the response to the completion with the given fields."""
+    state = request.scope["state"]
+    body = await checked(service, CompletionBody, values, state["owner"])
+    work = Completion(service, body, state)
+    seconds = seconds_of(service, body.timeout_s)
+    return await respond(request, service, bool(body.stream), seconds, work)
 
 
 class Completion(Work):

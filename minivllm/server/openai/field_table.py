@@ -23,6 +23,7 @@ from minivllm.core import declared_params
 from . import JsonObject
 
 CHAT, COMPLETION, TOKENIZE, DETOKENIZE = "chat", "completion", "tokenize", "detokenize"  # routes
+TEMPLATE = "apply template"
 CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
 RESPONSES = "responses"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "ollama_model"
@@ -207,6 +208,7 @@ GENERATION = {
     "truncate_prompt_tokens": (INT, "extension: number of prompt tokens to keep; -1: as many as fit"),
     "truncation_side": (TEXT, "extension: the side of the prompt that is cut, left (default) or right"),
     "return_token_ids": (BOOL, "extension: return token_ids with the text"),
+    "timings_per_token": (BOOL, "extension, of llama.cpp: return the speeds of the answer as timings"),
     "include_energy": (BOOL, "extension: return the joules of the answer in its usage"),
     "taps": (TAPS, "extension, for operators: points of the model to read, or to add vectors to"),
     "return_tokens_as_token_ids": (BOOL, "extension: spell tokens of log-probabilities as token_id:N"),
@@ -248,19 +250,25 @@ COMPLETION_ONLY = {
     "suffix": (TEXT, "not supported"),
     "add_special_tokens": (BOOL, "extension: add the tokenizer's special tokens to a text"),
 }  # fmt: skip
-TOKENIZE_ONLY = {
+RENDERED = {
     "model": (TEXT, ""),
-    "prompt": (TEXT, ""),
     "messages": (ANY_MESSAGES, ""),
     "add_special_tokens": (BOOL, "default true for a prompt, false for messages"),
     "add_generation_prompt": (BOOL, ""),
     "continue_final_message": (BOOL, "for messages, as in a chat"),
-    "return_token_strs": (BOOL, ""),
     "tools": (Any, ""),
     "documents": (OBJECTS, ""),
     "chat_template": (TEXT, "for messages, as in a chat"),
     "chat_template_kwargs": (DICT, ""),
     "split_special_tokens": (BOOL, "for messages, as in a chat"),
+}  # fmt: skip
+TOKENIZE_ONLY = {
+    "prompt": (TEXT, ""),
+    "return_token_strs": (BOOL, ""),
+    "content": (TEXT, "llama.cpp's name of prompt"),
+    "add_special": (BOOL, "llama.cpp's name of add_special_tokens; default false with content"),
+    "parse_special": (BOOL, "true: spellings of special tokens are special tokens; false is not supported"),
+    "with_pieces": (BOOL, "return objects with id and piece as tokens, as llama.cpp does"),
 }  # fmt: skip
 _UNUSED = "a feature of another service; it has no effect"
 MESSAGE_AND_COUNT = {
@@ -374,6 +382,7 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
     (CHAT,): CHAT_ONLY,
     (COMPLETION,): COMPLETION_ONLY,
+    (TOKENIZE, TEMPLATE): RENDERED,
     (TOKENIZE,): TOKENIZE_ONLY,
     (OLLAMA_CHAT, OLLAMA_GENERATE): OLLAMA,
     (OLLAMA_CHAT,): OLLAMA_CHAT_ONLY,
@@ -496,7 +505,7 @@ NO_EFFECT = {
     ),
     "answers have the fields of OpenAI's API; see logprobs, return_token_ids, stream_options": (
         "details=false decoder_input_details=false top_n_tokens n_probs=0 return_tokens return_progress "
-        "timings_per_token post_sampling_probs response_fields output_scores return_dict_in_generate "
+        "post_sampling_probs response_fields output_scores return_dict_in_generate "
         "return_likelihoods return_hidden_states=false return_routed_experts=false usage trim_stop "
         "spaces_between_special_tokens"
     ),

@@ -151,6 +151,7 @@ class Answer:
     hidden: bool = False  # the answer does not show the generated text
     reads: Sequence[tuple[str, str]] = ()  # points of the model that the request reads, and the kind of pooling
     energy: bool = False  # the usage reports joules
+    timed: bool = False  # the answer has llama.cpp's timings, in a stream every chunk
     sent: int = 0  # tokens in the chunks of a stream so far
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -224,7 +225,7 @@ class Answer:
             yield b"".join(opening)
         writers = None
         while pieces := await self.take(writers):
-            plain = not (self.warnings or self.continuous)
+            plain = not (self.warnings or self.continuous or self.timed)
             events: list[bytes] = []
             until = slices.begin()
             for number, piece in pieces:
@@ -242,7 +243,7 @@ class Answer:
         for chunk in self._tapped_choices(work):
             yield encode(chunk)
         if self.include_usage:
-            yield encode({**self.head(), "choices": [], "usage": self.usage()})
+            yield encode(self._usage_chunk())
         yield DONE
 
     def _direct_writers(
@@ -286,7 +287,7 @@ class Answer:
         for chunk in self._tapped_choices(work):
             yield chunk
         if self.include_usage:
-            yield {**self.head(), "choices": [], "usage": self.usage()}
+            yield self._usage_chunk()
 
     def _opening(self, work: ProtocolWork) -> Iterator[JsonObject]:
         """Yield the chunks before the first piece."""
@@ -308,6 +309,15 @@ class Answer:
             self.warnings = []
         if self.include_usage:
             chunk["usage"] = self.usage(self.sent) if self.continuous else None
+        if self.timed:
+            chunk["timings"] = timings(self.streams, self.sent)
+        return chunk
+
+    def _usage_chunk(self) -> JsonObject:
+        """Return the last chunk of a stream, which has no choice."""
+        chunk = {**self.head(), "choices": [], "usage": self.usage()}
+        if self.timed:
+            chunk["timings"] = timings(self.streams, self.sent)
         return chunk
 
     async def whole(self, work: ProtocolWork, owner: str) -> AsyncIterator[bytes]:
@@ -319,12 +329,44 @@ class Answer:
             choice["taps"] = self.tapped(choice["index"], order[rank])
         out = {**self.head(), "choices": choices, "usage": self.usage(), "system_fingerprint": None}
         out.update(self.more)
+        if self.timed:
+            generated = sum(s.completion_tokens for s in self.streams)
+            out["timings"] = timings(self.streams, generated)
         if self.warnings:
             out["warnings"] = self.warnings
         tokens = self.service.tokens
         shaper = Shaper(tokens.pool, tokens.tokenizer, work.speller, owner)
         async for piece in pieces(out, shaper, self.service.slices):
             yield piece
+
+
+def timings(streams: Sequence[Stream], sent: int) -> JsonObject:
+    """Return the speeds of a request in the form of llama.cpp.  Prompts that run together count together.
+
+    ``sent`` is the number of generated tokens so far."""
+    cached = sum(stream.cached_tokens for stream in streams)
+    total = sum(stream.prompt_tokens for stream in streams)
+    times = [stream.metrics for stream in streams]
+    now = time.monotonic()
+    starts = [each.scheduled_time or each.arrival_time for each in times]
+    firsts = [each.first_token_time or now for each in times]
+    ends = [each.finished_time or now for each in times]
+    first = min(firsts)
+    found: JsonObject = {"cache_n": cached}
+    found.update(_speed("prompt", total - cached, first - min(starts)))
+    found.update(_speed("predicted", sent, max(ends) - first))
+    return found
+
+
+def _speed(part: str, tokens: int, seconds: float) -> JsonObject:
+    """Return the count and the speeds of the tokens of a part of a request.
+
+    A speed without a duration, and a duration of a token without a token, is 0."""
+    ms = max(1e3 * seconds, 0.0)
+    found: JsonObject = {f"{part}_n": tokens, f"{part}_ms": ms}
+    found[f"{part}_per_token_ms"] = ms / tokens if tokens else 0.0
+    found[f"{part}_per_second"] = 1e3 * tokens / ms if ms else 0.0
+    return found
 
 
 def numbers(values: np.ndarray) -> list[float | None]:
@@ -335,15 +377,20 @@ def numbers(values: np.ndarray) -> list[float | None]:
     return [value if good else None for value, good in zip(values.tolist(), finite, strict=True)]
 
 
-async def read_body(request: Request, service: Service, model: type[Any], any_type: bool = False) -> Any:
-    """Read the body of a request within the limits of the server.
+async def read_values(request: Request, service: Service, any_type: bool = False) -> JsonObject:
+    """Return the body of a request as a JSON object, read within the limits of the server.
 
     ``any_type`` accepts other content types than JSON, where the guard accepts them (clients of Ollama).
     ApiError if it is wrong, or if the server cannot serve it now."""
     server = service.server
     owner = request.scope["state"]["owner"]
-    values = await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner, any_type)
-    return await checked(service, model, values, owner)
+    return await service.bodies.read(request, server.max_body_bytes, server.body_timeout, owner, any_type)
+
+
+async def read_body(request: Request, service: Service, model: type[Any], any_type: bool = False) -> Any:
+    """Return the body of a request, checked by its model.  The errors and ``any_type`` are those of ``read_values``."""
+    values = await read_values(request, service, any_type)
+    return await checked(service, model, values, request.scope["state"]["owner"])
 
 
 async def checked(

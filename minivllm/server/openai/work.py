@@ -84,5 +84,6 @@ class Work:
             self.warnings,
             reads=self.taps.reads,
             energy=self.energy,
+            timed=bool(self.body.timings_per_token),
             **more,
         )
