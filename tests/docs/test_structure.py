@@ -65,7 +65,10 @@ MAY_IMPORT = {
     "server.serve": (
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
-    "server.app": "server.operations server.embedding server.compat server.anthropic server.ollama server.openai server.http server",
+    "server.app": (
+        "server.operations server.embedding server.compat server.anthropic server.ollama server.openai server.http "
+        "server"
+    ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.compat": "server.openai server",

@@ -11,7 +11,6 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 from scripted import scripted
 
-from minivllm.server.ollama import models
 from minivllm.server.openai import tools
 from minivllm.server.openai.calls import Said, Thought, ToolCall
 
@@ -231,7 +230,7 @@ def test_an_unknown_model_has_the_text_that_clients_look_for(server):
         (CHAT, {**HI, "tools": [{"type": "function"}]}, "tools[0]"),
         (CHAT, {**HI, "tools": {}, "stream": 3}, "stream"),
         (CHAT, {**HI, "template": "x"}, "template"),
-        (CHAT, {**HI, "think": "very"}, "low, medium, high, max"),
+        (CHAT, {**HI, "think": "very"}, "low, medium, high"),
         (CHAT, {**HI, "think": 3}, "think"),
         (CHAT, {**HI, "format": 3}, "format"),
         (CHAT, {**HI, "format": "xml"}, "format"),
@@ -271,10 +270,20 @@ def test_empty_values_of_what_is_refused_request_nothing(server):
 
 
 def test_fields_without_effect_are_warnings(server):
-    body = {**HI, "keep_alive": "5m", "options": {"num_predict": 1, "num_ctx": 4096, "nonsense": 1}, "user": "x"}
+    raw = server.post(
+        GENERATE, {"prompt": "a", "raw": True, "think": True, "stream": False, "options": {"num_predict": 1}}
+    )
+    assert raw.headers["x-warnings"] == "think"
+    body = {
+        **HI,
+        "keep_alive": "5m",
+        "think": True,
+        "options": {"num_predict": 1, "num_ctx": 4096, "nonsense": 1},
+        "user": "x",
+    }
     parts, headers = lines(server, CHAT, body)
     fields = {warning["field"] for warning in parts[-1]["warnings"]}
-    assert fields == {"keep_alive", "num_ctx", "options.nonsense", "user"}
+    assert fields == {"keep_alive", "think", "num_ctx", "options.nonsense", "user"}
     assert set(headers["x-warnings"].split(",")) == fields
     assert all("warnings" not in part for part in parts[:-1])
 
@@ -355,11 +364,42 @@ def test_the_model_is_described_and_always_loaded(server):
     assert datetime.fromisoformat(running["expires_at"]).year > 2100
 
 
-def test_templates_that_switch_reasoning_are_recognized():
-    for source in ("{% if enable_thinking %}", "{{ reasoning_effort }}", "{% if not thinking is defined %}"):
-        assert models.THINKING.search(source)
-    for source in ("{{ message.thinking }}", "{{ message['thinking'] }}", "{{ message.reasoning_content }}", "<think>"):
-        assert not models.THINKING.search(source)
+def test_a_template_that_switches_reasoning_is_a_capability(server, monkeypatch):
+    tokenizer = server.app.service.tokens.tokenizer
+    for read, thinks in (
+        (("messages", "enable_thinking"), True),
+        (("reasoning_effort",), True),
+        (("messages",), False),
+    ):
+        monkeypatch.setattr(tokenizer, "template_variables", lambda *_, read=read: frozenset(read))
+        found = server.post("/api/show", {"model": "pocket"}).json()["capabilities"]
+        assert found == ["completion", "tools", *(["thinking"] if thinks else [])]
+
+
+@pytest.mark.parametrize(
+    ("think", "variables"),
+    [
+        (True, {"enable_thinking": True, "reasoning_effort": None}),
+        (False, {"enable_thinking": False}),
+        ("low", {"reasoning_effort": "low"}),
+        ("max", {"reasoning_effort": "xhigh"}),
+    ],
+)
+def test_think_sets_variables_of_the_chat_template(server, monkeypatch, think, variables):
+    tokens = server.app.service.tokens
+    seen = []
+    whole = tokens.chat
+
+    async def chat(messages, shown, begin, given, *more):
+        seen.append(given)
+        return await whole(messages, shown, begin, None, *more)
+
+    monkeypatch.setattr(tokens, "chat", chat)
+    monkeypatch.setattr(tokens.tokenizer, "template_variables", lambda *_: {"enable_thinking", "reasoning_effort"})
+    for path, body in ((CHAT, HI), (GENERATE, {"prompt": "a"})):
+        answer = server.post(path, {**body, "think": think, "stream": False, "options": {"num_predict": 1}})
+        assert answer.status_code == 200 and "x-warnings" not in answer.headers
+        assert {name: seen[-1].get(name) for name in variables} == variables
 
 
 def test_pulling_the_served_model_succeeds_and_the_list_cannot_change(server):

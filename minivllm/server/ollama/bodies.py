@@ -13,14 +13,14 @@ from .names import served_name
 if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service
 
-LEVELS = ("low", "medium", "high", "max")  # words for ``think``
+EFFORTS = {"max": "xhigh"}  # words for ``think`` <- Ollama's words, if they differ
 ENDLESS = {"num_predict": -1}  # the option that requests the rest of the context
 # fields of this server whose results an answer of Ollama's API cannot hold
 UNSHOWN = (
     "n", "best_of", "echo", "prompt_logprobs", "taps", "return_token_ids", "return_tokens_as_token_ids",
     "stream_options", "include_energy",
 )  # fmt: skip
-SENT = {"response_format": "format", "chat_template_kwargs": "think"}
+SENT = {"response_format": "format"}
 
 
 def is_load(body: Any) -> bool:
@@ -35,7 +35,6 @@ def chat_values(service: Service, body: Any) -> JsonObject:
     values["messages"] = _messages(body.messages)
     values["tools"] = body.tools
     values.update(_scores(body))
-    values.update(_reasoning(body, values.get("chat_template_kwargs")))
     return values
 
 
@@ -45,7 +44,6 @@ def prompt_values(service: Service, body: Any) -> JsonObject:
     messages = [] if not body.system else [{"role": "system", "content": body.system}]
     values["messages"] = [*messages, {"role": "user", "content": body.prompt}]
     values.update(_scores(body))
-    values.update(_reasoning(body, values.get("chat_template_kwargs")))
     return values
 
 
@@ -58,8 +56,6 @@ def raw_values(service: Service, body: Any) -> JsonObject:
             raise ApiError(400, f"raw mode does not support {name}: put it into the prompt", name)
     values = _shared_values(service, body)
     values["prompt"] = body.prompt
-    if body.think is not None:
-        values["think"] = body.think  # it has no effect, which a warning says
     if body.logprobs:
         values["logprobs"] = body.top_logprobs or 0
     elif body.top_logprobs:
@@ -84,6 +80,8 @@ def _shared_values(service: Service, body: Any) -> JsonObject:
     values: JsonObject = dict(body.model_extra or {})
     values["model"] = served_name(service, body.model or values.pop("name", None))
     values["stream"] = body.stream is not False
+    if body.think is not None:
+        values["think"] = EFFORTS.get(body.think, body.think) if isinstance(body.think, str) else body.think
     if body.keep_alive is not None:
         values["keep_alive"] = body.keep_alive
     options = body.options
@@ -117,22 +115,6 @@ def _scores(body: Any) -> JsonObject:
     if not body.logprobs and not body.top_logprobs:
         return {}
     return {"logprobs": body.logprobs, "top_logprobs": body.top_logprobs}
-
-
-def _reasoning(body: Any, variables: Any) -> JsonObject:
-    """Return the variables of the chat template that ``think`` sets.
-
-    Templates differ in the name of the switch, and a template ignores variables that it does not read."""
-    think = body.think
-    if think is None:
-        return {}
-    if isinstance(think, str) and think not in LEVELS:
-        raise ApiError(400, f"think={think[:40]!r}: expected true, false, {', '.join(LEVELS)}", "think")
-    switch = think is not False
-    asked: JsonObject = {"enable_thinking": switch, "thinking": switch}
-    if isinstance(think, str):
-        asked["reasoning_effort"] = think
-    return {"chat_template_kwargs": {**asked, **(variables if isinstance(variables, dict) else {})}}
 
 
 def _messages(messages: Any) -> Any:

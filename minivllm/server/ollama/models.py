@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
@@ -27,8 +26,8 @@ VERSION = "0.18.2"  # the version of Ollama whose API these routes follow, becau
 GREETING = "minivllm is running. To clients of Ollama's API: Ollama is running\n"
 FOREVER = "2318-01-01T00:00:00+00:00"  # when the model is unloaded; Ollama has such a year for "never"
 LINES = "application/x-ndjson"
-# variables with which chat templates switch reasoning; ``message.thinking`` is no variable
-THINKING = re.compile(r"""\benable_thinking\b|\breasoning_effort\b|(?<![\w.'"\[])thinking\b(?!['"])""")
+# variables with which chat templates switch reasoning
+THINKING = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
 # parameters of a Modelfile <- sampling defaults of this server
 PARAMETERS = {"max_tokens": "num_predict", "repetition_penalty": "repeat_penalty"}
 # keys of model_info, behind the name of the architecture <- sizes of the model
@@ -117,8 +116,10 @@ async def no_embeddings(request: Request, service: Service) -> Any:
 def thinks(service: Service) -> bool:
     """Return whether a chat template of the model can switch reasoning."""
     tokenizer = service.tokens.tokenizer
-    sources = [] if tokenizer is None else list(tokenizer.chat_templates.values())
-    return any(THINKING.search(source) for source in sources)
+    if tokenizer is None:
+        return False
+    read = tokenizer.template_variables(None, False)
+    return not THINKING.isdisjoint(read)
 
 
 def capabilities(service: Service) -> list[str]:
