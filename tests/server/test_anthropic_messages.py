@@ -1,6 +1,7 @@
 """Anthropic's Messages API on the wire: bodies, events, errors and counts, as its reference describes them."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ pytest.importorskip("fastapi")
 from http_helpers import Running, served
 from scripted import scripted
 
+from minivllm.server.anthropic import translate
 from minivllm.server.openai import tools as openai_tools
 from minivllm.server.openai.calls import Said, Thought
 
@@ -368,7 +370,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ([*HI["messages"], assistant({**USE, "input": "x"})], "messages[1].content[0].input='x': expected an object"),
         ([*HI["messages"], assistant({**USE, "id": ""})], "messages[1].content[0].id=''"),
         ([*HI["messages"], assistant({"type": "thinking"})], "messages[1].content[0].thinking=None"),
-        ([{"role": "user", "content": "x"}] * 4097, "4097 messages; expected at most 4096"),
+        ([{"role": "user", "content": "x"}] * 4097, "4097 messages and blocks; expected at most 4096 together"),
+        ([user(*[text("x")] * 4096)], "4097 messages and blocks"),
+        ([*HI["messages"], assistant(USE), user(result(content=[text("x")] * 4096))], "4101 messages and blocks"),
     ],
 )  # fmt: skip
 def test_an_error_of_a_conversation_names_the_place(server, messages, words):
@@ -387,6 +391,7 @@ def test_an_error_of_a_conversation_names_the_place(server, messages, words):
         ({"system": 5}, "system=5"), ({"system": [IMAGE]}, "system[0].type='image'"),
         ({"stop_sequences": 5}, "stop_sequences"), ({"temperature": -1}, "temperature"), ({"stream": "yes"}, "stream"),
         ({"tools": {}}, "tools"), ({"tools": ["f"]}, "tools[0]='f'"),
+        ({"tools": [ADD] * 129}, "129 tools; expected at most 128"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"), ({"tools": [ADD, ADD]}, "same name"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type='web_search_20250305'"),
@@ -569,3 +574,10 @@ def test_pages_of_models_follow_the_cursors():
     pages = [page(query) for query in ("limit=2", "limit=2&after_id=two", "limit=1&before_id=three", "before_id=one")]
     running.close()
     assert pages == [(["one", "two"], True), (["three"], False), (["two"], True), ([], False)]
+
+
+def test_the_page_names_every_field_that_is_refused_or_has_no_effect():
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text()
+    section = page.partition("## Anthropic Messages")[2].partition("## Tools")[0]
+    missing = [name for name in (*translate.NO_EFFECT, *translate.REFUSED, "thread") if f"`{name}`" not in section]
+    assert not missing

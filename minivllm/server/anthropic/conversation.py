@@ -34,7 +34,8 @@ BLOCKS: dict[str, dict[str, frozenset[str]]] = {
 }
 RESULT = {"text": TEXT_KEYS}  # blocks of the content of a tool_result
 MEDIA = ("image", "document", "audio", "video", "container_upload", "search_result")
-MOST_MESSAGES = 4096
+OF_MESSAGE = frozenset({"role", "content"})
+MOST_BLOCKS = 4096  # of all messages together; each is a message of the chat at most
 
 
 @dataclass
@@ -96,8 +97,7 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
     if not isinstance(messages, list) or not messages:
         expected = 'a non-empty list of {"role": "user" or "assistant", "content": ...}'
         raise fail("messages", f": expected {expected}")
-    if len(messages) > MOST_MESSAGES:
-        raise fail("messages", f": {len(messages)} messages; expected at most {MOST_MESSAGES}")
+    _check_count(messages, system)
     turns: list[Turn] = []
     if system not in (None, "", []):
         turns.append(Turn("system", "system", _blocks(system, "system", BLOCKS["system"], warnings)))
@@ -108,7 +108,7 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
         role = message.get("role")
         if role not in ROLES:
             raise fail(f"{place}.role", f"={shown(role)}: expected {', '.join(ROLES)}")
-        _warn_unread(message, place, frozenset({"role", "content"}), warnings)
+        _warn_unread(message, place, OF_MESSAGE, warnings)
         blocks = _blocks(message.get("content"), f"{place}.content", BLOCKS[role], warnings)
         last = number == len(messages) - 1
         if not _says(blocks) and not (last and role == "assistant"):
@@ -117,6 +117,18 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
             turns.append(Turn(role, place))
         turns[-1].blocks += blocks
     return turns
+
+
+def _check_count(messages: list[Any], system: Any) -> None:
+    """Raise ApiError (400) for too many blocks, because the event loop reads them."""
+    contents = [message.get("content") for message in messages if isinstance(message, dict)]
+    lists = [content for content in (system, *contents) if isinstance(content, list)]
+    for content in tuple(lists):
+        inner = [block.get("content") for block in content if isinstance(block, dict)]
+        lists += [more for more in inner if isinstance(more, list)]
+    count = len(messages) + sum(map(len, lists))
+    if count > MOST_BLOCKS:
+        raise fail("messages", f": {count} messages and blocks; expected at most {MOST_BLOCKS} together")
 
 
 def _says(blocks: Iterable[tuple[JsonObject, str]]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,7 @@ async def _work(request: Request, service: Service, model: type[Any]) -> Message
     """Read the body of a request, and return its work."""
     body = await read_body(request, service, model)
     translation = translate(body)
+    await asyncio.sleep(0)  # a large conversation takes some milliseconds, so other requests run in between
     if model is CountBody:
         translation.values["max_tokens"] = 1
     if request.headers.get("anthropic-beta"):

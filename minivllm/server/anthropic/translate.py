@@ -13,6 +13,7 @@ from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject, Warnings
 from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.field_table import FORM
+from minivllm.server.openai.tools import MOST as MOST_TOOLS
 
 from .conversation import fail, read_conversation, warn
 
@@ -119,6 +120,8 @@ def _tools(tools: Any, warnings: Warnings) -> list[JsonObject]:
     """Return the tools of a body as functions of a chat."""
     if not isinstance(tools, list):
         raise fail("tools", f"={shown(tools)}: expected a list of tools")
+    if len(tools) > MOST_TOOLS:
+        raise fail("tools", f": {len(tools)} tools; expected at most {MOST_TOOLS}")
     return [_tool(tool, f"tools[{number}]", warnings) for number, tool in enumerate(tools)]
 
 
