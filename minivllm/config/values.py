@@ -16,7 +16,8 @@ from minivllm.errors import shown, want_name
 
 # The default processors, in order.  Masks may be anywhere; a processor that divides logits must be last.
 PROCESSORS = (
-    "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "temperature_schedule",
+    "penalties", "logit_bias", "bad_words", "allowed_tokens", "no_repeat_ngram", "thinking_budget",
+    "temperature_schedule",
 )  # fmt: skip
 CONFIG_VERSION = 1
 ALIASES = {

@@ -12,6 +12,7 @@ import numpy as np
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.taps import Tap
 from minivllm.errors import RequestError, brief, shown, suggest
+from minivllm.runtime.text.thinking import with_thinking_ids
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
@@ -139,7 +140,7 @@ def with_salt(params: SamplingParams, salt: str | None) -> SamplingParams:
 
 
 def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingParams:
-    """Return the parameters with token ids instead of texts, for a negative prompt and for the words in ``bad_words``.
+    """Return the parameters with token ids instead of texts: a negative prompt, ``bad_words``, ``thinking_tags``.
 
     A bad word is encoded both as the beginning of a text and after a space, because most vocabularies distinguish
     these.
@@ -152,6 +153,7 @@ def with_token_ids(params: SamplingParams, tokenizer: Tokenizer | None) -> Sampl
             raise RequestError(f"{NEGATIVE} has {len(text)} characters; {expected}", NEGATIVE)
         kept = {name: value for name, value in params.extra.items() if name != NEGATIVE}
         params = replace(params, extra={**kept, NEGATIVE_IDS: tokenizer.encode(text)})
+    params = with_thinking_ids(params, tokenizer)
     words = params.bad_words
     if not isinstance(words, (list, tuple)) or not any(isinstance(word, str) for word in words[:MOST_WORDS]):
         return params

@@ -84,6 +84,7 @@ class Tracked(RequestText):
         if the grammar is refused."""
         params = self.request.params
         if params.structured_outputs is not None and self.request.grammar is None:
+            engine.grammars.gates.add(self.request, engine.eos_ids, engine.capacity.vocab_size)
             self.request.grammar = engine.grammars.compile(params.structured_outputs, params.salt)
 
     def add_to(self, engine: Engine) -> None:

@@ -69,6 +69,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("processor", "penalties", "minivllm.plugins.processor.spec:PENALTIES"),
     ("processor", "prompt_penalty", "minivllm.plugins.processor.spec:PROMPT_PENALTY"),
     ("processor", "temperature_schedule", "minivllm.plugins.processor.spec:TEMPERATURE_SCHEDULE"),
+    ("processor", "thinking_budget", "minivllm.plugins.processor.spec:THINKING_BUDGET"),
     ("quantizer", "awq", "minivllm.plugins.quantizer.spec:AWQ"),
     ("quantizer", "bitsandbytes", "minivllm.plugins.quantizer.spec:BITSANDBYTES"),
     ("quantizer", "compressed-tensors", "minivllm.plugins.quantizer.spec:COMPRESSED_TENSORS"),

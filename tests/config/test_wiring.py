@@ -252,7 +252,7 @@ def test_sdpa_is_batch_invariant_on_a_cpu_only(model, monkeypatch):
         ({"processors": ["penalty"]}, PluginError,
          "No processor is called 'penalty'. Did you mean 'penalties'?\n"
          "  Installed: allowed_tokens, bad_words, logit_bias, no_repeat_ngram, "
-         "penalties, prompt_penalty, temperature_schedule\n"
+         "penalties, prompt_penalty, temperature_schedule, thinking_budget\n"
          "  A package adds one with the entry-point group 'minivllm.processor'; an experiment can say 'module:Class'."),
         ({"quantizer": {"name": "int8", "options": {"skp": []}}}, PluginError,
          "Wrong options for minivllm/int8:\n  unknown option 'quantizer.options.skp'. Did you mean 'skip'?"),

@@ -109,11 +109,13 @@ MAY_IMPORT = {
         "frontend.record runtime.text device.loading runtime.hooks core.interfaces core.declared_params "
         "registry registration.spec device.native device.hardware"
     ),
-    "runtime.structured": "core.interfaces registry runtime.tenant_cache",
+    "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
     "frontend.record": (
         "runtime.text device.loading core.declared_params registration registration.spec device.native device.hardware"
     ),
-    "runtime.text": "core.engine core.interfaces runtime.processes registration.fresh device.loading.gguf_file",
+    "runtime.text": (
+        "core.engine core.interfaces runtime.replies runtime.processes registration.fresh device.loading.gguf_file"
+    ),
     "core.engine": "core core.interfaces core.declared_params",
     "plugins": (
         "device.worker device.layers device.kernels runtime.hooks core core.wiring runtime.replies core.interfaces "

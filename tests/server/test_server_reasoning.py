@@ -124,6 +124,46 @@ def test_the_prompt_has_the_options(server):
     assert [warning["field"] for warning in answer["warnings"]] == ["reasoning_effort"]
 
 
+# ---- a budget of reasoning -------------------------------------------------------------------------------------------
+
+TAGS = {"start": [50], "end": [100, 101]}
+
+
+@pytest.mark.parametrize("name", ["thinking_token_budget", "thinking_budget", "reasoning_budget"])
+def test_a_budget_ends_the_reasoning(server, name):
+    ask = {"prompt": [10, 50, 12], "max_tokens": 9, "seed": 3, "return_token_ids": True, "thinking_tags": TAGS}
+    ids = server.post("/v1/completions", {**ask, name: 4}).json()["choices"][0]["token_ids"]
+    free = server.post("/v1/completions", {**ask, name: -1}).json()["choices"][0]["token_ids"]
+    assert ids[:4] == free[:4] and ids[4:6] == TAGS["end"] != free[4:6] and len(ids) == 9
+
+
+@pytest.mark.parametrize("budget", [{"reasoning": {"max_tokens": 2}}, {"thinking": {"budget_tokens": 2}}])
+def test_a_chat_has_a_budget_and_a_form_behind_it(server, budget):
+    pytest.importorskip("llguidance")
+    tags = {"start": "assistant\n", "end": TAGS["end"]}  # the template opens the reasoning
+    form = {"structured_outputs": {"choice": ["yes", "no"]}}
+    ask = {**HI, "chat_template_kwargs": {}, "max_tokens": 20, "return_token_ids": True, "thinking_tags": tags}
+    choice = server.post(CHAT, {**ask, **form, **budget}).json()["choices"][0]
+    assert choice["token_ids"][2:4] == TAGS["end"] and choice["finish_reason"] == "stop"
+    assert choice["message"]["content"].endswith(("yes", "no")) and len(choice["message"]["content"]) > 3
+
+
+BUDGETS = [
+    ({"thinking_token_budget": 3}, "thinking_token_budget", "has no tags of reasoning, such as <think> and </think>"),
+    ({"thinking_budget": -2}, "thinking_budget", "expected a whole number from 0, or -1"),
+    ({"thinking_tags": {"start": [1]}}, "thinking_tags", "has no tags of reasoning"),
+    ({"thinking_tags": {"start": [1], "end": [99999]}, "thinking_token_budget": 1}, "thinking_tags", "vocabulary of"),
+    ({"thinking_token_budget": 3, "thinking": {"budget_tokens": 4}}, "thinking.budget_tokens", "contradict each other"),
+]
+
+
+@pytest.mark.parametrize("body,param,text", BUDGETS)
+def test_wrong_budgets_are_refused(server, body, param, text):
+    answer = server.post(CHAT, {**HI, **body})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"] == param and text in answer.json()["error"]["message"]
+
+
 # ---- reasoning of earlier answers ------------------------------------------------------------------------------------
 
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}

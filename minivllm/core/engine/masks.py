@@ -173,7 +173,8 @@ class RowMasks:
             if not matchers:
                 self.seams.run("grammar", late.start, plugin)
                 matchers = late.matchers
-            behind, new = late.news(known, self.slots.tokens)
+            gates = self.grammars.gates  # they keep the tokens of reasoning from the matchers
+            behind, new = gates.passed(late.seqs, *late.news(known, self.slots.tokens))
             those = matchers if len(behind) == len(seqs) else [matchers[i] for i in behind]
             took = (
                 checks.accepted(self.seams.run("grammar", plugin.accept, those, new), new)
@@ -197,6 +198,7 @@ class RowMasks:
             )
             for i, message in failed.items():
                 self._fail(seqs[i], message)
+            gates.widen(seqs, mask, at)
             sound = not refused and not failed
         except Exception as e:
             sound = False

@@ -84,3 +84,26 @@ TEMPERATURE_SCHEDULE = Spec(
         ),
     ),
 )
+THINKING_BUDGET = Spec(
+    impl="minivllm.plugins.processor.thinking_budget:ThinkingBudget",
+    api=(1, 4),
+    summary="ends the reasoning after a number of tokens",
+    limits={"device": ANY},
+    features=frozenset({"graph_safe", "multi_position"}),
+    params=(
+        Param(
+            "thinking_token_budget",
+            int,
+            ge=-1,
+            le=2**31 - 1,
+            wanted="a whole number from 0, or -1 (no limit)",
+            summary="most tokens of reasoning, before the end tag is forced; 0: no reasoning; -1: no limit",
+        ),
+        Param(
+            "thinking_tags",
+            dict,
+            wanted="a mapping with start, end and answer",
+            summary="the tags of reasoning, as texts or token ids; {}: those of the model",
+        ),
+    ),
+)

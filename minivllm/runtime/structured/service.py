@@ -21,6 +21,7 @@ from minivllm.errors import MinivllmError, RequestError, describe_error, shown
 from minivllm.registry import build_part
 from minivllm.runtime.tenant_cache import Salt, TenantCache
 
+from .gates import Gates
 from .helper import Helper, Stopped
 from .helpers import Helpers
 
@@ -67,6 +68,7 @@ class Grammars:
         self._stopped: set[tuple[Salt, GrammarSource]] = set()  # sources being compiled that no request needs
         self._trying: dict[tuple[Salt, GrammarSource], Helper] = {}  # the helper that checks each source
         self.workers = workers
+        self.gates = Gates()
         self._closed = False
         self.helpers = Helpers(lambda: Helper(part, self.context, seconds, megabytes), workers)
 
@@ -202,6 +204,7 @@ class NoGrammars:
 
     def __init__(self, why: str) -> None:
         self.why = why
+        self.gates = Gates()
 
     def compile(self, params: StructuredOutputsParams, salt: Salt) -> Compiled:
         """Raise RequestError."""

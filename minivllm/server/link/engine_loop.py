@@ -280,6 +280,8 @@ class EngineLoop(TurnLoop):
                 taps=pooled_taps.taps,
                 pooling=None if pooling is None else PromptPooling(pooling),
             )
+            if self.engine.grammars is not None:
+                self.engine.grammars.gates.add(request, self.engine.eos_ids, self.engine.capacity.vocab_size)
             live = _Live(number, request, pooled_taps.reads, energy)
         except BaseException as e:
             self._refuse(number, e)

@@ -85,6 +85,7 @@ class Chat(Work):
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
         self.variables = self._variables()
+        self.passed |= reasoning.budget_of(body, self.passed)
         self._set_length(service.defaults.get("max_tokens"))
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0

@@ -427,6 +427,7 @@ ALIASES: tuple[tuple[Any, ...], ...] = (
     ("typical_p", "typical=1|0", "1 is neutral"),
     ("mirostat_tau", "mirostat mirostat_mode", "2 means 5 if mirostat_tau is absent; 0 is neutral; 1 has no effect"),
     ("truncate_prompt_tokens", "truncate", "true means as many as fit", _truncate),
+    ("thinking_token_budget", "thinking_budget=-1 reasoning_budget=-1", "-1 means no limit"),
     (
         "truncate_prompt_tokens", 'truncation="disabled"', '"auto" means as many as fit; "disabled" is neutral',
         _truncation,
@@ -515,9 +516,7 @@ NO_EFFECT = {
     "reasoning is a part of its own in each answer": (
         'reasoning_format="auto"|"deepseek" separate_reasoning=true stream_reasoning=true'
     ),
-    "send options that the chat template reads in chat_template_kwargs": (
-        "reasoning_budget thinking_budget thinking_token_budget verbosity"
-    ),
+    "send options that the chat template reads in chat_template_kwargs": "verbosity",
     "it is a feature of another service": (
         "user metadata store service_tier prompt_cache_key prompt_cache_options prompt_cache_retention "
         'safety_identifier moderation prediction web_search_options modalities=["text"] provider transforms models '

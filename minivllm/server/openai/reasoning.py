@@ -6,6 +6,8 @@ A model reasons as its chat template tells it.  The options therefore become var
     enable_thinking, thinking, think,       -> enable_thinking and thinking     whichever of them it reads
     reasoning.enabled, effort none
 
+``reasoning.max_tokens`` and ``thinking.budget_tokens`` are the parameter ``thinking_token_budget``.
+
 A template that reads nothing of an option leaves it without effect, and the answer has a warning.
 """
 
@@ -15,6 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from minivllm.errors import shown
+from minivllm.runtime.replies.thinking import BUDGET
 from minivllm.server.errors import ApiError
 
 from . import JsonObject, Warnings
@@ -23,7 +26,8 @@ from .fields import MOST
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 EFFORT, SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")  # variables of templates
-KEYS = {"reasoning": ("effort", "enabled", "exclude"), "thinking": ("type",)}
+KEYS = {"reasoning": ("effort", "enabled", "exclude", "max_tokens"), "thinking": ("type", "budget_tokens")}
+BUDGETS = {"reasoning": "max_tokens", "thinking": "budget_tokens"}
 TYPES = {"enabled": True, "adaptive": True, "disabled": False}  # values of thinking.type
 
 
@@ -79,6 +83,22 @@ def warn_unread(body: Any, warnings: Warnings) -> None:
             field = f"{name}.{str(key)[:64]}"
             message = f"{field} has no effect here; expected {expected}"
             warnings.append({"field": field, "message": message})
+
+
+def budget_of(body: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``thinking_token_budget`` from ``reasoning.max_tokens`` or ``thinking.budget_tokens``, or {}.
+
+    ``parameters`` has the parameters of the request so far.  ApiError (400) if they have another budget."""
+    found = {BUDGET: parameters.get(BUDGET)}
+    for name, key in BUDGETS.items():
+        place = f"{name}.{key}"
+        found[place] = _member(body, name, key)
+    given = {name: value for name, value in found.items() if value is not None}
+    _check_same(given)
+    if not given:
+        return {}
+    budget = next(iter(given.values()))
+    return {BUDGET: budget}
 
 
 def shows_reasoning(body: Any) -> bool:

@@ -1,0 +1,137 @@
+"""A bound on the tokens of reasoning (vLLM's ``thinking_token_budget``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.runtime.replies.thinking import MOST_IDS, ThinkingTags
+
+from .spec import THINKING_BUDGET
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.params import SamplingParams
+
+ANY = -1  # in ``start`` and ``end``: a position before the tag, which matches every token
+NEVER = -1  # as budget: no bound
+
+
+class ThinkingBudget(Processor):
+    """Once an answer has so many tokens of reasoning, all tokens but the next one of the end tag become -inf.
+
+    Everything is computed from the token history, so drafts, preemption and branches need no state.  Reasoning begins
+    behind the start tag, or with the answer if the prompt has opened it, and ends behind the end tag.  All parts of the
+    reasoning count together, with the end tags of earlier parts.  A part of the end tag at the end of the reasoning is
+    completed.
+
+    Columns: ``budget`` i32 [S], ``opened`` i32 [S] (0 or 1), ``start`` and ``end`` i32 [S, MOST_IDS], the ids at the
+    right end of a row, filled up with ANY.
+    """
+
+    reads = THINKING_BUDGET.reads
+
+    def columns(self) -> Mapping[str, Column]:
+        return {
+            "budget": Column(dtype="int32", fill=NEVER),
+            "opened": Column(dtype="int32"),
+            "start": Column((MOST_IDS,), "int32", ANY),
+            "end": Column((MOST_IDS,), "int32", ANY),
+        }
+
+    def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
+        budget = params.thinking_token_budget
+        if budget is None or budget == NEVER:
+            return None
+        tags = ThinkingTags.of(params.thinking_tags or {}, self.ctx.vocab_size)
+        opened = tags.opened(prompt, self.ctx.eos_ids)
+        values = {"budget": budget, "opened": int(opened), "start": _right(tags.start), "end": _right(tags.end)}
+        longest = max(len(tags.start), len(tags.end))
+        return Row(values, 1 << (longest - 1).bit_length())
+
+    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+        # the longest tag of the step is at most the largest bit of the variant
+        longest = min(1 << max(rows.variant.bit_length() - 1, 0), MOST_IDS)
+        slots = rows.slots
+        end = state["end"][slots]
+        opened = state["opened"][slots] > 0
+        inside = _inside(rows, state["start"][slots], end, opened, longest)
+        last = rows.position[:, None] - 1
+        width = inside.shape[1]
+        index = torch.arange(width, device=logits.device)
+        # the token at an index is reasoning if the index before it is inside
+        spent = torch.where(index < last, inside, 0).sum(dim=1)
+        now = inside.gather(1, last.clamp(0, width - 1))[:, 0]
+        budget = state["budget"][slots]
+        forced = (now > 0) & (budget >= 0) & (spent >= budget)
+        token = _next(rows, end, longest)
+        left = logits.gather(1, token)
+        logits.masked_fill_(forced[:, None], -torch.inf)
+        logits.scatter_(1, token, left)
+
+
+def _right(ids: tuple[int, ...]) -> np.ndarray:
+    """Return the ids of a tag at the right end of a row, i32 [MOST_IDS]."""
+    row = np.full(MOST_IDS, ANY, np.int32)
+    row[MOST_IDS - len(ids) :] = ids
+    return row
+
+
+def _inside(rows: Rows, start: Tensor, end: Tensor, opened: Tensor, longest: int) -> Tensor:
+    """Return i64 [N, L]: 1 if reasoning follows the token at an index, else 0.
+
+    ``start`` and ``end`` are i32 [N, MOST_IDS], of at most ``longest`` ids.  ``opened`` bool [N]: the prompt has opened
+    the reasoning."""
+    history = rows.history()
+    prompt = rows.prompt[:, None]
+    index = torch.arange(history.shape[1], device=history.device)
+    output = (index >= prompt) & (index < rows.position[:, None])
+    # events on a line of numbers: odd behind a start tag, even behind an end tag
+    begins = 2 * index + 1
+    at_start = output & _ends(history, prompt, start, longest)
+    at_end = output & _ends(history, prompt, end, longest)
+    at_prompt = (index == prompt - 1) & opened[:, None]
+    events = torch.where(at_start | at_prompt, begins, 0)
+    events = torch.where(at_end, 2 * index, events)
+    return events.cummax(dim=1).values % 2
+
+
+def _ends(history: Tensor, prompt: Tensor, tag: Tensor, longest: int) -> Tensor:
+    """Return bool [N, L]: a tag of the output ends with this token.  ``history`` i64 [N, L], ``prompt`` i64 [N, 1],
+    ``tag`` i32 [N, MOST_IDS], of at most ``longest`` ids."""
+    width = history.shape[1]
+    index = torch.arange(width, device=history.device)
+    found = history == tag[:, MOST_IDS - 1 :]
+    for back in range(1, min(longest, width)):
+        token = tag[:, MOST_IDS - 1 - back, None]
+        same = torch.zeros_like(found)
+        same[:, back:] = history[:, : width - back] == token
+        same &= index - back >= prompt
+        found &= same | (token == ANY)
+    return found
+
+
+def _next(rows: Rows, tag: Tensor, longest: int) -> Tensor:
+    """Return the token i64 [N, 1] that continues the longest part of a tag with which the output ends.
+
+    It is the first token of the tag behind other text.  ``tag`` is i32 [N, MOST_IDS], of at most ``longest`` ids."""
+    history = rows.history()
+    position = rows.position[:, None]
+    size = (tag != ANY).sum(dim=1, keepdim=True)
+    first = MOST_IDS - size
+    found = torch.zeros_like(size)
+    offset = torch.arange(MOST_IDS, device=history.device)
+    for count in range(1, longest):
+        begin = position - count
+        steps = offset[:count]
+        came = history.gather(1, (begin + steps).clamp(0, history.shape[1] - 1))
+        part = tag.gather(1, (first + steps).clamp(max=MOST_IDS - 1))
+        same = (came == part).all(dim=1, keepdim=True)
+        same &= (begin >= rows.prompt[:, None]) & (count < size)
+        found = torch.where(same, count, found)
+    following = (first + found).clamp(max=MOST_IDS - 1)
+    return tag.gather(1, following).long().clamp(min=0)
