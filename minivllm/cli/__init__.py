@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from minivllm import __version__
 from minivllm.cli import (
     ablate,
+    batch,
     bench,
     compare,
     compare_hf,
@@ -143,6 +144,7 @@ def make_parser() -> argparse.ArgumentParser:
     compare_hf.add_commands(command)
     quantize.add_commands(command)
     serve.add_commands(command, wiring)
+    batch.add_commands(command, wiring)
     doctor.add_commands(command)
     stats.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from minivllm.cli.common import check_one_model, find_modules, json_table, read_config, show_warnings, target_flags
@@ -84,13 +85,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     """Add ``serve``.  ``command`` makes a subparser of ``minivllm``; ``wiring`` has flags for it."""
     sub = command("serve", "cli.serve:serve", "Serve a model over HTTP with OpenAI's API.", wiring)
     sub.add_argument("positional", nargs="?", metavar="MODEL", help="as --model")
-    for name, kind, text in (*SERVER, *ENGINE):
-        flags = (f"--{name.replace('_', '-')}", *ALSO.get(name, ()))
-        metavar = name.split("_")[-1].upper()
-        sub.add_argument(*flags, dest=name, type=kind, metavar=metavar, help=text)
-    for name, text in SWITCHES:
-        flag = f"--{name.replace('_', '-')}"
-        sub.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+    _add_flags(sub, SERVER)
+    add_engine_flags(sub)
     text = "offer the routes of operators, and taps"
     sub.add_argument("--admin", action="store_true", default=None, help=text)
     text = "names of the model in requests"
@@ -99,8 +95,6 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("--allowed-origins", nargs="+", metavar="URL", help=text)
     text = "host names of the server besides localhost; *.NAME: all names below it, *: all names"
     sub.add_argument("--allowed-hosts", nargs="+", metavar="NAME", help=text)
-    text = """sampling parameters for requests that have none: '{"temperature": 0.5}'"""
-    sub.add_argument("--override-generation-config", metavar="JSON", help=text)
     text = "an API key; repeat the flag for more; MINIVLLM_API_KEY does the same and is not visible in ps"
     sub.add_argument("--api-key", action="append", metavar="KEY", help=text)
     text = "module:attribute of an ASGI middleware class or an async function(request, call_next); repeatable"
@@ -112,26 +106,56 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.read = lambda argv: translate(argv, known, notes.append)
 
 
-def load(args: argparse.Namespace) -> Loaded:
-    """Return the configuration, with flags laid over files."""
-    check_one_model(args)
-    server = _used(args, [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_hosts"])
+def _add_flags(sub: argparse.ArgumentParser, flags: Iterable[tuple[str, Any, str]]) -> None:
+    """Add flags of ``SERVER`` or ``ENGINE``."""
+    for name, kind, text in flags:
+        names = (f"--{name.replace('_', '-')}", *ALSO.get(name, ()))
+        metavar = name.split("_")[-1].upper()
+        sub.add_argument(*names, dest=name, type=kind, metavar=metavar, help=text)
+
+
+def add_engine_flags(sub: argparse.ArgumentParser) -> None:
+    """Add the flags of the engine, which ``run-batch`` has too."""
+    _add_flags(sub, ENGINE)
+    for name, text in SWITCHES:
+        flag = f"--{name.replace('_', '-')}"
+        sub.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, help=text)
+    text = """sampling parameters for requests that have none: '{"temperature": 0.5}'"""
+    sub.add_argument("--override-generation-config", metavar="JSON", help=text)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that the flags of the engine set."""
     flags = _used(args, [name for name, *_ in (*ENGINE, *SWITCHES)])
     if "kv_cache_dtype" in flags:
         flags["kv_cache_dtype"] = KV_DTYPES.get(flags["kv_cache_dtype"], flags["kv_cache_dtype"])
-    if "max_logprobs" in flags:  # the server checks this limit of the engine as well
-        server["max_logprobs"] = flags["max_logprobs"]
-    if args.allowed_origins is not None:
-        server["allowed_origins"] = _origins(args.allowed_origins)
     if args.override_generation_config is not None:
         flags["sampling"] = generation(args.override_generation_config)
     if args.hf_overrides is not None:
         flags["hf_overrides"] = json_table("--hf-overrides", args.hf_overrides)
     if args.model is not None:
         flags["model"] = args.model
+    return flags | target_flags(args)
+
+
+def check_packages(command: str) -> None:
+    """Raise ConfigError if packages that the server needs are not installed."""
+    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"{command} needs {', '.join(missing)}. Do: pip install 'minivllm[serve]'")
+
+
+def load(args: argparse.Namespace) -> Loaded:
+    """Return the configuration, with flags laid over files."""
+    check_one_model(args)
+    server = _used(args, [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_hosts"])
+    flags = engine_options(args)
+    if "max_logprobs" in flags:  # the server checks this limit of the engine as well
+        server["max_logprobs"] = flags["max_logprobs"]
+    if args.allowed_origins is not None:
+        server["allowed_origins"] = _origins(args.allowed_origins)
     if server:
         flags["server"] = server
-    flags |= target_flags(args)
     loaded = read_config(args.config, args.set, flags)
     show_warnings()
     return loaded
@@ -172,9 +196,7 @@ def _origins(values: list[str]) -> list[str]:
 
 def serve(args: argparse.Namespace) -> int:
     """Run ``minivllm serve`` until it is stopped, and return its exit code."""
-    missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}. Do: pip install 'minivllm[serve]'")
+    check_packages("serve")
     loaded = load(args)
     from minivllm.server import logs
     from minivllm.server.serve import serve as run

@@ -153,7 +153,7 @@ def test_the_table_of_commands_has_all_of_them():
     shown = {row[0].split(" ")[0] for row in rows("options.md", "| command | what it does |")}
     commands = next(a for a in make_parser()._actions if a.choices and "run" in a.choices).choices
     assert shown == set(commands)
-    wired = ("generate", "chat", "run", "explain", "serve", "eval", "ablate", "compare", "calibrate")
+    wired = ("generate", "chat", "run", "run-batch", "explain", "serve", "eval", "ablate", "compare", "calibrate")
     for name, parser in commands.items():  # what the page says of flags
         flags = parser.filled()._option_string_actions
         assert ("--model" in flags) == (name in wired), name

@@ -3,6 +3,7 @@
 The picture orders the parts (rooms) by their imports at run time; all arrows point down.
 
     │ cli                                                   the commands
+    │ server.batch                                          requests of a file, by the application without a socket
     │ server.serve  server.app  server.operations  server.embedding  server.compat  server.pool_jobs
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
     │ server.ollama                                         another protocol, by the classes of OpenAI's
@@ -57,11 +58,12 @@ BASE = ("minivllm", "files", "validation", "errors", "moved")  # any room that i
 # room -> what it may import beside itself and BASE, top to bottom as in the picture
 MAY_IMPORT = {
     "cli": (
-        "server.serve lab.bench pocket lab.simulate lab.replay lab.compare_hf lab.quantize lab.traces "
+        "server.batch server.serve lab.bench pocket lab.simulate lab.replay lab.compare_hf lab.quantize lab.traces "
         "frontend config frontend.record core.engine plugins runtime.hooks core.interfaces core.declared_params "
         "registry registration server runtime.processes registration.spec registration.fresh "
         "runtime.usage device.hardware"
     ),
+    "server.batch": "server.serve server.app server.link server",
     "server.serve": (
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
