@@ -181,7 +181,7 @@ class _Fold:
         self._grammar()
         groups = group_layers(specs)
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
-        cache = CacheWiring(block, *room, groups, self._checkpoints())
+        cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states))
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
         self._tell_states(len(specs), wiring)
         return Resolved(

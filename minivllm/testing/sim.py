@@ -158,7 +158,16 @@ class NoProcessor:
         return Row()
 
 
-def _wiring(slots: int, max_len: int, block: int, depth: int, budget: int, drafts: int, groups: int) -> Wiring:
+def _wiring(
+    slots: int,
+    max_len: int,
+    block: int,
+    depth: int,
+    budget: int,
+    drafts: int,
+    groups: int,
+    checkpoints: int | None,
+) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     return Wiring(
         model_dir="",
@@ -171,7 +180,12 @@ def _wiring(slots: int, max_len: int, block: int, depth: int, budget: int, draft
         batch_invariant=False,
         seed=0,
         parts={"model": part, "sampler": part, "drafter": part},
-        cache=CacheWiring(block, groups=tuple((i,) for i in range(groups))),
+        cache=CacheWiring(
+            block,
+            groups=tuple((i,) for i in range(groups)),
+            num_state_checkpoints=checkpoints or 0,
+            recurrent=checkpoints is not None,
+        ),
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
         eos_ids=(EOS_ID,),
@@ -195,14 +209,16 @@ def sim_engine(
     reads: Iterable[str] = ("temperature",),
     drafts: int = 0,
     now: Callable[[], float] = monotonic,
+    checkpoints: int | None = None,
 ) -> Engine:
     """Return an engine over a simulated device.
 
     ``policy`` and ``evictor`` are called with (None, context).  ``blocks`` is a number, or a list with one per window.
     ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
+    ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
     """
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows))
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)

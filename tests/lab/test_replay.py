@@ -461,3 +461,13 @@ def test_the_options_of_the_evictor_that_is_run_are_used(capsys):
         assert main([*run, "--set", f"evictor.options.small={small}"]) == 0
         found.append(json.loads(capsys.readouterr().out)["runs"][0]["evictions"])
     assert found[0] != found[1]
+
+
+# ---------------------------------------------------------------- recurrent states
+
+
+@pytest.mark.parametrize(("checkpoints", "cached"), [(None, [0, 36, 36]), (8, [0, 20, 36]), (0, [0, 0, 0])])
+def test_a_model_with_states_hits_only_where_a_checkpoint_is(checkpoints, cached):
+    trace = turns(*[[(7, 40)]] * 3)
+    run = serve(trace, replace(SIZES, blocks=60, checkpoints=checkpoints), fcfs, lru)
+    assert run.cached.tolist() == cached

@@ -416,3 +416,12 @@ def test_too_little_time_to_calibrate_in_is_said(monkeypatch):
 def test_two_paces_are_refused(tmp_path, table):
     with pytest.raises(PluginError, match="costs and step_ms both say"):
         LLM(model="pocket", executor={"name": "sim", "options": {"costs": table, "step_ms": 3.0}}, device="cpu")
+
+
+def test_the_checkpoints_of_states_are_those_of_the_table_or_of_the_configuration():
+    hybrid = replace(COSTS, engine={**COSTS.engine, "state_checkpoints": 6})
+    assert case(costs=hybrid).sizes.checkpoints == 6
+    assert case("num_state_checkpoints=2", costs=hybrid).sizes.checkpoints == 2
+    assert case().sizes.checkpoints is None
+    with pytest.raises(ConfigError, match="num_state_checkpoints=2: the table was measured with a model without"):
+        case("num_state_checkpoints=2")

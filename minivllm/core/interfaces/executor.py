@@ -14,7 +14,8 @@ from minivllm.registration.spec import Part
 from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
-# Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden
+# Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
+# CacheWiring.recurrent
 API = (2, 5)
 
 
@@ -37,6 +38,7 @@ class CacheWiring:
     groups: tuple[tuple[int, ...], ...] = ()  # layers of each KV group
     # checkpoints: copies of recurrent states, for prefix hits; -1 = as many as fit
     num_state_checkpoints: int = -1
+    recurrent: bool = False  # the model has recurrent states
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,10 @@ def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinc
     longest = config.max_model_len or int((trace.prompt + trace.output).max())
     count = _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct)
     limits = (config.max_num_seqs, config.max_num_batched_tokens, longest)
-    return ServeSizes(*limits, block, count, config.enable_prefix_caching, config.partial_prefix_hits)
+    copies = config.num_state_checkpoints
+    checkpoints = copies if copies >= 0 else None
+    prefix, partial = config.enable_prefix_caching, config.partial_prefix_hits
+    return ServeSizes(*limits, block, count, prefix, partial, checkpoints=checkpoints)
 
 
 def _blocks(trace: Trace, configured: int, option: str, block: int, distinct: dict[int, int]) -> int:

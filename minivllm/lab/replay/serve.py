@@ -51,6 +51,7 @@ class ServeSizes:
     partial: bool = True  # whether a hit may end inside a block
     depth: int = 0  # steps in flight besides the newest
     windows: tuple[int | None, ...] = (None,)  # attention window of each KV group, in tokens; None means no window
+    checkpoints: int | None = None  # checkpoints of recurrent states; None for a model without such states
 
 
 @dataclass(frozen=True)
@@ -344,7 +345,13 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now:
         batch_invariant=False,
         seed=0,
         parts={"model": Part("minivllm/replay", "minivllm.lab.replay.serve:Counting")},
-        cache=CacheWiring(sizes.block, sizes.blocks, groups=((),) * len(sizes.windows)),
+        cache=CacheWiring(
+            sizes.block,
+            sizes.blocks,
+            groups=((),) * len(sizes.windows),
+            num_state_checkpoints=sizes.checkpoints or 0,
+            recurrent=sizes.checkpoints is not None,
+        ),
         steps=StepWiring(run_ahead=sizes.depth),
     )
     parts = EngineParts(

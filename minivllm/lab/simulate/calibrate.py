@@ -325,7 +325,9 @@ def _sizes(engine: Engine) -> dict[str, Any]:
     """Return the engine's sizes, which a table of costs stores."""
     w = engine.wiring
     cap = engine.capacity
+    states = {} if cap.checkpoints is None else {"state_checkpoints": cap.checkpoints}
     return {
+        **states,
         "kvcache_block_size": w.block,
         "num_kvcache_blocks": cap.blocks[0] - 1,
         "max_model_len": w.max_model_len,

@@ -108,6 +108,14 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
     blocks = config.num_kvcache_blocks
     if blocks <= 0:
         blocks = int(measured["num_kvcache_blocks"]) * int(measured["kvcache_block_size"]) // block
+    checkpoints = measured.get("state_checkpoints")
+    if config.num_state_checkpoints >= 0:
+        if checkpoints is None:
+            raise ConfigError(
+                f"{label}: num_state_checkpoints={config.num_state_checkpoints}: the table was measured with a model "
+                "without recurrent states; remove the option"
+            )
+        checkpoints = config.num_state_checkpoints
     return ServeSizes(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -118,6 +126,7 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
         config.partial_prefix_hits,
         int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
         tuple(measured["windows"]),
+        None if checkpoints is None else int(checkpoints),
     )
 
 

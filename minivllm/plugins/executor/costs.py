@@ -231,6 +231,9 @@ def _engine(raw: Any) -> dict[str, Any]:
     for name, low in SIZES.items():
         if type(raw[name]) is not int or not low <= raw[name] < 2**31:
             raise ValueError(f"engine.{name}={raw[name]!r}: expected a whole number from {low} on, below 2**31")
+    copies = raw.get("state_checkpoints", 0)
+    if type(copies) is not int or copies < 0:
+        raise ValueError(f"engine.state_checkpoints={copies!r}: expected a whole number from 0 on")
     windows = raw["windows"]
     if not isinstance(windows, list) or not windows:
         raise ValueError(f"engine.windows={windows!r}: expected a list, a window (or null) of each KV group")

@@ -51,6 +51,7 @@ from .clocks import CLOCKS
 from .costs import PAUSE, StepCounter, read_costs
 from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
+from .sim_states import SimStates, checkpoints_of
 
 MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
 MADE_UP = "tokens are made up: no model is computed"
@@ -86,6 +87,7 @@ class Sim(Executor):
         self._counter = StepCounter()  # of steps that were begun
         self._free_at = 0.0  # when the device is done with all that it was given
         self._started = False
+        self.states: SimStates | None = None  # recurrent states, if they are checked
 
     def start(self, wiring: Wiring) -> Capacity:
         vocab = self.options.vocab_size or _vocab_of(wiring.model_dir, wiring.hf_overrides)
@@ -100,15 +102,19 @@ class Sim(Executor):
         self.refused: dict[int, str] = {}  # slot -> the processor that it binds
         self.processors = [part.name for part in wiring.processors]
         self.block = wiring.block
+        checkpoints, self.states = checkpoints_of(wiring), None
         if self.options.check:
             try:
                 self.kv = [np.zeros((n, wiring.block), np.uint64) for n in blocks]
             except (MemoryError, ValueError) as e:
                 raise ResourceError(f"sim: its check of {max(blocks)} KV blocks does not fit into memory") from e
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
+            if checkpoints is not None:
+                self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)
         self._started = True
         depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
-        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, (MADE_UP,), guides=True)
+        notes = (MADE_UP,)
+        return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, notes, guides=True, checkpoints=checkpoints)
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
         """Of each KV group, the null block included; left open: enough for all rows at their longest."""
@@ -205,6 +211,8 @@ class Sim(Executor):
             self._append(np.array([slot]), np.array([token]))
         if self.options.check:
             self._tables(d)
+        if self.states is not None:
+            self.states.apply(d)
 
     def _join(self, j: Join) -> None:
         slots = j.slot
@@ -237,6 +245,8 @@ class Sim(Executor):
         if self.options.check:
             for row in np.flatnonzero(~self.stopped[plan.slots]).tolist():
                 self._read_and_write(*(int(x[row]) for x in (plan.slots, plan.q_len, plan.computed)))
+            if self.states is not None:
+                self.states.step(plan, ~self.stopped[plan.slots], self.text.prefix)
         n, slots, asked = len(plan.samples), plan.slots[plan.samples], plan.topk >= 0
         before = np.empty(0, np.uint64)  # hashes of the histories that are drawn after, if somebody asks for more
         if asked or len(plan.host) or len(plan.late):

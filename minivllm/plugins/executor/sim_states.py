@@ -1,0 +1,76 @@
+"""The recurrent states of a device without a model: how many tokens each state covers, and a hash of these tokens.
+
+The indices, copies and checkpoints are those of ``device.worker.recurrent``.  A step whose state is not of its own row,
+or covers other tokens than the row needs, raises AssertionError.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minivllm.core.interfaces.executor import Wiring
+from minivllm.core.interfaces.plan import Delta, StepPlan
+
+CHECKPOINTS_EACH = 4  # checkpoints of each slot where memory does not limit them, as in ``device.worker.build``
+
+
+def checkpoints_of(wiring: Wiring) -> int | None:
+    """Return the number of checkpoints of recurrent states, None for a model without such states."""
+    if not wiring.cache.recurrent:
+        return None
+    asked = wiring.cache.num_state_checkpoints
+    return CHECKPOINTS_EACH * wiring.max_num_seqs if asked < 0 else asked
+
+
+class SimStates:
+    """The states of all slots, the null state, and the checkpoints."""
+
+    def __init__(self, slots: int, checkpoints: int, drafts: int) -> None:
+        total = slots + 1 + checkpoints
+        self.drafts = drafts
+        self.covered = np.zeros(total, np.int64)
+        self.hashes = np.zeros(total, np.uint64)
+        self.saves: dict[tuple[int, int], tuple[int, int]] = {}  # (slot, number of the copy) -> (position, index)
+
+    def apply(self, delta: Delta) -> None:
+        """Copy states, empty those of slots that other sequences take, and note the copies to make."""
+        source, to = delta.state.T
+        assert len(set(to.tolist())) == len(to), "two recurrent states are copied to one place in one delta"
+        self.covered[to] = self.covered[source]
+        self.hashes[to] = self.hashes[source]
+        joined = np.empty(0, np.int32) if delta.join is None else delta.join.slot
+        self.covered[np.setdiff1d(joined, to)] = 0
+        changed = {*joined.tolist(), *to.tolist()}
+        for key in list(self.saves):
+            if key[0] in changed:
+                del self.saves[key]
+        for slot, which, position, index in delta.save.tolist():
+            self.saves[slot, which] = position, index
+
+    def step(self, plan: StepPlan, live: np.ndarray, prefix: np.ndarray) -> None:
+        """Run a step of the rows ``live`` bool [R]; ``prefix[slot, n]`` is the hash of a slot's first n tokens."""
+        level = np.zeros(len(plan.slots) + 1, np.int64)  # with one more place behind the last row
+        if len(plan.draft):
+            level[:-1] = plan.draft
+        first = level[:-1] == 0
+        for row in np.flatnonzero(live & first).tolist():
+            slot = int(plan.slots[row])
+            start = int(plan.computed[row])
+            n = int(plan.q_len[row])
+            drafted = bool(level[row + 1] == 1)
+            self._step(slot, start, n, drafted, prefix[slot])
+
+    def _step(self, slot: int, start: int, n: int, drafted: bool, prefix: np.ndarray) -> None:
+        begin = int(self.covered[slot]) if start else 0
+        most = self.drafts + 1 if self.drafts else 0
+        behind = start - begin
+        assert 0 <= behind <= most, f"the state of slot {slot} covers {begin} tokens, and {start} are computed"
+        assert not start or self.hashes[slot] == prefix[begin], f"the state of slot {slot} is of other tokens"
+        for which in range(2):
+            position, index = self.saves.get((slot, which), (-1, -1))
+            if begin < position <= start + n:
+                self.covered[index] = position
+                self.hashes[index] = prefix[position]
+        end = start if drafted else start + n
+        self.covered[slot] = end
+        self.hashes[slot] = prefix[end]
