@@ -27,6 +27,7 @@ from .http.auth import ApiKeys, admin_token
 from .http.body import Refusal
 from .http.guard import Guard, asked_path, contained, error_body
 from .middleware import around
+from .ollama import embed as ollama_embed
 from .ollama import generate as ollama
 from .ollama import models as ollama_models
 from .openai import chat, completions, sockets, websocket
@@ -38,8 +39,10 @@ from .openai.bodies import (
     EmbedBody,
     MessageBody,
     OllamaChatBody,
+    OllamaEmbedBody,
     OllamaGenerateBody,
     OllamaModelBody,
+    OllamaPromptEmbedBody,
     RerankBody,
     ResponsesBody,
     ScoreBody,
@@ -93,8 +96,8 @@ ROUTES: Routes = (
     ("/api/create", ollama_models.unchangeable, "POST", None, (JSON,), (501, 503)),
     ("/api/copy", ollama_models.unchangeable, "POST", None, (JSON,), (501, 503)),
     ("/api/delete", ollama_models.unchangeable, "DELETE", None, (JSON,), (501, 503)),
-    ("/api/embed", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
-    ("/api/embeddings", ollama_models.no_embeddings, "POST", None, (JSON,), (501, 503)),
+    ("/api/embed", ollama_embed.embed, "POST", OllamaEmbedBody, (JSON,), BODY_ERRORS),
+    ("/api/embeddings", ollama_embed.embeddings, "POST", OllamaPromptEmbedBody, (JSON,), BODY_ERRORS),
     ("/props", compat.props, "GET", None, (JSON,), (503,)),
     ("/apply-template", compat.apply_template, "POST", TemplateBody, (JSON,), BODY_ERRORS),
     ("/invocations", compat.invocations, "POST", ChatBody, (JSON, EVENTS), BODY_ERRORS),

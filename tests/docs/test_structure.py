@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "server.compat": "server.openai server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.anthropic": "server.openai server.http runtime.text server",
-    "server.ollama": "server.openai server.http server",
+    "server.ollama": "server.embedding server.openai server.http server",
     "server.openai": (
         "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
         "runtime.tenant_cache core.json_schema"

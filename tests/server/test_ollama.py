@@ -2,6 +2,7 @@
 
 import json
 import time
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
@@ -374,6 +375,9 @@ def test_a_template_that_switches_reasoning_is_a_capability(server, monkeypatch)
         monkeypatch.setattr(tokenizer, "template_variables", lambda *_, read=read: frozenset(read))
         found = server.post("/api/show", {"model": "pocket"}).json()["capabilities"]
         assert found == ["completion", "tools", *(["thinking"] if thinks else [])]
+    client = server.app.service.client
+    monkeypatch.setattr(client, "info", replace(client.info, for_embeddings=True))
+    assert server.post("/api/show", {"model": "pocket"}).json()["capabilities"] == ["completion", "tools", "embedding"]
 
 
 @pytest.mark.parametrize(
@@ -411,6 +415,31 @@ def test_pulling_the_served_model_succeeds_and_the_list_cannot_change(server):
     for path, method in (("push", "POST"), ("create", "POST"), ("copy", "POST"), ("delete", "DELETE")):
         answer = server.client.request(method, f"/api/{path}", json={"model": "pocket"})
         assert answer.status_code == 501 and answer.json()["error"].startswith(f"{path} is not supported")
+
+
+def test_embeddings_in_the_forms_of_both_routes(server):
+    long = "word " * 2000
+    cut = server.post("/api/embed", {"model": "pocket", "input": [long, "a"]}).json()
+    assert cut["prompt_eval_count"] == 1025 and len(cut["embeddings"]) == 2 and "usage" not in cut
+    begin = server.post("/api/embed", {"input": "word " * 1500}).json()["embeddings"][0]
+    assert cut["embeddings"][0] == pytest.approx(begin, abs=1e-4), "the end is cut"
+    wrong = [
+        ({"input": long, "truncate": False}, "input"),
+        ({"input": [1.5]}, "input[0]"),
+        ({"input": {}}, "input"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "options": 1}, "options"),
+    ]
+    for body, words in wrong:
+        answer = server.post("/api/embed", body)
+        assert answer.status_code == 400 and words in answer.json()["error"], answer.text
+    assert "prompt" in server.post("/api/embeddings", {"prompt": 1}).json()["error"]
+    warned = server.post("/api/embed", {"input": "a", "keep_alive": 1, "options": {"num_ctx": 1}}).json()
+    assert [warning["field"] for warning in warned["warnings"]] == ["keep_alive", "options.num_ctx"]
+    assert server.post("/api/embed", {"model": "pocket", "input": ""}).json() == {"model": "pocket", "embeddings": []}
+    assert server.post("/api/embeddings", {"prompt": ""}).json() == {"embedding": []}
+    for path, body in (("/api/embed", {"input": ""}), ("/api/embeddings", {"prompt": "a"})):
+        assert server.post(path, {**body, "model": "x"}).status_code == 404
 
 
 def test_probes_of_the_root_succeed(server):

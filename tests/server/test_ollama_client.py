@@ -75,6 +75,17 @@ def test_the_model(client):
     assert client.pull("pocket").status == [one.status for one in client.pull("pocket", stream=True)][-1] == "success"
 
 
+def test_embeddings(client, server):
+    both = client.embed("pocket", ["a fox", "an owl"])
+    fox = server.post("/v1/embeddings", {"input": "a fox"}).json()["data"][0]["embedding"]
+    assert both.model == "pocket" and both.embeddings[0] == pytest.approx(fox, abs=1e-5)
+    assert both.prompt_eval_count == 4 and both.total_duration > 0 and len(both.embeddings) == 2
+    assert client.embed("pocket", "a fox", dimensions=8).embeddings[0] != fox
+    old = client.embeddings("pocket", "a fox").embedding
+    length = sum(value * value for value in old) ** 0.5
+    assert [value / length for value in old] == pytest.approx(fox, abs=1e-5) and length > 2
+
+
 def test_errors_have_a_status_and_a_text(client):
     requests = [
         (lambda: client.chat("nope", HI), 404, "model 'nope' not found"),

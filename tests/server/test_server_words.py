@@ -56,6 +56,8 @@ BODIES = {
     "/invocations": {"messages": HI, "max_tokens": 2},
     "/api/chat": {"messages": HI},
     "/api/generate": {"prompt": "a"},
+    "/api/embed": {"input": "a"},
+    "/api/embeddings": {"prompt": "a"},
 }
 BREAKS = {  # route -> what it works with, in which something fails
     "/v1/models": lambda s: (operations, "_card"),
@@ -73,6 +75,8 @@ BREAKS = {  # route -> what it works with, in which something fails
     "/v1/chat/completions": lambda s: (s.client, "stream"),
     "/api/chat": lambda s: (s.client, "stream"),
     "/api/generate": lambda s: (s.client, "stream"),
+    "/api/embed": lambda s: (s.client, "stream"),
+    "/api/embeddings": lambda s: (s.client, "stream"),
     "/api/tags": lambda s: (models, "_card"),
     "/api/version": lambda s: (models, "JSONResponse"),
     "/api/ps": lambda s: (models, "_card"),

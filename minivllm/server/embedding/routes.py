@@ -81,9 +81,13 @@ class Pooling:
         name = f"{self.prefix}-{self.state['request_id']}"
         return {"id": name, "object": "list", "created": int(time.time()), "model": self.model}
 
-    def results(self, answer: Embedded) -> Iterator[JsonObject]:
+    def results(self, answer: Embedded) -> Iterator[Any]:
         """Yield the results of the answer.  A subclass implements it."""
         raise NotImplementedError
+
+    def tail(self, answer: Embedded) -> JsonObject:
+        """Return the members behind the results, at least one."""
+        return {"usage": answer.usage()}
 
     results_name = "data"
 
@@ -91,7 +95,7 @@ class Pooling:
         """Yield the answer in pieces, so that no turn of the event loop is long."""
         slices = self.service.slices
         until = slices.begin()
-        tail: JsonObject = {"usage": answer.usage()}
+        tail = self.tail(answer)
         if answer.warnings:
             tail["warnings"] = answer.warnings
         head = dump({**self.head(), self.results_name: []})
@@ -126,7 +130,7 @@ class Embeddings(Pooling):
         normalize = body.normalize is not False
         self.options = EmbedOptions.of(body, normalize=normalize, dimensions=body.dimensions)
 
-    def results(self, answer: Embedded) -> Iterator[JsonObject]:
+    def results(self, answer: Embedded) -> Iterator[Any]:
         """Yield an object for each embedding."""
         as_text = self.body.encoding_format == BASE64
         for index, vector in enumerate(answer.vectors):

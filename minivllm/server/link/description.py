@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.engine.strategies import own_names
-from minivllm.frontend.pooling import default_pooling
+from minivllm.frontend.pooling import MODULES, default_pooling
 
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
@@ -32,6 +33,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
             selections[seam] = [part.name for part in parts]
     vocab_size = engine.capacity.vocab_size
     pooling = default_pooling(wiring.model_dir)
+    modules = os.path.join(wiring.model_dir, MODULES)
     return {
         "model": config.model,
         "max_model_len": wiring.max_model_len,
@@ -54,6 +56,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "hidden": engine.capacity.hidden,
         "pooling": pooling.name,
         "pooling_fault": pooling.fault,
+        "for_embeddings": os.path.isfile(modules),
     }
 
 

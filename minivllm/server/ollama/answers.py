@@ -224,15 +224,15 @@ def figures(stream: Stream) -> JsonObject:
     first = times.first_token_time or end
     start = times.scheduled_time or times.arrival_time
     return {
-        "total_duration": _nanoseconds(end - times.arrival_time),
+        "total_duration": nanoseconds(end - times.arrival_time),
         "load_duration": 0,
         "prompt_eval_count": stream.prompt_tokens,
-        "prompt_eval_duration": _nanoseconds(first - start),
+        "prompt_eval_duration": nanoseconds(first - start),
         "eval_count": stream.completion_tokens,
-        "eval_duration": _nanoseconds(end - first),
+        "eval_duration": nanoseconds(end - first),
     }
 
 
-def _nanoseconds(seconds: float) -> int:
+def nanoseconds(seconds: float) -> int:
     """Return a duration in nanoseconds, at least 1."""
     return max(round(1e9 * seconds), 1)

@@ -108,11 +108,6 @@ async def unchangeable(request: Request, service: Service) -> Any:
     raise ApiError(501, f"{command} is not supported: the model is chosen when the server starts")
 
 
-async def no_embeddings(request: Request, service: Service) -> Any:
-    """Refuse to embed text."""
-    raise ApiError(501, "this server computes no embeddings with Ollama's API")
-
-
 def thinks(service: Service) -> bool:
     """Return whether a chat template of the model can switch reasoning."""
     tokenizer = service.tokens.tokenizer
@@ -130,6 +125,8 @@ def capabilities(service: Service) -> list[str]:
         found.append("tools")  # a template without a place for tools lists them in the system message
     if thinks(service):
         found.append("thinking")
+    if service.client.info.for_embeddings:
+        found.append("embedding")
     return found
 
 

@@ -28,8 +28,10 @@ from .field_table import (
     EMBED,
     FORM,
     OLLAMA_CHAT,
+    OLLAMA_EMBED,
     OLLAMA_GENERATE,
     OLLAMA_MODEL,
+    OLLAMA_PROMPT_EMBED,
     REQUIRED,
     RERANK,
     RESPONSES,
@@ -84,6 +86,9 @@ MessageBody = _model("MessageBody", CountBody, CREATE)
 ResponsesBody = _model("ResponsesBody", Body, RESPONSES)
 OllamaBody = _model("OllamaBody", Body, OLLAMA_CHAT, OLLAMA_GENERATE)
 OllamaChatBody = _model("OllamaChatBody", OllamaBody, OLLAMA_CHAT)
+OllamaEmbeddingsBody = _model("OllamaEmbeddingsBody", Body, OLLAMA_EMBED, OLLAMA_PROMPT_EMBED)
+OllamaEmbedBody = _model("OllamaEmbedBody", OllamaEmbeddingsBody, OLLAMA_EMBED)
+OllamaPromptEmbedBody = _model("OllamaPromptEmbedBody", OllamaEmbeddingsBody, OLLAMA_PROMPT_EMBED)
 OllamaModelBody = _model("OllamaModelBody", Body, OLLAMA_MODEL)
 OllamaGenerateBody = _model("OllamaGenerateBody", OllamaBody, OLLAMA_GENERATE)
 PooledBody = _model("PooledBody", Body, EMBED, RERANK, SCORE)

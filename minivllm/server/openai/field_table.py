@@ -27,6 +27,7 @@ TEMPLATE = "apply template"
 CREATE, COUNT = "create message", "count tokens"  # routes of Anthropic's API
 RESPONSES = "responses"
 OLLAMA_CHAT, OLLAMA_GENERATE, OLLAMA_MODEL = "ollama_chat", "ollama_generate", "ollama_model"
+OLLAMA_EMBED, OLLAMA_PROMPT_EMBED = "ollama_embed", "ollama_embeddings"
 EMBED, RERANK, SCORE = "embed", "rerank", "score"
 DECLARED, PARAMETER, ALIAS, REFUSED, IGNORED = "declared", "parameter", "alias", "refused", "ignored"  # treatments
 FORM = "structured_outputs"
@@ -377,6 +378,16 @@ SCORE_ONLY = {
     "text_1": (POOLED_TEXT, "text or token ids, which is compared with each in text_2, or a list as long as text_2"),
     "text_2": (POOLED_TEXT, "text, token ids, or a list of either"),
 }
+OLLAMA_EMBEDDINGS = {
+    "model": (TEXT, "a name of the model, with or without :latest; absent: the model that the server loaded"),
+    "options": (DICT, "they have no effect"),
+    "keep_alive": (_optional(STRING, {"type": "number"}), "it has no effect: the model stays loaded"),
+}
+OLLAMA_EMBED_ONLY = {
+    "input": (POOLED_TEXT, "text, or a list of texts"),
+    "truncate": (BOOL, "cut the end of a text that is too long; default true"),
+    "dimensions": (INT, "number of values to keep, the first ones"),
+}
 # routes -> the fields that their bodies declare
 DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CHAT, COMPLETION): GENERATION,
@@ -392,6 +403,9 @@ DECLARED_FIELDS: dict[tuple[str, ...], dict[str, tuple[Any, ...]]] = {
     (CREATE, COUNT): MESSAGE_AND_COUNT,
     (CREATE,): MESSAGE_ONLY,
     (RESPONSES,): RESPONSES_ONLY,
+    (OLLAMA_EMBED, OLLAMA_PROMPT_EMBED): OLLAMA_EMBEDDINGS,
+    (OLLAMA_EMBED,): OLLAMA_EMBED_ONLY,
+    (OLLAMA_PROMPT_EMBED,): {"prompt": (TEXT, "the text")},
     (EMBED, RERANK, SCORE): POOLED,
     (EMBED,): EMBED_ONLY,
     (RERANK,): RERANK_ONLY,
