@@ -2,6 +2,7 @@
 
     python benchmarks/plan_step.py                                   rows running, waiting and finished, with fcfs
     python benchmarks/plan_step.py --policy all --rows 256 1000 --waiting 0 100000          every built-in policy
+    python benchmarks/plan_step.py --policy fcfs --states       prefix hits need checkpoints of recurrent states
 
 Prints medians in microseconds (with ``--policy`` of CPU time).  ``waiting`` and ``finished`` must not matter: the
 planner looks at the head of the queue only.  One step plans the next token of every running row; once in ``block``
@@ -68,7 +69,7 @@ class Nothing:
         return Row()
 
 
-def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
+def engine(rows: int, max_len: int = 4096, policy=Fcfs, states: bool = False) -> Engine:
     blocks = rows * (max_len // BLOCK + 1) + 1
     part = Part("bench/none", "none:None")
     wiring = Wiring(
@@ -82,7 +83,7 @@ def engine(rows: int, max_len: int = 4096, policy=Fcfs) -> Engine:
         batch_invariant=False,
         seed=0,
         parts={"model": part},
-        cache=CacheWiring(BLOCK, blocks),
+        cache=CacheWiring(BLOCK, blocks, recurrent=states),
         steps=StepWiring(run_ahead=0),
     )
     executor = Instant(SimOptions(step_ms=0, vocab_size=VOCAB))
@@ -147,9 +148,11 @@ def timed(took: list[float], call):
     return run
 
 
-def situation(policy: type, rows: int, waiting: int, kind: str, steps: int) -> tuple[np.ndarray, np.ndarray, float]:
+def situation(
+    policy: type, rows: int, waiting: int, kind: str, steps: int, states: bool = False
+) -> tuple[np.ndarray, np.ndarray, float]:
     """Microseconds of each plan and each publication, f64 [steps] both, and newcomers a step."""
-    e = engine(rows + (kind == "blocked"), 1024, policy)
+    e = engine(rows + (kind == "blocked"), 1024, policy, states)
     rng = np.random.default_rng(0)
     shared = rng.integers(0, VOCAB, (50, 64)).astype(np.int32)
 
@@ -196,7 +199,8 @@ def by_policy(args: argparse.Namespace) -> None:
         for rows in args.rows:
             for waiting in args.waiting:
                 full, blocked, (turnover, publish, new) = (
-                    situation(there[name], rows, waiting, kind, args.steps) for kind in ("full", "blocked", "turnover")
+                    situation(there[name], rows, waiting, kind, args.steps, args.states)
+                    for kind in ("full", "blocked", "turnover")
                 )
                 figures = f"{np.median(full[0]):>7.0f} {np.median(blocked[0]):>8.0f} {np.median(turnover):>9.0f}"
                 rest = f"{np.quantile(turnover, 0.99):>7.0f} {new:>5.1f} {np.median(publish):>8.0f}"
@@ -209,6 +213,7 @@ def main() -> None:
     parser.add_argument("--policy", nargs="+", metavar="NAME", help="built-in policies, or all")
     parser.add_argument("--rows", type=int, nargs="+", default=[256, 1000], help="running sequences; with --policy")
     parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000], help="with --policy")
+    parser.add_argument("--states", action="store_true", help="of a model with recurrent states; with --policy")
     args = parser.parse_args()
     if args.policy:
         by_policy(args)

@@ -53,6 +53,23 @@ def test_each_row_has_its_own_state_whatever_is_shared_forked_preempted_or_rejec
     assert all(outputs(r)[0][1] in ("length", "abort") for r, _, _ in made)
 
 
+def test_the_estimates_of_waiting_requests_are_the_hits_that_they_would_have():
+    rng = random.Random(1)
+    engine = sim_engine(slots=2, blocks=40, block=4, checkpoints=3)
+    begins, met, made = [[rng.randrange(50) for _ in range(24)] for _ in range(3)], [], []
+    for i in range(60):
+        prompt = rng.choice(begins)[: rng.choice([8, 16, 24])] + [rng.randrange(50) for _ in range(rng.randint(1, 24))]
+        made.append(request(engine, f"r{i}", prompt, max_tokens=rng.randint(1, 12), ignore_eos=True))
+        for _ in range(rng.randint(1, 3)):
+            engine.step()
+            waiting = [seq for r in made for seq in r.sequences if seq.queued]
+            hints = engine.cache.hints(waiting).tolist()
+            assert hints == [4 * len(engine.cache.lookup(seq, seq.known)[0]) for seq in waiting]
+            met += hints
+    assert len(set(met)) > 2 and engine.cache.checkpoints.evictions, "the test has no power"
+    run(engine)
+
+
 def test_a_hit_ends_where_a_checkpoint_is():
     engine = sim_engine(block=4, blocks=64, checkpoints=4)
     served(engine, "a", PROMPT)
@@ -64,6 +81,15 @@ def test_a_hit_ends_where_a_checkpoint_is():
     plain = sim_engine(block=4, blocks=64, partial=False)
     served(plain, "a", PROMPT)
     assert served(plain, "b", PROMPT).cached_tokens == 36
+
+
+def test_a_chain_is_walked_once_for_a_prompt_that_enters(monkeypatch):
+    engine = sim_engine(block=4, blocks=64, checkpoints=4)
+    served(engine, "a", PROMPT)
+    pool, walks = engine.cache.pools[0], []
+    lookup = pool.lookup
+    monkeypatch.setattr(pool, "lookup", lambda *args: walks.append(1) or lookup(*args))
+    assert served(engine, "b", PROMPT).cached_tokens == 20 and len(walks) == 1
 
 
 def test_without_room_for_a_checkpoint_nothing_is_hit():

@@ -65,6 +65,8 @@ class KVCache:
         self.saves: list[tuple[int, int, int, int]] = []
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
+        # the last lookup of a model with states: sequence, blocks looked for, length of the chain
+        self.looked: tuple[Seq | None, int, int] = (None, 0, 0)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
@@ -129,6 +131,7 @@ class KVCache:
         keys = seq.keys
         chain = lead.lookup(seq.tokens, seq.request.salt, keys, usable)
         if self.checkpoints is not None:
+            self.looked = seq, usable, len(chain)
             chain = chain[: self.checkpoints.usable(chain)]
         if not len(chain) or len(self.pools) == 1:
             return [chain] if len(chain) else none
@@ -162,10 +165,13 @@ class KVCache:
 
         The result per sequence is stored in ``seq.hint``, in blocks.  It stays correct while the last block found is
         cached and the next block is not.  The pool clears it otherwise, so that a call in every step is cheap."""
-        if not self.prefix or len(self.pools) > 1 or self.checkpoints is not None:
+        if not self.prefix or len(self.pools) > 1:
             return np.array(
                 [len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32
             )
+        if self.checkpoints is not None:
+            found = [self._state_hint(seq, self.checkpoints) for seq in seqs]
+            return np.array(found, np.int32) * self.block
         # most watching sequences have left the queue
         if self.watched > MAX_WATCHED + 4 * len(seqs):
             for key in list(self.pools[0].watch):
@@ -174,7 +180,18 @@ class KVCache:
         blocks = [self._hint(seq) if seq.hint is None else seq.hint for seq in seqs]
         return np.array(blocks, np.int32) * self.block
 
-    def _hint(self, seq: Seq) -> int:
+    def _state_hint(self, seq: Seq, checkpoints: Checkpoints) -> int:
+        """Return the blocks of the longest hit that ends at a checkpoint.  It stays correct while no block gets or
+        loses a checkpoint: a chain that shrinks below a checkpoint loses that one."""
+        if seq.hint is None or seq.hinted != checkpoints.changes:
+            n, index = self._cached_blocks(seq), self.pools[0].index
+            while n and index[seq.keys[n - 1]] not in checkpoints.of_block:
+                n -= 1
+            seq.hint, seq.hinted = n, checkpoints.changes
+        return seq.hint
+
+    def _cached_blocks(self, seq: Seq) -> int:
+        """Return how many of a sequence's first blocks are cached, and hash the next one."""
         lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
         # A cached block's parent is cached too, so the cached blocks are a prefix of the keys.
         n = hashed = min(len(keys), usable)
@@ -186,7 +203,11 @@ class KVCache:
                 lead.keys_of(seq.tokens[: hashed * self.block], seq.request.salt, keys)[n]
                 in lead.index
             )
-        for key in keys[max(n - 1, 0) : min(n + 1, usable)]:
+        return n
+
+    def _hint(self, seq: Seq) -> int:
+        n, usable, lead = self._cached_blocks(seq), (seq.known - 1) // self.block, self.pools[0]
+        for key in seq.keys[max(n - 1, 0) : min(n + 1, usable)]:
             lead.watch.setdefault(key, []).append(seq)
         self.watched += 2
         seq.hint = n
@@ -225,8 +246,10 @@ class KVCache:
             self.states.append((checkpoints.use(int(hit[-1])), slot))
         last = (seq.known - 1) // self.block
         end = max(0, seq.known - 1 - OPENING) // self.block or last
-        cached = self.pools[0].lookup(seq.tokens, seq.request.salt, seq.keys, last)
-        for which, blocks in enumerate(sorted({end, len(cached)})):
+        cached = self.looked[2]
+        if self.looked[:2] != (seq, last):  # the hit was looked up for fewer tokens, or not at all
+            cached = len(self.pools[0].lookup(seq.tokens, seq.request.salt, seq.keys, last))
+        for which, blocks in enumerate(sorted({end, cached})):
             index = checkpoints.reserve(slot, blocks) if blocks > n else None
             if index is not None:
                 self.saves.append((slot, which, blocks * self.block, index))

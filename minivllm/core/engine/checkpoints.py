@@ -33,6 +33,7 @@ class Checkpoints:
         # slot -> (blocks before the copy, index) of copies that are not made or not published
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
+        self.changes = 0  # how often a block got or lost a copy
 
     def usable(self, chain: np.ndarray) -> int:
         """Return how many blocks of a cached chain a hit may have: up to the last one with a copy behind it."""
@@ -71,6 +72,7 @@ class Checkpoints:
                 self.free.append(index)
             else:
                 self.of_block[block] = index
+                self.changes += 1
         if left:
             self.pending[slot] = left
         else:
@@ -81,6 +83,7 @@ class Checkpoints:
         index = self.of_block.pop(block, None)
         if index is not None:
             self.free.append(index)
+            self.changes += 1
 
     def release(self, slot: int) -> None:
         """Free the copies that a row has not published: its stay in the slot has ended."""

@@ -48,6 +48,7 @@ class Seq:
     key: float = 0.0
     lane: int = 0
     hint: int | None = None  # cached blocks found by ``KVCache.hints``; None: not known
+    hinted: int = 0  # ``Checkpoints.changes`` when ``hint`` was found
     # without a slot: id of the last step that contains it until its result is published, else 0
     in_flight: int = 0
     preempted: int = 0
