@@ -69,6 +69,7 @@ ROUTES: Routes = (
     ("/v1/messages", messages.messages, "POST", MessageBody, (JSON, EVENTS), BODY_ERRORS),
     ("/v1/messages/count_tokens", messages.count_tokens, "POST", CountBody, (JSON,), BODY_ERRORS),
     ("/v1/responses", responses.create, "POST", ResponsesBody, (JSON, EVENTS), BODY_ERRORS),
+    ("/v1/responses/input_tokens", responses.input_tokens, "POST", ResponsesBody, (JSON,), BODY_ERRORS),
     ("/v1/responses/{response_id}", responses.retrieve, "GET", None, (JSON,), (404, 503)),
     ("/v1/responses/{response_id}", responses.delete, "DELETE", None, (JSON,), (404, 503)),
     ("/v1/responses/{response_id}/cancel", responses.cancel, "POST", None, (JSON,), (404, 503)),

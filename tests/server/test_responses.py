@@ -118,6 +118,15 @@ def test_the_text_is_that_of_a_chat(server):
     assert made["usage"]["input_tokens"] == chat["usage"]["prompt_tokens"]
 
 
+def test_input_tokens_are_counted_without_an_answer(server):
+    body = {"input": "What is 2 + 3?", "instructions": "Be brief.", "tools": [ADD]}
+    counted = server.post("/v1/responses/input_tokens", body)
+    with scripted(server, ["ok"]):
+        made = ask(server, **body)
+    assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
+    assert server.post("/v1/responses/input_tokens", {"input": []}).json()["error"]["param"] == "input"
+
+
 def test_events_of_a_text_come_in_openai_s_order(server):
     with scripted(server, ["one two three"], pause=0.02):
         found = events(server)

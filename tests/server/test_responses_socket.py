@@ -105,6 +105,18 @@ def test_a_lane_is_in_order_and_lanes_run_together(server):
     assert lanes.index(("b", "response.completed")) < lanes.index(("a", "response.completed"))
 
 
+def test_a_response_without_an_answer_can_be_continued(server):
+    with scripted(server, ["one"]) as script, talking(server) as talk:
+        warm = talk.response(input=[{"role": "user", "content": "first"}], generate=False, store=False)
+        assert [e["type"] for e in warm] == ["response.created", "response.in_progress", "response.completed"]
+        made = warm[-1]["response"]
+        assert made["output"] == [] and made["usage"]["total_tokens"] == 0
+        assert talk.response(input="second", previous_response_id=made["id"])[-1]["type"] == "response.completed"
+        (error,) = talk.response(generate="no")
+    assert error["error"]["param"] == "generate" and len(script.prompts) == 1
+    assert "first" in script.prompts[0] and "second" in script.prompts[0]
+
+
 def test_more_responses_than_allowed_are_refused(server):
     with scripted(server, ["word " * 20] * 3, pause=0.02), talking(server) as talk:
         for _ in range(4):

@@ -25,6 +25,7 @@ from minivllm.server.openai.answers import Slices
 from .tools import INPUT, chat_name, wrong
 
 MOST_ITEMS = 4096  # items of a conversation, as many as a chat may have messages
+MOST_SEALED = 1 << 20  # characters of an encrypted content, more than a model's reasoning has
 ROLES = ("system", "developer", "user", "assistant")
 CALLS, OUTPUTS = ("function_call", "custom_tool_call"), ("function_call_output", "custom_tool_call_output")
 REFERENCE = "item_reference"
@@ -175,6 +176,8 @@ def sealed(text: str) -> str:
 
 def unsealed(text: str) -> str:
     """Return the reasoning text in an ``encrypted_content``, or "" if another server made it."""
+    if len(text) > MOST_SEALED:
+        return ""
     try:
         return base64.b64decode(text, validate=True).decode()
     except (binascii.Error, ValueError):

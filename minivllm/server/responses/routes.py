@@ -40,6 +40,16 @@ async def create(request: Request, service: Service) -> Any:
     return await respond(request, service, bool(body.stream), seconds, work)
 
 
+async def input_tokens(request: Request, service: Service) -> Any:
+    """Count the tokens of a conversation as ``create`` would send it to the model."""
+    state = request.scope["state"]
+    body = await read_body(request, service, ResponsesBody)
+    work = await make_work(service, body, state, history_of(service, state))
+    with bodies.client_names(work.request):
+        ids = await work.prompt()
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+
+
 def history_of(service: Service, state: dict[str, Any]) -> History:
     """Return the responses that the client of a request can refer to."""
     return History(service, state["identity"], state["owner"])

@@ -1,6 +1,7 @@
 """The WebSocket ``/v1/responses``: many responses on one connection, with the events of a stream.
 
     from the client   {"type": "response.create", ...}         the fields of a body; stream_id: a lane of the connection
+                                                               generate: false makes a response without an answer
     to the client     the events of the response               with the stream_id of its lane, if it has one
                       {"type": "error", "status", "error"}     the response could not begin
 
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -103,14 +103,18 @@ class ResponsesSocket(Socket):
     async def _send(self, body: JsonObject, lane: str, state: dict[str, Any]) -> int:
         """Queue the events of a response and return its status for the log."""
         work: ResponseWork | None = None
+        generate = body.pop("generate", None)
         try:
+            if generate not in (None, True, False):
+                raise ApiError(400, f"generate={shown(generate)}: expected true or false", "generate")
             checked_body = await checked(self.service, ResponsesBody, {**body, "stream": True}, self.owner)
             if checked_body.background:
                 raise ApiError(400, "background: expected false on a WebSocket", "background")
             history = History(self.service, state["identity"], self.owner, self.local)
             work = await make_work(self.service, checked_body, state, history)
             seconds = seconds_of(self.service, work.body.timeout_s)
-            await supervise(self._generate(work, lane), never, self.service.door, seconds)
+            sending = self._generate(work, lane, generate is not False)
+            await supervise(sending, never, self.service.door, seconds)
         except Exception as exc:
             error = errors.of(exc)
             if error.status == 500 and not isinstance(exc, ApiError):
@@ -123,11 +127,13 @@ class ResponsesSocket(Socket):
                 await self.out.put(_with_lane(dump(event), lane))
         return 200
 
-    async def _generate(self, work: ResponseWork, lane: str) -> None:
-        """Queue the events of a response while it is generated."""
+    async def _generate(self, work: ResponseWork, lane: str, generate: bool) -> None:
+        """Queue the events of a response while it is generated, or of a response without an answer."""
         async with AsyncExitStack() as held:
-            answer = await work.prepare(held)
-            events: AsyncIterator[tuple[str, bytes]] = work.json_events(answer)
+            if generate:
+                events = work.json_events(await work.prepare(held))
+            else:
+                events = work.idle_events()
             async for _, data in events:
                 await self.out.put(_with_lane(data, lane))
 

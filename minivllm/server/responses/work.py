@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
 
 PREFIX = "resp_"
+NO_INPUT = {"cached_tokens": 0, "cache_write_tokens": 0}
 # fields of the body that the response repeats
 ECHOED = (
     "background", "instructions", "max_output_tokens", "max_tool_calls", "metadata", "previous_response_id",
@@ -134,7 +135,7 @@ class ResponseWork(Chat):
         details = counts.get("completion_tokens_details") or {"reasoning_tokens": thought}
         usage: JsonObject = {
             "input_tokens": counts["prompt_tokens"],
-            "input_tokens_details": {**counts["prompt_tokens_details"], "cache_write_tokens": 0},
+            "input_tokens_details": {**NO_INPUT, **counts["prompt_tokens_details"]},
             "output_tokens": counts["completion_tokens"],
             "output_tokens_details": details,
             "total_tokens": counts["total_tokens"],
@@ -184,6 +185,17 @@ class ResponseWork(Chat):
         whole = await self._json(self._end(answer), answer)
         await self._keep(whole)
         yield last["type"], dump(last)[:-1] + b',"response":' + whole + b"}"
+
+    async def idle_events(self) -> AsyncIterator[tuple[str, bytes]]:
+        """Yield the events of a response without an answer, which a later request continues."""
+        for event in self.opening_events():
+            yield event["type"], dump(event)
+        self.output.status = COMPLETED
+        usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+        details = {"input_tokens_details": NO_INPUT, "output_tokens_details": {"reasoning_tokens": 0}}
+        made = self.response(COMPLETED, usage={**usage, **details})
+        await self._keep(dump(made))
+        yield "response.completed", dump(self.output.event("response.completed", response=made))
 
     async def finish(self, answer: Answer) -> None:
         """Generate the response and keep it."""
