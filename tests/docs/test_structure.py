@@ -4,9 +4,11 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
 
     │ cli                                                   the commands
     │ server.batch                                          requests of a file, by the application without a socket
-    │ server.serve  server.app  server.operations  server.embedding  server.compat  server.pool_jobs
+    │ server.serve  server.app  server.operations  server.compat  server.pool_jobs
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
+    │ server.responses                                      OpenAI's Responses API, over its chats
     │ server.ollama                                         another protocol, by the classes of OpenAI's
+    │ server.embedding                                      vectors of texts
     │ server.openai                                         OpenAI's API, over the wire and the link to the engine
     │ server.link  server.http                              which do not import each other
     │ lab.bench  testing  testing.scaffold  pocket  lab.simulate  lab.replay  lab.compare_hf  lab.quantize
@@ -68,15 +70,16 @@ MAY_IMPORT = {
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
     "server.app": (
-        "server.operations server.embedding server.compat server.anthropic server.ollama server.openai server.http "
-        "server"
+        "server.operations server.embedding server.compat server.anthropic server.responses server.ollama "
+        "server.openai server.http server"
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
-    "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.compat": "server.openai server",
     "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
     "server.anthropic": "server.openai server.http runtime.text server",
+    "server.responses": "server.openai server.link server.http runtime.text server",
     "server.ollama": "server.embedding server.openai server.http server",
+    "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.openai": (
         "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
         "runtime.tenant_cache core.json_schema"
