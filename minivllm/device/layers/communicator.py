@@ -82,9 +82,10 @@ class ProcessGroup:
         meeting = dist.FileStore(store, self.size) if isinstance(store, str) else store
         meeting.set_timeout(limit)
         backend = "gloo" if device is None else "nccl"
-        at = dict(store=meeting, rank=self.rank, world_size=self.size, timeout=limit, device_id=device)
         try:
-            dist.init_process_group(backend, **at)
+            dist.init_process_group(
+                backend, store=meeting, rank=self.rank, world_size=self.size, timeout=limit, device_id=device
+            )
         except RuntimeError as e:
             first = str(e).splitlines()[0]
             raise LostRank(f"the {self.size} ranks have not met by {backend} (within {seconds:.0f} s): {first}") from e
@@ -102,7 +103,7 @@ class ProcessGroup:
                 region = region_of(self.size, torch.device("cuda", torch.cuda.current_device()))
             except (RuntimeError, ImportError, AttributeError) as e:  # torch's interface is private and may change
                 self.why_not = describe_error(e)
-        if not self.least([region is not None])[0]:
+        if not self.least([region is not None])[0] or region is None:
             self.why_not = self.why_not or "another rank has none"
             return
         try:

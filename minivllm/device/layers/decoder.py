@@ -167,7 +167,8 @@ class DecoderBlock:
 
     def _mixer(self, spec: DecoderSpec, layer: LayerSpec, i: int, parts: ModuleParts) -> int:
         """Make attention, or a layer with a state, and return the width of its output over all processes."""
-        self.shared, self.order, self.wide, self.clip = parts.shard.size > 1, None, list[Any](), layer.qkv_clip
+        self.shared, self.wide, self.clip = parts.shard.size > 1, list[Any](), layer.qkv_clip
+        self.order: tuple[Tensor, Tensor] | None = None
         self.recurrent: Callable[[Normed, StepTensors], Tensor] | None = None
         name, mixer = f"layers.{i}.attn", layer.attention
         if isinstance(mixer, AttnSpec):
@@ -196,8 +197,8 @@ class DecoderBlock:
             ]
         elif layer.qk_norm == HEAD:
             norms = [parts.norm(f"{name}.{x}_norm", a.dim_qk, spec.norm).weight for x in "qk"]
-        tables = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
-        self.pre = QKPre(*tables, *norms, spec.norm.eps)
+        cos, sin = (None, None) if layer.rope is None else parts.rotary(layer.rope, twice)
+        self.pre = QKPre(cos, sin, norms[0], norms[1], spec.norm.eps)
         if layer.rope is not None and layer.rope.interleaved:
             back = order_of_halves(a.dim_qk, layer.rope.dim)
             self.order = back.argsort().to(parts.device), back.to(parts.device)
@@ -252,7 +253,7 @@ class DecoderBlock:
         assert taps is not None
         x = self._mixed(h, step, taps)
         if self.parallel:
-            down = self.both
+            down: Any = self.both
             z = self._beside(h, residual)
             y = taps(name + "attention", down.scaled(self.out(x))) + taps(name + "mlp", self._branch(z, down, taps))
         else:

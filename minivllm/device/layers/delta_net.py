@@ -72,7 +72,8 @@ class DeltaNet(Module):
 
             self.fused = delta_rule if spec.width - 1 <= delta_rule.MOST_TAPS else None
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def shapes(self) -> dict[tuple[str, str], tuple[int, ...]]:
+        """Return the shapes of the checkpoint's tensors by part and name."""
         spec = self.spec
         return {
             ("conv", "weight"): (spec.channels, 1, spec.width),
@@ -81,10 +82,13 @@ class DeltaNet(Module):
             ("", "dt_bias"): (spec.value_heads,),
         }
 
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {**self.shapes()}
+
     def load(self, part: str, param: str, tensor: Tensor) -> None:
         rank = self.shard.rank
         size = self.shard.size
-        check_shape(tensor, self.wanted()[part, param])
+        check_shape(tensor, self.shapes()[part, param])
         if part == "conv":
             sections = tensor.squeeze(1).split([width * size for width in self.widths])
             fill(self.conv, torch.cat([section.chunk(size)[rank] for section in sections]))

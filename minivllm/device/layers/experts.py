@@ -194,7 +194,7 @@ class Mixture(NormFusing):
 
         ValueError if the result is no pair of tensors of the shape and device of ``like``.  An id that is no expert's
         gets a weight of NaN, so that only the request of that token fails."""
-        pair = given if isinstance(given, tuple) and len(given) == 2 else ()
+        pair: tuple[Any, ...] = given if isinstance(given, tuple) and len(given) == 2 else ()
         told = ", ".join(f"{list(x.shape)} on {x.device}" if isinstance(x, Tensor) else type(x).__name__ for x in pair)
         if told != ", ".join([f"{list(like.shape)} on {like.device}"] * 2):
             raise ValueError(
@@ -232,14 +232,18 @@ class Mixture(NormFusing):
         from minivllm.device.kernels import experts as kernels
 
         spec, linears = self.spec, (self.gate_up, self.down)
-        biases = [None if one.bias is None else one.bias.view(spec.count, -1) for one in linears]
+        up_bias, down_bias = (None if one.bias is None else one.bias.view(spec.count, -1) for one in linears)
         if not isinstance(self.down.scheme, Dense):
             from minivllm.device.kernels.packed_experts import PackedExperts
 
-            stored: Any = [stored_by(one.scheme) for one in linears]
-            return PackedExperts(spec.count, *stored, *biases, spec.activation, spec.limit, spec.alpha)
-        weights = [one.scheme.tensors["weight"].view(spec.count, -1, one.info.in_features) for one in linears]
-        return kernels.ExpertProducts(*weights, *biases, spec.activation, spec.limit, spec.alpha, self.invariant)
+            packed: list[Any] = [stored_by(one.scheme) for one in linears]
+            return PackedExperts(
+                spec.count, packed[0], packed[1], up_bias, down_bias, spec.activation, spec.limit, spec.alpha
+            )
+        up, down = (one.scheme.tensors["weight"].view(spec.count, -1, one.info.in_features) for one in linears)
+        return kernels.ExpertProducts(
+            up, down, up_bias, down_bias, spec.activation, spec.limit, spec.alpha, self.invariant
+        )
 
     def _one(self, x: Tensor, e: int) -> Tensor:
         return self.down.expert(self.gate(self.gate_up.expert(x, e)), e)
@@ -272,12 +276,13 @@ class ExpertsNorm(Joined):
 
     def __init__(self, experts: Mixture, norm: RMSNorm, whole: bool) -> None:
         super().__init__(experts, None, norm, 1.0)
+        self.experts = experts
         self.norm, self.whole = norm, whole
 
-    def __call__(self, h: Normed, residual: Tensor) -> tuple[Normed, Tensor]:
-        if not self.linear.joins or self.norm.fused is None:
+    def __call__(self, h: Any, residual: Tensor) -> tuple[Normed, Tensor]:
+        if not self.experts.joins or self.norm.fused is None:
             return super().__call__(h, residual)
         from minivllm.device.kernels.experts import ResidualNorm
 
-        y, squares = self.linear.onto(h, ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole))
+        y, squares = self.experts.onto(h, ResidualNorm(residual, self.norm.weight, self.norm.eps, self.whole))
         return Normed(y, squares, self.norm.eps), residual

@@ -175,9 +175,9 @@ class Partial(_Pair):
     def __call__(self, x: Tensor | Rounded | GatedRow) -> Tensor:
         if isinstance(x, Rounded):
             return self._kernel.of_rows(*x)
-        x, known = row_of(x)
-        kernel = self.kernel(x)
-        return self.linear.scheme.apply(x) if kernel is None else kernel(x, **known)[0]
+        row, known = row_of(x)
+        kernel = self.kernel(row)
+        return self.linear.scheme.apply(row) if kernel is None else kernel(row, **known)[0]
 
 
 class LinearNorm(_Pair):
@@ -210,11 +210,11 @@ class LinearNorm(_Pair):
                 y = self.linear.group.add_norm(y, self.linear.bias, residual, self.norm)
                 return Normed(y), residual
             return self._summed(y, residual)
-        x, known = row_of(x)
-        kernel = self.kernel(x)
+        row, known = row_of(x)
+        kernel = self.kernel(row)
         if kernel is None:
-            return self._normed(self.branch(x), residual)
-        y, squares = kernel(x, residual=residual, norm=self.norm.weight, **known)
+            return self._normed(self.branch(row), residual)
+        y, squares = kernel(row, residual=residual, norm=self.norm.weight, **known)
         return Normed(y, squares, self.norm.eps), residual
 
     def _summed(self, part: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
@@ -231,10 +231,10 @@ class LinearNorm(_Pair):
 
     def branch(self, x: Tensor | Rounded | GatedRow) -> Tensor:
         """Return linear(x) [T, dim], the value that a call adds to the residual stream."""
-        x, _ = row_of(x)
-        if self.part is not None and isinstance(x, Rounded):
-            return self.linear.summed(self.part(x))
-        return self.product(x)
+        row, _ = row_of(x)
+        if self.part is not None and isinstance(row, Rounded):
+            return self.linear.summed(self.part(row))
+        return self.product(row)
 
     def entry(self, residual: Tensor) -> Normed:
         """Return the next product's input for a residual stream to which ``branch`` has been added."""
@@ -243,6 +243,9 @@ class LinearNorm(_Pair):
 
 class NormFusing:
     """A module other than ``Linear`` whose kernel may include the residual addition and the norm that follow it."""
+
+    def __call__(self, h: Any) -> Tensor:
+        raise NotImplementedError
 
     def with_norm(self, norm: RMSNorm, whole: bool) -> Joined:
         """Join the module with the addition and ``norm``: ``(x, residual) -> (Normed(norm(sum)), sum)``.
@@ -259,7 +262,7 @@ class Joined:
 
     def __init__(
         self,
-        linear: Callable[[Tensor], Tensor],
+        linear: Callable[[Any], Tensor],
         after: RMSNorm | LayerNorm | None,
         before: RMSNorm | LayerNorm | None,
         scale: float,
@@ -269,13 +272,14 @@ class Joined:
         if isinstance(after, RMSNorm) and isinstance(before, RMSNorm) and scale == 1.0:
             self.kernel = before.fused
 
-    def __call__(self, x: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
+    def __call__(self, x: Any, residual: Tensor) -> tuple[Normed, Tensor]:
         return self.add(self.linear(x), residual)
 
     def add(self, y: Tensor, residual: Tensor) -> tuple[Normed, Tensor]:
         """Do the same as a call, for y = linear(x) [T, dim] that has been computed."""
         if self.kernel is not None:
-            at = self.before.weight, self.before.eps, self.after.weight, self.after.eps
+            # both norms exist if there is a kernel
+            at = self.before.weight, self.before.eps, self.after.weight, self.after.eps  # type: ignore[union-attr]
             y, residual = self.kernel(y, residual, *at)
             return Normed(y), residual
         y = self.scaled(y)

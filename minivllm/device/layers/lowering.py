@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, WIDTH, Experts, LayerSpec
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, MLP, WIDTH, Experts, LayerSpec
 from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
 
 from .decoder import Decoder, DecoderBlock
@@ -104,7 +104,7 @@ class Lowering:
             raise NotLowered(f"layer {i} has a KV cache of {k.dtype} and {v.dtype}".replace("torch.", ""))
         token = (self.block, a.kv_heads)
         if scaled and any(
-            x.shape[1:] != token or x.dtype != torch.float32 or not _whole(x) for x in map(cache.get, SCALES)
+            x.shape[1:] != token or x.dtype != torch.float32 or not _whole(x) for x in (cache[name] for name in SCALES)
         ):
             raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
         if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
@@ -260,7 +260,9 @@ class Lowering:
 
     def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
         """Add the first product of an MLP, and return the register that its last product reads."""
-        mlp, out = layer.mlp, self._view("mid", 0, layer.mlp.inner)
+        mlp = layer.mlp
+        assert isinstance(mlp, MLP)  # a layer of experts is not lowered
+        out = self._view("mid", 0, mlp.inner)
         up = self.modules[name + ("mlp.gate_up" if mlp.gated else "mlp.up")]
         self.program.add(
             "product",

@@ -97,8 +97,9 @@ class ModuleParts:
     def _info(self, name: str, kind: str, inp: int, parts: Sequence[tuple[str, int]], **more: Any) -> ModuleInfo:
         dtype = str(self.dtype).removeprefix("torch.")
         sources = None if self.found.sources is None else self.found.sources.get(name, {})
-        known = {"shard": self.shard, "sources": sources, "names": self.found.names.get(name, {})}
-        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **known, **more)
+        names = self.found.names.get(name, {})
+        fields: dict[str, Any] = {"shard": self.shard, "sources": sources, "names": names, **more}
+        return ModuleInfo(name, kind, inp, tuple(parts), dtype, self.device, **fields)
 
     def heads(self, n: int) -> int:
         """Return the number of this process's heads, of n query heads.  ModelError if the processes do not divide n."""

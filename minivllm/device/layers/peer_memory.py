@@ -134,7 +134,9 @@ class PeerMemory:
         import torch.distributed as dist
         import torch.distributed._symmetric_memory as symmetric
 
-        handle = symmetric.rendezvous(region, dist.group.WORLD)
+        world = dist.group.WORLD
+        assert world is not None  # the ranks have joined
+        handle = symmetric.rendezvous(region, world)
         peers = torch.tensor([int(p) for p in handle.buffer_ptrs], dtype=torch.int64, device=region.device)
         torch.cuda.synchronize(region.device)
         dist.barrier()

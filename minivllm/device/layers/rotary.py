@@ -116,7 +116,9 @@ def rotary_tables(rope: Rope, length: int, device: str, twice: bool = False) -> 
 
 def gather_rotary(pre: QKPre, position: Tensor) -> tuple[Tensor, Tensor]:
     """Return cos and sin [T, 1, dim] at ``position`` i64 [T]; the first half of sin is negated, as ``rotate`` needs."""
-    cos, sin = pre.cos.index_select(0, position).unsqueeze(1), pre.sin.index_select(0, position).unsqueeze(1)
+    # the caller has checked that there are tables
+    cos = pre.cos.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
+    sin = pre.sin.index_select(0, position).unsqueeze(1)  # type: ignore[union-attr]
     sin[..., : sin.shape[-1] // 2].neg_()
     return cos, sin
 
@@ -143,7 +145,7 @@ def prepare_qk(
     same = (pre.q_norm is None) == (pre.k_norm is None)
     both = joined(q, k) if same and q.device.type == "cpu" and q.dtype == torch.float32 else None
     if both is not None:  # q and k are adjacent in one projection, so one pass serves both
-        if pre.q_norm is not None and pre.both is None:
+        if pre.q_norm is not None and pre.k_norm is not None and pre.both is None:
             pre.both = torch.cat((pre.q_norm.expand(q.shape[1], -1), pre.k_norm.expand(k.shape[1], -1)))
         both = prepare(both, pre.both, position, pre, work)
         return both[:, : q.shape[1]], both[:, q.shape[1] :]

@@ -58,14 +58,18 @@ class ShortConvolution(Module):
 
             self.convolve = short_conv.convolve
 
-    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the checkpoint's tensors by name."""
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.spec.inner, 1, self.spec.width)}
         if self.spec.bias:
             shapes["bias"] = (self.spec.inner,)
-        return {("", name): shape for name, shape in shapes.items()}
+        return shapes
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {("", name): shape for name, shape in self.shapes().items()}
 
     def load(self, part: str, param: str, tensor: Tensor) -> None:
-        check_shape(tensor, self.wanted()[part, param])
+        check_shape(tensor, self.shapes()[param])
         here = tensor.chunk(self.shard.size)[self.shard.rank]
         fill(self.tensors[param], here.squeeze(1) if param == "weight" else here)
 

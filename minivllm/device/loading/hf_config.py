@@ -62,7 +62,7 @@ class Checkpoint:
     def quantization(self) -> str:
         """Return the method that the weights are quantized with, "none" if they are not."""
         parts = [self.raw, *(part for _, part in nested_parts(self.raw))]
-        named = next((c["quantization_config"] for c in parts if c.get("quantization_config")), {})
+        named: Mapping[str, Any] = next((c["quantization_config"] for c in parts if c.get("quantization_config")), {})
         return str(named.get("quant_method", "unknown")) if named else "none"
 
     @cached_property
@@ -177,9 +177,10 @@ def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOption
         if not folder.is_dir():
             raise ModelError(f"the model {shown(model)} is missing from this installation: no {folder}")
         return folder
-    if (folder := files.folder_of(model)) is not None:
+    directory = files.folder_of(model)
+    if directory is not None:
         hub.refuse_revision(f"the directory {model}")
-        return folder.resolve()
+        return directory.resolve()
     if is_gguf(model):
         hub.refuse_revision(f"the file {model}")
         return Path(os.path.realpath(model))

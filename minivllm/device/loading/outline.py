@@ -85,7 +85,6 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
     each = getattr(torch, dtype).itemsize
     for name, module in modules.items():
         scheme = getattr(module, "scheme", None)
-        quantized = isinstance(scheme, WeightScheme) and not isinstance(scheme, (Dense, DenseExperts))
         kind = "norms" if "norm" in LAYER.sub("", name) else LAYER.sub("", name)
         held = sum(t.nbytes for t in module.tensors.values())
         if not held and not isinstance(module, TiedLMHead):
@@ -93,7 +92,7 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
         one = found.setdefault(kind, Component())
         one.count += 1
         one.held += held
-        if quantized:
+        if isinstance(scheme, WeightScheme) and not isinstance(scheme, (Dense, DenseExperts)):
             info = module.info  # type: ignore[attr-defined]
             bias = info.out_features * info.bias
             one.plain += (info.out_features * info.in_features + bias) * each
@@ -127,8 +126,8 @@ def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
             if served:
                 said = f"{name} of {form}" if len(one.served) > 1 else name
                 told.setdefault(tuple(served.items()), []).append(said)
-    for served, names in told.items():
-        for rows, sentence in served:
+    for pairs, names in told.items():
+        for rows, sentence in pairs:
             yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(told) > 1 else sentence
 
 

@@ -99,7 +99,8 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
     if not all(type(values[name]) in kinds for name, (_, kinds) in fields.items()):
         return None
     rope = _rope(raw)
-    heads, layers, types = (values.get(n) for n in ("num_attention_heads", "num_hidden_layers", "layer_types"))
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    types = values.get("layer_types")
     if rope is None or heads < 1 or values["hidden_size"] % heads:
         return None
     if types is not None and (len(types) != layers or not all(kind in LAYER_TYPES for kind in types)):
@@ -121,10 +122,11 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
 def two_ropes(raw: Mapping[str, Any]) -> str:
     """Return a sentence about a file with ``rope_scaling`` and ``rope_parameters``, of which the first alone is read;
     "" for any other file."""
-    both = [raw.get(name) for name in ("rope_scaling", "rope_parameters")]
-    if not all(isinstance(table, Mapping) and table for table in both):
+    scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
+    if not isinstance(scaling, Mapping) or not isinstance(parameters, Mapping):
         return ""
-    scaling, parameters = both
+    if not scaling or not parameters:
+        return ""
     lost, theta = parameters.get("rope_theta"), scaling.get("rope_theta", raw.get("rope_theta", THETA))
     more = ""
     if lost is not None and lost != theta and "rope_theta" not in scaling:

@@ -189,8 +189,8 @@ def _said(cfg: Any, size: int) -> list[str]:
     """The keys that give a size, or whose product does, with their values."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
-        values = [getattr(cfg, key, None) for key in keys]
-        if all(type(v) is int for v in values) and math.prod(values) == size:
+        values = [value for value in (getattr(cfg, key, None) for key in keys) if type(value) is int]
+        if len(values) == len(keys) and math.prod(values) == size:
             found.append(" x ".join(f"{key}={value}" for key, value in zip(keys, values, strict=True)))
     return found
 

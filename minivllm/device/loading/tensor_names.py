@@ -109,12 +109,17 @@ class TensorNames:
         text = name if new is None else new
         scale = KV_SCALE.fullmatch(text)
         if scale and (scale["linear"] or self.packed or not self.placed(self._rooted(text))):
-            return self._leave(name, CACHE_SCALES)
+            self._leave(name, CACHE_SCALES)
+            return None
         if not self.placed(self._rooted(text)) and (PREDICTION.search(name) or PREDICTION.search(text)):
-            return self._leave(name, PREDICTED)
+            self._leave(name, PREDICTED)
+            return None
         if any(self._rooted(text).startswith(layer) for layer in self.beyond):
-            return self._leave(name, PREDICTED)
-        return self._leave(name, _model_of(name)) if new is None else new
+            self._leave(name, PREDICTED)
+            return None
+        if new is None:
+            self._leave(name, _model_of(name))
+        return new
 
     def _leave(self, name: str, what: str) -> None:
         self.skipped.setdefault(what, []).append(name)

@@ -83,7 +83,7 @@ def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
     kind = raw.get("model_type")
     if kind in REFUSED:
         raise ModelError(f"model_type={shown(kind)} {REFUSED[str(kind)]}")
-    if kind in CONFIG_MAPPING:
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
         whole = CONFIG_MAPPING[kind].from_dict(dict(raw))
         text = whole.get_text_config()
         if text is whole:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from minivllm.core.interfaces.model import Model, ModelArch, Rule
+from minivllm.core.interfaces.quantizer import WeightScheme
 from minivllm.device.layers.embedding import TiedLMHead
 from minivllm.device.layers.module import Module
 from minivllm.device.layers.parts import ModelParts
@@ -118,7 +119,9 @@ def load_weights(
     ModelError if anything is missing, left over or broken."""
     if load_format not in LOAD_FORMATS:
         raise ModelError(f"load_format={shown(load_format)}: expected one of {', '.join(LOAD_FORMATS)}")
-    read, pickled, rules, notes = load_format != "dummy", load_format == "pt", arch.weights(cfg), []
+    read, pickled = load_format != "dummy", load_format == "pt"
+    rules = arch.weights(cfg)
+    notes: list[str] = []
     stamps = file_stamps(Path(model_dir), pickled) if read else {}
     headers = checkpoint_headers(Path(model_dir), pickled) if read else {}
     conversion, names = conversion_of(arch, cfg, headers)
@@ -313,9 +316,9 @@ def _target(
     rule: Rule,
 ) -> Target:
     whole = [shape for shape in shapes if shape is not None]
-    scheme = getattr(module, "scheme", None)
+    scheme: WeightScheme | None = getattr(module, "scheme", None)
     able = "cuts_groups" if rule.groups > 1 else "cuts_parts"
-    if getattr(scheme, able, False) and param in scheme.params() and rule.pairs is None:
+    if scheme is not None and getattr(scheme, able, False) and param in scheme.params() and rule.pairs is None:
         return Target(module, parts, param, None, whole=True)
     cut = len(parts) > 1 and not rule.interleaved  # at rows that only the scheme knows
     if len(whole) < len(shapes) and (cut or rule.pairs is not None or rule.transposed):

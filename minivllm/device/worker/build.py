@@ -56,12 +56,12 @@ class Worker:
     vocab_size: int
     hidden_size: int
     weight_bytes: int
+    parts: ModelParts  # the parts that the model was built from
     # [group][layer of the group] -> cache tensors by name
     caches: list[list[dict[str, torch.Tensor]]] = field(default_factory=list)
     num_blocks: list[int] = field(default_factory=list)
     block_bytes: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    parts: ModelParts | None = None  # the parts that the model was built from
     states: StateMemory | None = None  # states of recurrent layers; None without any
     # key: "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
@@ -123,8 +123,8 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         cfg.vocab_size,
         cfg.hidden_size,
         weight_bytes(parts),
+        parts,
         notes=notes,
-        parts=parts,
     )
     draft = wiring.speculation.draft_model
     second = {} if draft is None else {"drafter": draft}

@@ -124,8 +124,8 @@ class CapturedCalls(SampleCalls):
     def rows(self) -> Rows:
         """Return the rows; each draws the token after the newest of its slot."""
         state, slots = self.state, self.b.slots
-        columns = gather(slots, (state.known, state.prompt, state.seed, state.sample))
-        return Rows(slots, *columns, 0, state.tokens, state.tokens.shape[1] - 1)
+        position, prompt, seed, sample = gather(slots, (state.known, state.prompt, state.seed, state.sample))
+        return Rows(slots, position, prompt, seed, sample, 0, state.tokens, state.tokens.shape[1] - 1)
 
     def meet_host(self, logits: Tensor) -> None:
         if self.masks is not None:

@@ -195,8 +195,10 @@ class Graphs:
         takes, unless the largest number of captures is reached."""
         if len(self.paid) >= MOST_KINDS:
             self.paid.clear()
-        padding = larger and larger.tokens - key.tokens + larger.rows - key.rows
-        now = 1.0 if padding is None else min(padding * self.token_flops / CAPTURE_FLOPS * SIGHTS, 1)
+        now = 1.0
+        if larger is not None:
+            padding = larger.tokens - key.tokens + larger.rows - key.rows
+            now = min(padding * self.token_flops / CAPTURE_FLOPS * SIGHTS, 1.0)
         self.paid[key] = self.paid.get(key, 0.0) + now / SIGHTS
         if self.paid[key] < 1 or len(self.forwards) >= CAPTURES:
             return False
@@ -233,6 +235,7 @@ class Graphs:
         captured = self.forwards[key]
         if key.kind == "mixed":
             table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
+            assert captured.rows is not None  # captures of mixed steps have the table
             captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
@@ -260,7 +263,7 @@ class Graphs:
             return None
         captured.graph.replay()
         if late is not None:
-            self.masks.read_now()
+            self.late_masks().read_now()
         return self.buffers[key.rows].out, captured.result
 
     def _sample_of(self, rows: int, asked: Asked) -> Captured | None:
@@ -299,9 +302,9 @@ class Graphs:
         # first: if its capture fails, the others are not tried.
         if self.mixed:
             *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
-            if self._try_forward(GraphKey("mixed", *least, SHORT)):
-                for size in more:
-                    self._try_forward(GraphKey("mixed", *size, SHORT))
+            if self._try_forward(GraphKey("mixed", least[0], least[1], SHORT)):
+                for rows, tokens in more:
+                    self._try_forward(GraphKey("mixed", rows, tokens, SHORT))
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)

@@ -206,12 +206,12 @@ class Runner:
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         selects = self.selects and read.taps is None
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
-        used: np.ndarray | None = used_tokens(plan, at)
-        if not len(plan.prompt) and len(used) < len(read.ids) and (len(used) or selects):
+        needed = used_tokens(plan, at)
+        used: np.ndarray | None = None
+        if not len(plan.prompt) and len(needed) < len(read.ids) and (len(needed) or selects):
+            used = needed
             # keep one token if none is used, because kernels cannot be launched for an empty tensor
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
-        else:
-            used = None
         hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
         if len(plan.taps):
             place = rows_of(np.arange(len(read.ids)), used)
@@ -270,7 +270,9 @@ class Runner:
 
         The columns of these sequences were reset, so the processors must see all earlier generated tokens again."""
         join = plan.delta.join
-        back = np.flatnonzero(join.known > join.prompt) if join is not None and any(self.chain.commits) else ()
+        if join is None or not any(self.chain.commits):
+            return
+        back = np.flatnonzero(join.known > join.prompt)
         if not len(back):
             return
         slots_np, prompt = join.slot[back].astype(np.int64), join.prompt[back].astype(np.int64)
@@ -312,9 +314,10 @@ class Runner:
         try:
             if running.hidden is not None and not running.errors:
                 with torch.inference_mode():
-                    if running.native and self._draws_natively(running.plan):
+                    native = self.native if running.native else None
+                    if native is not None and self._draws_natively(native, running.plan):
                         seam = self.chain.seam_names[-1]
-                        running.packed = self.seams.run(seam, self.native.sample, running.plan)
+                        running.packed = self.seams.run(seam, native.sample, running.plan)
                     elif not self._sample_captured(running, late):
                         calls = SeparateCalls(self.chain, self.wiring, self.own_models, running, late, self._poison)
                         found = step.sample(calls, self.state, self.model, running.hidden)
@@ -326,11 +329,11 @@ class Runner:
             running.device_ms = (time.perf_counter() - running.start) * 1e3
         running.hidden, running.seams = None, self.seams.take()
 
-    def _draws_natively(self, plan: StepPlan) -> bool:
+    def _draws_natively(self, native: NativeSteps, plan: StepPlan) -> bool:
         """Return whether the native part can draw the tokens of a step.
 
         It cannot if an error of a slot must be reported, or if the sampler implements ``commit``."""
-        return not self._poison and not self.chain.commits[-1] and self.native.draws(plan)
+        return not self._poison and not self.chain.commits[-1] and native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
         """Run SAMPLE as one replay; return False if the step needs an operation that cannot be captured."""
@@ -397,8 +400,10 @@ class Runner:
             # emptied in place, because the layers of the model hold the same mappings
             for cache in (layer for group in self.worker.caches for layer in group):
                 cache.clear()
-        self.worker = self.model = self.backend = self.state = self.graphs = self.drafting = None
-        self.native = self.taps = self.chain = self.sampler = self.processors = None
+        # a closed runner is not used again, so the types of its attributes do not include None
+        self.worker = self.backend = self.state = None  # type: ignore[assignment]
+        self.taps = self.chain = self.processors = None  # type: ignore[assignment]
+        self.model = self.graphs = self.drafting = self.native = self.sampler = None
         self.own_models = {}
         if self.device.type == "cuda":
             release_unused()

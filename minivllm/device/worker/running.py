@@ -94,7 +94,9 @@ class Running:
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
         )
-        return result if self.came is None else spread(result, self.back, self.came)
+        if self.came is None or self.back is None:
+            return result
+        return spread(result, self.back, self.came)
 
     def _explain_failures(self, flags: np.ndarray) -> None:
         """Add an error for rows that have FAILED in ``flags`` [N] but no error yet.

@@ -38,18 +38,13 @@ def _row_keys(seed: Tensor, position: Tensor, sample: Tensor) -> tuple[Tensor, T
     """Return a key of 64 bits for each row, as two int32 words.
 
     With two words, rows whose first words are equal still get unrelated noise."""
-    words = (
-        seed.to(torch.int32),
-        (seed >> 32).to(torch.int32),
-        position.to(torch.int32),
-        sample.to(torch.int32),
-    )
-    a: Tensor | None = None
-    b: Tensor | None = None
-    for word in words:
-        a = (word ^ (_signed(INIT) if a is None else a)).mul_(_signed(FOLD_A))
+    a = (seed.to(torch.int32) ^ _signed(INIT)).mul_(_signed(FOLD_A))
+    _xorshift_(a, 16)
+    b = a * _signed(FOLD_B)
+    for word in ((seed >> 32).to(torch.int32), position.to(torch.int32), sample.to(torch.int32)):
+        a = (word ^ a).mul_(_signed(FOLD_A))
         _xorshift_(a, 16)
-        b = (a if b is None else b.add(a)) * _signed(FOLD_B)
+        b = b.add(a) * _signed(FOLD_B)
     return a, _xorshift_(b, 15)
 
 

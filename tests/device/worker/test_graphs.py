@@ -52,6 +52,7 @@ def plan(*q_len: int, computed: int = 10, steered: tuple = (), read: tuple = ())
         host=none,
         prompt=none,
         draft=none,
+        pooled=none,
         steered=steered,
         read=read,
     )
