@@ -235,8 +235,8 @@ class Graphs:
         captured = self.forwards[key]
         if key.kind == "mixed":
             table = step.pack_rows(plan, key.rows, key.tokens, self.spare)
-            assert captured.rows is not None  # captures of mixed steps have the table
-            captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)
+            # captures of mixed steps have the table
+            captured.rows.copy_(staged(table, self.runner.device), non_blocking=True)  # type: ignore[union-attr]
             slots = np.full(len(plan.slots), self.spare)
             slots[plan.samples] = plan.slots[plan.samples]
             b = self._take(key.rows, slots)
@@ -302,9 +302,9 @@ class Graphs:
         # first: if its capture fails, the others are not tried.
         if self.mixed:
             *more, least = first_mixed(self.coarse, self.runner.wiring.max_num_batched_tokens)
-            if self._try_forward(GraphKey("mixed", least[0], least[1], SHORT)):
-                for rows, tokens in more:
-                    self._try_forward(GraphKey("mixed", rows, tokens, SHORT))
+            if self._try_forward(GraphKey("mixed", *least, SHORT)):
+                for shape in more:
+                    self._try_forward(GraphKey("mixed", *shape, SHORT))
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)

@@ -25,7 +25,7 @@ from minivllm.device.layers.taps import TapsOfStep
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.core.interfaces.model import Model
-    from minivllm.core.interfaces.plan import Delta, Join, StepPlan
+    from minivllm.core.interfaces.plan import Delta, StepPlan
 
     from .state import DeviceState
 
@@ -72,30 +72,26 @@ class TapState:
         Return an error for each slot whose vectors do not fit in memory."""
         join, to = delta.join, self.state.to
         failed: dict[int, StepError] = {}
-        if join is not None and self.steering:
-            slots = to(join.slot).long()
-            for column in self.steering.values():
-                column.index_fill_(0, slots, 0)
         if join is not None:
-            self._store(join, failed)
+            if self.steering:
+                slots = to(join.slot).long()
+                for column in self.steering.values():
+                    column.index_fill_(0, slots, 0)
+            at = 0
+            for row, number in join.steer.tolist():
+                point, slot = self.names[number], int(join.slot[row])
+                vector = join.vectors[at : at + self.points[point]]
+                at += len(vector)
+                if not self._has_room(point):
+                    failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
+                    continue
+                self.steering[point][slot].copy_(to(vector), non_blocking=True)
         if len(delta.fork) and self.steering:
             source = to(delta.fork[:, 0]).long()
             child = to(delta.fork[:, 1]).long()
             for column in self.steering.values():
                 column[child] = column[source]
         return failed
-
-    def _store(self, join: Join, failed: dict[int, StepError]) -> None:
-        """Store the vectors of sequences that join, and add an error for each slot whose vectors do not fit."""
-        at = 0
-        for row, number in join.steer.tolist():
-            point, slot = self.names[number], int(join.slot[row])
-            vector = join.vectors[at : at + self.points[point]]
-            at += len(vector)
-            if not self._has_room(point):
-                failed[slot] = StepError("rows", "", NO_MEMORY.format(point))
-                continue
-            self.steering[point][slot].copy_(self.state.to(vector), non_blocking=True)
 
     def _has_room(self, point: str) -> bool:
         """Allocate the vectors of a point if necessary; return whether there is memory on all ranks.
