@@ -33,8 +33,10 @@ SERVER = (
     (
         "tool_parser",
         str,
-        "format of the model's tool calls: hermes (default) or json; also --tool-call-parser",
+        "format of reasoning and tool calls: auto (default), or one of `minivllm plugins parser`; "
+        "also --tool-call-parser",
     ),
+    ("reasoning_parser", str, "format of the reasoning, if that of --tool-parser has none"),
     ("log_format", str, "auto (default: text on a terminal, else json), json or text"),
     ("log_level", str, "debug, info (default) or warning"),
     ("max_queue", int, "prompts of an API key that may wait; more get status 429 (default 256)"),

@@ -29,9 +29,9 @@ system_fingerprint is null <- fingerprint-mode=none
 # Lines of: what to do instead <- refused flags of vLLM.  A final * stands for all flags that begin so.
 _REFUSED = """\
 the code of a model's directory is never run, and README.md names the models that are built in <- trust-remote-code
-minivllm.server.openai.tools.register adds a parser, from Python <- tool-parser-plugin
+a package adds a parser (docs/plugins/parser.md), and --tool-parser names it <- tool-parser-plugin \
+    reasoning-parser-plugin
 tools are the client's to run: leave it out <- tool-server
-answers are not divided into reasoning and content: leave it out <- reasoning-parser
 the log has no prompt and no answer; --log-format says text or json <- enable-log-requests enable-log-outputs \
     max-log-len log-config-file uvicorn-log-level
 what fails is always logged with its traceback <- log-error-stack
@@ -93,7 +93,7 @@ clients ask for it <- return-tokens-as-token-ids
 the engine always runs in a process of its own <- disable-frontend-multiprocessing
 here it is --set KEY=VALUE <- additional-config
 write the key without its passphrase: openssl pkey -in KEY -out PLAIN <- ssl-keyfile-password
-see --reasoning-parser: leave it out <- reasoning-*
+reasoning needs no further setting: leave it out <- reasoning-*
 """
 
 

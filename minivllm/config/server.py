@@ -46,7 +46,14 @@ class ServerConfig(Strict):
         False, description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state and the field taps"
     )
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
-    tool_parser: str = Field("hermes", min_length=1, description="format of tool calls in the text of the model")
+    tool_parser: str = Field(
+        "auto",
+        min_length=1,
+        description="format of reasoning and tool calls in the text of the model; auto: by the chat template",
+    )
+    reasoning_parser: str | None = Field(
+        None, min_length=1, description="format with the tags of the reasoning, if tool_parser has none; vLLM's names"
+    )
     responses_dir: str | None = Field(
         None, min_length=1, description="folder in which responses are stored; None: in memory, until the server ends"
     )

@@ -152,6 +152,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                 },
                 traits={"ignores": "fields of config.json without effect, in addition to those that all models ignore"},
             ),
+            Kind("parser", "minivllm.runtime.replies:ReplyParser"),
             Kind("processor", _SEAMS + "sampling:Processor", api=(1, 4), facts=("device",), features=_PROCESSING),
             Kind(
                 "quantizer",
@@ -208,7 +209,8 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
     }
 )
 OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
-    "kvformat": "kv_format", "model": "model_arch", "processor": "processors", "strategy": "strategies",
+    "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser", "processor": "processors",
+    "strategy": "strategies",
 }  # fmt: skip
 RESERVED = ("kvstore", "trimmer")  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests

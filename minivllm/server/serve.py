@@ -47,6 +47,7 @@ from .link.process_client import ProcessClient
 from .metrics import Metrics
 from .openai import tools
 from .openai.generate import Service
+from .openai.parsers import check_names
 from .openai.tokens import Tokens
 from .worker_pool import WorkerPool
 
@@ -76,7 +77,7 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
         keys += read_keys(loaded.server.api_key_file)
     if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
         raise ConfigError(f"server.steering_dir={loaded.server.steering_dir!r}: no such folder")
-    tools.parser_of(loaded.server.tool_parser)
+    check_names(loaded.server, loaded.engine.allow_targets)
     if loaded.engine.chat_template is not None and not is_name(loaded.engine.chat_template):
         read_template(loaded.engine.chat_template)
     found = middleware.load(args.middleware or ())
@@ -95,11 +96,13 @@ def fair_to(keys: Sequence[str], loaded: Loaded) -> Loaded:
     return replace(loaded, engine=fair, origins={**loaded.origins, "scheduler": "several keys"})
 
 
-def make_service(client: EngineClient, server: ServerConfig, model: str, sampling: Any) -> Service:
+def make_service(
+    client: EngineClient, server: ServerConfig, model: str, sampling: Any, allow_targets: Sequence[str] = ()
+) -> Service:
     """Return the state that the routes share.
 
     ``client`` must be open.  ``model`` is the model's name or path in the configuration, and ``sampling`` its
-    ``[sampling]`` table.
+    ``[sampling]`` table.  ``allow_targets`` names modules of which the configuration may name a parser.
     """
     name = Path(model).name if os.path.isdir(model) else model
     names = list(server.served_model_name) or [name]
@@ -112,7 +115,8 @@ def make_service(client: EngineClient, server: ServerConfig, model: str, samplin
     tokens = Tokens(client.tokenizer, info.max_model_len, pool)
     door = Door(info.max_num_seqs + server.max_queue, server.max_inside)
     defaults = {**info.sampling, **sampling}
-    return Service(client, server, names, tokens, door, metrics, defaults, sampling.get("max_tokens"))
+    most = sampling.get("max_tokens")
+    return Service(client, server, names, tokens, door, metrics, defaults, most, allow_targets)
 
 
 async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequence[Any] = ()) -> int:
@@ -143,12 +147,13 @@ async def run(loaded: Loaded, keys: list[str], admin_key: str = "", around: Sequ
             if not opening.done():
                 return 0
             await opening  # raises the engine's error, with which the command ends
-            service = make_service(client, server, model, loaded.sampling)
+            service = make_service(client, server, model, loaded.sampling, loaded.engine.allow_targets)
             service.tokens.pool.start()
             app.open(service)
             state.freeze_loaded()
             _log_token(app)
             _log_loaded(client.info, time.monotonic() - start)
+            _log_parser(service)
             _log_serving(url, service.names, len(keys), http.room)
             return await _until_the_end(service, serving, stop)
     finally:
@@ -180,6 +185,17 @@ def _log_loaded(info: EngineInfo, seconds: float) -> None:
         max_model_len=info.max_model_len,
         max_num_seqs=info.max_num_seqs,
     )
+
+
+def _log_parser(service: Service) -> None:
+    """Log which parser finds reasoning and calls in the text of the model, and why it was chosen."""
+    name = service.server.tool_parser
+    if name in tools.PARSERS:
+        reason = "it was named"
+    else:
+        chosen = service.chosen()
+        name, reason = chosen.name, chosen.reason
+    logs.event("parser", sentence=f"replies are parsed as {name}: {reason}", parser=name, reason=reason)
 
 
 def _log_serving(url: str, names: Sequence[str], keys: int, connections: int) -> None:

@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.openai": (
         "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
-        "runtime.tenant_cache core.json_schema"
+        "runtime.tenant_cache core.json_schema registry registration.spec"
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
@@ -95,7 +95,7 @@ MAY_IMPORT = {
     ),
     "testing": (
         "frontend config core.engine plugins device.worker device.loading device.layers runtime.hooks "
-        "core core.wiring core.interfaces core.declared_params registry registration registration.spec "
+        "core core.wiring runtime.replies core.interfaces core.declared_params registry registration registration.spec "
         "registration.parameters device.hardware"
     ),
     "testing.scaffold": "config plugins.specs registration.spec",

@@ -12,6 +12,9 @@ pytest.importorskip("fastapi")
 from http_helpers import served
 from scripted import scripted
 
+from minivllm.plugins.parser.hermes import Hermes
+from minivllm.runtime.replies import ReplyContext
+from minivllm.server.ollama import models
 from minivllm.server.openai import tools
 from minivllm.server.openai.calls import Said, Thought, ToolCall
 
@@ -32,7 +35,7 @@ class Thinker:
 
     def __init__(self):
         self.text = ""
-        self.calls = tools.Hermes()
+        self.calls = Hermes().start(ReplyContext())
         self.thinks = True
 
     def feed(self, text, final):

@@ -10,8 +10,7 @@ pytest.importorskip("openai")
 from http_helpers import served
 
 from minivllm.server.errors import ApiError
-from minivllm.server.openai.calls import Said, ToolCall
-from minivllm.server.openai.tools import Hermes, Json, read_tools
+from minivllm.server.openai.tools import read_tools
 
 CHAT = {"messages": [{"role": "user", "content": "What is 2 + 3?"}], "temperature": 0}
 server = served()
@@ -125,28 +124,6 @@ def test_a_conversation_with_calls_and_their_results_is_a_prompt(server):
     text = server.post("/detokenize", {"tokens": ids}).json()["prompt"]
     assert '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}' in text and "adds two numbers" in text
     assert server.post("/v1/chat/completions", {"messages": chat, "tools": [ADD], "max_tokens": 2}).status_code == 200
-
-
-def said_and_called(parser, pieces):
-    found = [one for i, p in enumerate(pieces) for one in parser.feed(p, i == len(pieces) - 1)]
-    text = "".join(one.text for one in found if isinstance(one, Said))
-    return text, [(one.name, json.loads(one.arguments)) for one in found if isinstance(one, ToolCall)]
-
-
-@pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_found_however_the_text_is_cut(size):
-    def cut(text):
-        return [text[i : i + size] for i in range(0, len(text), size)]
-
-    call = '<tool_call>\n{"name": "f", "arguments": {"x": [1, "}"]}}\n</tool_call>'
-    want = [("f", {"x": [1, "}"]})]
-    assert said_and_called(Hermes(), cut(f"Let me see.{call}\n{call}")) == ("Let me see.", want * 2)
-    assert said_and_called(Hermes(), cut(call.removesuffix("</tool_call>"))) == ("", want)
-    for plain in ("a <tool_cal", "<tool_call>no json</tool_call> then", "a < b"):
-        assert said_and_called(Hermes(), cut(plain)) == (plain, [])
-    assert said_and_called(Json(), cut('[{"name": "f", "parameters": {"x": [1, "}"]}}]')) == ("", want)
-    for plain in ("plain { text }", '{"a": 1}', "[1, 2", ""):
-        assert said_and_called(Json(), cut(plain) or [""]) == (plain, [])
 
 
 # ---- schemas as clients make them ------------------------------------------------------------------------------------

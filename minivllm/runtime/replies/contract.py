@@ -65,6 +65,10 @@ class ReplyParser(ABC):
         """Return the texts that are tags of the format.  The server marks those that are tokens of the vocabulary."""
         return ()
 
+    def thinks(self) -> bool:
+        """Return whether replies may have reasoning.  Without it, a request without tools needs no parser."""
+        return True
+
     def opens(self, prompt: str) -> bool:
         """Return whether a prompt, or its last part, ends within the reasoning, which the answer then continues."""
         return False

@@ -26,6 +26,10 @@ class DescribedParser(ReplyParser):
         """Return the texts that are tags of the format."""
         return self.format.tags
 
+    def thinks(self) -> bool:
+        """Return whether replies may have reasoning."""
+        return self.format.reasoning is not None or self.format.channels is not None
+
     def opens(self, prompt: str) -> bool:
         """Return whether a prompt, or its last part, ends within the reasoning."""
         reasoning = self.format.reasoning

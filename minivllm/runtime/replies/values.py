@@ -151,7 +151,8 @@ def _value(text: str, at: int) -> tuple[str, int]:
 def call_of(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments, as JSON text, of an object that is a call.  None means another text.
 
-    The arguments may also be JSON text in a string.  The members may be within a member ``function``."""
+    The arguments may also be text in a string, which is returned as it is.  The members may be within a member
+    ``function``."""
     try:
         parts = members(text)
         if "name" not in parts and "function" in parts:
@@ -159,14 +160,13 @@ def call_of(text: str) -> tuple[str, str] | None:
         name = json.loads(parts.get("name", "null"))
         raw = parts.get("arguments", parts.get("parameters", "{}"))
         value = json.loads(raw)
-        if isinstance(value, str):
-            raw = sound(value)
-            value = json.loads(raw)
     except (ValueError, RecursionError):
         return None
+    if not _is_name(name) or not isinstance(value, (dict, str, type(None))):
+        return None
     if value is None:
-        return (name, "{}") if _is_name(name) else None
-    return (name, raw) if _is_name(name) and isinstance(value, dict) else None
+        return name, "{}"
+    return name, sound(value) if isinstance(value, str) else raw
 
 
 def _is_name(name: Any) -> bool:

@@ -6,6 +6,7 @@ This module adds the tokens of tokenizer_config.json and the conventions of chat
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -105,6 +106,20 @@ class Tokenizer:
     def chat_template(self) -> str | None:
         """Return the default chat template, or None."""
         return self.chat_templates.get(DEFAULT)
+
+    @property
+    def written(self) -> list[str]:
+        """Return the texts that the chat templates may print."""
+        return self._templates.written()
+
+    @cached_property
+    def response_template(self) -> str:
+        """Return the description of replies in tokenizer_config.json as JSON text, or "" without one."""
+        if self._folder is None or is_gguf(self._folder):
+            return ""
+        config = _read_json(self._folder / "tokenizer_config.json")
+        found = config.get("response_template") or config.get("response_schema")
+        return json.dumps(found, ensure_ascii=False) if found else ""
 
     def template_variables(self, chat_template: str | None = None, tools: bool = False) -> frozenset[str]:
         """Return the variables that one of the model's chat templates reads, or none for an unknown name.

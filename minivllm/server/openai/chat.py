@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -18,11 +20,13 @@ from .calls import Finished, Part
 from .generate import SCORES, TEXT, Answer, Service, checked, open_streams, read_values, respond
 from .limits import check_cost, seconds_of
 from .params import fit, note_default, whole_form
+from .parsers import context_of, hidden_tags, opens_reasoning, reasoning_tokens
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
-from .reader import Reader, end_of_calls, marks_of
+from .reader import Reader, end_of_calls, marks_of, pieces_of
 from .work import Work
 
 if TYPE_CHECKING:
+    from minivllm.runtime.replies import ReplyContext
     from minivllm.runtime.tenant_cache import Salt
     from minivllm.server.link.client import TextPiece
 
@@ -80,8 +84,9 @@ class Chat(Work):
         self.role = answer_role(self.messages, body)
         self.echoed = last_content(self.messages, body)
         self.tools = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
-        self.parser = tools.parser_of(service.server.tool_parser)
+        self.parser = service.parser()
         self.marks = marks_of(self.tools, self.parser, service.tokens.tokenizer)
+        self.opened = False  # the prompt ends within the reasoning
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
         self.variables = self._variables()
@@ -103,22 +108,31 @@ class Chat(Work):
 
     async def prepare(self, held: AsyncExitStack) -> Answer:
         """Open the stream of the request, to be closed by ``held``."""
-        service, body, params, owner = self.service, self.body, self.params, self.state["owner"]
+        service = self.service
+        body = self.body
+        params = self.params
+        owner = self.state["owner"]
+        tokenizer = service.tokens.tokenizer
         held.enter_context(service.door.enter(1, owner))
         with named(sent_names(body)):
             ids = await self.prompt()
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
-            until = end_of_calls(self.tools, self.parser, self.marks)
+            self.opened = opens_reasoning(self.parser, tokenizer, ids)
+            until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
-            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, self.marks.by_token)
+            marks = self.marks.by_token
+            opened = open_streams(service, held, self.state, asks, pieces, self.taps, self.energy, marks)
             streams = await opened
         if until is not None:
             streams[0].end_when(until)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         more = {"prompt_token_ids": ids} if body.return_token_ids else {}
-        return self._answer("chatcmpl", kind, streams, more=more)
+        answer = self._answer("chatcmpl", kind, streams, more=more)
+        if self._reader().thinks:
+            answer.thought = {}
+        return answer
 
     async def prompt(self) -> list[int]:
         """Return the token ids of the conversation."""
@@ -142,12 +156,28 @@ class Chat(Work):
                 answer.sent += len(piece.token_ids)
                 parts: list[Part] = [*reader.parts(piece.text, piece.finish_reason)]
                 if piece.finish_reason is not None:
+                    self._count_thought(answer, piece.sample, reader)
                     parts.append(Finished(reader.reason(piece.finish_reason), piece.stop_reason))
                 yield parts, piece
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""
-        return Reader(self.tools, self.parser, self.marks, reasoning.shows_reasoning(self.body))
+        shows = reasoning.shows_reasoning(self.body)
+        return Reader(self.tools, self.parser, self.marks, shows, self._context())
+
+    def _context(self) -> ReplyContext:
+        """Return the request of the answer for the parser."""
+        tokenizer = self.service.tokens.tokenizer
+        hidden = hidden_tags(self.marks, tokenizer, self.params.skip_special_tokens)
+        return replace(context_of(self.tools, self.marks, hidden), opened=self.opened)
+
+    def _count_thought(self, answer: Answer, number: int, reader: Reader) -> None:
+        """Count the tokens of the reasoning of a complete choice."""
+        if answer.thought is None:
+            return
+        ids = answer.streams[0].texts[number].token_ids
+        share = reader.thought_share
+        answer.thought[number] = reasoning_tokens(ids, self.marks, reader.tags, share)
 
     def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices with the role, and with the echoed message, which a stream sends first."""
@@ -160,18 +190,25 @@ class Chat(Work):
     def choices(self, answer: Answer, number: int, piece: TextPiece) -> Iterator[JsonObject]:
         """Yield the choices of a piece: the text at once, and its scores a few at a time."""
         reader, rows, body = self._readers[number], piece.logprobs, self.body
-        delta = reader.deltas(piece.text, piece.finish_reason)
+        *before, (text, reason) = pieces_of(piece.text, piece.finish_reason)
+        for part, _ in before:  # much text was waiting for a slow client
+            delta = reader.deltas(part, None)
+            if delta:
+                yield _chunk(number, delta)
+        delta = reader.deltas(text, reason)
         parts = list(rows.parts(SCORES)) if body.logprobs and rows is not None else []
         for low, high in parts or [(0, 0)]:
             choice = _chunk(number, delta)
             if body.logprobs:
                 new = () if rows is None else rows.rows(low, high)
-                choice["logprobs"] = {"content": logprobs.chat(new, self.top, self.speller), "refusal": None}
+                scores = logprobs.chat(new, self.top, self.speller)
+                choice["logprobs"] = {"content": scores, "refusal": None}
             last = not parts or high == parts[-1][1]
             ends = last and piece.finish_reason is not None
             if last:
                 choice["finish_reason"] = reader.reason(piece.finish_reason)
             if ends:
+                self._count_thought(answer, piece.sample, reader)
                 choice["stop_reason"] = piece.stop_reason
             if body.return_token_ids:
                 choice["token_ids"] = piece.token_ids if low == 0 else []
@@ -181,7 +218,10 @@ class Chat(Work):
 
     def text_choice(self, number: int) -> JsonObject | None:
         """Return the choice of a piece of text, with ``TEXT`` as the text, or None if a choice has more than text."""
-        if self.body.logprobs or self.body.return_token_ids or not self._readers[number].plain:
+        body = self.body
+        if body.logprobs or body.return_token_ids:
+            return None
+        if not self._readers[number].plain:
             return None
         return _chunk(number, {"content": TEXT})
 
@@ -195,18 +235,29 @@ class Chat(Work):
         order = stream.order or range(self.n)
         if self.params.prompt_logprobs is not None:
             answer.more["prompt_logprobs"] = TokenScores("prompt", stream.prompt_logprobs)
-        return [self._whole_choice(number, stream, sample) for number, sample in enumerate(order)]
+        choices = []
+        for number, sample in enumerate(order):
+            choice = await self._whole_choice(answer, number, stream, sample)
+            choices.append(choice)
+        return choices
 
-    def _whole_choice(self, number: int, stream: Any, sample: int) -> JsonObject:
+    async def _whole_choice(self, answer: Answer, number: int, stream: Any, sample: int) -> JsonObject:
         """Return the choice ``number`` of a complete answer, made from a sample of its stream."""
         text, reader = stream.texts[sample], self._reader()
-        reader.deltas(text.marked, text.finish_reason or "stop")
+        slices = self.service.slices
+        until = slices.begin()
+        for piece, reason in pieces_of(text.marked, text.finish_reason or "stop"):
+            reader.deltas(piece, reason)
+            if time.perf_counter() > until:
+                until = await slices.next()
+        self._count_thought(answer, sample, reader)
         message = reader.message(self.role)
         if self.echoed:
             message["content"] = self.echoed + (message["content"] or "")
         choice: JsonObject = {"index": number, "message": message, "logprobs": None}
         if self.body.logprobs and stream.scored is not None:
-            choice["logprobs"] = {"content": TokenScores("chat", stream.scored[sample], self.top), "refusal": None}
+            scores = TokenScores("chat", stream.scored[sample], self.top)
+            choice["logprobs"] = {"content": scores, "refusal": None}
         choice.update(finish_reason=reader.reason(text.finish_reason), stop_reason=text.stop_reason)
         if self.body.return_token_ids:
             choice["token_ids"] = text.token_ids

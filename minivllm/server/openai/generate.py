@@ -30,9 +30,10 @@ from minivllm.server.metrics import times_of
 from minivllm.server.responses.jobs import Jobs
 from minivllm.server.responses.store import Store
 
-from . import JsonObject, Warnings
+from . import JsonObject, Warnings, tools
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
+from .parsers import Chosen, choose
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
@@ -69,6 +70,7 @@ class Service:
     metrics: Metrics
     defaults: Mapping[str, Any]
     most_tokens: int | None = None
+    allow_targets: Sequence[str] = ()  # modules of which the configuration may name a parser
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -76,6 +78,22 @@ class Service:
         self.slices = Slices()
         self.responses = Store.of(self.server)
         self.background = Jobs()
+        self._chosen: dict[str, Chosen] = {}
+
+    def chosen(self) -> Chosen:
+        """Return the parser of replies that the configuration and the model's chat template choose."""
+        name = self.server.tool_parser
+        if name not in self._chosen:
+            self._chosen[name] = choose(self.server, self.tokens.tokenizer, self.allow_targets)
+        return self._chosen[name]
+
+    def parser(self) -> Any:
+        """Return the parser of replies: a ``ReplyParser``, or a class that ``tools.register`` has added."""
+        name = self.server.tool_parser
+        if name in tools.PARSERS:
+            return tools.PARSERS[name]
+        chosen = self.chosen()
+        return tools.PARSERS.get(chosen.name, chosen.parser)
 
     async def close(self) -> None:
         """End the responses in the background and the worker pool."""
@@ -153,6 +171,7 @@ class Answer:
     energy: bool = False  # the usage reports joules
     timed: bool = False  # the answer has llama.cpp's timings, in a stream every chunk
     sent: int = 0  # tokens in the chunks of a stream so far
+    thought: dict[int, int] | None = None  # choice -> tokens of its reasoning; None for answers without reasoning
     created: int = field(default_factory=lambda: int(time.time()))
 
     def head(self) -> JsonObject:
@@ -174,6 +193,8 @@ class Answer:
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": sum(s.cached_tokens for s in self.streams)},
         }
+        if self.thought is not None:
+            counts["completion_tokens_details"] = {"reasoning_tokens": sum(self.thought.values())}
         if self.energy and sent is None:
             counts["energy"] = self._joules(completion)
         return counts

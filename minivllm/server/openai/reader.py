@@ -7,32 +7,43 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser
 from minivllm.runtime.text.marks import NO_MARKS, Marks
 
 from . import JsonObject, tools
 from .calls import Begun, Distinct, Ended, Named, Part, Said, Thought, ToolCall, Written
+from .parsers import context_of
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
-def _parser_of(asked: tools.Tools, parser: Any, marks: Marks) -> Any:
+PIECE = 1 << 13  # characters that are parsed at once: a few milliseconds
+
+
+def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyContext | None) -> Any:
     """Return a new parser for the text of one choice.  None means that all text is content.
 
-    A parser with tags receives the marks that stand for them in the text."""
-    if asked.choice == "none":
-        return None
+    ``parser`` is a ``ReplyParser``, which receives the context, or a class that ``tools.register`` has added.  Such a
+    class with tags receives the marks that stand for them in the text."""
     if asked.choice == "required":
         return Distinct()
     if asked.choice == "named":
         return Named(asked.function)
+    if isinstance(parser, ReplyParser):
+        reads = asked.choice != "none" or parser.thinks()
+        return parser.start(context or context_of(asked, marks)) if reads else None
+    if asked.choice == "none":
+        return None
     return parser(marks.by_tag) if hasattr(parser, "tags") else parser()
 
 
 def marks_of(asked: tools.Tools, parser: Any, tokenizer: Tokenizer | None) -> Marks:
     """Return the marks for the text of an answer: those of the parser's tags, if the parser reads the text."""
     tags = getattr(parser, "tags", None)
-    return NO_MARKS if tags is None or asked.choice != "auto" else Marks.of(tags(), tokenizer)
+    thinks = asked.choice == "none" and isinstance(parser, ReplyParser) and parser.thinks()
+    reads = asked.choice == "auto" or thinks
+    return Marks.of(tags(), tokenizer) if tags is not None and reads else NO_MARKS
 
 
 class Reader:
@@ -42,13 +53,24 @@ class Reader:
     have the call.  Neither has a part of a call as content.
 
     ``marks`` are those of the text.  No part has a mark: a mark that the parser leaves is spelled as its tag.
-    ``shows_reasoning=False`` omits the reasoning."""
+    ``shows_reasoning=False`` omits the reasoning.  ``context`` is the request for a ``ReplyParser``; None makes it of
+    ``asked`` and ``marks``."""
 
-    def __init__(self, asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS, shows_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        asked: tools.Tools,
+        parser: Any,
+        marks: Marks = NO_MARKS,
+        shows_reasoning: bool = True,
+        context: ReplyContext | None = None,
+    ) -> None:
         self._asked = asked
         self._shows_reasoning = shows_reasoning
         self._marks = marks
-        self._parser = _parser_of(asked, parser, marks)
+        self._format = parser if isinstance(parser, ReplyParser) else None
+        self._parser = _parser_of(asked, parser, marks, context)
+        self._size = 0  # characters of the text, and of the reasoning in it
+        self._thought_size = 0
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[Begun] = []
@@ -59,6 +81,25 @@ class Reader:
     def plain(self) -> bool:
         """Return whether all text is content of the message."""
         return self._parser is None
+
+    @property
+    def thinks(self) -> bool:
+        """Return whether the answer may have reasoning."""
+        if self._parser is None or self._format is None:
+            return False
+        forced = self._asked.choice in ("required", "named")
+        return not forced and self._format.thinks()
+
+    @property
+    def tags(self) -> tuple[str, str] | None:
+        """Return the tags around reasoning, or None if the format has no such tags."""
+        reasoning = self._format.format.reasoning if isinstance(self._format, DescribedParser) else None
+        return None if reasoning is None else (reasoning.open, reasoning.close)
+
+    @property
+    def thought_share(self) -> float:
+        """Return the part of the text so far that is reasoning, from 0 to 1."""
+        return min(self._thought_size / self._size, 1.0) if self._size else 0.0
 
     def deltas(self, text: str, reason: str | None) -> JsonObject:
         """Return the delta of a message for new text, or {} if the text adds nothing yet.
@@ -80,7 +121,7 @@ class Reader:
                 call["function"]["arguments"] += part.text
         delta: JsonObject = {}
         if thoughts:
-            delta["reasoning"] = "".join(thoughts)
+            delta["reasoning"] = delta["reasoning_content"] = "".join(thoughts)
         if content:
             delta["content"] = "".join(content)
         if calls:
@@ -92,9 +133,12 @@ class Reader:
 
         ``reason`` is the finish reason, with the last text of the choice.  A complete call of a parser is yielded as
         ``Begun``, ``Written`` and ``Ended``."""
+        self._size += len(text)
         for part in self._found(text, reason):
-            if isinstance(part, Thought) and not self._shows_reasoning:
-                continue
+            if isinstance(part, Thought):
+                self._thought_size += len(part.text)
+                if not self._shows_reasoning:
+                    continue
             if self._whole and not self._asked.parallel:  # only one call is allowed
                 return
             if isinstance(part, ToolCall) and self._asked.allows(part.name):
@@ -129,7 +173,9 @@ class Reader:
         found = list(self._parser.feed(text, reason is not None and cut is None))
         if cut is not None:
             found += cut()
-        return [self._spelled(part) for part in found] if self._marks.by_tag else found
+        if self._format is not None or not self._marks.by_tag:
+            return found
+        return [self._spelled(part) for part in found]
 
     def _spelled(self, part: Any) -> Any:
         """Return a part of the parser with tags in place of marks."""
@@ -145,7 +191,7 @@ class Reader:
         content = "".join(self._content)
         message: JsonObject = {"role": role, "content": content, "refusal": None}
         if self._thoughts:
-            message["reasoning"] = "".join(self._thoughts)
+            message["reasoning"] = message["reasoning_content"] = "".join(self._thoughts)
         if self._whole:
             calls = []
             for number, arguments in self._whole.items():
@@ -165,7 +211,19 @@ class Reader:
         return reason if named else "tool_calls"
 
 
-def end_of_calls(asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> Callable[[int, str], bool] | None:
+def pieces_of(text: str, reason: str | None) -> Iterator[tuple[str, str | None]]:
+    """Yield the pieces of a text, of at most ``PIECE`` characters, and the finish reason with the last of them."""
+    last = max(len(text) - PIECE, 0)
+    at = 0
+    while at < last:
+        yield text[at : at + PIECE], None
+        at += PIECE
+    yield text[at:], reason
+
+
+def end_of_calls(
+    asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS, context: ReplyContext | None = None
+) -> Callable[[int, str], bool] | None:
     """Return a function that detects the end of the calls of an answer, or None if generation must not end early.
 
     The function takes the number of a branch and its new text.  It returns True at a repeated call if calls are
@@ -176,12 +234,13 @@ def end_of_calls(asked: tools.Tools, parser: Any, marks: Marks = NO_MARKS) -> Ca
 
     def ended(sample: int, text: str) -> bool:
         if sample not in parsers:
-            parsers[sample] = _parser_of(asked, parser, marks)
+            parsers[sample] = _parser_of(asked, parser, marks, context)
         found = parsers[sample].feed(text, False)
         if asked.choice == "required":
             return bool(parsers[sample].repeated)
         calls = [part for part in found if isinstance(part, ToolCall)]
-        return any(asked.allows(call.name) for call in calls)
+        complete = any(isinstance(part, Ended) for part in found)
+        return complete or any(asked.allows(call.name) for call in calls)
 
     return ended
 

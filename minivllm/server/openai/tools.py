@@ -7,8 +7,8 @@
 
 ``allowed_tools`` is auto or required with some of the tools.  The chat template does not show the others.
 
-A parser is a class with ``feed(text, final) -> [Said | ToolCall, ...]``.  ``PARSERS`` has the parsers by name, and
-``register`` adds a parser.
+A plug-in of the seam ``parser`` finds calls in text.  ``register`` adds a further parser, a class with ``feed(text,
+final) -> [Said | Thought | ToolCall, ...]``, under a name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from typing import Any, Protocol
 from minivllm.core.json_schema.closing import closed, schemas
 from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.core.json_schema.references import pointer
-from minivllm.errors import ConfigError, shown, suggest
+from minivllm.errors import suggest
+from minivllm.runtime.replies import NAME
 from minivllm.server.errors import ApiError, printable
 
 from . import JsonObject
-from .calls import NAME, Said, ToolCall, begins_call, call_of, calls_of
+from .calls import Said, ToolCall
 
 MOST = 128  # most tools of a request
 COMPACT = {"disable_any_whitespace": True}  # if whitespace is allowed, a small model may generate nothing else
@@ -47,110 +48,12 @@ class CallParser(Protocol):
         text such a token is this character, a lone surrogate; text that only spells the tag stays text."""
 
 
-class Hermes:
-    """Parser of ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, the format of Hermes and Qwen."""
-
-    OPEN, CLOSE = "<tool_call>", "</tool_call>"
-
-    def __init__(self) -> None:
-        self._left = ""
-        self._called = False
-
-    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
-        """Return the calls and the text that are certain after new text.  ``final`` returns all of the rest."""
-        self._left += text
-        found: list[Said | ToolCall] = []
-        while True:
-            start = self._left.find(self.OPEN)
-            if start < 0:
-                kept = 0 if final else _overlap(self._left, self.OPEN)
-                self._say(found, len(self._left) - kept)
-                return found
-            end = self._left.find(self.CLOSE, start)
-            if end < 0 and not final:
-                self._say(found, start)
-                return found
-            after = end + len(self.CLOSE)
-            if end < 0:
-                end = after = len(self._left)
-            call = call_of(self._left[start + len(self.OPEN) : end])
-            if call is None:
-                self._say(found, after)
-                continue
-            self._say(found, start)
-            self._left = self._left[after - start :]
-            self._called = True
-            found.append(call)
-
-    def cut(self) -> list[Said | ToolCall]:
-        """Return the rest of an answer that the length limit has cut, without an incomplete call."""
-        inner = self._left.removeprefix(self.OPEN)
-        if len(inner) < len(self._left) and inner.lstrip()[:1] in ("", "{"):
-            call = call_of(inner[: len(inner) - _overlap(inner, self.CLOSE)])  # the closing tag may be incomplete
-            return [] if call is None else [call]
-        return self.feed("", True)
-
-    def _say(self, found: list[Said | ToolCall], count: int) -> None:
-        """Move characters from the unread text to ``found``, except for whitespace between calls."""
-        text = self._left[:count]
-        self._left = self._left[count:]
-        if text.strip() or (text and not self._called):
-            found.append(Said(text))
-
-
-class Json:
-    """Parser of an answer that is nothing but JSON: a call or a list of calls."""
-
-    def __init__(self) -> None:
-        self._left = ""
-        self._plain = False  # the answer is no JSON
-
-    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
-        """Return text at once if the answer is no JSON, else the calls or the text at the end of the answer."""
-        self._left += text
-        first = self._left.lstrip()[:1]
-        self._plain = self._plain or (first != "" and first not in "{[")
-        if not final and not self._plain:
-            return []
-        calls, whole = self._calls()
-        answer = self._left
-        self._left = ""
-        if whole:
-            return [*calls]
-        return [Said(answer)] if answer else []
-
-    def _calls(self) -> tuple[list[ToolCall], bool]:
-        """Return the calls at the beginning of the unread text, and whether nothing else follows them."""
-        return ([], False) if self._plain else calls_of(self._left)
-
-    def cut(self) -> list[Said | ToolCall]:
-        """Return the rest of an answer that the length limit has cut, without an incomplete call."""
-        calls, _ = self._calls()
-        if calls or (self._left and begins_call(self._left)):
-            return [*calls]
-        return self.feed("", True)
-
-
-PARSERS: dict[str, Callable[[], CallParser]] = {"hermes": Hermes, "json": Json}
+PARSERS: dict[str, Callable[[], CallParser]] = {}  # parsers that ``register`` has added
 
 
 def register(name: str, make: Callable[[], CallParser]) -> None:
     """Add a parser under a name for ``[server] tool_parser``."""
     PARSERS[name] = make
-
-
-def parser_of(name: str) -> Callable[[], CallParser]:
-    """Return the parser of a name.  ConfigError for an unknown name."""
-    if name not in PARSERS:
-        raise ConfigError(f"server.tool_parser={shown(name)}: there are {', '.join(PARSERS)}.{suggest(name, PARSERS)}")
-    return PARSERS[name]
-
-
-def _overlap(text: str, tag: str) -> int:
-    """Return the number of characters at the end of a text that may be the beginning of a tag."""
-    longest = min(len(tag) - 1, len(text))
-    counts = (count for count in range(longest, 0, -1) if text.endswith(tag[:count]))
-    return next(counts, 0)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,159 @@
+"""The parser of a server's replies: it is chosen by name, or by the chat template of the model.
+
+--tool-parser auto      what the tokenizer's response template or the chat template prints
+--tool-parser NAME      a plug-in of the seam ``parser``, or a parser that ``tools.register`` has added
+--reasoning-parser NAME the tags of the reasoning, where the format of NAME above has none
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from minivllm.errors import ConfigError, PluginError, shown, suggest
+from minivllm.registration.spec import PluginQuery
+from minivllm.registry import Catalog
+from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser, detect
+from minivllm.runtime.text.marks import NO_MARKS, Marks
+
+from . import tools
+
+if TYPE_CHECKING:
+    from minivllm.config.server import ServerConfig
+    from minivllm.runtime.text.tokenizer import Tokenizer
+
+AUTO = "auto"
+TAIL = 24  # tokens at the end of a prompt in which reasoning may be opened
+# names of vLLM -> our names
+ALSO: Mapping[str, str] = {
+    "deepseek_v3": "deepseek_r1",
+    "gemma4": "gemma",
+    "glm45": "glm4",
+    "glm47": "glm4",
+    "llama4_json": "llama3_json",
+    "llama4_pythonic": "pythonic",
+    "olmo3": "pythonic",
+    "openai": "gpt_oss",
+    "openai_gptoss": "gpt_oss",
+    "qwen3_xml": "qwen3_coder",
+}
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The parser of a server, its name, and the reason for the choice as a sentence."""
+
+    name: str
+    parser: ReplyParser
+    reason: str
+
+
+def check_names(server: ServerConfig, allow_targets: Sequence[str] = ()) -> None:
+    """Raise ConfigError if the configuration names a parser that does not exist."""
+    catalog = Catalog.discover().allow(allow_targets)
+    for option in ("tool_parser", "reasoning_parser"):
+        name = getattr(server, option)
+        if name is not None and name != AUTO and name not in tools.PARSERS:
+            _entry(catalog, option, name)
+
+
+def choose(server: ServerConfig, tokenizer: Tokenizer | None, allow_targets: Sequence[str] = ()) -> Chosen:
+    """Return the parser of a server.  ConfigError if the configuration names a parser that does not exist."""
+    catalog = Catalog.discover().allow(allow_targets)
+    name = server.tool_parser
+    reason = "it was named"
+    if name == AUTO or name in tools.PARSERS:
+        written = tokenizer.written if tokenizer is not None else ()
+        response = tokenizer.response_template if tokenizer is not None else ""
+        name, reason = detect(written, response)
+    parser = _built(catalog, "tool_parser", name)
+    named = server.reasoning_parser
+    if named is not None:
+        parser = with_reasoning(parser, name, _built(catalog, "reasoning_parser", named), named)
+        reason = f"{reason}; reasoning as in {named}"
+    return Chosen(name, parser, reason)
+
+
+def with_reasoning(parser: ReplyParser, name: str, other: ReplyParser, named: str) -> ReplyParser:
+    """Return a parser of the calls of one format and the reasoning of another.
+
+    ConfigError if the formats cannot be combined."""
+    if type(parser) is type(other):
+        return parser
+    if isinstance(parser, DescribedParser) and isinstance(other, DescribedParser):
+        mine = parser.format
+        theirs = other.format
+        reasoning = theirs.reasoning
+        if mine.reasoning is not None and mine.reasoning == reasoning:
+            return parser
+        if not parser.thinks() and reasoning is not None:
+            opening = [tag for tag in theirs.tags if tag in reasoning.open]
+            tags = dict.fromkeys((*mine.tags, *opening, reasoning.close))
+            combined = replace(mine, reasoning=reasoning, tags=tuple(tags))
+            kind = type("Combined", (DescribedParser,), {"format": combined})
+            return kind()
+    text = f"server.reasoning_parser={shown(named)}: its reasoning does not fit tool_parser={shown(name)}"
+    raise ConfigError(f"{text}; leave it out, or name one parser with tool_parser")
+
+
+def _entry(catalog: Catalog, option: str, name: str) -> Any:
+    """Return the entry of a parser.  ConfigError if there is none."""
+    registry = catalog["parser"]
+    name = name if registry.installed(name) else ALSO.get(name, name)
+    if not registry.installed(name):
+        known = [AUTO, *(entry.name for entry in registry.entries), *tools.PARSERS]
+        raise ConfigError(f"server.{option}={shown(name)}: there are {', '.join(known)}.{suggest(name, known)}")
+    try:
+        return registry.find(name)
+    except PluginError as exc:
+        raise ConfigError(f"server.{option}: {exc}") from exc
+
+
+def _built(catalog: Catalog, option: str, name: str) -> ReplyParser:
+    """Return the parser of a name."""
+    registry = catalog["parser"]
+    entry = _entry(catalog, option, name)
+    label = entry.name if entry.builtin else entry.label
+    selection = registry.select(PluginQuery(), label)
+    candidate = selection.require()
+    options = registry.options(candidate, {}, f"server.{option}")
+    made: ReplyParser = registry.load(candidate)(options)
+    return made
+
+
+def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> frozenset[str]:
+    """Return the tags that have no text of their own, since the answer omits special tokens."""
+    if tokenizer is None or not skip_special_tokens:
+        return frozenset()
+    special = {marks.by_token[i] for i in marks.by_token.keys() & tokenizer.special_ids}
+    return frozenset(tag for tag, mark in marks.by_tag.items() if mark in special)
+
+
+def context_of(asked: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[str] = frozenset()) -> ReplyContext:
+    """Return the request of an answer for a parser."""
+    functions = {}
+    for tool in asked.listed:
+        function = tool["function"]
+        functions[function["name"]] = function.get("parameters") or {}
+    return ReplyContext(functions, asked.only, marks.by_tag, hidden, calls=asked.choice == "auto")
+
+
+def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> bool:
+    """Return whether the prompt of an answer ends within the reasoning."""
+    if tokenizer is None or not isinstance(parser, ReplyParser):
+        return False
+    return parser.opens(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
+
+
+def reasoning_tokens(ids: Sequence[int], marks: Marks, tags: tuple[str, str] | None, share: float) -> int:
+    """Return the number of tokens of an answer that are reasoning, its tags included.
+
+    ``tags`` are the tags around reasoning; where they are tokens, the count is exact.  Otherwise it is ``share`` of all
+    tokens, the part of the text that is reasoning."""
+    if share > 0 and tags is not None:
+        mark = marks.by_tag.get(tags[1])
+        closing = [token for token, other in marks.by_token.items() if other == mark]
+        if closing and closing[0] in ids:
+            return list(ids).index(closing[0]) + 1
+    return round(share * len(ids))
