@@ -37,6 +37,11 @@ MORE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "hooks": [("runtime/hooks/views.py", VIEWS)],
     "kvformat": [("core/interfaces/attnspec.py", ("AttnSpec",))],
     "model": [("core/interfaces/decoder.py", ())],
+    "parser": [
+        ("runtime/replies/described.py", ("DescribedParser",)),
+        ("runtime/replies/description.py", ()),
+        ("runtime/replies/parts.py", ("Said", "Thought", "Begun", "Written", "Ended")),
+    ],
     "quantizer": [
         ("device/layers/linear.py", ("part_rows", "no_adapter")),
         ("device/layers/module.py", ("check_shape",)),

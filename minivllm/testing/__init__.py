@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .hooks import HooksConformance
     from .kvformat import KVFormatConformance
     from .model import ModelConformance
+    from .parser import ParserConformance
     from .processor import ProcessorConformance
     from .quantizer import QuantizerConformance
     from .sampler import SamplerConformance
@@ -37,7 +38,7 @@ _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "se
 __all__ = [
     "SUITES", "AttentionConformance", "DrafterConformance", "EvictorConformance", "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "ModelConformance", "Outcome",
-    "ProcessorConformance", "QuantizerConformance", "SamplerConformance", "SchedulerConformance",
+    "ParserConformance", "ProcessorConformance", "QuantizerConformance", "SamplerConformance", "SchedulerConformance",
     "StrategyConformance", "run",
 ]  # fmt: skip
 

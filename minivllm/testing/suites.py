@@ -11,6 +11,7 @@ SUITES = {  # seam -> (module of this package, class)
     "hooks": ("hooks", "HooksConformance"),
     "kvformat": ("kvformat", "KVFormatConformance"),
     "model": ("model", "ModelConformance"),
+    "parser": ("parser", "ParserConformance"),
     "processor": ("processor", "ProcessorConformance"),
     "quantizer": ("quantizer", "QuantizerConformance"),
     "sampler": ("sampler", "SamplerConformance"),

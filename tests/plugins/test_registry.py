@@ -130,10 +130,11 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
         catalog["atention"]
     assert str(info.value) == (
         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, drafter, evictor, executor, "
-        "grammar, hooks, kvformat, model, processor, quantizer, sampler, scheduler, strategy."
+        "grammar, hooks, kvformat, model, parser, processor, quantizer, sampler, scheduler, strategy."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "kvstore" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
+    assert check_seam("server.tool_parser") == "parser"
 
 
 # ---------------------------------------------------------------- MINIVLLM_PLUGINS

@@ -14,7 +14,6 @@ from scripted import scripted
 
 from minivllm.plugins.parser.hermes import Hermes
 from minivllm.runtime.replies import ReplyContext
-from minivllm.server.ollama import models
 from minivllm.server.openai import tools
 from minivllm.server.openai.calls import Said, Thought, ToolCall
 

@@ -7,14 +7,14 @@ described.py     the parser of a description: ``plan.py`` compiles it, ``machine
 detect.py        the format that fits a chat template
 """
 
-from .contract import FIRST_MARK, MOST_TAGS, Reply, ReplyContext, ReplyParser
+from .contract import API, FIRST_MARK, MOST_TAGS, Reply, ReplyContext, ReplyParser
 from .described import DescribedParser
 from .description import Calls, Channels, Pairs, Reasoning, ReplyFormat
 from .detect import detect
 from .parts import NAME, Begun, Ended, Part, Said, Thought, Written, new_id
 
 __all__ = [
-    "FIRST_MARK", "MOST_TAGS", "NAME", "Begun", "Calls", "Channels", "DescribedParser", "Ended", "Pairs", "Part",
+    "API", "FIRST_MARK", "MOST_TAGS", "NAME", "Begun", "Calls", "Channels", "DescribedParser", "Ended", "Pairs", "Part",
     "Reasoning", "Reply", "ReplyContext", "ReplyFormat", "ReplyParser", "Said", "Thought", "Written", "detect",
     "new_id",
 ]  # fmt: skip

@@ -73,12 +73,6 @@ class ReplyParser(ABC):
         """Return whether a prompt, or its last part, ends within the reasoning, which the answer then continues."""
         return False
 
-    def grammar(self, functions: Sequence[Mapping[str, Any]], several: bool) -> Mapping[str, Any] | None:
-        """Return the structured outputs that force calls of some functions in the format, or None if there are none.
-
-        A function has a ``name`` and the JSON schema ``parameters``.  ``several`` allows more than one call."""
-        return None
-
     @abstractmethod
     def start(self, context: ReplyContext) -> Reply:
         """Return the parser of one answer."""
