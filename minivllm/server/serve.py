@@ -47,7 +47,7 @@ from .link.process_client import ProcessClient
 from .metrics import Metrics
 from .openai import tools
 from .openai.generate import Service
-from .openai.parsers import check_names
+from .openai.parsers import choose
 from .openai.tokens import Tokens
 from .worker_pool import WorkerPool
 
@@ -77,7 +77,7 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
         keys += read_keys(loaded.server.api_key_file)
     if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
         raise ConfigError(f"server.steering_dir={loaded.server.steering_dir!r}: no such folder")
-    check_names(loaded.server, loaded.engine.allow_targets)
+    choose(loaded.server, None, loaded.engine.allow_targets)
     if loaded.engine.chat_template is not None and not is_name(loaded.engine.chat_template):
         read_template(loaded.engine.chat_template)
     found = middleware.load(args.middleware or ())

@@ -13,7 +13,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError
 from minivllm.plugins.parser.qwen3 import Qwen3
 from minivllm.runtime.replies import DescribedParser, detect
-from minivllm.server.openai.parsers import check_names, choose, with_reasoning
+from minivllm.server.openai.parsers import choose, with_reasoning
 
 server = served(tool_parser="qwen3", engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT = "/v1/chat/completions"
@@ -126,7 +126,7 @@ def test_a_parser_is_chosen_by_name_or_by_what_the_template_prints():
         ("hermes", ["\n<tool_call>\n"]),
         ("llama3_json", ["<|python_tag|>"]),
         ("pythonic", ["<|python_start|>"]),
-        ("qwen3", ["<think>"]),
+        ("qwen3", ["</think>"]),
         ("hermes", []),
     ):
         chosen, reason = detect(texts)
@@ -138,7 +138,7 @@ def test_a_parser_is_chosen_by_name_or_by_what_the_template_prints():
     assert choose(ServerConfig(tool_parser="glm45"), None).parser.tags()[:1] == ("<think>",)
     for option in ("tool_parser", "reasoning_parser"):
         with pytest.raises(ConfigError, match="Did you mean 'qwen3'"):
-            check_names(ServerConfig(**{option: "qwen33"}))
+            choose(ServerConfig(**{option: "qwen33"}), None)
 
 
 def test_reasoning_of_one_format_is_combined_with_calls_of_another():

@@ -10,8 +10,6 @@ from .description import ReplyFormat
 from .machine import DescribedReply
 from .plan import Plan
 
-MOST_PLANS = 16  # compiled plans that a parser stores
-
 
 class DescribedParser(ReplyParser):
     """The parser of the class attribute ``format``, a description."""
@@ -20,7 +18,7 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._plans: dict[tuple[Any, ...], Plan] = {}
+        self._plans: dict[tuple[Any, ...], Plan] = {}  # one or two: the marks are those of the tokenizer
 
     def tags(self) -> tuple[str, ...]:
         """Return the texts that are tags of the format."""
@@ -50,7 +48,5 @@ class DescribedParser(ReplyParser):
         key = (tuple(context.marks.items()), context.forced)
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= MOST_PLANS:
-                self._plans.clear()
             plan = self._plans[key] = Plan(self.format, context.marks, context.forced)
         return plan

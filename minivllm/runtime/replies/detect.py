@@ -8,21 +8,18 @@ from collections.abc import Iterable, Sequence
 SIGNS: Sequence[tuple[str, tuple[str, ...]]] = (
     ("gpt_oss", ("<|channel|>", "<|message|>")),
     ("gemma", ("<|tool_call>",)),
-    ("gemma", ("<|channel>thought",)),
     ("deepseek_r1", ("<｜tool▁call▁begin｜>", "```json")),
     ("deepseek_v31", ("<｜tool▁call▁begin｜>",)),
     ("glm4", ("<arg_key>",)),
     ("qwen3_coder", ("<function=",)),
     ("mistral", ("[TOOL_CALLS]",)),
     ("mistral", ("[THINK]",)),
-    ("qwen3", ("<tool_call>", "<think>")),
     ("qwen3", ("<tool_call>", "</think>")),
     ("hermes", ("<tool_call>",)),
     ("pythonic", ("<|python_start|>",)),
     ("llama3_json", ("<|python_tag|>",)),
     ("llama3_json", ("<|start_header_id|>", '"parameters"')),
     ("pythonic", ("[func_name1(",)),
-    ("qwen3", ("<think>",)),
     ("qwen3", ("</think>",)),
 )
 FALLBACK = "hermes"

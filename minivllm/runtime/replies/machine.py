@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 
 from .brackets import Brackets, json_brackets, python_brackets, quoted_brackets
 from .contract import ReplyContext
-from .description import JSON, OBJECT, PYTHON
+from .description import OBJECT, PYTHON
 from .elements import NO, PARTIAL, SPACES, matched
 from .output import KEEP, Output
 from .parts import Part, Said, Thought, Written
@@ -96,9 +96,7 @@ class DescribedReply:
         out = self._out
         if not self._thinking:
             return Said(text) if out.edge == KEEP and not self._fresh else None
-        if out.lead or out.spaces or text[-1] in " \n\t":
-            return None
-        return Thought(text) if not text.isspace() and not text[-1].isspace() else None
+        return None if out.lead or out.spaces or text[-1].isspace() else Thought(text)
 
     def cut(self) -> Sequence[Part]:
         """Return the rest of an answer that the length limit has cut, without an incomplete call."""
@@ -243,8 +241,7 @@ class DescribedReply:
             return at
         quoted = not mark and not self._context.forced and self._is_quoted()
         if role is not None and not quoted:
-            ahead = role.ahead is None or role.ahead.match(self._buffer, at) is not None
-            end = self._head_at(role.calls, start, begin, at) if ahead and self._may_call() else NO
+            end = self._head_at(role.calls, start, begin, at) if self._may_call() else NO
             blank = not self._out.said and not self._buffer[start:begin].strip()
             if end == NO and role.thought is not None and not self._thinking and (mark or blank):
                 end = self._thought_at(role.thought, start, begin, at)
@@ -315,8 +312,7 @@ class DescribedReply:
     def _begin(self, candidate: Candidate, begin: int, end: int, name: str) -> None:
         """Begin the call of a head between two positions of the buffer."""
         form = candidate.form
-        if form is None:
-            raise ValueError("reasoning is no call")
+        assert form is not None
         self._form, self._name = form, name
         self._ends = 0
         self._fresh = False
@@ -372,13 +368,14 @@ class DescribedReply:
     def _converted(self, text: str) -> tuple[str, str] | None:
         """Return the name and the arguments of a collected call, or None if it is no call."""
         form = self._form
-        syntax = JSON if form is None else form.calls.arguments
+        assert form is not None
+        syntax = form.calls.arguments
         if syntax == OBJECT:
             return call_of(self._spelled(text))
         if syntax == PYTHON:
             arguments = python_arguments(self._spelled(text))
         else:
-            arguments = quoted_arguments(text, form.quotes if form else ())
+            arguments = quoted_arguments(text, form.quotes)
             arguments = None if arguments is None else self._spelled(arguments)
         return None if arguments is None else (self._name, arguments)
 
@@ -402,8 +399,7 @@ class DescribedReply:
     def _stream(self) -> bool:
         """Read arguments in JSON and return them as they come."""
         form = self._form
-        if form is None:
-            return self._enter(self._text)
+        assert form is not None
         pieces, self._at, ended = self._scanner.read(self._buffer, self._at, form, self._final, self._shown)
         for piece in pieces:
             self._out.write(piece)
@@ -431,8 +427,7 @@ class DescribedReply:
     def _after(self) -> bool:
         """Read the closing tags of a call, or the head of a further call of a list."""
         form = self._form
-        if form is None:
-            return self._enter(self._text)
+        assert form is not None
         before = len(form.ends) - (1 if form.calls.end.strip() else 0)
         while self._ends < before:
             if not self._skip_end(form):
@@ -483,8 +478,7 @@ class DescribedReply:
 
     def _pair(self) -> PairPlan:
         """Return the plan of the arguments of the call."""
-        if self._form is None or self._form.pair is None:
-            raise ValueError("the arguments have no tags")
+        assert self._form is not None and self._form.pair is not None
         return self._form.pair
 
     def _schema(self) -> object:

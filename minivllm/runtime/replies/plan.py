@@ -105,7 +105,6 @@ class Role:
     calls: tuple[Candidate, ...] = ()
     thought: Candidate | None = None  # the tag begins reasoning
     closes: bool = False  # the tag ends reasoning
-    ahead: re.Pattern[str] | None = None  # what must follow the tag of a call; it spares most attempts to read a head
 
 
 class Plan:
@@ -143,15 +142,14 @@ class Plan:
         form = FormPlan(calls)
         self._plan_ends(form)
         opening = calls.begin + calls.open + ("" if calls.arguments == OBJECT else calls.head)
-        pieces = self._templates.split(opening.strip())
-        tagged = bool(pieces) and pieces[0] in self._templates.spellings
+        tagged = self._tagged(opening)
         if not tagged:
             before = self._templates.elements(calls.begin + calls.open)
             self.first += self._heads(form, before)
         for lead in dict.fromkeys((calls.begin + calls.open, calls.open)) if tagged else ():
-            pieces = self._templates.split((lead + calls.head).strip())
-            if not pieces or pieces[0] not in self._templates.spellings:
+            if not self._tagged(lead + calls.head):
                 continue
+            pieces = self._templates.split((lead + calls.head).strip())
             inside = lead.strip().startswith(pieces[0])
             before = self._templates.elements(lead.strip().removeprefix(pieces[0])) if inside else []
             self._add_role(pieces[0], self._heads(form, before, "" if inside else pieces[0]))
@@ -162,8 +160,7 @@ class Plan:
 
     def _tagged(self, template: str) -> bool:
         """Return whether a template begins with a tag."""
-        pieces = self._templates.split(template.strip())
-        return bool(pieces) and pieces[0] in self._templates.spellings
+        return any(self._first_tags(template))
 
     def _plan_ends(self, form: FormPlan) -> None:
         """Set the texts that end arguments and calls of one spelling."""
@@ -237,21 +234,7 @@ class Plan:
         """Add a meaning to those of a spelling of a tag."""
         old = self.roles.get(text, Role())
         thought = old.thought or role.thought
-        calls = old.calls + role.calls
-        self.roles[text] = Role(calls, thought, old.closes or role.closes, _ahead(calls))
-
-
-def _ahead(candidates: Sequence[Candidate]) -> re.Pattern[str] | None:
-    """Return a pattern for the first characters of heads, after whitespace, or None if they may be any."""
-    firsts = set()
-    for candidate in candidates:
-        elements = [element for element in (*candidate.before, *candidate.head) if element is not SPACE]
-        first = elements[0] if elements else None
-        if not isinstance(first, Literal):
-            return None
-        firsts |= {text[0] for text in first.texts}
-    characters = "".join(sorted(map(re.escape, firsts)))
-    return re.compile(rf"[ \t\r\n]{{0,64}}(?:[{characters}]|\Z)") if firsts else None
+        self.roles[text] = Role(old.calls + role.calls, thought, old.closes or role.closes)
 
 
 def _spellings(tag: str, marks: Mapping[str, str], forced: bool) -> tuple[str, ...]:

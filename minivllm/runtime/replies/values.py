@@ -5,26 +5,24 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from .parts import NAME
 
 MOST_DEPTH = 64  # of arguments that are converted
 SPACE = re.compile(r"[ \t\n\r]*")
-DECODER = json.JSONDecoder()
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
-TYPES: Mapping[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "integer": (int,),
-    "number": (int, float),
-    "boolean": (bool,),
-    "null": (type(None),),
+TYPES = {
+    dict: "object",
+    list: "array",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    str: "string",
+    type(None): "null",
 }
-
-
 SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -54,21 +52,7 @@ def types_of(schema: Any) -> frozenset[str]:
         options = schema.get(member)
         for option in options if isinstance(options, list) else ():
             found |= types_of(option)
-    values = schema.get("enum")
-    if not found and isinstance(values, list) and values:
-        kinds = {kind_of(value) for value in values}
-        found |= kinds
     return frozenset(found)
-
-
-def kind_of(value: Any) -> str:
-    """Return the name of the JSON type of a value."""
-    if isinstance(value, bool):
-        return "boolean"
-    for name, classes in TYPES.items():
-        if isinstance(value, classes):
-            return name
-    return "string"
 
 
 def typed(text: str, schema: Any) -> str:
@@ -80,12 +64,9 @@ def typed(text: str, schema: Any) -> str:
     value, spelling = _read(stripped)
     if spelling is None:
         return dumped(text)
-    kind = kind_of(value)
+    kind = TYPES[type(value)]
     fits = kind in types or (kind == "integer" and "number" in types)
-    if types and not fits:
-        whole = isinstance(value, float) and value.is_integer() and "integer" in types
-        return dumped(int(value)) if whole else dumped(text)
-    return spelling
+    return dumped(text) if types and not fits else spelling
 
 
 def _read(text: str) -> tuple[Any, str | None]:
@@ -107,66 +88,20 @@ def _refuse(word: str) -> Any:
 # ---- JSON objects ----------------------------------------------------------------------------------------------------
 
 
-def members(text: str) -> dict[str, str]:
-    """Return the members of a JSON object, each value as its text.  ValueError for anything else."""
-    at = _skip(text, 0)
-    if text[at : at + 1] != "{":
-        raise ValueError("expected an object")
-    found: dict[str, str] = {}
-    at = _skip(text, at + 1)
-    while text[at : at + 1] != "}":
-        if found:
-            at = _skip(text, _expect(text, at, ","))
-        key, at = _value(text, at)
-        if not key.startswith('"'):
-            raise ValueError("expected a key")
-        at = _skip(text, _expect(text, _skip(text, at), ":"))
-        found[json.loads(key)], at = _value(text, at)
-        at = _skip(text, at)
-    end = _skip(text, at + 1)
-    if end != len(text):
-        raise ValueError("text follows the object")
-    return found
-
-
-def _skip(text: str, at: int) -> int:
-    """Return the position of the first character that is no whitespace."""
-    match = SPACE.match(text, at)
-    return match.end() if match else at
-
-
-def _expect(text: str, at: int, char: str) -> int:
-    """Return the position after an expected character.  ValueError for another character."""
-    if text[at : at + 1] != char:
-        raise ValueError(f"expected {char}")
-    return at + 1
-
-
-def _value(text: str, at: int) -> tuple[str, int]:
-    """Return the text of the JSON value at a position, and the position of its end."""
-    _, end = DECODER.raw_decode(text, at)
-    return text[at:end], end
-
-
 def call_of(text: str) -> tuple[str, str] | None:
     """Return the name and the arguments, as JSON text, of an object that is a call.  None means another text.
 
     The arguments may also be text in a string, which is returned as it is.  The members may be within a member
     ``function``."""
     try:
-        parts = members(text)
-        if "name" not in parts and "function" in parts:
-            parts = members(parts["function"])
-        name = json.loads(parts.get("name", "null"))
-        raw = parts.get("arguments", parts.get("parameters", "{}"))
-        value = json.loads(raw)
-    except (ValueError, RecursionError):
+        found = json.loads(text)
+        found = found.get("function", found)
+        name = found.get("name")
+        value = found.get("arguments", found.get("parameters"))
+        arguments = sound(value) if isinstance(value, str) else dumped(value or {})
+    except (AttributeError, ValueError, RecursionError):
         return None
-    if not _is_name(name) or not isinstance(value, (dict, str, type(None))):
-        return None
-    if value is None:
-        return name, "{}"
-    return name, sound(value) if isinstance(value, str) else raw
+    return (name, arguments) if _is_name(name) and isinstance(value, (dict, str, type(None))) else None
 
 
 def _is_name(name: Any) -> bool:
@@ -199,24 +134,17 @@ def _literal(node: ast.expr) -> Any:
     """Return the value of a literal.  ValueError for another expression."""
     if isinstance(node, ast.Name) and node.id in WORDS:
         return WORDS[node.id]
-    if isinstance(node, ast.List):
+    if isinstance(node, (ast.List, ast.Tuple)):
         return [_literal(element) for element in node.elts]
-    if isinstance(node, ast.Tuple):
-        return [_literal(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        return dict(_items(node))
+    if isinstance(node, ast.Dict) and None not in node.keys:
+        keys = [ast.literal_eval(key) for key in node.keys if key is not None]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("a key that is no string")
+        return dict(zip(keys, map(_literal, node.values), strict=True))
     value = ast.literal_eval(node)
     if not isinstance(value, (str, int, float, bool, type(None))):
         raise ValueError("no JSON value")
     return value
-
-
-def _items(node: ast.Dict) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and the values of a dictionary.  ValueError for a key that is no string."""
-    for key, value in zip(node.keys, node.values, strict=True):
-        if not isinstance(key, ast.Constant) or not isinstance(key.value, str):
-            raise ValueError("a key that is no string")
-        yield key.value, _literal(value)
 
 
 # ---- objects with quotes that are tags -------------------------------------------------------------------------------
@@ -235,7 +163,8 @@ def quoted_arguments(text: str, quotes: tuple[str, ...]) -> str | None:
     ]
     token = re.compile("|".join(kinds), re.S)
     out: list[str] = []
-    at = _skip(text, 0)
+    at = 0
+    text = text.strip()
     while at < len(text):
         match = token.match(text, at)
         if match is None:
@@ -250,7 +179,8 @@ def quoted_arguments(text: str, quotes: tuple[str, ...]) -> str | None:
         else:
             is_key = text[match.end() : match.end() + 1] == ":" and out[-1:] in (["{"], [","])
             out.append(_bare(word.strip(), is_key))
-        at = _skip(text, match.end())
+        space = SPACE.match(text, match.end())
+        at = space.end() if space else match.end()
     found = "".join(out)
     try:
         return found if isinstance(json.loads(found), dict) else None

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from minivllm.runtime.replies import NAME as NAME
 from minivllm.runtime.replies import Begun, Ended, Said, Thought, Written, new_id
 
-SPACE = re.compile(r"[ \t\n\r]*")
 HEAD = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)', re.S)
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # significant characters outside and inside a string
-DECODER = json.JSONDecoder()
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,6 @@ ALSO: Mapping[str, str] = {
     "glm47": "glm4",
     "llama4_json": "llama3_json",
     "llama4_pythonic": "pythonic",
-    "olmo3": "pythonic",
     "openai": "gpt_oss",
     "openai_gptoss": "gpt_oss",
     "qwen3_xml": "qwen3_coder",
@@ -47,15 +46,6 @@ class Chosen:
     name: str
     parser: ReplyParser
     reason: str
-
-
-def check_names(server: ServerConfig, allow_targets: Sequence[str] = ()) -> None:
-    """Raise ConfigError if the configuration names a parser that does not exist."""
-    catalog = Catalog.discover().allow(allow_targets)
-    for option in ("tool_parser", "reasoning_parser"):
-        name = getattr(server, option)
-        if name is not None and name != AUTO and name not in tools.PARSERS:
-            _entry(catalog, option, name)
 
 
 def choose(server: ServerConfig, tokenizer: Tokenizer | None, allow_targets: Sequence[str] = ()) -> Chosen:

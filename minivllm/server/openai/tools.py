@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minivllm.core.json_schema.closing import closed, schemas
 from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, value_depth
@@ -27,32 +27,25 @@ from minivllm.runtime.replies import NAME
 from minivllm.server.errors import ApiError, printable
 
 from . import JsonObject
-from .calls import Said, ToolCall
 
 MOST = 128  # most tools of a request
 COMPACT = {"disable_any_whitespace": True}  # if whitespace is allowed, a small model may generate nothing else
 
 
-class CallParser(Protocol):
-    """Parser that finds calls in the text of one answer."""
-
-    def feed(self, text: str, final: bool) -> list[Said | ToolCall]:
-        """Return the calls and the text that are certain after new text.  ``final`` returns all of the rest.
-
-        Text that is no call is returned as ``Said``.  A parser may also have a method ``cut() -> [Said | ToolCall,
-        ...]``.  It returns the rest of an answer that the length limit has cut, without an incomplete call at its end.
-        Without ``cut`` the server calls ``feed("", True)``.
-
-        A class of parsers may have a static method ``tags() -> Sequence[str]``.  Then the server makes a parser with
-        the argument ``marks``, {tag: character}.  It has the tags that are one token of the model's tokenizer.  In the
-        text such a token is this character, a lone surrogate; text that only spells the tag stays text."""
+PARSERS: dict[str, Any] = {}  # parsers that ``register`` has added
 
 
-PARSERS: dict[str, Callable[[], CallParser]] = {}  # parsers that ``register`` has added
+def register(name: str, make: Any) -> None:
+    """Add a class of parsers under a name for ``[server] tool_parser``.
 
+    A parser has ``feed(text, final) -> [Said | Thought | ToolCall, ...]``.  It returns the parts that are certain after
+    new text; ``final`` returns all of the rest.  A parser may also have ``cut()``, with the same result.  It returns
+    the rest of an answer that the length limit has cut, without an incomplete call at its end.  Without ``cut`` the
+    server calls ``feed("", True)``.
 
-def register(name: str, make: Callable[[], CallParser]) -> None:
-    """Add a parser under a name for ``[server] tool_parser``."""
+    The class may have a static method ``tags() -> Sequence[str]``.  Then the server makes a parser with the argument
+    ``marks``, {tag: character}.  It has the tags that are one token of the model's tokenizer.  In the text such a token
+    is this character, a lone surrogate; text that only spells the tag stays text."""
     PARSERS[name] = make
 
 

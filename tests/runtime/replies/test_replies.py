@@ -197,7 +197,7 @@ def test_values_without_quotes_are_typed_by_the_schema():
         ("text", "  a\n\nb ", "  a\n\nb "),
         ("text", "null", "null"),
         ("count", "12", 12),
-        ("count", "12.0", 12),
+        ("count", "12.5", "12.5"),
         ("count", "twelve", "twelve"),
         ("on", "True", True),
         ("on", "false", False),
