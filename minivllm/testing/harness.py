@@ -57,6 +57,8 @@ class Harness:
         load_format: str = "auto",
         seed: int = 0,
         batch_invariant: bool = False,
+        drafts: int = 0,
+        checkpoints: int = 0,
     ) -> None:
         fmt = FORMATS[kv or dtype]()
         self.block = block
@@ -83,12 +85,9 @@ class Harness:
         for layer in self.parts.layers:
             layout = self.backend.layout(layer.spec, fmt, block)
             layer.cache = allocate(layout, blocks, device, torch.nan)  # so that a read of an unwritten slot is noticed
-        self.states: StateMemory | None = None
-        if self.parts.states:
-            self.states = StateMemory(self.parts.states, slots + 1, 0, 0, self.parts.dtype, torch.device(device))
-            for memory in self.states.memory:
-                for tensor in memory.values():
-                    tensor.fill_(torch.nan)
+        self.states = self._make_states(slots, checkpoints, drafts)
+        self.stopped: set[int] = set()  # slots whose sequence has ended
+        self.drafted: set[int] = set()  # slots all of whose tokens but the first are drafts in the next step
         self.known = [0] * slots  # tokens in each slot
         # a sequence longer than ``switch`` has another rotary embedding for all of its tokens; ``ends`` has the final
         # length of a sequence that comes in several steps
@@ -97,6 +96,17 @@ class Harness:
         self.rope_rows = max_len + 1
         self.taps: Any = None  # ``model.StepTaps`` for all steps
         self.kept: dict[tuple[str, Any], torch.Tensor] = {}  # the block table, the same tensor in all steps
+
+    def _make_states(self, slots: int, checkpoints: int, drafts: int) -> StateMemory | None:
+        """Return the memory of recurrent states, filled with NaN; None for a model without any."""
+        if not self.parts.states:
+            return None
+        place = torch.device(self.device)
+        states = StateMemory(self.parts.states, slots + 1, checkpoints, drafts, self.parts.dtype, place)
+        for memory in states.memory:
+            for tensor in memory.values():
+                tensor.fill_(torch.nan)
+        return states
 
     def step(self, feed: Mapping[int, Sequence[int]]) -> dict[int, torch.Tensor]:
         """Run a step with slot -> new tokens, and return slot -> logits [tokens, V]."""
@@ -135,7 +145,67 @@ class Harness:
         if self.states is None:
             return None
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
-        return self.states.of_step(meta, stopped)
+        stopped[sorted(self.stopped)] = True
+        drafts = [slot in self.drafted for slot in meta.slots.tolist()]
+        return self.states.of_step(meta, stopped, torch.tensor(drafts, device=self.device))
+
+    # ---- recurrent states, as the engine moves them --------------------------------------------------------------
+
+    def clear(self, slot: int) -> None:
+        """Prepare a slot for another sequence."""
+        self._begin(slot, empty=True)
+        self.known[slot] = 0
+
+    def copy(self, source: int, to: int) -> None:
+        """Fork the sequence of a slot."""
+        self._copy_keys(source, to)
+        self._move(source, to)
+        self._begin(to, empty=False)
+        self.known[to] = self.known[source]
+
+    def checkpoint(self, which: int) -> int:
+        """Return the index of a checkpoint among all states."""
+        assert self.states is not None
+        return self.states.slots + which
+
+    def save(self, slot: int, positions: Sequence[int]) -> None:
+        """Copy the state of a slot to checkpoint ``i`` once it covers ``positions[i]`` tokens."""
+        assert self.states is not None
+        for which, position in enumerate(positions):
+            numbers = (slot, which, position, self.checkpoint(which))
+            self.states.valid[self.checkpoint(which)] = 0
+            self.states.save(*(torch.tensor([number], device=self.device) for number in numbers))
+
+    def restore(self, slot: int, which: int, position: int, of: int) -> None:
+        """Start a sequence from a checkpoint at ``position``, and the keys and values of slot ``of``."""
+        self._copy_keys(of, slot)
+        self._move(self.checkpoint(which), slot)
+        self._begin(slot, empty=False)
+        self.known[slot] = position
+
+    def draft(self, slot: int, tokens: Sequence[int], accepted: int) -> torch.Tensor:
+        """Return the logits of a token and drafts behind it, of which ``accepted`` tokens in all stay."""
+        self.drafted = {slot}
+        found = self.step({slot: tokens})[slot]
+        self.drafted = set()
+        self.known[slot] -= len(tokens) - accepted
+        return found
+
+    def _begin(self, slot: int, empty: bool) -> None:
+        assert self.states is not None
+        slots = torch.tensor([slot], device=self.device)
+        self.states.begin(slots, slots if empty else slots[:0])
+
+    def _move(self, source: int, to: int) -> None:
+        assert self.states is not None
+        self.states.copy(*(torch.tensor([index], device=self.device) for index in (source, to)))
+
+    def _copy_keys(self, source: int, to: int) -> None:
+        """Copy the KV blocks of a slot to those of another slot."""
+        for layer in self.parts.layers:
+            old, new = (torch.from_numpy(self.table[layer.group, slot]).long() for slot in (source, to))
+            for tensor in layer.cache.values():
+                tensor[new.to(self.device)] = tensor[old.to(self.device)]
 
     def chunked(self, slot: int, tokens: Sequence[int], cuts: Sequence[int]) -> torch.Tensor:
         """Return the logits [tokens, V] of a sequence that comes in several steps.

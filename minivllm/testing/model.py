@@ -27,6 +27,7 @@ from minivllm.registration.spec import ANY
 from .base import Seen, since
 from .harness import Harness, play, seats
 from .model_config import IGNORED, UNCHANGED, field_names, logits, other_values, record_reads, unstable
+from .model_states import ModelStates
 from .model_taps import ModelTaps
 from .tiny import VARIANTS, attention_of, edits, quiet, read_tensors, save, small_config, tiny_model, write_tensors
 
@@ -48,7 +49,7 @@ class ModelCase:
     tolerance: float  # largest allowed difference of a logit
 
 
-class ModelConformance(ModelTaps):
+class ModelConformance(ModelTaps, ModelStates):
     """Suite of a model architecture.  Override ``families``, ``config`` or ``variants`` if the defaults make no valid
     config of the architecture."""
 
