@@ -251,6 +251,28 @@ def test_encrypted_content_alone_carries_the_reasoning():
     assert _thought({"summary": [{"type": "summary_text", "text": "short"}]}) == "short"
 
 
+def test_reasoning_goes_back_to_the_model_in_its_message():
+    import asyncio
+
+    from minivllm.server.openai.answers import Slices
+    from minivllm.server.responses.items import Conversation, sealed
+
+    items = [
+        {"type": "message", "role": "user", "content": "hi"},
+        {"type": "reasoning", "summary": [], "encrypted_content": sealed("so")},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Yes."}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "and"}]},
+        {"type": "message", "role": "assistant", "content": "No."},
+    ]
+    conversation = Conversation(None)
+    asyncio.run(conversation.extend(items, "input", Slices()))
+    _, first, second = conversation.messages
+    assert (first["reasoning_content"], first["content"], len(first["tool_calls"])) == ("so", "Yes.", 1)
+    assert second == {"role": "assistant", "reasoning_content": "and", "content": "No."}
+    assert conversation.places["messages[1].tool_calls[0].function"] == "input[3]"
+
+
 def test_log_probabilities_are_in_deltas_and_in_the_response(server):
     more = {**ASK, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = ask(server, **more)["output"][0]["content"][0]
