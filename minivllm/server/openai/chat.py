@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from minivllm.runtime.replies.thinking import TAGS
 from minivllm.runtime.text import messages as plain
+from minivllm.runtime.text.marks import NO_MARKS
 from minivllm.server.errors import ApiError
 
 from . import JsonObject, Warnings, fields, logprobs, reasoning, tools
@@ -22,7 +24,8 @@ from .limits import check_cost, seconds_of
 from .params import fit, note_default, whole_form
 from .parsers import context_of, hidden_tags, opens_reasoning, reasoning_tokens
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
-from .reader import Reader, end_of_calls, marks_of, pieces_of
+from .reader import FORCED, Reader, end_of_calls, marks_of, pieces_of
+from .thoughts import form_begins_behind, marks_of_thoughts
 from .work import Work
 
 if TYPE_CHECKING:
@@ -95,7 +98,24 @@ class Chat(Work):
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.in_pieces = bool(body.stream)  # the streams give text while it is generated
-        self._set_params(1, self.top if body.logprobs else None, whole_form(body, self.tools))
+        form = whole_form(body, self.tools)
+        if form is not None:
+            self._begin_form()
+        self._set_params(1, self.top if body.logprobs else None, form)
+
+    def _begin_form(self) -> None:
+        """Set the parameter that makes the form begin behind the reasoning, if the parser finds the reasoning."""
+        tokenizer = self.service.tokens.tokenizer
+        if TAGS not in self.service.client.info.reads:
+            return
+        if self.tools.choice in FORCED:
+            marks = marks_of_thoughts(self.parser, tokenizer, self.passed)
+            self.marks = marks or NO_MARKS
+            behind = marks is not None
+        else:
+            behind = form_begins_behind(self.parser, tokenizer)
+        if behind:
+            self.passed.setdefault(TAGS, {})
 
     def _variables(self) -> Any:
         """Return the variables of the chat template: those of the client, and those of its options of reasoning."""

@@ -7,17 +7,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser
+from minivllm.runtime.replies import ReplyContext, ReplyParser
 from minivllm.runtime.text.marks import NO_MARKS, Marks
 
 from . import JsonObject, tools
 from .calls import Begun, Distinct, Ended, Named, Part, Said, Thought, ToolCall, Written
 from .parsers import context_of
+from .thoughts import AfterThought, tags_around
 
 if TYPE_CHECKING:
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 
+FORCED = ("required", "named")  # choices of tools with which the model must call
 PIECE = 1 << 13  # characters that are parsed at once: a few milliseconds
 
 
@@ -25,11 +27,14 @@ def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyCont
     """Return a new parser for the text of one choice.  None means that all text is content.
 
     ``parser`` is a ``ReplyParser``, which receives the context, or a class that ``tools.register`` has added.  Such a
-    class with tags receives the marks that stand for them in the text."""
-    if asked.choice == "required":
-        return Distinct()
-    if asked.choice == "named":
-        return Named(asked.function)
+    class with tags receives the marks that stand for them in the text.  Forced calls follow reasoning if the tags of
+    the reasoning have marks."""
+    if asked.choice in FORCED:
+        calls = Distinct() if asked.choice == "required" else Named(asked.function)
+        if not marks.by_tag:
+            return calls
+        start, end = marks.by_tag.values()
+        return AfterThought(calls, start, end, context is not None and context.opened)
     if isinstance(parser, ReplyParser):
         reads = asked.choice != "none" or parser.thinks()
         return parser.start(context or context_of(asked, marks)) if reads else None
@@ -87,14 +92,14 @@ class Reader:
         """Return whether the answer may have reasoning."""
         if self._parser is None or self._format is None:
             return False
-        forced = self._asked.choice in ("required", "named")
-        return not forced and self._format.thinks()
+        if self._asked.choice in FORCED:
+            return isinstance(self._parser, AfterThought)
+        return self._format.thinks()
 
     @property
     def tags(self) -> tuple[str, str] | None:
         """Return the tags around reasoning, or None if the format has no such tags."""
-        reasoning = self._format.format.reasoning if isinstance(self._format, DescribedParser) else None
-        return None if reasoning is None else (reasoning.open, reasoning.close)
+        return tags_around(self._format)
 
     @property
     def thought_share(self) -> float:
@@ -173,7 +178,8 @@ class Reader:
         found = list(self._parser.feed(text, reason is not None and cut is None))
         if cut is not None:
             found += cut()
-        if self._format is not None or not self._marks.by_tag:
+        formatted = self._format is not None and self._asked.choice not in FORCED
+        if formatted or not self._marks.by_tag:
             return found
         return [self._spelled(part) for part in found]
 
