@@ -4,7 +4,7 @@ from minivllm.plugin import ANY, Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 6),
+    api=(1, 7),
     summary="int8 weights with a scale for each output row, quantized while loading",
     limits={
         "device": ANY,
