@@ -214,13 +214,15 @@ class Driver:
         drafts: Mapping[int, int] | None = None,
         guided: Sequence[tuple[int, int, float]] = (),
         taps: Sequence[tuple[str, int, int]] = (),
+        pooled: Sequence[tuple[int, int, int]] = (),
     ) -> StepPlan:
         """Return the plan of the next step.
 
         ``rows`` has slot -> number of tokens.  A row that reaches the end of its known tokens draws the next one.
         ``late``, ``host`` and ``held`` are slots.  ``prompt`` has slot -> number of prompt tokens to score.  ``drafts``
         has slot -> number of drafts after the newest token.  ``guided`` has (slot, slot of the guide, scale).  ``taps``
-        has (point, slot, first token to read).
+        has (point, slot, first token to read).  ``pooled`` has (slot, first token, number of tokens) of rows that draw
+        nothing.
         """
         drafts = drafts or {}
         slots = int32(sorted(rows, key=lambda slot: 2 * (rows[slot] != 1) + (slot in drafts)))
@@ -231,7 +233,9 @@ class Driver:
             computed = self.computed[slots] + draft
         in_step = slots.tolist()
         self.computed[list(rows)] += int32(rows.values())
-        samples = int32(np.flatnonzero(self.computed[slots] == self.known[slots]))
+        draws = self.computed[slots] == self.known[slots]
+        draws &= ~np.isin(slots, [slot for slot, _, _ in pooled])
+        samples = int32(np.flatnonzero(draws))
         drawing = slots[samples].tolist()
 
         def drawing_rows(chosen: Sequence[int]) -> np.ndarray:
@@ -241,6 +245,7 @@ class Driver:
         self.steps += 1
         guides = [(drawing.index(slot), drawing.index(guide)) for slot, guide, _ in guided]
         read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
+        sums = [(in_step.index(slot), first, count) for slot, first, count in pooled]
         scored = [(i, prompt[slot]) for i, slot in enumerate(in_step) if slot in prompt] if prompt else []
         steered = {point for slot in in_step for point in self.steered.get(slot, ())}
         return StepPlan(
@@ -261,6 +266,7 @@ class Driver:
             scale=np.array([scale for *_, scale in guided], np.float32),
             taps=int32(read, -1, 3),
             steered=int32(sorted(steered)),
+            pooled=int32(sums, -1, 3),
         )
 
     def drafted(self, slot: int, result: StepResult) -> int:

@@ -45,6 +45,7 @@ from .driver import (
 )
 from .executor_device import ExecutorDevice, drawn, masks
 from .executor_engine import check_greedy, check_made_up, check_random, reference
+from .executor_pooling import ExecutorPooling
 from .executor_taps import ExecutorTaps
 from .faulty import FATAL_CHUNK, TARGETS
 
@@ -52,7 +53,7 @@ BUDGET = 64  # tokens of a step
 BLOCKS = 200  # blocks of the cache
 
 
-class ExecutorConformance(ExecutorDevice, ExecutorTaps):
+class ExecutorConformance(ExecutorDevice, ExecutorTaps, ExecutorPooling):
     """The suite of executors.
 
     Override ``sizes`` if this machine cannot run a claimed ``tensor_parallel_size``.

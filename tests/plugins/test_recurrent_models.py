@@ -328,3 +328,20 @@ def test_a_state_that_does_not_fit_its_row_ends_the_request_and_no_other(tmp_pat
         assert found[0].token_ids == good.token_ids[:1] and found[1].token_ids == good.token_ids
     finally:
         llm.close()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_embeddings_equal_those_of_transformers(tmp_path, family):
+    """Two rounds, so that the second finds states of prefixes; chunks of 16 tokens."""
+    model = make(tmp_path, family)
+    prompts = [[(7 * i + n) % 61 for i in range(n)] for n in (1, 5, 17, 40)]
+    with torch.no_grad():
+        outputs = [model(torch.tensor([ids]), output_hidden_states=True) for ids in prompts]
+    states = [out.hidden_states[-1][0] for out in outputs]
+    options = {"dtype": "float32", "max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 16}
+    with LLM(str(tmp_path), skip_tokenizer_init=True, kvcache_block_size=4, **options) as llm:
+        for kind in ("last", "mean", "last"):
+            found = llm.embed(prompts, kind, normalize=False, use_tqdm=False)
+            for out, state in zip(found, states, strict=True):
+                expected = state.mean(0) if kind == "mean" else state[-1]
+                assert (torch.tensor(out.outputs.embedding) - expected).abs().max() < 1e-5

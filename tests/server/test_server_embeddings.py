@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -201,3 +203,43 @@ def test_openai_client(server):
     assert [len(part.embedding) for part in ids.data] == [4, 4]
     with pytest.raises(openai.BadRequestError, match="input: the list is empty"):
         client.embeddings.create(model="pocket", input=[])
+
+
+@pytest.fixture
+def turns(server, monkeypatch):
+    """CPU seconds of the longest turn of the server's loop, as a list of one."""
+    run, longest, thread = asyncio.events.Handle._run, [0.0], server._thread.ident
+
+    def timed(self):
+        if threading.get_ident() != thread:
+            return run(self)
+        start = time.thread_time()
+        run(self)
+        longest[0] = max(longest[0], time.thread_time() - start)
+
+    monkeypatch.setattr(asyncio.events.Handle, "_run", timed)
+    return longest
+
+
+BATCHES = {
+    "1,000 lists of 5 ids": (EMBED, {"input": [list(range(5))] * 1000, "encoding_format": "base64"}, 200),
+    "5,000 ids in a small body": (EMBED, {"input": [[7] * 500] * 10, "dimensions": 2}, 200),
+    "2,048 texts": (EMBED, {"input": [f"text {i}" for i in range(2048)]}, 200),
+    "8 MiB of ids": (EMBED, {"input": [5] * 2_700_000}, 400),
+    "8 MiB of lists": (EMBED, {"input": [[5]] * 19_000}, 400),
+    "8 MiB of objects": (EMBED, {"input": [{}] * 2_600_000}, 400),
+    "8 MiB of text": (EMBED, {"input": "a " * 4_000_000}, 400),
+    "8 MiB of documents": (RERANK, {"query": "a", "documents": ["a"] * 2_000_000}, 400),
+    "8 MiB of ids to score": (SCORE, {"text_1": [5] * 2_700_000, "text_2": "a"}, 400),
+    "ids that fit no integer": (EMBED, {"input": [10**400] * 3}, 400),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BATCHES))
+def test_no_turn_of_the_loop_takes_long(server, turns, name):
+    path, body, status = BATCHES[name]
+    answer = server.post(path, body, timeout=180)
+    assert answer.status_code == status, answer.text[:300]
+    assert 0 < turns[0] < 0.05, f"{turns[0]:.3f} s"
+    if status == 200:
+        assert len(answer.json()["data"]) == len(body["input"])
