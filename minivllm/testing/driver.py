@@ -233,8 +233,7 @@ class Driver:
             computed = self.computed[slots] + draft
         in_step = slots.tolist()
         self.computed[list(rows)] += int32(rows.values())
-        draws = self.computed[slots] == self.known[slots]
-        draws &= ~np.isin(slots, [slot for slot, _, _ in pooled])
+        draws = (self.computed[slots] == self.known[slots]) & ~np.isin(slots, [slot for slot, *_ in pooled])
         samples = int32(np.flatnonzero(draws))
         drawing = slots[samples].tolist()
 
@@ -244,10 +243,7 @@ class Driver:
         self.known[[slot for slot in set(drawing) if slot not in (*host, *held)]] += 1
         self.steps += 1
         guides = [(drawing.index(slot), drawing.index(guide)) for slot, guide, _ in guided]
-        read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
-        sums = [(in_step.index(slot), first, count) for slot, first, count in pooled]
         scored = [(i, prompt[slot]) for i, slot in enumerate(in_step) if slot in prompt] if prompt else []
-        steered = {point for slot in in_step for point in self.steered.get(slot, ())}
         return StepPlan(
             self.steps,
             slots,
@@ -264,10 +260,15 @@ class Driver:
             delta=self._delta(),
             guided=int32(guides, -1, 2),
             scale=np.array([scale for *_, scale in guided], np.float32),
-            taps=int32(read, -1, 3),
-            steered=int32(sorted(steered)),
-            pooled=int32(sums, -1, 3),
+            **self._reads(in_step, taps, pooled),
         )
+
+    def _reads(self, in_step: list[int], taps: Sequence[Any], pooled: Sequence[Any]) -> dict[str, np.ndarray]:
+        """Return the columns ``taps``, ``steered`` and ``pooled`` of a plan; ``in_step`` has the slots of its rows."""
+        read = sorted((self.point(name), in_step.index(slot), first) for name, slot, first in taps)
+        steered = {point for slot in in_step for point in self.steered.get(slot, ())}
+        sums = [(in_step.index(slot), first, count) for slot, first, count in pooled]
+        return {"taps": int32(read, -1, 3), "steered": int32(sorted(steered)), "pooled": int32(sums, -1, 3)}
 
     def drafted(self, slot: int, result: StepResult) -> int:
         """Add the accepted tokens of a row with drafts to its known tokens, and return their number."""
