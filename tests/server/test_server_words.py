@@ -39,10 +39,18 @@ def broken(*_, **__):
 
 def is_documented(answer, status=500, message=INTERNAL, path=""):
     assert answer.status_code == status and answer.headers["content-type"] == "application/json", answer.text
-    error = answer.json()
-    openai = {"error": {"message": message, "type": TYPES[500], "param": None, "code": 500}}
-    assert error == ({"error": message} if path.startswith("/api/") else openai)
     assert answer.headers["x-request-id"]
+    assert answer.json() == in_form_of(path, message, answer.headers)
+
+
+def in_form_of(path, message, headers):
+    """Return the body of an internal error in the form of a route's protocol."""
+    if path.startswith("/api/"):
+        return {"error": message}
+    if path.startswith("/v1/messages"):
+        error = {"type": "api_error", "message": message}
+        return {"type": "error", "error": error, "request_id": headers["request-id"]}
+    return {"error": {"message": message, "type": TYPES[500], "param": None, "code": 500}}
 
 
 # ---------------------------------------------------------------- 500
@@ -58,6 +66,16 @@ BODIES = {
     "/api/generate": {"prompt": "a"},
     "/api/embed": {"input": "a"},
     "/api/embeddings": {"prompt": "a"},
+    "/v1/messages": {"messages": HI, "max_tokens": 2},
+    "/v1/messages/count_tokens": {"messages": HI},
+    "/v1/responses": {"input": "hi", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "hi"},
+    "/v1/embeddings": {"input": "a"},
+    "/v1/score": {"text_1": "a", "text_2": "b"},
+    "/score": {"text_1": "a", "text_2": "b"},
+    "/v1/rerank": {"query": "a", "documents": ["b"]},
+    "/v2/rerank": {"query": "a", "documents": ["b"]},
+    "/rerank": {"query": "a", "documents": ["b"]},
 }
 BREAKS = {  # route -> what it works with, in which something fails
     "/v1/models": lambda s: (operations, "_card"),
@@ -88,6 +106,17 @@ BREAKS = {  # route -> what it works with, in which something fails
     "/load": lambda s: (compat, "JSONResponse"),
     "/server_info": lambda s: (compat, "JSONResponse"),
     "/": lambda s: (models, "PlainTextResponse"),
+    "/v1/messages": lambda s: (s.client, "stream"),
+    "/v1/messages/count_tokens": lambda s: (s.tokens, "chat"),
+    "/v1/responses": lambda s: (s.client, "stream"),
+    "/v1/responses/input_tokens": lambda s: (s.tokens, "chat"),
+    "/v1/responses/{response_id}": lambda s: (s.responses, "get"),
+    "/v1/responses/{response_id}/cancel": lambda s: (s.responses, "get"),
+    "/v1/responses/{response_id}/input_items": lambda s: (s.responses, "get"),
+    **dict.fromkeys(
+        ("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+        lambda s: (s.client, "stream"),
+    ),
 }
 
 
@@ -95,8 +124,9 @@ BREAKS = {  # route -> what it works with, in which something fails
     "path, method", [(path, method) for path, _, method, _, _, codes in (*ROUTES, *ADMIN) if 501 not in codes]
 )
 def test_a_failure_in_any_route_is_the_error_object(server, monkeypatch, path, method):
-    monkeypatch.setattr(*BREAKS[path](server.app.service), broken)
-    where = path.replace("{model:path}", "pocket")
+    part = (server.app.service.responses, "delete") if method == "DELETE" else BREAKS[path](server.app.service)
+    monkeypatch.setattr(*part, broken)
+    where = path.replace("{model:path}", "pocket").replace("{response_id}", "resp_0")
     body = BODIES.get(path, {}) if method == "POST" else None
     key = {"Authorization": f"Bearer {server.app.admin_token}"}
     name = {route[0]: route[1].__name__ for route in ADMIN}.get(path)
@@ -215,9 +245,9 @@ def test_half_a_character_in_any_field_of_any_body_is_a_400_that_names_it(server
             body = body.replace("{{", "{").replace("}}", "}") if "{{" in shape else body
             answer = server.client.post(path, content=body, headers={"Content-Type": "application/json"})
             error = answer.json()["error"]
-            if path.startswith("/api/"):  # an error of Ollama's API is a text
-                error = {"message": error, "param": error.split()[0]}
-            assert answer.status_code == 400 and error["param"] == field and "Unicode" in error["message"], error
+            message = error if isinstance(error, str) else error["message"]
+            named = error["param"] if "param" in error else message.split()[0]  # not every protocol names the field
+            assert answer.status_code == 400 and named == field and "Unicode" in message, error
 
 
 def test_half_a_character_in_a_name_or_as_raw_bytes_is_a_400_and_a_whole_one_is_text(server):
