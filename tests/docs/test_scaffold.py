@@ -129,7 +129,7 @@ def test_a_seam_may_be_named_as_its_option_is(tmp_path):
         ("class", "no Python package"),
         ("sdpa", "built-in attention"),
         ("logit-bias", "no such refusal"),
-        ("json", "'json' exists already"),
+        ("csv", "'csv' exists already"),
         ("torch", "'torch' exists already"),
         ("minivllm", "'minivllm' exists already"),
         ("attention", "name of a seam"),
