@@ -12,8 +12,10 @@ from scripted import scripted
 from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError
 from minivllm.plugins.parser.qwen3 import Qwen3
-from minivllm.runtime.replies import DescribedParser, detect
+from minivllm.runtime.replies import DescribedParser, ReplyContext, detect
 from minivllm.server.openai.parsers import choose, with_reasoning
+from minivllm.server.openai.reader import Reader
+from minivllm.server.openai.tools import Tools
 
 server = served(tool_parser="qwen3", engine={"batch_invariant": False, "max_num_seqs": 8})
 CHAT = "/v1/chat/completions"
@@ -100,16 +102,11 @@ def test_without_parallel_calls_the_answer_ends_behind_the_first(server):
     assert len(calls) == 1 and reason == "tool_calls"
 
 
-def test_reasoning_that_the_prompt_opens_is_reasoning(server):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
-    text = f"So five.\n</think>\n\nFive.{CALL}"
-    before = server.app.service.tokens.tokenizer
-    assert before is not None
-    with scripted(server, [text]):
-        answer = server.post(CHAT, {**ASK, "chat_template": template, "tools": [TOOL]})
-    if answer.status_code == 400:
-        pytest.skip("the server takes no template of a request")
-    message = answer.json()["choices"][0]["message"]
+def test_reasoning_that_the_prompt_opens_is_reasoning():
+    context = ReplyContext(opened=Qwen3().opens("<|im_start|>assistant\n<think>\n"))
+    reader = Reader(Tools([], "auto"), Qwen3(), context=context)
+    reader.deltas(f"So five.\n</think>\n\nFive.{CALL}", "stop")
+    message = reader.message()
     assert message["reasoning"] == "So five." and message["content"] == "Five." and len(message["tool_calls"]) == 1
 
 
