@@ -139,7 +139,8 @@ class Chat(Work):
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
-            self.opened = opens_reasoning(self.parser, tokenizer, ids)
+            if params.structured_outputs is None or TAGS in self.passed:  # else the form begins with the answer
+                self.opened = opens_reasoning(self.parser, tokenizer, ids)
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
             marks = self.marks.by_token
