@@ -101,7 +101,8 @@ def test_the_reasoning_can_be_left_out():
         assert shows_reasoning(read(ChatBody, {**HI, **body})) is shown
         reader = Reader(Tools([], "auto"), Parser, shows_reasoning=shown)
         delta = reader.deltas("x", "stop")
-        assert delta == ({"reasoning": "hm"} if shown else {}) | {"content": "yes"}
+        thought = {"reasoning": "hm", "reasoning_content": "hm"} if shown else {}
+        assert delta == thought | {"content": "yes"}
         assert ("reasoning" in reader.message()) is shown
 
 
