@@ -51,7 +51,7 @@ class Batch:
     mask: Tensor | None  # [B, 1, Lq, Lk] added to the scores; None: causal from position 0
     ahead: Tensor | None = None  # float32 [B, 1, Lq, Lk] key's position less the query's, for layers with slopes
     real: Tensor | None = None  # i64, which of B * Lq are not padding (None: all)
-    out: slice | Tensor | None = None  # tokens of the real ones (None: ``tokens``)
+    out: Tensor | None = None  # tokens of the real ones (None: ``tokens``)
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,9 @@ class Sdpa(AttentionBackend):
             k, v = self._load(layer, b.slots, q.dtype)
             queries = q[b.tokens].view(b.rows, b.queries, spec.heads, spec.dim_qk)
             if explicit:
-                bias = None if b.ahead is None else b.ahead * layer.slopes[:, None, None]
+                bias = None
+                if b.ahead is not None:
+                    bias = b.ahead * layer.slopes[:, None, None]  # type: ignore[index]  # such a layer has slopes
                 o, norm = attend_explicit(queries, k, v, b.mask, spec, layer.sinks, bias)
                 if lse is not None:
                     _put(lse, b, norm)
@@ -145,6 +147,7 @@ class Sdpa(AttentionBackend):
 def _put(out: Tensor, b: Batch, x: Tensor) -> None:
     """Write x [B, Lq, ...] of a batch to its tokens of ``out`` [T, ...]."""
     if b.real is not None:
+        assert b.out is not None
         out.index_copy_(0, b.out, x.flatten(0, 1).index_select(0, b.real).to(out.dtype))
     elif isinstance(b.tokens, slice):
         out[b.tokens].view(x.shape).copy_(x)
@@ -152,7 +155,7 @@ def _put(out: Tensor, b: Batch, x: Tensor) -> None:
         out.index_copy_(0, b.tokens, x.flatten(0, 1).to(out.dtype))
 
 
-def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, spec: AttnSpec) -> Tensor:
+def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
     """One query a row: the heads that share a KV head stand as that head's queries, so nothing is repeated."""
     rows = q.shape[0]
     q = q.view(rows, spec.kv_heads, -1, spec.dim_qk)
@@ -173,7 +176,7 @@ def attend_explicit(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mask: Tensor,
+    mask: Tensor | None,
     spec: AttnSpec,
     sinks: Tensor | None,
     bias: Tensor | None = None,
@@ -187,12 +190,12 @@ def attend_explicit(
     s = (q @ k.float().permute(0, 2, 3, 1)).view(*shape, k.shape[1]) * spec.softmax_scale
     if spec.softcap is not None:
         s = spec.softcap * torch.tanh(s / spec.softcap)
-    s = s + mask.unsqueeze(2)
+    s = s + mask.unsqueeze(2)  # type: ignore[union-attr]  # a batch without a mask is not computed here
     if bias is not None:
         s = s + bias.view(s.shape)
     peak = s.amax(dim=-1, keepdim=True)
     if spec.sinks:
-        sink = sinks.view(1, spec.kv_heads, -1, 1, 1)
+        sink = sinks.view(1, spec.kv_heads, -1, 1, 1)  # type: ignore[union-attr]  # as the spec says
         peak = torch.maximum(peak, sink)
     p = (s - peak).exp_()
     total = p.sum(dim=-1, keepdim=True)
@@ -216,7 +219,8 @@ def make_batches(
         lens = lens if spec.window is None else np.minimum(lens, spec.window)
         for rows, longest in split_by_length(lens, token_bytes, limits):
             batches.append(decode_batch(meta, group, spec, rows, longest, dtype))
-    fresh, masked = [], []
+    fresh: list[KVPiece] = []
+    masked: list[KVPiece] = []
     pairs = limits.pairs if causal else limits.pairs // 4  # the explicit softmax keeps the scores of all heads
     for piece in prefill_pieces(meta, group, spec.window, causal, pairs):
         (fresh if piece.causal else masked).append(piece)

@@ -158,9 +158,9 @@ def _items(
     )
     # a tile behind the item's last one is hidden as a whole, so any that is there will do
     tile = np.minimum((low // KEYS)[:, None] + np.arange(n), position[:, -1:] // KEYS) - shift[:, None]
-    given = (torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real))
+    given = [torch.from_numpy(np.ascontiguousarray(x)) for x in (token, head, real)]
     distance = None if spec.alibi is None else by_tile(ahead.astype(np.float32))
-    return Items(*given, tile, by_tile(hidden), distance)
+    return Items(given[0], given[1], given[2], tile, by_tile(hidden), distance)
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
@@ -172,7 +172,9 @@ def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tens
         every = meta.work[key] = make_keys(meta, layer.group, spec)
     cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
     heads = (len(q), spec.kv_heads, -1)
-    room = _room(meta, spec, max(len(keys.slots) for keys in every)) if every else None
+    if not every:
+        return
+    room = _room(meta, spec, max(len(keys.slots) for keys in every))
     for keys in every:
         k, v = _tiles(fmt, cache, keys.slots, spec, room)
         for items in keys.items:
@@ -220,13 +222,15 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
     if spec.softcap is not None:
         s = s.div_(spec.softcap).tanh_().mul_(spec.softcap)
     if items.ahead is not None:
-        slopes = layer.slopes.view(kvh, -1)[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
+        slopes = layer.slopes.view(kvh, -1)  # type: ignore[union-attr]  # a layer with ``ahead`` has slopes
+        slopes = slopes[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
         s.add_(items.ahead * slopes)
     s.masked_fill_(items.hidden, -torch.inf)
     peak = s.amax(dim=(2, 4), keepdim=True)
     sink = None
     if spec.sinks:
-        sink = layer.sinks.view(kvh, -1)[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
+        sinks = layer.sinks.view(kvh, -1)  # type: ignore[union-attr]  # as its spec says
+        sink = sinks[:, items.head].transpose(0, 1).reshape(n, kvh, 1, lines, 1)
         peak = torch.maximum(peak, sink)
     p = s.sub_(peak).exp_().view(-1, lines, KEYS)
     parts = products(p, v, pairs).view(n, kvh, tiles, lines, -1)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from minivllm.core.interfaces.evictor import BlockInfo, Evictor
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
 
 class Lru(Evictor):
@@ -14,7 +16,7 @@ class Lru(Evictor):
     so a parent is always younger in the queue than its cached children.
     """
 
-    def __init__(self, options, ctx) -> None:
+    def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
         self.queue: dict[int, None] = {}  # free keys, oldest first
 
@@ -34,7 +36,7 @@ class Lru(Evictor):
 
     def victims(self, n: int) -> np.ndarray:
         n = min(n, len(self.queue))
-        out = []
+        out: list[int] = []
         for key in self.queue:
             if len(out) == n:
                 break

@@ -323,7 +323,9 @@ class Multiprocess(Process):
     def _passed(self, step: int, said: Mapping[int, Mapping[str, Any]]) -> bool:
         """Whether a rank is behind the place in a step at which others have failed."""
         page, least = self._page, min(one["calls"] for one in said.values())
-        ranks = [] if page is None else [rank for rank in range(page.size) if rank not in said]
+        if page is None:
+            return False
+        ranks = [rank for rank in range(page.size) if rank not in said]
         calls = {rank: page.get(rank, CALLS) for rank in ranks}  # before it is looked at whether they are of this step
         return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
 

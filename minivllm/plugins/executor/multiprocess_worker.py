@@ -31,6 +31,7 @@ from .process_worker import WorkerLoop, _answer, _failure
 from .shared_device import with_others
 
 if TYPE_CHECKING:
+    from minivllm.device.layers.communicator import ProcessGroup
     from minivllm.device.layers.peer_memory import PeerMemory
 
 MEETS, LOADS, IS_READY = 1, 2, 3  # of ``status.PHASES``
@@ -55,7 +56,8 @@ class Rank:
         assert first is not None
         self.told = json.loads(first.data)
         self.channel, self.executor = channel, Local()
-        self.rank, self.size, self.ranks = self.told["rank"], self.told["size"], None
+        self.rank, self.size = self.told["rank"], self.told["size"]
+        self.ranks: ProcessGroup | None = None
         page, self.store = self._files()  # the second stays open: torch has its path
         self.page = StatusPage(page, self.size, ())
         os.close(page)
@@ -120,21 +122,21 @@ class Rank:
         elif "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(max(1, torch.get_num_threads() // self.size))
         self.note(PHASE, MEETS)
-        self.ranks = ProcessGroup(self.rank, self.size, wiring.device, self._calls)
+        ranks = self.ranks = ProcessGroup(self.rank, self.size, wiring.device, self._calls)
         if self.size > 1:
             if interface := self._interface():
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             try:
-                self.ranks.join(self._meeting(), self.told["timeout"])
+                ranks.join(self._meeting(), self.told["timeout"])
             except LostRank as e:
                 raise ResourceError(str(e)) from e
             if self.told["sums"] == "auto" and has_kernels(wiring) and not self.told.get("apart"):
-                self.ranks.share_memory()
-            if self.ranks.peers is not None:
-                threading.Thread(target=self._say_met, args=(self.ranks.peers,), daemon=True).start()
+                ranks.share_memory()
+            if ranks.peers is not None:
+                threading.Thread(target=self._say_met, args=(ranks.peers,), daemon=True).start()
         self.note(PHASE, LOADS)
         try:
-            return RankRunner(wiring, self.ranks, self._failed, self.told["checked"])
+            return RankRunner(wiring, ranks, self._failed, self.told["checked"])
         except ResourceError as e:
             raise with_others(e, wiring.device) from e
 
@@ -153,6 +155,7 @@ class Rank:
 
     def _failed(self, step: int, where: str, message: str) -> None:
         """A step failed here: whether on the others too, who started the ranks finds out."""
+        assert self.ranks is not None
         told = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
         self.channel.send(PARTED, [json.dumps(told | {"lost": self.ranks.lost is not None}).encode()])
 

@@ -53,7 +53,9 @@ class Process(Executor):
         self._plans, self._answers = Plans(), Results()
         self._slots: deque[np.ndarray] = deque()  # of the plans that are due, and of no others
         self._results: list[StepResult] = []  # that came while an answer was awaited
-        self._memories: list[tuple[int, int, mmap.mmap]] = []  # address, bytes in use, of what masks are written to
+        self._memories: list[
+            tuple[int, int, mmap.mmap | bytes]
+        ] = []  # address, bytes in use, of what masks are written to
         self._rhythm = Rhythm()  # from a step that nothing runs before, or the result before, to the result
         self._calls = 0
         self._fault: EngineDeadError | None = None  # met behind results that had come
@@ -220,4 +222,5 @@ def cannot_start(what: str, e: Exception) -> str:
 def capacity_of(told: dict[str, Any], wiring: Wiring) -> Capacity:
     """What a worker told of itself; a step runs ahead of the engine also on a CPU."""
     told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
-    return Capacity(**{name: tuple(v) if isinstance(v, list) else v for name, v in told.items()})
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    return Capacity(**fields)

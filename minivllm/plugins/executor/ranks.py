@@ -66,7 +66,8 @@ class RankRunner(Runner):
 
     def __init__(self, wiring: Wiring, ranks: ProcessGroup, told: Told, checked: bool = False) -> None:
         self.ranks, self._told, self._checked = ranks, told, checked
-        self.leads, self._drawn, self._seen = ranks.rank == 0, None, [0, 0]
+        self.leads, self._seen = ranks.rank == 0, [0, 0]
+        self._drawn: np.ndarray | None = None
         if ranks.size > 1 and find_spec("triton") is not None:
             self.captures = rank_graphs(ranks)
         if ranks.size > 1:
@@ -107,7 +108,8 @@ class RankRunner(Runner):
             position = (plan.computed + plan.q_len)[plan.samples]
             self._drawn = np.stack([plan.slots[plan.samples], position]).astype(np.int64)
         if drawn is not None:
-            self.ranks.share_drawn(*self.state.to(drawn), self.state)
+            slots, at = self.state.to(drawn)
+            self.ranks.share_drawn(slots, at, self.state)
         if self._checked:
             self._compare(plan)
 
@@ -131,7 +133,7 @@ class RankRunner(Runner):
         calls, whole = self.ranks.calls, self._whole(running) if drew else running.hidden
         if not self.leads:
             self._follow(running, whole)
-        elif whole is running.hidden:
+        elif whole is None or whole is running.hidden:
             super().sample(running, late)
         else:
             self._sample_padded(running, late, whole)
@@ -140,7 +142,7 @@ class RankRunner(Runner):
             words = self.ranks.lost or (running.errors[0].message if running.errors else "calls were left out")
             self._told(running.plan.id, "sample", str(words))
 
-    def _whole(self, running: Running) -> Tensor:
+    def _whole(self, running: Running) -> Tensor | None:
         """The hidden states of which all ranks make logits."""
         if running.graph is None:
             return running.hidden
@@ -150,6 +152,7 @@ class RankRunner(Runner):
         """On rank 0: logits of the rows that draw are taken from those of ``whole``, if they are not drawn by a
         capture."""
         model, samples = self.model, running.plan.samples
+        assert running.hidden is not None
         self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())
         try:
             super().sample(running, late)
@@ -246,8 +249,8 @@ def rank_graphs(ranks: ProcessGroup) -> type:
         def warm(self) -> None:
             if ranks.peers is not None:  # the kernels of a step's ends are compiled on all, before rank 0 captures one
                 self.runner.model.logits(self._buffers(self.coarse[0]).hidden[:1])
-                spare = self.runner.state.to(np.array([[self.spare], [0]]))
-                ranks.share_drawn(*spare, self.runner.state)
+                slots, at = self.runner.state.to(np.array([[self.spare], [0]]))
+                ranks.share_drawn(slots, at, self.runner.state)
             super().warm()
 
         def _capture_forward(self, key: Any) -> None:
@@ -265,11 +268,13 @@ def rank_graphs(ranks: ProcessGroup) -> type:
             return super()._sample_of(*args) if ranks.rank == 0 and ranks.peers is not None else None
 
         def _capture_sample(self, *args: Any) -> Any:
-            ranks.peers.alone = True
+            peers = ranks.peers
+            assert peers is not None  # see ``_sample_of``
+            peers.alone = True
             try:
                 return super()._capture_sample(*args)
             finally:
-                ranks.peers.alone = False
+                peers.alone = False
 
     return RankGraphs
 

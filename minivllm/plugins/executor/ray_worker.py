@@ -141,8 +141,14 @@ class RayRank(Rank):
             listens.bind((self._ip, 0))
             listens.listen(2 * self.size)
             where = {"port": listens.getsockname()[1], "name": secrets.token_hex(16), "ip": self._ip}
-            first = dict(is_master=True, wait_for_workers=False, master_listen_fd=listens.detach())
-            store = dist.TCPStore(where["ip"], where["port"], timeout=limit, **first)
+            store = dist.TCPStore(
+                where["ip"],
+                where["port"],
+                timeout=limit,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listens.detach(),
+            )
             self.channel.send(MEETING, [json.dumps(where).encode()])
         else:
             message = self.channel.receive(wait=True)

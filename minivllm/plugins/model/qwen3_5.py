@@ -100,4 +100,5 @@ def _delta_net(cfg: Any) -> GatedDelta:
         raise ModelError(f"linear_num_value_heads={sizes[1]}: expected a multiple of linear_num_key_heads={sizes[0]}")
     if fields.activation(cfg) != "silu":
         raise ModelError(f"hidden_act={shown(cfg.hidden_act)}: expected 'silu', the convolution has no other")
-    return GatedDelta(*sizes, cfg.rms_norm_eps)
+    key_heads, value_heads, key_dim, value_dim, width = sizes
+    return GatedDelta(key_heads, value_heads, key_dim, value_dim, width, cfg.rms_norm_eps)

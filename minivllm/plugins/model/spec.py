@@ -33,7 +33,7 @@ def family(
         limits={"architecture": {architecture}, "model_type": {model_type}, "device": ANY, "dtype": ANY},
         features=frozenset({"batch_invariant"}),  # made of the layers it is given
         traits={"ignores": ignores},
-        **({} if check is None else {"check": check}),
+        check=check,
     )
 
 

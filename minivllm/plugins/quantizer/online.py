@@ -21,7 +21,7 @@ from minivllm.device.layers.linear import CAPTURED, Dense, no_adapter
 from minivllm.errors import OptionError
 
 from .none import refuse_quantized
-from .options import OfBits, WeightOnlyOptions
+from .options import WeightOnlyOptions
 from .rules import NamePatterns, names_of
 
 UNQUANTIZED = "none"
@@ -65,11 +65,11 @@ class OnlineQuantizer(Quantizer):
                 f"{self.name}: {m.name} is {' and '.join(kinds)} by part: experts of a layer have one weight; expected "
                 f"patterns of skip and bits that name all of it, such as {m.name!r}"
             )
-        schemes = []
+        runs: list[tuple[ModuleInfo, WeightScheme]] = []
         for kind, some in groupby(m.parts, key=lambda one: wanted[one[0]]):
             mine = replace(m, parts=tuple(some))
-            schemes.append(Dense(mine) if kind == UNQUANTIZED else self._of(kind, mine))
-        split = SplitWeight(m, schemes)
+            runs.append((mine, Dense(mine) if kind == UNQUANTIZED else self._of(kind, mine)))
+        split = SplitWeight(m, runs)
         split.rule = " and ".join(f"{kind} ({', '.join(p for p in wanted if wanted[p] == kind)})" for kind in kinds)
         return split
 
@@ -82,7 +82,7 @@ class OnlineQuantizer(Quantizer):
         found = self._bits.naming(*names)
         if left_out:
             return UNQUANTIZED
-        asked: OfBits = self.options.bits[found[0]] if found else self.name
+        asked: int | str = self.options.bits[found[0]] if found else self.name
         return NAMED[asked] if isinstance(asked, int) else asked
 
     def _takes(self, m: ModuleInfo) -> bool:
@@ -123,14 +123,15 @@ class SplitWeight(WeightScheme):
 
     rule = ""  # which form each part has
 
-    def __init__(self, info: ModuleInfo, schemes: Sequence[WeightScheme]) -> None:
-        self.info, self.schemes = info, schemes
-        self._of = {part: one for one in schemes for part, _ in one.info.parts}
+    def __init__(self, info: ModuleInfo, runs: Sequence[tuple[ModuleInfo, WeightScheme]]) -> None:
+        self.info, self.runs = info, runs
+        self.schemes = [scheme for _, scheme in runs]
+        self._of = {part: scheme for one, scheme in runs for part, _ in one.parts}
         self._name()
 
     def _name(self) -> None:
         self.tensors = {
-            f"{one.info.parts[0][0]}.{name}": tensor for one in self.schemes for name, tensor in one.tensors.items()
+            f"{one.parts[0][0]}.{name}": tensor for one, scheme in self.runs for name, tensor in scheme.tensors.items()
         }
 
     def params(self) -> dict[str, tuple[int, ...]]:
@@ -148,16 +149,16 @@ class SplitWeight(WeightScheme):
         no_adapter(self, adapter)
         y = x.new_empty(len(x), self.info.out_features) if out is None else out
         start = 0
-        for one in self.schemes:
-            rows = one.info.out_features
-            y[:, start : start + rows] = one.apply(x)
+        for one, scheme in self.runs:
+            rows = one.out_features
+            y[:, start : start + rows] = scheme.apply(x)
             start += rows
         return y
 
     def served(self, device: str, sm: int) -> Mapping[str, str]:
         return {
-            f"{rows} of {one.info.parts[0][0]}": how
-            for one in self.schemes
-            for rows, how in one.served(device, sm).items()
+            f"{rows} of {one.parts[0][0]}": how
+            for one, scheme in self.runs
+            for rows, how in scheme.served(device, sm).items()
             if rows != CAPTURED
         }

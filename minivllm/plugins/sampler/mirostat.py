@@ -51,7 +51,7 @@ class MirostatSampler(DefaultSampler):
             if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")
             return row
-        clash = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
+        clash: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
         clash += [name for name in ("choose_fn", "beam_width") if getattr(params, name) is not None]
         if clash or params.temperature < MIN_TEMPERATURE:
             what = f"no {clash[0]}" if clash else "temperature above 0"
