@@ -206,6 +206,7 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
             "a tuple of numbers",
         ),
         ("quantizer", "group"): (lambda v: _whole(v), "a whole number >= 0"),
+        ("quantizer", "online"): (lambda v: _text(v), "the name of a plug-in"),
     }
 )
 OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind

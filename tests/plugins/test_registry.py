@@ -321,7 +321,7 @@ def test_a_plugin_of_the_major_before_is_refused_with_what_has_changed(package):
     registry = discover(point("acme", "runs", "acme_spec:S", "executor"))["executor"]
     with pytest.raises(PluginError) as info:
         registry.select(PluginQuery(), "runs").require()
-    assert "contract version: expected 2.4, supports 1.0  (written for an older minivllm: upgrade it; " in str(
+    assert "contract version: expected 2.5, supports 1.0  (written for an older minivllm: upgrade it; " in str(
         info.value
     )
     assert "wiring.run_ahead is wiring.steps.run_ahead" in str(info.value)
@@ -358,6 +358,7 @@ def test_a_text_is_not_taken_for_a_collection_of_its_letters(make, words):
         ("executor", {"unused": ["sampler"]}), ("executor", {"unused": "smapler"}), ("executor", {"made_up": "f"}),
         ("executor", {"cluster": 1}), ("quantizer", {"bits": "4"}), ("quantizer", {"bits": 0}),
         ("quantizer", {"table": "0123"}), ("quantizer", {"group": 0.5}), ("quantizer", {"exponent": True}),
+        ("quantizer", {"online": 4}),
     ],
 )  # fmt: skip
 def test_a_trait_of_another_form_is_refused_with_the_form_that_is_wanted(kind, traits):

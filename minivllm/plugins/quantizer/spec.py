@@ -14,20 +14,20 @@ NF4_TABLE = (
 
 AWQ = Spec(
     impl="minivllm.plugins.quantizer.awq:Awq",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints of AWQ, version gemm: 4 bits with zero points",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"awq"}},
 )
 BITSANDBYTES = Spec(
     impl="minivllm.plugins.quantizer.bitsandbytes:BitsAndBytes",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints of bitsandbytes: NF4, FP4 (nested too), int8",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"bitsandbytes"}},
     traits={"online": "nf4"},  # for an unquantized checkpoint
 )
 COMPRESSED_TENSORS = Spec(
     impl="minivllm.plugins.quantizer.compressed:CompressedTensors",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints of compressed-tensors: 2 to 8 bits packed, int8, float8",
     limits={
         "device": ANY,
@@ -38,7 +38,7 @@ COMPRESSED_TENSORS = Spec(
 )
 FP8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8",
-    api=(1, 6),
+    api=(1, 7),
     summary="float8 weights with a scale per output row, float8 activations with one per token",
     options="minivllm.plugins.quantizer.options:Fp8Options",
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -46,13 +46,13 @@ FP8 = Spec(
 )
 FP8_CHECKPOINT = Spec(
     impl="minivllm.plugins.quantizer.fp8_checkpoint:Fp8Checkpoint",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints of float8 weights with a scale per block, per row, or one (DeepSeek, Qwen)",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"fp8"}},
 )
 FP8_WEIGHT = Spec(
     impl="minivllm.plugins.quantizer.eight:Fp8WeightOnly",
-    api=(1, 6),
+    api=(1, 7),
     summary="float8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Fp8WeightOptions",
     limits={"device": ANY, "sm": AtLeast(89), "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -60,19 +60,19 @@ FP8_WEIGHT = Spec(
 )
 GGUF = Spec(
     impl="minivllm.plugins.quantizer.gguf:Gguf",
-    api=(1, 6),
+    api=(1, 7),
     summary="weights of GGUF files as they lie there: Q8_0, Q4_0, Q4_K, Q6_K; others unpacked while loading",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"gguf"}},
 )
 GPTQ = Spec(
     impl="minivllm.plugins.quantizer.gptq:Gptq",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints of GPTQ: 2, 3, 4 or 8 bits, act-order",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"gptq"}},
 )
 INT4 = Spec(
     impl="minivllm.plugins.quantizer.int4:Int4",
-    api=(1, 6),
+    api=(1, 7),
     summary="int4 weights with a scale per group of inputs of an output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -80,7 +80,7 @@ INT4 = Spec(
 )
 INT8 = Spec(
     impl="minivllm.plugins.quantizer.int8:Int8",
-    api=(1, 6),
+    api=(1, 7),
     summary="int8 weights with a scale per output row, made while loading",
     options="minivllm.plugins.quantizer.options:Int8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -88,7 +88,7 @@ INT8 = Spec(
 )
 INT8_W8A8 = Spec(
     impl="minivllm.plugins.quantizer.eight:Int8W8A8",
-    api=(1, 6),
+    api=(1, 7),
     summary="int8 weights with a scale per output row, int8 activations with one per token",
     options="minivllm.plugins.quantizer.options:Int8W8A8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -96,7 +96,7 @@ INT8_W8A8 = Spec(
 )
 LLM_INT8 = Spec(
     impl="minivllm.plugins.quantizer.eight:LlmInt8",
-    api=(1, 6),
+    api=(1, 7),
     summary="as bitsandbytes' LLM.int8(): int8 weights and activations, large activations as they are",
     options="minivllm.plugins.quantizer.options:LlmInt8Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -104,7 +104,7 @@ LLM_INT8 = Spec(
 )
 MXFP4 = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), unpacked to the dtype of the run while loading",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
     features=frozenset({"batch_invariant"}),
@@ -112,13 +112,13 @@ MXFP4 = Spec(
 )
 MXFP4_KEPT = Spec(
     impl="minivllm.plugins.quantizer.mxfp4:Mxfp4Kept",
-    api=(1, 6),
+    api=(1, 7),
     summary="checkpoints whose experts are MXFP4 (GPT-OSS), in 4 bits; a step unpacks those it uses",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float32"}, "checkpoint": {"mxfp4"}},
 )
 NF4 = Spec(
     impl="minivllm.plugins.quantizer.nf4:Nf4",
-    api=(1, 6),
+    api=(1, 7),
     summary="as bitsandbytes' NF4: 4 bits that stand for 16 numbers, a scale per 64 inputs of an output row",
     options="minivllm.plugins.quantizer.options:Nf4Options",
     limits={"device": ANY, "sm": ANY, "dtype": {"bfloat16", "float16", "float32"}, "checkpoint": {"none"}},
@@ -126,7 +126,7 @@ NF4 = Spec(
 )
 NONE = Spec(
     impl="minivllm.plugins.quantizer.none:Unquantized",
-    api=(1, 6),
+    api=(1, 7),
     summary="weights as they are in the checkpoint, in the dtype of the run",
     priority=10,
     limits={"device": ANY, "sm": ANY, "dtype": ANY, "checkpoint": {"none"}},

@@ -66,4 +66,6 @@ def _fault(params: SamplingParams) -> RequestError | None:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and bool(0 <= value < 2**31)
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        return False
+    return bool(0 <= value < 2**31)
