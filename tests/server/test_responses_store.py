@@ -12,7 +12,7 @@ from http_helpers import Running, served
 from scripted import scripted
 
 from minivllm.errors import ConfigError
-from minivllm.server.responses.store import Store, Stored
+from minivllm.server.response_store import Store, Stored
 
 server = served(["sk-1", "sk-2"], max_responses=6, max_responses_bytes=200_000, max_body_bytes=60_000)
 OTHER = {"Authorization": "Bearer sk-2"}

@@ -21,14 +21,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from minivllm.server import errors, logs
+from minivllm.server.background_jobs import Jobs
 from minivllm.server.errors import ApiError
 from minivllm.server.http import body as bodies
 from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
-from minivllm.server.responses.jobs import Jobs
-from minivllm.server.responses.store import Store
+from minivllm.server.response_store import Store
 
 from . import JsonObject, Warnings, tools
 from .answers import Shaper, Slices, pieces

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import shown
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject
+from minivllm.server.response_store import Store, Stored
 
 from .items import REFERENCE
-from .store import Store, Stored
 from .tools import wrong
 
 if TYPE_CHECKING:

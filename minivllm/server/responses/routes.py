@@ -16,12 +16,12 @@ from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ResponsesBody
 from minivllm.server.openai.generate import Service, read_body, respond, warned
 from minivllm.server.openai.limits import seconds_of
+from minivllm.server.response_store import Stored
 
 from . import body as bodies
 from .background import Job, not_found
 from .history import History, checked_id
 from .items import listed
-from .store import Stored
 from .tools import wrong
 from .work import ResponseWork
 
@@ -87,10 +87,17 @@ async def _begin(request: Request, service: Service, work: ResponseWork, seconds
     return Response(dump(job.now()), media_type=JSON, headers=warned(work.warnings))
 
 
+def _names(request: Request) -> tuple[str, str]:
+    """Return the id of the response in a request's path, and the identity of the request's key."""
+    ident = request.path_params["response_id"]
+    state = request.scope["state"]
+    return ident, state["identity"]
+
+
 async def _found(request: Request, service: Service) -> Stored:
     """Return the stored response of a request's path.  ApiError (404) if there is none."""
-    ident = request.path_params["response_id"]
-    found = await service.responses.get(request.scope["state"]["identity"], ident)
+    ident, identity = _names(request)
+    found = await service.responses.get(identity, ident)
     if found is None:
         raise not_found(ident)
     return found
@@ -100,14 +107,17 @@ async def retrieve(request: Request, service: Service) -> Any:
     """Return a stored response, or the present state of one that is generated in the background."""
     if request.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise ApiError(400, "stream: expected false, because the events of a response are not stored", "stream")
-    job = service.background.get(request.scope["state"]["identity"], request.path_params["response_id"])
-    data = (await _found(request, service)).response if job is None else dump(job.now())
-    return Response(data, media_type=JSON)
+    ident, identity = _names(request)
+    job = service.background.get(identity, ident)
+    if job is not None:
+        return Response(dump(job.now()), media_type=JSON)
+    found = await _found(request, service)
+    return Response(found.response, media_type=JSON)
 
 
 async def delete(request: Request, service: Service) -> Any:
     """Delete a stored response."""
-    ident, identity = request.path_params["response_id"], request.scope["state"]["identity"]
+    ident, identity = _names(request)
     await service.background.cancel(identity, ident)
     if not await service.responses.delete(identity, ident):
         raise not_found(ident)
@@ -116,7 +126,7 @@ async def delete(request: Request, service: Service) -> Any:
 
 async def cancel(request: Request, service: Service) -> Any:
     """End a response that is generated in the background, and return it."""
-    ident, identity = request.path_params["response_id"], request.scope["state"]["identity"]
+    ident, identity = _names(request)
     job = service.background.get(identity, ident)
     await service.background.cancel(identity, ident)
     found = await _found(request, service)
@@ -129,7 +139,8 @@ async def input_items(request: Request, service: Service) -> Any:
     """List the items of the conversation that a stored response answers."""
     query = request.query_params
     limit, order = query.get("limit", "20"), query.get("order", "desc")
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MOST_LISTED:
+    number = int(limit) if limit.isdecimal() and len(limit) < 4 else 0
+    if not 1 <= number <= MOST_LISTED:
         raise wrong("limit", f"={shown(limit)}: expected 1 to {MOST_LISTED}")
     if order not in ("asc", "desc"):
         raise wrong("order", f"={shown(order)}: expected asc or desc")
@@ -138,7 +149,8 @@ async def input_items(request: Request, service: Service) -> Any:
     items = await history_of(service, state).items(found.turns[:-1])
     if order == "desc":
         items.reverse()
-    return Response(dump(_page(items, query.get("after"), int(limit))), media_type=JSON)
+    page = _page(items, query.get("after"), number)
+    return Response(dump(page), media_type=JSON)
 
 
 def _page(items: list[JsonObject], after: str | None, limit: int) -> JsonObject:

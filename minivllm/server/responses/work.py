@@ -15,11 +15,11 @@ from minivllm.server.openai.calls import Part, Thought
 from minivllm.server.openai.chat import Chat
 from minivllm.server.openai.generate import Answer, Service
 from minivllm.server.openai.params import note_default
+from minivllm.server.response_store import Stored
 
 from .body import SEALED, Asked, client_names
 from .history import History
 from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output, plain_item
-from .store import Stored
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 
 class Running(Protocol):
-    """A response in the background (``background.Job``)."""
+    """A response in the background (``responses.background.Job``)."""
 
     task: asyncio.Task[None]
     work: Any
