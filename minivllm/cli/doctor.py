@@ -142,7 +142,8 @@ def _processes(device: Device, ranks: int, seconds: float) -> Lines:
 
 
 def _sums(children: list[Child], device: Device, seconds: float) -> Lines:
-    """Let the processes meet and sum, and report the times of the slowest.  ResourceError if a process failed."""
+    """Run the meeting and the sums of the processes, and report the times of the slowest process.  ResourceError if
+    a process failed."""
     size = len(children)
     file = shared_file(0)
     try:

@@ -88,7 +88,8 @@ def prepare_environment(environ: Any = None, cpuinfo: str | None = None) -> str 
 
 
 def find_device(asked: str) -> Device:
-    """The device for "auto", "cpu" or "cuda" (the current one); ResourceError if it is not there."""
+    """Return the device for "auto", "cpu" or "cuda" (the current device).  ResourceError if there is no such
+    device."""
     import torch
 
     if asked != "cpu" and torch.cuda.is_available():
@@ -114,7 +115,7 @@ def _cpu_name() -> str:
 
 
 def _host_memory() -> int:
-    """Bytes of memory that this process may use at most: the machine's, or its control group's limit."""
+    """Return the bytes of memory that this process may use: those of the machine, or the limit of its control group."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
         return min(total, int(file.read()))  # "max" is no number: no limit
@@ -122,7 +123,7 @@ def _host_memory() -> int:
 
 
 def free_ram() -> int:
-    """Bytes of memory that the host has left."""
+    """Return the bytes of memory that are available on the host."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             return int(next(line for line in file if line.startswith("MemAvailable")).split()[1]) * 1024
@@ -143,12 +144,12 @@ class Matmul:
         return dtype in self.times
 
     def least(self, other: Matmul) -> Matmul:
-        """The smaller of the times of two measurements, of the dtypes that are in both."""
+        """Return the smaller times of two measurements, for the dtypes that are in both."""
         both = [name for name in self.times if name in other.times]
         return Matmul({name: tuple(map(min, self.times[name], other.times[name])) for name in both})
 
     def speedup(self, dtype: str) -> tuple[float, ...]:
-        """How many times faster than float32, per ``ROWS``."""
+        """Return how many times faster than float32 a dtype is, for each number of rows in ``ROWS``."""
         return tuple(a / b for a, b in zip(self.times["float32"], self.times[dtype], strict=True))
 
 
@@ -160,13 +161,13 @@ def cpu_matmul() -> Matmul:
 
 @functools.cache
 def _other_matmul(dtype: str) -> Matmul:
-    """Likewise of a dtype that only who asks for it gets."""
+    """Return the measurement of a dtype that runs only if the user asks for it."""
     return probe(_measure, names=(dtype,))
 
 
 def settled(measured: Callable[[], Matmul]) -> Matmul:
-    """What was ``measured``, again where other work on the machine may have decided between two dtypes: that only adds
-    time, so the least of several is taken."""
+    """Return a measurement, repeated if other work on the machine may have decided between two dtypes.  Other work
+    only adds time, so the smallest of several times counts."""
     found = measured()
     for _ in range(AGAIN):
         if not (found.safe("float32") and found.safe("bfloat16")):
@@ -180,7 +181,7 @@ def settled(measured: Callable[[], Matmul]) -> Matmul:
 def probe(
     measure: Callable[[str], tuple[float, ...]], fork: bool = sys.platform == "linux", names: Sequence[str] = PROBED
 ) -> Matmul:
-    """``measure`` each dtype in children; when one dies, the next child goes on after the dtype that killed it.
+    """Measure each dtype in child processes.  If a child dies, the next one continues after the dtype that killed it.
 
     A forked child is fast and has exactly this process's oneDNN settings.  If it gives no answer in time (a lock that
     another thread held at the fork), a fresh process is asked instead.
@@ -200,7 +201,7 @@ def probe(
 
 
 def _measure(name: str) -> tuple[float, ...]:
-    """Best of some products [rows, DIM] x [DIM, DIM] on one thread, in milliseconds."""
+    """Return the shortest times in milliseconds of some products [rows, DIM] x [DIM, DIM] on one thread."""
     import torch
 
     torch.set_num_threads(1)  # a forked child must not wait for threads that only its parent has
@@ -219,7 +220,7 @@ def _measure(name: str) -> tuple[float, ...]:
 
 
 def _in_fork(measure: Callable[[str], tuple[float, ...]], names: list[str]) -> str | None:
-    """What a forked child wrote before it ended, one line a dtype; None if it hung."""
+    """Return the text that a forked child wrote before it ended, with one line for each dtype, or None if it hung."""
     import torch  # noqa: F401  (in the parent, or each child would import it)
 
     read, write = os.pipe()
@@ -278,7 +279,7 @@ def _in_process(names: list[str]) -> str | None:
 
 
 def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]:
-    """The dtype of a run and the sentence that says why.
+    """Return the dtype of a run and the sentence that says why.
 
     ``asked`` is "auto" or a dtype, ``checkpoint`` the dtype that config.json names ("float32" if none).  ConfigError
     for a dtype that the engine does not know, ResourceError for one that would kill the process.
@@ -299,7 +300,7 @@ def choose_dtype(asked: str, checkpoint: str, device: Device) -> tuple[str, str]
 
 
 def require_safe(dtype: str, matmul: Matmul | None = None) -> None:
-    """ResourceError if a matrix product in this dtype kills a process on this CPU."""
+    """Check that a matrix product in this dtype works on this CPU.  ResourceError if it kills the process."""
     if matmul is None:
         matmul = cpu_matmul() if dtype in PROBED else _other_matmul(dtype)
     if not matmul.safe(dtype):

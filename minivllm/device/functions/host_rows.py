@@ -56,7 +56,7 @@ class HostDraw:
             ) from e
 
     def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:
-        """The sampler's token, of logits f32 [V]."""
+        """Draw a token with the sampler from logits f32 [V], and return it."""
         one = lambda value: torch.tensor([value], dtype=torch.int64)  # noqa: E731
         tokens = torch.tensor([[*ids, 0]], dtype=torch.int32)
         rows = Rows(
@@ -78,7 +78,7 @@ class HostDraw:
 
 
 def _takes_prompt(function: Callable[..., Any]) -> bool:
-    """Whether it takes three arguments; RequestError if neither three nor two."""
+    """Return whether a function takes three arguments and not two.  RequestError if it takes neither number."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin that does not say
@@ -94,7 +94,7 @@ def _takes_prompt(function: Callable[..., Any]) -> bool:
 
 
 def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tensor:
-    """What a function returned, as float32 [V]."""
+    """Return the result of a function as float32 [V].  TypeError or ValueError if it is not the logits of V tokens."""
     if not isinstance(value, (torch.Tensor, np.ndarray, list)):
         raise TypeError(f"{shown(function)} returned {type(value).__name__}; expected the logits")
     x = torch.as_tensor(value).detach()

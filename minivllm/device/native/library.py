@@ -37,22 +37,23 @@ class NativePart:
 
 
 def load() -> ctypes.CDLL | None:
-    """The library, None where ``why_not`` says why.  ConfigError for a value of a variable that is not known."""
+    """Return the native library, or None if it cannot be used; ``why_not`` then returns the reason.  ConfigError
+    for an unknown value of its environment variables."""
     return _found().library
 
 
 def why_not() -> str | None:
-    """Why there is no library to use, in a line; None where there is one."""
+    """Return the reason in one line why there is no usable library, or None if there is one."""
     return _found().why_not
 
 
 def isa() -> str:
-    """The kernels to run: "avx512", "avx2", or "none" where ``load`` returns None."""
+    """Return the instruction set of the kernels that run: "avx512", "avx2", or "none" if ``load`` returns None."""
     return _found().isa
 
 
 def told() -> str:
-    """What the native part brings to an engine on a CPU, in a line."""
+    """Return one line that says whether captured steps are available on a CPU."""
     reason = why_not()
     return f"{isa()}: captured CPU steps are available" if reason is None else f"none: no captured CPU steps ({reason})"
 
@@ -63,7 +64,8 @@ def _found() -> NativePart:
 
 
 def find(folder: Path, environ: Mapping[str, str]) -> NativePart:
-    """What ``load``, ``isa`` and ``why_not`` say of a library in this folder."""
+    """Load the library in a folder and choose its instruction set, and return both, or the reason why it cannot be
+    used."""
     limit = _choice(environ, LIMIT, ISAS) or ISAS[-1]
     if _choice(environ, SWITCH, ("0", "1")) == "0":
         return NativePart(None, why_not=f"switched off by {SWITCH}=0")

@@ -89,7 +89,7 @@ def _declare(library: ctypes.CDLL) -> None:
 
 
 def declared() -> ctypes.CDLL:
-    """The library, whose functions know what they take.  ResourceError if it cannot be used."""
+    """Return the library with the argument types of its functions set.  ResourceError if it cannot be used."""
     library = load()
     if library is None:
         raise ResourceError("the native part is not there; minivllm.device.native.library.why_not() says why")
@@ -118,7 +118,8 @@ class Program:
         self._sample: Callable[..., None] = self._library.minivllm_sample
 
     def register(self, memory: Tensor) -> int:
-        """Rows f32 [tokens, width], which may be columns of another register's; its number."""
+        """Add a register and return its number.  Its ``memory`` f32 [tokens, width] may be columns of the memory of
+        another register."""
         self._keep.append(memory)
         self._registers += 1
         stride = memory.stride(0) if len(memory) > 1 else memory.shape[1]
@@ -126,7 +127,8 @@ class Program:
         return self._registers - 1
 
     def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
-        """The next operation, of FORWARD or of the head; a tensor among its fields stands for its address."""
+        """Append an operation to the layers, or with ``sampling`` to the head.  A field that is a tensor is passed
+        as its address."""
         self._keep += [value for value in fields.values() if isinstance(value, Tensor)]
         defaults = {"alpha": 1.0, "activation": ACTIVATIONS[None], "group": 1}
         made = {name: _field(value) for name, value in {**defaults, **fields}.items()}
@@ -134,11 +136,13 @@ class Program:
         self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
 
     def forward(self, box: int) -> None:
-        """``box``: the address of i64 numbers, see ``program.cpp:minivllm_forward``."""
+        """Run the layers.  ``box`` is the address of an array of i64 arguments (see
+        ``program.cpp:minivllm_forward``)."""
         self._forward(self._made, box)
 
     def sample(self, box: int, out: int) -> None:
-        """Likewise, and that of the result i32 [3, rows] (``program.cpp:minivllm_sample``)."""
+        """Run the head and draw tokens.  ``box`` is as in ``forward``; ``out`` is the address of the result i32 [3,
+        rows] (see ``program.cpp:minivllm_sample``)."""
         self._sample(self._made, box, out)
 
     def close(self) -> None:
@@ -153,7 +157,7 @@ class Program:
 
 
 def _field(value: Any) -> Any:
-    """Of an operation or a column: a tensor's address, or the number."""
+    """Return a field of an operation or a column for C: the address of a tensor, or the number itself."""
     return value.data_ptr() if isinstance(value, Tensor) else value
 
 
@@ -169,7 +173,8 @@ class MatrixAddresses(ctypes.Structure):
 def product(
     x: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, group: int = 1
 ) -> Tensor:
-    """x f32 [T, in] times a weight [out, in] of a form of ``kernels.h:Matrix``, in one thread: f32 [T, out]."""
+    """Multiply x f32 [T, in] by a weight [out, in], and return f32 [T, out].  The weight has one of the formats of
+    ``kernels.h:Matrix``, and one thread computes the product."""
     library = declared()
     x, out = x.contiguous(), torch.empty(len(x), len(weight))
     address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]

@@ -44,7 +44,8 @@ class CostAware(Leaves):
         self.bonus = [0.0] * CLASSES  # releases that the chance of a class is worth
 
     def chance(self, group: int) -> float:
-        """That a block which comes to rest in this class is used again, ``LEAST`` to 1."""
+        """Return the estimated probability, ``LEAST`` to 1, that a block that becomes free in this class is used
+        again."""
         every = (sum(self.reused) + 1) / (sum(self.rests) + 2)
         return min(1.0, max(LEAST, (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)))
 
@@ -79,7 +80,7 @@ class CostAware(Leaves):
         return super().victims(n)
 
     def _learn(self) -> None:
-        """What was counted until now counts for the ranks that are given in this call."""
+        """Update the ranks that are assigned in this call from all uses that were counted so far."""
         self.bonus = [self.fade * math.log(self.chance(group)) for group in range(CLASSES)]
 
     def released(self, block: LeafBlock) -> None:

@@ -66,7 +66,8 @@ class RankQueue:
         return len(self.block_of)
 
     def push(self, block: LeafBlock, entry: float) -> None:
-        """``entry`` must be no other block's: two blocks never have the same stamp (see ``exact``)."""
+        """Add a block under an ``entry`` that no other block has.  Entries of ``exact`` are unique, because no two
+        blocks have the same stamp."""
         block.entry = entry
         self.block_of[entry] = block
         heapq.heappush(self.heap, entry)
@@ -90,7 +91,8 @@ class RankQueue:
 
 
 def exact(rank: int, block: LeafBlock) -> int:
-    """The entry of a whole-numbered rank: of equal ranks the block that was released longest ago goes first."""
+    """Return the queue entry of a whole-numbered rank.  Among equal ranks, the block that was released longest ago
+    comes first."""
     return rank << STAMP_BITS | block.stamp
 
 
@@ -109,7 +111,7 @@ class Ghosts:
             self.number.pop(self.line.popleft(), None)
 
     def pop(self, key: int) -> int | None:
-        """Its number, if it is there; it is not afterwards."""
+        """Remove a key and return its number, or None if the key is not stored."""
         return self.number.pop(key, None)
 
 
@@ -124,14 +126,14 @@ class Leaves(Evictor):
         self.arrivals = self.releases = 0
 
     def rank(self, block: LeafBlock) -> int:
-        """Smaller goes first."""
+        """Return the rank of a ripe block; the block with the smallest rank is evicted first."""
         raise NotImplementedError
 
     def came(self, block: LeafBlock) -> None:
-        """A new block, held."""
+        """Handle a new block, which is held."""
 
     def gone(self, block: LeafBlock) -> None:
-        """It was given up."""
+        """Handle a block that was evicted."""
 
     # ---- the contract --------------------------------------------------------------------------------------------
 
@@ -187,14 +189,14 @@ class Leaves(Evictor):
     # ---- for subclasses with more than one queue -----------------------------------------------------------------
 
     def released(self, block: LeafBlock) -> None:
-        """Nobody holds it any longer; called before its rank is asked for."""
+        """Handle a block that is no longer held.  It is called before ``rank``."""
 
     def enqueue(self, block: LeafBlock) -> None:
-        """It has become ripe."""
+        """Add a block that became ripe to the queue."""
         self.queue.push(block, exact(self.rank(block), block))
 
     def unqueue(self, block: LeafBlock) -> None:
-        """It is not ripe any longer, if it was."""
+        """Remove a block from the queue if it was ripe."""
         self.queue.discard(block)
 
     def next(self) -> LeafBlock | None:

@@ -21,7 +21,7 @@ class Lru(Evictor):
         self.queue: dict[int, None] = {}  # free keys, oldest first
 
     def add(self, keys: np.ndarray, info: BlockInfo) -> None:
-        """Added keys are held: nothing to queue yet."""
+        """Do nothing, because added keys are held and therefore not in the queue."""
 
     def hold(self, keys: np.ndarray) -> None:
         for key in keys.tolist():

@@ -64,8 +64,8 @@ class S3Fifo(Leaves):
         super().drop(keys)
 
     def figures(self) -> Mapping[str, float]:
-        """``small``, ``main``: cached blocks of each queue; ``returned``: blocks that came back while their key was a
-        ghost, since the start."""
+        """Return ``small`` and ``main``, the cached blocks of each queue, and ``returned``, the blocks since the
+        start that were cached again while their key was a ghost."""
         return {"small": self.small, "main": len(self.blocks) - self.small, "returned": self.returned}
 
     def next(self) -> LeafBlock | None:

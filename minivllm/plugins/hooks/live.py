@@ -61,7 +61,7 @@ class Live(Hooks):
             self.display = None
 
     def table(self) -> Table:
-        """The view of what was seen last."""
+        """Return the table of the last step that was seen."""
         table = Table(show_header=False, box=None, padding=(0, 1))
         if self.seen is None:
             table.add_row("minivllm", f"{self.engine.model}: waiting for the first step")
@@ -93,7 +93,7 @@ class Live(Hooks):
 
 
 def _rate(since: tuple[float, int], step: FinishedStep) -> float:
-    """Tokens per second from a sample to this step."""
+    """Return the tokens per second between a sample and a step."""
     seconds = step.time - since[0]
     return (step.generated - since[1]) / seconds if seconds > 0 else 0.0
 

@@ -60,7 +60,8 @@ class Spans(Hooks):
         self._model = self.options.model_name or (there[0] if there else engine.model.rstrip("/").rpartition("/")[2])
 
     def _make(self) -> TracerProvider:
-        """OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment hold; the name is only a default."""
+        """Create the tracer provider.  OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment take
+        precedence over the default service name."""
         resource = Resource.create()
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": "minivllm"}))

@@ -46,7 +46,7 @@ class Scaled(KVFormat):
         return k, self._take(cache, "v", blocks, dtype) if "v" in cache else k
 
     def rounded(self, x: Tensor) -> Tensor:
-        """float32 within the dtype's range, to the nearest of its numbers."""
+        """Round float32 values, which must be in the range of the dtype, to its nearest values."""
         return x.to(getattr(torch, self.dtype))
 
     def _take(self, cache: Mapping[str, Tensor], name: str, blocks: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,7 +57,7 @@ class Scaled(KVFormat):
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """Float8 as bytes: torch copies and selects those on every device."""
+    """Return float8 values as bytes, because torch can copy and select bytes on every device."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x
 
 

@@ -10,7 +10,8 @@ from minivllm.errors import RequestError, shown
 
 
 def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
-    """1 to ``most`` ids as i64 [n], all below ``vocab``, the width of the logits; RequestError names ``field``."""
+    """Return 1 to ``most`` token ids as i64 [n].  RequestError, which names ``field``, unless all are whole numbers
+    below ``vocab``, the width of the logits."""
     if not isinstance(value, (list, tuple, range, np.ndarray)):
         raise RequestError(f"{field}={shown(value)}: expected a list of token ids", field)
     if not 1 <= len(value) <= most:

@@ -66,5 +66,6 @@ class Penalties(Processor):
 
 
 def _count(history: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-    """How often each token occurs [N, V] where ``counts`` [N, L]; whole numbers, so the order of adding is free."""
+    """Count how often each token occurs, [N, V], in a history i64 [N, L] weighted by ``counts`` [N, L].  The sums
+    are whole numbers, so they do not depend on the order of the additions."""
     return torch.zeros_like(logits).scatter_add_(1, history, counts.to(logits.dtype))

@@ -71,8 +71,9 @@ class TemperatureSchedule(Processor):
 
 
 def _unsure(logits: Tensor) -> Tensor:
-    """Entropy of softmax(logits) over its largest value f64 [N]: 0 = sure, 1 = all tokens are equal.  In float64: where
-    the model is sure a power of it would show what rounding adds."""
+    """Return the entropy of softmax(logits) divided by its largest possible value, f64 [N]: 0 for one certain token,
+    1 if all tokens are equally likely.  The arithmetic is float64, because a power of a small entropy would magnify
+    rounding errors."""
     logp = torch.log_softmax(logits.double(), dim=1)
     entropy = -torch.where(logp.isneginf(), 0.0, logp * logp.exp()).sum(dim=1)
     most = (~logits.isneginf()).sum(dim=1).double().log()

@@ -30,7 +30,8 @@ CHUNK = 2048  # tokens that are looked at together, at most
 
 @triton.jit
 def _cell(token, turn, CELLS: tl.constexpr):
-    """The cell of a token in a round; tokens that share one seldom share the next one's."""
+    """Return the hash table cell of a token in a round.  Tokens that collide in one round rarely collide in the
+    next."""
     h = token.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     h = h + turn.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)

@@ -75,7 +75,7 @@ class Adaptive(SchedulerPolicy):
         return index
 
     def _look(self, load: Load, now: float) -> None:
-        """At the step that was planned last."""
+        """Count the step that was planned last, and fit the times at the end of each window."""
         entered = max(0, load.running - self.was + self.gone) if self.asked else 0
         if not self.was and not entered:
             self.begun, self.counted = now, [0.0, 0.0, 0.0]
@@ -97,7 +97,7 @@ class Adaptive(SchedulerPolicy):
         self.times = np.maximum(np.linalg.solve(self.seen + doubt, self.took), 0.0)
 
     def _rate(self, now: float) -> float:
-        """Newcomers a second, of late; 0 before there were enough."""
+        """Return the recent arrivals per second, or 0 if there were too few."""
         if len(self.arrivals) < ENOUGH:
             return 0.0
         return (len(self.arrivals) - 1) / max(now - self.arrivals[0], 1e-6)
@@ -124,14 +124,15 @@ class Adaptive(SchedulerPolicy):
         return StepShape(hold_until=now + wait - load.oldest_wait)
 
     def _most(self) -> float:
-        """Seconds that a newcomer may be held back: the tightest target of late says what is short."""
+        """Return the longest time in seconds for which a new request may be held back.  It follows from the
+        tightest recent target."""
         usual = np.inf if self.options.default_ttft_ms is None else self.options.default_ttft_ms / 1e3
         target = min((min(one, usual) for one in self.targets), default=usual)
         return float(min(self.options.max_hold, self.options.ttft_share * max(target, 0.0)))
 
     def figures(self) -> Mapping[str, float]:
-        """``batch_wanted``: newcomers at a time, by the last plan; ``step_ms``, ``prompts_ms``, ``token_us``: the three
-        times; ``held``: plans in which newcomers were held back."""
+        """Return ``batch_wanted``, the number of requests to start together in the last plan; the learned times
+        ``step_ms``, ``prompts_ms`` and ``token_us``; and ``held``, the plans that held new requests back."""
         step, prompts, tokens = self.times.tolist()
         return {
             "batch_wanted": self.wanted,

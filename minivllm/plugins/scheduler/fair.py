@@ -104,9 +104,9 @@ class Fair(SchedulerPolicy):
         return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
 
     def figures(self) -> Mapping[str, float]:
-        """``tenants``: those whose counters are kept; ``waiting``: of these, those with a request in the queue, as far
-        as is known; ``floor``: the least counter, in tokens of service, of those that wait or waited last; ``lead``: by
-        how many tokens the greatest counter is above it."""
+        """Return ``tenants``, the number of tenants with a counter; ``waiting``, how many of them are known to have
+        a waiting request; ``floor``, the smallest counter, in tokens of service, of the tenants that wait or waited
+        last; and ``lead``, by how many tokens the largest counter exceeds the floor."""
         counters = self.counter[list(self.place.values())]
         lead = max(float(counters.max(initial=0.0)) - self.floor, 0.0)
         return {"tenants": len(self.place), "waiting": len(self.active), "floor": self.floor, "lead": lead}
@@ -128,7 +128,8 @@ class Fair(SchedulerPolicy):
         return at
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where these sequences are in ``ids``, and which of them are there, those that have been charged, bool [n]."""
+        """Return the place in ``ids`` of each sequence, and bool [n] whether it is there, which means that it has
+        been charged."""
         n, m = len(self.ids), len(ids)
         if n <= m and (ids[:n] == self.ids).all():  # the rows that run, nearly always: newcomers are the last of them
             return np.arange(m), np.arange(m) < n
@@ -140,7 +141,7 @@ class Fair(SchedulerPolicy):
         return at, self.ids[at] == ids
 
     def _place(self, tenant: int) -> int:
-        """A tenant's index into ``counter``; a new one starts from the floor."""
+        """Return the index of a tenant in ``counter``.  A new tenant starts at the floor."""
         at = self.place.get(tenant)
         if at is None:
             at = self.place[tenant] = len(self.place)
@@ -150,7 +151,7 @@ class Fair(SchedulerPolicy):
         return at
 
     def _forget(self) -> None:
-        """Of those who neither wait nor run, keep the counters that are furthest above the floor."""
+        """Drop counters of tenants that neither wait nor run, and keep those that are furthest above the floor."""
         if len(self.place) <= len(self.active) + len(self.ids) + 2 * SPARE:
             return
         stay, runs = self.active, set(self.owner.tolist())

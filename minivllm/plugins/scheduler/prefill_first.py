@@ -33,7 +33,8 @@ class PrefillFirst(SchedulerPolicy):
         self.length = 0  # tokens of the prompt that this step's group is built round; 0 = none yet
 
     def shape(self, load: Load, now: float) -> StepShape:
-        """Asked once, before ``order``, in each step."""
+        """Return the shape of a step, with a time until which a small batch of waiting requests is held back.  The
+        engine calls it once in each step, before ``order``."""
         self.length = 0
         o, hold = self.options, 0.0
         if load.waiting < min(o.batch, self.ctx.max_num_seqs - load.running) and load.oldest_wait < o.max_hold:

@@ -36,7 +36,8 @@ class ShortestJob(SchedulerPolicy):
         return new.arrival + np.minimum(self.options.seconds_per_token * self.work(new), self.options.max_wait)
 
     def work(self, view: QueueView) -> np.ndarray:
-        """What is left f64 [n], in output tokens; one that has outrun its expectation has as many again to go."""
+        """Return the estimated remaining work f64 [n] in output tokens.  A sequence that is longer than predicted
+        is expected to generate as many tokens again."""
         made = (view.known - view.prompt).astype(np.float64)
         left = np.where(made < view.predicted_out, view.predicted_out - made, np.minimum(made, view.max_out - made))
         return np.maximum(left, 1) + self.options.prefill_cost * np.maximum(view.known - view.computed, 0)

@@ -44,7 +44,7 @@ class Guidance(Parallel):
 
 
 def _fault(params: SamplingParams) -> RequestError | None:
-    """Why a request is not for this strategy."""
+    """Return the reason why the strategy cannot serve a request, or None."""
     scale, text, ids = params.guidance_scale, params.negative_prompt, params.negative_prompt_token_ids
     given = IDS if ids is not None else TEXT if text else ""
     if scale == 1.0:

@@ -38,6 +38,6 @@ class Parallel(DecodingStrategy):
 
 
 def _rank(end: BranchEnd) -> tuple[bool, float, int]:
-    """Smaller is better."""
+    """Return the sort key of a branch; the best branch has the smallest key."""
     score = -math.inf if end.cumulative_logprob is None else end.cumulative_logprob
     return end.finish_reason in ("abort", "error"), -score, end.sample
