@@ -52,7 +52,7 @@ class DescribedReply:
         self._fenced = False  # within a block of code
         self._state: Callable[[], bool] = self._text
         self._is_text = True
-        self._streams = self._collects = False
+        self._streams = self._collects = self._values = False
         self._form: FormPlan | None = None
         self._held: list[str] = []  # read text of a call that is not certain or not converted
         self._collected: list[str] = []  # its arguments
@@ -78,6 +78,10 @@ class DescribedReply:
                 self._read += len(text)
                 self._collected.append(text)
                 return ()
+            if self._values and self._begun_value and not self._pair().notable.search(text):
+                self._read += len(text)
+                self._hold_value(text, self._pair())
+                return self._out.take()
             part = self._plain(text)
             if part is not None:
                 self._read += len(text)
@@ -130,6 +134,7 @@ class DescribedReply:
         self._is_text = state == self._text
         self._streams = state == self._stream
         self._collects = state == self._collect
+        self._values = state == self._value
         return GO
 
     # ---- text --------------------------------------------------------------------------------------------------------

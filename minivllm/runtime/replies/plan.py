@@ -94,6 +94,7 @@ class PairPlan:
     closers: tuple[str, ...]
     find: re.Pattern[str]
     begun: re.Pattern[str] | None
+    notable: re.Pattern[str]  # the first characters of what ``find`` finds
     first: bool
     last: bool
 
@@ -183,8 +184,10 @@ class Plan:
         head = self._templates.elements(pairs.before.strip())
         closers = tuple(self._first_tags(pairs.after))
         find = re.compile("|".join([*map(re.escape, closers), MARK]))
+        characters = "".join(sorted({re.escape(closer[0]) for closer in closers}))
+        notable = re.compile(f"[\udc80-\udcff{characters}]")
         first, last = pairs.before.endswith("\n"), pairs.after.startswith("\n")
-        return PairPlan((SPACE, *head), closers, find, beginnings(closers), first, last)
+        return PairPlan((SPACE, *head), closers, find, beginnings(closers), notable, first, last)
 
     def _first_tags(self, *templates: str) -> Iterator[str]:
         """Yield the spellings of the tags with which templates begin."""
