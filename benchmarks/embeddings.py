@@ -4,8 +4,8 @@
     python benchmarks/embeddings.py --shape 0.6B --layers 28 --texts 8 --device cpu
 
 All ways run in turns, without the prefix cache.  A figure is the median of ``--repeat`` runs in prompt tokens a second,
-and a ratio is the median of the ratios of a turn: by the clock, and by the CPU seconds of the process.  The latter does
-not depend on what else runs on the machine if OMP_NUM_THREADS=1, because threads that wait use CPU time.
+and a ratio is the median of the ratios of a turn: by the clock, and by the CPU seconds of the process.  ``best`` is the
+ratio of the shortest runs, which a busy machine changes least.  OMP_NUM_THREADS=1 keeps CPU seconds free of waiting.
 """
 
 from __future__ import annotations
@@ -75,25 +75,24 @@ def compare(args: argparse.Namespace, model: str, load_format: str) -> None:
     }
     rng = random.Random(0)
     prompts = [[rng.randrange(5, 1000) for _ in range(args.tokens)] for _ in range(args.texts)]
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    ratios: dict[str, list[float]] = {name: [] for name in ways}
-    by_cpu: dict[str, list[float]] = {name: [] for name in ways}
-    cpu: dict[str, float] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    cpu: dict[str, list[float]] = {name: [] for name in ways}
     for way in ways.values():
         way(prompts[:2])
     for _ in range(args.repeat):
         for name, way in ways.items():
             begun, cpu_begun = time.perf_counter(), time.process_time()
             way(prompts)
-            found[name].append(args.texts * args.tokens / (time.perf_counter() - begun))
-            cpu[name] = time.process_time() - cpu_begun
-            ratios[name].append(found[name][-1] / found[PREFILL][-1])
-            by_cpu[name].append(cpu[PREFILL] / cpu[name])
+            seconds[name].append(time.perf_counter() - begun)
+            cpu[name].append(time.process_time() - cpu_begun)
     print(f"{args.texts} prompts of {args.tokens} tokens, {args.repeat} turns")
     for name in ways:
-        line = f"{name:<20}{statistics.median(found[name]):>10,.0f} tokens/s"
-        for kind, values in (("clock", ratios[name]), ("CPU seconds", by_cpu[name])):
-            line += f"   {kind} {statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+        rate = args.texts * args.tokens / statistics.median(seconds[name])
+        line = f"{name:<20}{rate:>10,.0f} tokens/s"
+        for kind, times in (("clock", seconds), ("CPU", cpu)):
+            turns = [one / other for one, other in zip(times[PREFILL], times[name], strict=True)]
+            best = min(times[PREFILL]) / min(times[name])
+            line += f"   {kind} {statistics.median(turns):.3f} ({min(turns):.3f} to {max(turns):.3f}, best {best:.3f})"
         print(line)
     llm.close()
 
