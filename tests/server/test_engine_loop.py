@@ -31,6 +31,12 @@ TOLD = dict(
     reads=[],
     tap_points={},
     energy="",
+    weight_bytes=0,
+    shape={},
+    hidden=0,
+    pooling="last",
+    pooling_fault="",
+    for_embeddings=False,
 )
 
 

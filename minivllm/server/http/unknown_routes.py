@@ -27,8 +27,8 @@ only embeddings are pooled; use {EMBEDDINGS} <- pooling encode
 this server has no classifier; use {SCORE} for the similarity of texts <- classify
 only text is generated; use {CHAT} <- audio/transcriptions audio/translations audio/speech images/generations \
     images/edits moderations
-files and batches are not stored: minivllm run-batch runs a batch file; use {CHAT} for each request <- files files/* batches \
-    batches/* fine_tuning/jobs assistants threads vector_stores
+files and batches are not stored: minivllm run-batch runs a batch file; use {CHAT} for each request <- files \
+    files/* batches batches/* fine_tuning/jobs assistants threads vector_stores
 models are loaded when the server starts; {MODELS} names them <- load_lora_adapter unload_lora_adapter models/load \
     models/unload
 use {COMPLETIONS} <- completion generate generate_stream infer inference infill api/v1/generate \
