@@ -126,6 +126,8 @@ def model_of(family: str) -> dict[str, Any]:
     small = {k: v for k, v in SMALL.items() if k in own}
     if "linear_num_key_heads" in own:
         small["layer_types"] = ["linear_attention", "full_attention"]
+    elif family == "lfm2_moe":  # its class has no default
+        small["layer_types"] = ["conv", "full_attention"]
     return {"model_type": family, "architectures": [FAMILIES[family][0]], **small}
 
 
