@@ -24,7 +24,7 @@ def test_explain_in_python_gives_the_selections_and_their_text():
     (attention,) = found.of("attention")
     assert attention.chosen.entry.label == "minivllm/sdpa" and attention.request.facts["block"] == 32
     assert attention.supplied == {} and found.error is None
-    assert len(found.of("processors")) == 6 and len(found.of()) == len(found.selections)
+    assert len(found.of("processors")) == 7 and len(found.of()) == len(found.selections)
     assert str(found) == found.text() and "block          32 (asked for)" in found.text()
     assert found.text("attention") == attention.explain()
     with pytest.raises(PluginError, match="Did you mean 'attention'"):

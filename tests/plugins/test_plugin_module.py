@@ -34,8 +34,8 @@ PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Process
 Reason RequestEnd RequestError RequestView ResourceError Rope Router Row Rows Rule Runner Sampler SamplingContext
 SamplingParams SchedulerContext SchedulerPolicy Search Shard Spec SpeculationWiring StepError StepPlan StepResult
 StepShape StepTaps StepTensors StepWiring StoredWeight StructuredOutputsParams Tap TensorSpec Tensors WeightNames
-WeightScheme Wiring Begun Calls Channels DescribedParser Ended Pairs Reasoning Reply ReplyContext ReplyFormat
-ReplyParser Said Thought Written
+WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended Pairs Reasoning Reply ReplyContext
+ReplyFormat ReplyParser Said Thought Written
 build_worker check_shape decode_late decode_plan decode_result decoder_rules encode_late
 encode_plan encode_result fields gumbel hookimpl no_adapter noise noise_bits part_rows route wiring_from_json
 wiring_to_json worker_command

@@ -177,6 +177,7 @@ def request(prompt, output, text=None, params=GREEDY):
     inner = SimpleNamespace(
         energy=None,
         taps=(),
+        pooling=None,
         prompt=np.array(prompt, np.int32),
         text=text,
         params=params,
