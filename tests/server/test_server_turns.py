@@ -134,5 +134,6 @@ def test_a_schema_that_is_worked_out_elsewhere_holds(server):
     assert answer.status_code == 200, answer.text[:300]
     assert answer.json()["choices"][0]["message"]["content"].startswith('{"a":"x"')
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    form = {"structured_outputs": {"json": schema}}
     answer = server.post("/v1/chat/completions", {**hi, **form, "tools": [tool], "tool_choice": "required"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "tool_choice"
