@@ -155,8 +155,10 @@ class ParserConformance(Lasting, SpecConformance):
     def test_a_cut_answer_has_complete_calls_only(self) -> None:
         """Check every beginning of a reply: complete calls are the first ones of it, and their arguments are JSON."""
         parser = self.build()
-        text = self.written(parser, "", CALLS) or ""
-        for end in range(len(text)):
+        text = self.written(parser, "", CALLS)
+        if text is None:
+            pytest.skip("the suite cannot write the format: override written")
+        for end in range(len(text) + 1):
             found = self.read(parser, text[:end], ReplyContext(FUNCTIONS), cut=True)[2]
             whole = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
             assert whole == CALLS[: len(whole)], f"{text[:end]!r}: found {whole}"

@@ -34,7 +34,7 @@ class ChannelReply:
         self._written: list[str] = []  # the arguments of the call so far
         self._tag_of = {mark: tag for tag, mark in context.marks.items()}
         named = (channels.start, channels.channel, channels.message, channels.constrain, *channels.ends)
-        spelled = [tag for tag in named if tag not in context.marks or context.forced]
+        spelled = [tag for tag in named if tag not in context.marks]
         ordered = sorted(spelled, key=len, reverse=True)
         self._find = re.compile("|".join([MARK, *map(re.escape, ordered)]))
         self._begun = beginnings(ordered)

@@ -30,8 +30,7 @@ class ReplyContext:
     ``functions`` has the JSON schema of the parameters of each function by its name.  ``only`` has the names that the
     model may call, or is None if it may call any name.  ``marks`` has the mark of each tag that is a token.  ``hidden``
     names the tags that leave no text where they are part of nothing, which are the special tokens.  ``opened`` means
-    that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.  ``forced`` means that a
-    grammar wrote the text, which may spell a tag with other tokens.
+    that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.
     """
 
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -40,7 +39,6 @@ class ReplyContext:
     hidden: frozenset[str] = frozenset()
     opened: bool = False
     calls: bool = True
-    forced: bool = False
 
 
 class Reply(Protocol):

@@ -45,8 +45,8 @@ class DescribedParser(ReplyParser):
 
     def _plan(self, context: ReplyContext) -> Plan:
         """Return the compiled format for the marks of an answer."""
-        key = (tuple(context.marks.items()), context.forced)
+        key = tuple(context.marks.items())
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self.format, context.marks, context.forced)
+            plan = self._plans[key] = Plan(self.format, context.marks)
         return plan

@@ -45,6 +45,7 @@ class DescribedReply:
         self._final = False
         self._fresh = bool(plan.first) and context.calls  # a call without a tag may begin here
         self._thinking = context.opened and plan.format.reasoning is not None
+        self._untagged = False  # the last head of a call was an object without a tag
         self._owed = False  # a call ended reasoning whose closing tag may still come
         self._ticks = 0  # backticks in a row that end at ``_ticks_end``
         self._ticks_end = -1
@@ -104,11 +105,17 @@ class DescribedReply:
 
     def cut(self) -> Sequence[Part]:
         """Return the rest of an answer that the length limit has cut, without an incomplete call."""
+        if self._collects and '"name"' not in "".join(self._held + self._collected) and self._is_object():
+            self._release()  # an answer that is other JSON
         if self._is_text and not self._waits_for_head():
             return self.feed("", True)
         self._held = []
         self._buffer = ""
         return ()
+
+    def _is_object(self) -> bool:
+        """Return whether the call is an object with its name inside."""
+        return self._form is not None and self._form.calls.arguments == OBJECT
 
     def _waits_for_head(self) -> bool:
         """Return whether the held text is the beginning of a call."""
@@ -222,6 +229,8 @@ class DescribedReply:
         candidate, end, name = choose(self._plan.first, self._buffer, at, self._final)
         if end == PARTIAL:
             return False
+        form = None if candidate is None else candidate.form
+        self._untagged = form is not None and form.calls.arguments == OBJECT
         if candidate is not None and self._allows(name):
             self._fresh = False
             self._begin(candidate, at, end, name)
@@ -244,7 +253,7 @@ class DescribedReply:
             self._owed = False
             self._out.end_thought()
             return at
-        quoted = not mark and not self._context.forced and self._is_quoted()
+        quoted = not mark and self._is_quoted()
         if role is not None and not quoted:
             end = self._head_at(role.calls, start, begin, at) if self._may_call() else NO
             blank = not self._out.said and not self._buffer[start:begin].strip()
@@ -280,6 +289,7 @@ class DescribedReply:
         if candidate is None:
             self._at = begin
             return PARTIAL
+        self._untagged = False
         if self._thinking:
             self._leave_thought()
             self._owed = True
@@ -309,7 +319,9 @@ class DescribedReply:
 
     def _allows(self, name: str) -> bool:
         """Return whether the model may call a function.  The name "" is not known yet."""
-        only = self._context.only
+        only, functions = self._context.only, self._context.functions
+        if name and self._untagged and functions and name not in functions:
+            return False  # without a tag, an object with a name is no call unless it names a function
         return only is None or name == "" or name in only
 
     # ---- calls -------------------------------------------------------------------------------------------------------
@@ -380,8 +392,7 @@ class DescribedReply:
         if syntax == PYTHON:
             arguments = python_arguments(self._spelled(text))
         else:
-            arguments = quoted_arguments(text, form.quotes)
-            arguments = None if arguments is None else self._spelled(arguments)
+            arguments = quoted_arguments(text, form.quotes, self._spelled)
         return None if arguments is None else (self._name, arguments)
 
     def _spelled(self, text: str) -> str:
@@ -408,6 +419,9 @@ class DescribedReply:
         pieces, self._at, ended = self._scanner.read(self._buffer, self._at, form, self._final, self._shown)
         for piece in pieces:
             self._out.write(piece)
+        if not ended and self._final and not self._scanner.quoted:
+            self._out.write(self._scanner.rest())  # the answer has ended without the closing brackets
+            ended = True
         if not ended:
             return WAIT
         self._out.end_call()

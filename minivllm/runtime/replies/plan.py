@@ -41,6 +41,9 @@ MEMBER: tuple[Element, ...] = (SPACE, COMMA, SPACE, SCALAR, SPACE, COLON, SPACE,
 END_OF_OBJECT: tuple[Element, ...] = (SPACE, SHUT)
 # an object whose name is not its first member, or whose arguments are text
 UNORDERED: tuple[Element, ...] = (OPEN, SPACE, Literal(OTHER_KEYS), SPACE, COLON)
+# the same without a tag before it, where an answer that is any JSON must not be held
+UNTAGGED: tuple[Element, ...] = (OPEN, SPACE, Literal((*KEYS, '"function"')), SPACE, COLON)
+TYPED: tuple[Element, ...] = (OPEN, SPACE, Literal(('"type"',)), SPACE, COLON, SPACE, Literal(('"function"',)))
 TEXT_ARGUMENTS: tuple[Element, ...] = (*KEY, Literal(('"', "null")))
 KEYWORD = Ahead(re.compile(r"\)|[A-Za-z_]\w{0,63}\s{0,8}="), re.compile(r"(?:[A-Za-z_]\w{0,63})?\s{0,8}"))
 
@@ -116,10 +119,10 @@ class Plan:
     heads of calls at the beginning of the content.
     """
 
-    def __init__(self, form: ReplyFormat, marks: Mapping[str, str], forced: bool) -> None:
+    def __init__(self, form: ReplyFormat, marks: Mapping[str, str]) -> None:
         self.format = form
         self.tag_of = {mark: tag for tag, mark in marks.items()}
-        spellings = {tag: _spellings(tag, marks, forced) for tag in form.tags}
+        spellings = {tag: (marks.get(tag, tag),) for tag in form.tags}  # the mark of a tag, if it has one
         self._templates = Templates(spellings)
         self.roles: dict[str, Role] = {}
         self.first: list[Candidate] = []
@@ -146,7 +149,7 @@ class Plan:
         tagged = self._tagged(opening)
         if not tagged:
             before = self._templates.elements(calls.begin + calls.open)
-            self.first += self._heads(form, before)
+            self.first += self._heads(form, before, untagged=True)
         for lead in dict.fromkeys((calls.begin + calls.open, calls.open)) if tagged else ():
             if not self._tagged(lead + calls.head):
                 continue
@@ -196,17 +199,21 @@ class Plan:
             if pieces:
                 yield from self._templates.spellings.get(pieces[0], ())
 
-    def _heads(self, form: FormPlan, before: Iterable[Element], without: str = "") -> list[Candidate]:
+    def _heads(
+        self, form: FormPlan, before: Iterable[Element], without: str = "", untagged: bool = False
+    ) -> list[Candidate]:
         """Return the candidates for the head of a call after the elements ``before``.
 
-        ``without`` is the tag at the beginning of the head that has been read."""
+        ``without`` is the tag at the beginning of the head that has been read.  ``untagged`` means that no tag tells a
+        call from other text."""
         lead = (*before, SPACE)
         if form.calls.arguments == OBJECT:
+            unordered = (UNTAGGED, TYPED) if untagged else (UNORDERED,)
             return [
                 Candidate(form, lead, (*KEY, OBJECT_AHEAD), STREAM),
                 Candidate(form, lead, (*NAMED, SHUT), EMPTY),
                 Candidate(form, lead, TEXT_ARGUMENTS, COLLECT),
-                Candidate(form, lead, UNORDERED, COLLECT),
+                *(Candidate(form, lead, head, COLLECT) for head in unordered),
             ]
         template = form.calls.head.strip().removeprefix(without)
         head = self._templates.elements(template)
@@ -238,15 +245,6 @@ class Plan:
         old = self.roles.get(text, Role())
         thought = old.thought or role.thought
         self.roles[text] = Role(old.calls + role.calls, thought, old.closes or role.closes)
-
-
-def _spellings(tag: str, marks: Mapping[str, str], forced: bool) -> tuple[str, ...]:
-    """Return the texts that count as a tag: its mark, if it has one, else its text.
-
-    A grammar may have forced the text of a tag that has a mark."""
-    if tag not in marks:
-        return (tag,)
-    return (marks[tag], tag) if forced else (marks[tag],)
 
 
 def choose(candidates: Iterable[Candidate], text: str, at: int, final: bool) -> tuple[Candidate | None, int, str]:

@@ -53,12 +53,16 @@ class Scanner:
                     return pieces, at - 1, False
                 at += 1
             elif not self.quoted and found in form.closers:
-                pieces += [text[start : match.start()], "".join(reversed(self._open))]
+                pieces += [text[start : match.start()], self.rest()]
                 return pieces, match.start(), True
             else:  # a mark that is part of nothing
                 escaped = json.dumps(shown(found), ensure_ascii=False)[1:-1]
                 pieces += [text[start : match.start()], escaped if self.quoted else shown(found)]
                 start = at
+
+    def rest(self) -> str:
+        """Return the closing brackets of those that are open."""
+        return "".join(reversed(self._open))
 
     def _hold_from(self, text: str, at: int, form: FormPlan, final: bool) -> int:
         """Return the position of a closing tag that may begin at the end of a text, else the end of the text."""

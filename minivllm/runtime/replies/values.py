@@ -5,12 +5,13 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .parts import NAME
 
-MOST_DEPTH = 64  # of arguments that are converted
+MOST_PARTS = 1 << 13  # commas of arguments that are converted: their conversion takes up to 50 ms
 SPACE = re.compile(r"[ \t\n\r]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -115,9 +116,13 @@ def _is_name(name: Any) -> bool:
 def python_arguments(text: str) -> str | None:
     """Return the keyword arguments of a call in Python, from behind its "(" to its ")", as JSON.
 
-    None means that they are no literals, or not all of them keywords."""
+    None means that they are no literals, not all of them keywords, or too many."""
+    if text.count(",") > MOST_PARTS:
+        return None
     try:
-        call = ast.parse(f"f({text}", mode="eval").body
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a string with an unknown escape
+            call = ast.parse(f"f({text}", mode="eval").body
         if not isinstance(call, ast.Call) or call.args:
             return None
         found = {}
@@ -150,10 +155,13 @@ def _literal(node: ast.expr) -> Any:
 # ---- objects with quotes that are tags -------------------------------------------------------------------------------
 
 
-def quoted_arguments(text: str, quotes: tuple[str, ...]) -> str | None:
+def quoted_arguments(text: str, quotes: tuple[str, ...], spell: Callable[[str], str]) -> str | None:
     """Return an object as JSON.  Its keys have no quotes, and its strings stand between two ``quotes``.
 
-    None means that the text is no such object."""
+    ``spell`` returns a text with tags in place of marks.  None means that the text is no such object, or has too many
+    members."""
+    if text.count(",") > MOST_PARTS:
+        return None
     quote = "|".join(map(re.escape, quotes))
     kinds = [
         rf"(?:{quote})(.*?)(?:{quote})",
@@ -173,12 +181,12 @@ def quoted_arguments(text: str, quotes: tuple[str, ...]) -> str | None:
         if mark is not None:
             out.append(mark)
         elif string is not None:
-            out.append(dumped(string))
+            out.append(dumped(spell(string)))
         elif json_string is not None:
-            out.append(json_string)
+            out.append(spell(json_string))
         else:
             is_key = text[match.end() : match.end() + 1] == ":" and out[-1:] in (["{"], [","])
-            out.append(_bare(word.strip(), is_key))
+            out.append(_bare(spell(word.strip()), is_key))
         space = SPACE.match(text, match.end())
         at = space.end() if space else match.end()
     found = "".join(out)

@@ -129,8 +129,6 @@ def test_a_tag_token_is_a_tag_and_text_that_spells_it_is_none():
     assert parsed("qwen3", "see \udc80 and \udc81.", request)[1] == "see <tool_call> and </tool_call>."
     hidden = ReplyContext(FUNCTIONS, marks=marks, hidden=frozenset(marks))
     assert parsed("qwen3", "see \udc80 and \udc81.", hidden)[1] == "see  and ."
-    forced = ReplyContext(FUNCTIONS, marks=marks, forced=True)
-    assert parsed("qwen3", f"<tool_call>{inner}</tool_call>", forced)[2] == [["f", '{"a": 1}', True]]
     quoted = '{"a": "\udc81 in a string"}'
     found_calls = parsed("qwen3", f'\udc80{{"name": "f", "arguments": {quoted}}}\udc81', request)[2]
     assert found_calls == [["f", '{"a": "</tool_call> in a string"}', True]]
