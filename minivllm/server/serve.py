@@ -190,11 +190,10 @@ def _log_loaded(info: EngineInfo, seconds: float) -> None:
 def _log_parser(service: Service) -> None:
     """Log which parser finds reasoning and calls in the text of the model, and why it was chosen."""
     name = service.server.tool_parser
-    if name in tools.PARSERS:
-        reason = "it was named"
-    else:
-        chosen = service.chosen()
-        name, reason = chosen.name, chosen.reason
+    chosen = service.chosen()
+    reason = chosen.reason
+    if name not in tools.PARSERS:
+        name = chosen.name
     logs.event("parser", sentence=f"replies are parsed as {name}: {reason}", parser=name, reason=reason)
 
 

@@ -15,16 +15,18 @@ from minivllm.errors import ConfigError, PluginError, shown, suggest
 from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser, detect
+from minivllm.runtime.replies.thinking import ThinkingTags
 from minivllm.runtime.text.marks import NO_MARKS, Marks
 
 from . import tools
+from .thoughts import tags_around
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 AUTO = "auto"
-TAIL = 24  # tokens at the end of a prompt in which reasoning may be opened
+TAIL = 24  # tokens at the end of a prompt in which a text, which is no token, may open the reasoning
 # names of vLLM -> our names
 ALSO: Mapping[str, str] = {
     "deepseek_v3": "deepseek_r1",
@@ -52,6 +54,11 @@ def choose(server: ServerConfig, tokenizer: Tokenizer | None, allow_targets: Seq
     """Return the parser of a server.  ConfigError if the configuration names a parser that does not exist."""
     catalog = Catalog.discover().allow(allow_targets)
     name = server.tool_parser
+    if name in tools.PARSERS and server.reasoning_parser is not None:
+        text = (
+            f"server.reasoning_parser={shown(server.reasoning_parser)}: tool_parser={shown(name)} is a registered class"
+        )
+        raise ConfigError(f"{text}, which finds reasoning itself or not at all; leave reasoning_parser out")
     reason = "it was named"
     if name == AUTO or name in tools.PARSERS:
         written = tokenizer.written if tokenizer is not None else ()
@@ -130,20 +137,32 @@ def context_of(asked: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[st
 
 
 def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> bool:
-    """Return whether the prompt of an answer ends within the reasoning."""
+    """Return whether the prompt of an answer ends within the reasoning.
+
+    Tags that are tokens are found as the bound of the reasoning finds them, with reasoning behind them or not."""
     if tokenizer is None or not isinstance(parser, ReplyParser):
         return False
+    tags = tags_around(parser)
+    added = tokenizer.added_tokens
+    if tags is not None and all(tag in added for tag in tags):
+        start, end = ((added[tag],) for tag in tags)
+        return ThinkingTags(start, end, end).opened(prompt, tokenizer.eos_ids)
     return parser.opens(tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False))
 
 
-def reasoning_tokens(ids: Sequence[int], marks: Marks, tags: tuple[str, str] | None, share: float) -> int:
+def reasoning_tokens(ids: Sequence[int], marks: Marks, tags: tuple[str, str] | None, share: float, opened: bool) -> int:
     """Return the number of tokens of an answer that are reasoning, its tags included.
 
-    ``tags`` are the tags around reasoning; where they are tokens, the count is exact.  Otherwise it is ``share`` of all
-    tokens, the part of the text that is reasoning."""
-    if share > 0 and tags is not None:
-        mark = marks.by_tag.get(tags[1])
-        closing = [token for token, other in marks.by_token.items() if other == mark]
-        if closing and closing[0] in ids:
-            return list(ids).index(closing[0]) + 1
-    return round(share * len(ids))
+    ``opened`` means that the answer begins within the reasoning.  The count is exact where the tags around reasoning
+    are tokens.  Otherwise it is ``share`` of all tokens, the part of the text that is reasoning."""
+    tokens = {mark: token for token, mark in marks.by_token.items()}
+    start, end = (tokens.get(marks.by_tag.get(tag, "")) for tag in tags or ("", ""))
+    if share == 0 or start is None or end is None or end not in ids:
+        return round(share * len(ids))
+    count = 0
+    inside = opened
+    for token in ids:
+        inside = inside or token == start
+        count += inside
+        inside = inside and token != end
+    return count

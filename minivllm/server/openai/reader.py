@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 FORCED = ("required", "named")  # choices of tools with which the model must call
-PIECE = 1 << 13  # characters that are parsed at once: a few milliseconds
+PIECE = 1 << 10  # characters that are parsed at once: at most 10 milliseconds, for text of nothing but tags
 
 
 def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyContext | None) -> Any:

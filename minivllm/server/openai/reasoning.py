@@ -51,6 +51,8 @@ def template_variables(body: Any, read: Collection[str], warnings: Warnings) -> 
     if EFFORT in read:
         if asked is not None or not on:
             made[EFFORT] = asked or "none"
+        elif not made:
+            _warn(body, warnings, switches, "the chat template reads an effort alone; send reasoning_effort")
     elif not made:
         reason = "the chat template reads neither reasoning_effort nor enable_thinking"
         _warn(body, warnings, switches, reason)
@@ -102,11 +104,17 @@ def budget_of(body: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shows_reasoning(body: Any) -> bool:
-    """Return whether the answer shows the reasoning: not with ``include_reasoning=false``."""
-    excluded = isinstance(body.reasoning, dict) and body.reasoning.get("exclude") is True
-    if excluded:
-        return False
-    return body.include_reasoning is not False
+    """Return whether the answer shows the reasoning: not with ``include_reasoning=false`` or ``reasoning.exclude``.
+
+    ApiError (400) for another value than true or false, and if they contradict each other."""
+    excluded = _member(body, "reasoning", "exclude")
+    if not isinstance(excluded, (bool, type(None))):
+        raise ApiError(400, f"reasoning.exclude={shown(excluded)}: expected true or false", "reasoning.exclude")
+    shows = {"include_reasoning": body.include_reasoning}
+    shows["reasoning.exclude"] = None if excluded is None else not excluded
+    given = {name: value for name, value in shows.items() if value is not None}
+    _check_same(given)
+    return all(given.values())
 
 
 def _efforts(body: Any) -> Iterator[tuple[str, str]]:

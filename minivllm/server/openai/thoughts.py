@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from minivllm.runtime.replies import DescribedParser, ReplyParser, Thought
+from minivllm.runtime.replies import DescribedParser, ReplyParser
+from minivllm.runtime.replies.output import Output
 from minivllm.runtime.replies.thinking import BUDGET, TAGS
 from minivllm.runtime.text.marks import Marks
 from minivllm.runtime.text.thinking import tags_of
@@ -56,6 +57,8 @@ class AfterThought:
         self._start, self._end = start, end
         self._thinks = opened
         self._begun = opened
+        self._out = Output()  # drops whitespace at both ends of the reasoning
+        self._out.begin_thought()
 
     def feed(self, text: str, final: bool) -> list[Any]:
         """Return the reasoning and the parts of the calls in new text.  ``final`` marks the end of the answer."""
@@ -66,7 +69,8 @@ class AfterThought:
         if not self._thinks:
             return list(self._calls.feed(text, final))
         thought, mark, rest = text.partition(self._end)
-        found: list[Any] = [Thought(thought)] if thought else []
+        self._out.think(thought)
+        found: list[Any] = [*self._out.take()]
         if mark:
             self._thinks = False
             found += self._calls.feed(rest, final)
