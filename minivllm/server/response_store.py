@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -96,9 +96,11 @@ class MemoryFiles:
         """Return a response, or None if it is not there."""
         return self._held.get(name)
 
-    async def write(self, name: str, stored: Stored) -> None:
-        """Keep a response."""
+    async def write(self, name: str, stored: Stored, dropped: Sequence[str]) -> None:
+        """Keep a response, and forget dropped ones."""
         self._held[name] = stored
+        for old in dropped:
+            self._held.pop(old, None)
 
     async def remove(self, name: str) -> None:
         """Forget a response."""
@@ -110,6 +112,7 @@ class FolderFiles:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder)
+        self._turn = asyncio.Lock()  # changes of files run one after the other, in the order of their requests
         if not self.folder.is_dir():
             raise ConfigError(f"server.responses_dir={folder!r}: no such folder")
 
@@ -136,25 +139,39 @@ class FolderFiles:
             logs.event("a stored response cannot be read", 30, file=name, reason=str(exc))
             return None
 
-    async def write(self, name: str, stored: Stored) -> None:
-        """Write the file of a response."""
-        await asyncio.to_thread(self._write, name, stored.pack())
+    async def write(self, name: str, stored: Stored, dropped: Sequence[str]) -> None:
+        """Write the file of a response, and remove those of dropped ones.
 
-    def _write(self, name: str, data: bytes) -> None:
+        A cancelled caller does not interrupt it, because the names of the files have changed already."""
+        await asyncio.shield(self._change(lambda: self._write(name, stored), dropped))
+
+    async def _change(self, write: Callable[[], None], dropped: Sequence[str]) -> None:
+        """Run a write and remove files, both in a thread."""
+
+        def change() -> None:
+            write()
+            for name in dropped:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.folder / name)
+
+        async with self._turn:
+            await asyncio.to_thread(change)
+
+    def _write(self, name: str, stored: Stored) -> None:
         """Write a file under another name and rename it.  Only the user of the server may read it."""
         part = self.folder / (name + PART)
         try:
             with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
-                file.write(data)
+                file.write(stored.pack())
             os.replace(part, self.folder / name)
         except OSError as exc:
             logs.event("a response cannot be stored", 30, file=name, reason=str(exc))
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
 
     async def remove(self, name: str) -> None:
         """Remove the file of a response."""
-        with contextlib.suppress(OSError):
-            await asyncio.to_thread(os.unlink, self.folder / name)
+        await asyncio.shield(self._change(lambda: None, [name]))
 
 
 class Store:
@@ -198,9 +215,7 @@ class Store:
             logs.event("a response is too large to be stored", 30, response=stored.id, bytes=stored.size)
             return
         dropped = list(self._of(name[:32]).add(name, stored.size))
-        await self._files.write(name, stored)
-        for old in dropped:
-            await self._files.remove(old)
+        await self._files.write(name, stored, dropped)
 
     async def delete(self, identity: str, ident: str) -> bool:
         """Forget a response of a key, and return whether it was there."""

@@ -241,7 +241,7 @@ def test_an_unknown_model_has_the_text_that_clients_look_for(server):
         (CHAT, {**HI, "options": []}, "options"),
         (CHAT, {**HI, "options": {"temperature": -1}}, "options.temperature"),
         (CHAT, {**HI, "options": {"num_predict": 0}}, "num_predict"),
-        (CHAT, {**HI, "options": {"n": 2}}, "n is not supported"),
+        (CHAT, {**HI, "options": {"n": 2}}, "n=2: expected 1"),
         (CHAT, {**HI, "taps": [{}]}, "taps is not supported"),
         (CHAT, {**HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {**HI, "logprobs": True, "top_logprobs": 99}, "logprobs"),

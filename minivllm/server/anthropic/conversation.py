@@ -16,7 +16,7 @@ from minivllm.errors import shown
 from minivllm.runtime.text.messages import TEXT_ONLY
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject, Warnings
-from minivllm.server.openai.fields import MOST
+from minivllm.server.openai.fields import warn
 
 ROLES = ("user", "assistant", "system")
 # role -> types of its blocks -> the keys that the server reads, or that do not concern the prompt
@@ -58,12 +58,6 @@ class Conversation:
 def fail(place: str, text: str) -> ApiError:
     """Return the error (400) about a place of the body."""
     return ApiError(400, f"{place}{text}", place)
-
-
-def warn(warnings: Warnings, place: str, reason: str) -> None:
-    """Add the warning that a place of the body has no effect, unless there are many warnings already."""
-    if len(warnings) < MOST:
-        warnings.append({"field": place, "message": f"{place} has no effect here: {reason}"})
 
 
 def read_conversation(messages: Any, system: Any, warnings: Warnings) -> Conversation:

@@ -10,19 +10,20 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from minivllm.runtime.replies.thinking import BUDGET
+from minivllm.runtime.text.thinking import tags_of
 from minivllm.server.errors import MESSAGES, ApiError
 from minivllm.server.http.sse import EventStream, dump
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ChatBody, CountBody, MessageBody
 from minivllm.server.openai.calls import Finished, Part
 from minivllm.server.openai.chat import Chat
-from minivllm.server.openai.fields import MOST
+from minivllm.server.openai.fields import MOST, warn
 from minivllm.server.openai.generate import Answer, Service, checked, read_body, respond, warned
 from minivllm.server.openai.limits import seconds_of
 
 from .blocks import Blocks
-from .conversation import warn
-from .translate import BETA, Translation, translate
+from .translate import BETA, ChatValues, translate
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
@@ -54,7 +55,9 @@ async def count_tokens(request: Request, service: Service) -> Any:
 async def _work(request: Request, service: Service, model: type[Any]) -> Messages:
     """Read the body of a request, and return its work."""
     body = await read_body(request, service, model)
-    translation = translate(body)
+    tokenizer = service.tokens.tokenizer
+    bounds = BUDGET in service.client.info.reads and tokenizer is not None and tags_of(tokenizer) is not None
+    translation = translate(body, bounds)
     await asyncio.sleep(0)  # a large conversation takes some milliseconds, so other requests run in between
     if model is CountBody:
         translation.values["max_tokens"] = 1
@@ -84,14 +87,17 @@ class Messages(Chat):
     """One request for a message."""
 
     stream_type: type[EventStream] = MessageStream
+    one_choice = True
+    unserved = ("logprobs", "prompt_logprobs", "return_token_ids", "taps", "include_energy", "echo")
 
-    def __init__(self, service: Service, body: Any, state: dict[str, Any], translation: Translation) -> None:
+    def __init__(self, service: Service, body: Any, state: dict[str, Any], translation: ChatValues) -> None:
         super().__init__(service, body, state)
         self.warnings[:0] = translation.warnings
         del self.warnings[MOST:]
         self.shows_thoughts = translation.shows_thoughts
-        # as in Anthropic's API, the end of the context may end an answer before max_tokens
-        self.most, self.default, self.asked = self.asked, self.asked, None
+        # as in Anthropic's API, the end of the context may end an answer before max_tokens: a default may be cut
+        self.most = self.default = self.asked
+        self.asked = None
         if self.most is not None and self.params.min_tokens > self.most:
             text = f"min_tokens={self.params.min_tokens}: expected at most max_tokens={self.most}"
             raise ApiError(400, text, "min_tokens")

@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import shown
+from minivllm.runtime.replies.thinking import BUDGET
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject, Warnings
-from minivllm.server.openai.bodies import ChatBody
 from minivllm.server.openai.field_table import FORM
+from minivllm.server.openai.fields import warn
 from minivllm.server.openai.tools import MOST as MOST_TOOLS
 
-from .conversation import fail, read_conversation, warn
+from .conversation import fail, read_conversation
 
 # fields that cannot change the answer of this server -> the reason
 NO_EFFECT = {
@@ -54,17 +55,21 @@ SAME = {
     "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "tool_choice": "tool_choice",
     "metadata": "metadata", "service_tier": "service_tier", "mcp_servers": "mcp_servers",
 }  # fmt: skip
-THINKING = ("enabled", "adaptive", "disabled")
+# type of thinking -> its keys
+OF_THINKING = {
+    "enabled": ("type", "budget_tokens", "display"),
+    "adaptive": ("type", "display"),
+    "disabled": ("type", "display"),
+}
 DISPLAYS = (None, "summarized", "omitted")
 # effort of a message -> effort of a chat
 EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
-BUDGET = "thinking_token_budget"
 OF_TOOL = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"})
 BETA = "the fields of the body say which features a request uses"
 
 
 @dataclass
-class Translation:
+class ChatValues:
     """A message body as values of ``ChatBody``.
 
     ``sent`` maps fields of a chat to the client's fields.  ``shows_thoughts`` tells whether thinking blocks have
@@ -82,9 +87,11 @@ class Translation:
             self.sent[name] = sent
 
 
-def translate(body: Any) -> Translation:
-    """Return a body's fields as values of a chat.  ApiError (400) names the first wrong place."""
-    found = Translation(dict(body.model_extra or {}))
+def translate(body: Any, bounds: bool) -> ChatValues:
+    """Return a body's fields as values of a chat.  ApiError (400) names the first wrong place.
+
+    ``bounds`` means that the server can bound the tokens of the model's reasoning."""
+    found = ChatValues(dict(body.model_extra or {}))
     _refuse(found.values)
     for name, reason in NO_EFFECT.items():
         value = getattr(body, name, None)
@@ -100,7 +107,7 @@ def translate(body: Any) -> Translation:
         found.values["continue_final_message"] = True
     if body.tools is not None:
         found.values["tools"] = _tools(body.tools, found.warnings)
-    _set_thinking(found, body.thinking)
+    _set_thinking(found, body.thinking, bounds)
     _set_output(found, body)
     return found
 
@@ -151,32 +158,36 @@ def _tool(tool: Any, place: str, warnings: Warnings) -> JsonObject:
     return {"type": "function", "function": function}
 
 
-def _set_thinking(found: Translation, thinking: Any) -> None:
+def _set_thinking(found: ChatValues, thinking: Any, bounds: bool) -> None:
     """Set the switch and the budget of reasoning that ``thinking`` requests."""
     if thinking is None:
         return
     if not isinstance(thinking, dict):
         raise fail("thinking", f"={shown(thinking)}: expected an object with a type")
     kind = thinking.get("type")
-    if kind not in THINKING:
-        raise fail("thinking.type", f"={shown(kind)}: expected {', '.join(THINKING)}")
+    if not isinstance(kind, str) or kind not in OF_THINKING:
+        raise fail("thinking.type", f"={shown(kind)}: expected {', '.join(OF_THINKING)}")
     display = thinking.get("display")
     if display not in DISPLAYS:
         raise fail("thinking.display", f"={shown(display)}: expected summarized or omitted")
     found.shows_thoughts = display != "omitted"
     found.set("enable_thinking", kind != "disabled", "thinking")
+    for key, value in thinking.items():
+        if key not in OF_THINKING[kind] and value is not None:
+            expected = ", ".join(OF_THINKING[kind])
+            warn(found.warnings, f"thinking.{key[:64]}", f"thinking of type {kind} has {expected}")
     if kind != "enabled":
         return
     budget = thinking.get("budget_tokens")
     if type(budget) is not int or budget < 1:
         raise fail("thinking.budget_tokens", f"={shown(budget)}: expected a whole number >= 1")
-    if BUDGET in ChatBody.model_fields:
+    if bounds:
         found.set(BUDGET, budget, "thinking.budget_tokens")
     else:
-        warn(found.warnings, "thinking.budget_tokens", "the server does not limit reasoning")
+        warn(found.warnings, "thinking.budget_tokens", "the model's vocabulary has no tags around reasoning")
 
 
-def _set_output(found: Translation, body: Any) -> None:
+def _set_output(found: ChatValues, body: Any) -> None:
     """Set the effort and the form of the answer from ``output_config`` and the older ``output_format``."""
     config = body.output_config
     if config is not None and not isinstance(config, dict):
@@ -195,7 +206,7 @@ def _set_output(found: Translation, body: Any) -> None:
         _set_format(found, body.output_format, "output_format")
 
 
-def _set_effort(found: Translation, effort: Any) -> None:
+def _set_effort(found: ChatValues, effort: Any) -> None:
     """Set the effort of reasoning, unless reasoning is off."""
     if effort is None:
         return
@@ -207,7 +218,7 @@ def _set_effort(found: Translation, effort: Any) -> None:
         found.set("reasoning_effort", EFFORTS[effort], "output_config.effort")
 
 
-def _set_format(found: Translation, wanted: Any, place: str) -> None:
+def _set_format(found: ChatValues, wanted: Any, place: str) -> None:
     """Set the form of the answer: a JSON schema."""
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if kind != "json_schema":

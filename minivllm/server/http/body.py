@@ -48,9 +48,8 @@ class Bodies:
         408 if it is not complete after ``seconds``, 429 if the owner has too many bytes in progress, 400 if it is not
         a JSON object or exceeds the limits of ``bounds``.
         """
-        if not any_type and not is_json(
-            request.headers.get("content-type", "")
-        ):  # the guard has checked requests that have a body
+        kind = request.headers.get("content-type", "")
+        if not any_type and not is_json(kind):  # the guard has refused a body of another type already
             raise ApiError(415, f"the request has no body; {JSON_EXPECTED} and a JSON object")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and (len(declared) > 20 or int(declared) > most):

@@ -15,11 +15,6 @@ if TYPE_CHECKING:
 
 EFFORTS = {"max": "xhigh"}  # words for ``think`` <- Ollama's words, if they differ
 ENDLESS = {"num_predict": -1}  # the option that requests the rest of the context
-# fields of this server whose results an answer of Ollama's API cannot hold
-UNSHOWN = (
-    "n", "best_of", "echo", "prompt_logprobs", "taps", "return_token_ids", "return_tokens_as_token_ids",
-    "stream_options", "include_energy",
-)  # fmt: skip
 SENT = {"response_format": "format"}
 
 
@@ -78,7 +73,7 @@ def _shared_values(service: Service, body: Any) -> JsonObject:
 
     Fields that the route does not declare are kept: the table of fields maps, refuses or ignores them."""
     values: JsonObject = dict(body.model_extra or {})
-    values["model"] = served_name(service, body.model or values.pop("name", None))
+    values["model"] = served_name(service, body.model or body.name)
     values["stream"] = body.stream is not False
     if body.think is not None:
         values["think"] = EFFORTS.get(body.think, body.think) if isinstance(body.think, str) else body.think
@@ -92,10 +87,8 @@ def _shared_values(service: Service, body: Any) -> JsonObject:
     form = _form(body.format)
     if form is not None:
         values["response_format"] = form
-    for name in UNSHOWN:
-        for place in (values, values.get("options") or {}):
-            if place.get(name) not in (None, False, 1 if name == "n" else None):
-                raise ApiError(400, f"{name} is not supported: answers of Ollama's API have no place for it", name)
+    if values.get("stream_options") is not None:
+        raise ApiError(400, "stream_options is not supported: every stream of Ollama's API ends with its figures")
     return values
 
 

@@ -41,7 +41,7 @@ async def generate(request: Request, service: Service) -> Any:
 def _loaded(service: Service, body: Any, members: JsonObject) -> Any:
     """Return the answer to a request that only loads the model."""
     answer = load_answer(_shown(service, body), members)
-    served_name(service, body.model)
+    served_name(service, body.model or body.name)
     if body.keep_alive is None:
         return JSONResponse(answer)
     reason = "keep_alive has no effect here: the model stays loaded until the server ends"
@@ -51,7 +51,7 @@ def _loaded(service: Service, body: Any, members: JsonObject) -> Any:
 
 def _shown(service: Service, body: Any) -> str:
     """Return the model's name for the answer."""
-    return body.model or tagged(service.names[0])
+    return body.model or body.name or tagged(service.names[0])
 
 
 async def _respond(request: Request, service: Service, body: Any, values: JsonObject, kind: type[Any]) -> Any:

@@ -90,6 +90,7 @@ class Chat(Work):
         self.parser = service.parser()
         self.marks = marks_of(self.tools, self.parser, service.tokens.tokenizer)
         self.opened = False  # the prompt ends within the reasoning
+        self.shows_reasoning = reasoning.shows_reasoning(body)
         if body.top_logprobs and not body.logprobs:
             raise ApiError(400, "top_logprobs: expected only with logprobs=true", "top_logprobs")
         self.variables = self._variables()
@@ -172,10 +173,16 @@ class Chat(Work):
     async def piece_parts(self, answer: Answer) -> AsyncIterator[tuple[list[Part], TextPiece]]:
         """Yield the parts of each piece of a request's only choice, as ``parts`` does, with the piece."""
         reader = self._reader()
+        slices = self.service.slices
         while pieces := await answer.take():
+            until = slices.begin()
             for _, piece in pieces:
                 answer.sent += len(piece.token_ids)
-                parts: list[Part] = [*reader.parts(piece.text, piece.finish_reason)]
+                parts: list[Part] = []
+                for text, reason in pieces_of(piece.text, piece.finish_reason):
+                    parts += reader.parts(text, reason)
+                    if time.perf_counter() > until:  # much text was waiting for a slow client
+                        until = await slices.next()
                 if piece.finish_reason is not None:
                     self._count_thought(answer, piece.sample, reader)
                     parts.append(Finished(reader.reason(piece.finish_reason), piece.stop_reason))
@@ -183,8 +190,7 @@ class Chat(Work):
 
     def _reader(self) -> Reader:
         """Return a new reader for the text of one choice."""
-        shows = reasoning.shows_reasoning(self.body)
-        return Reader(self.tools, self.parser, self.marks, shows, self._context())
+        return Reader(self.tools, self.parser, self.marks, self.shows_reasoning, self._context())
 
     def _context(self) -> ReplyContext:
         """Return the request of the answer for the parser."""
@@ -198,7 +204,7 @@ class Chat(Work):
             return
         ids = answer.streams[0].texts[number].token_ids
         share = reader.thought_share
-        answer.thought[number] = reasoning_tokens(ids, self.marks, reader.tags, share)
+        answer.thought[number] = reasoning_tokens(ids, self.marks, reader.tags, share, self.opened)
 
     def opening(self, answer: Answer) -> list[JsonObject]:
         """Return the choices with the role, and with the echoed message, which a stream sends first."""

@@ -231,8 +231,8 @@ CHAT_ONLY = {
     "chat_template_kwargs": (DICT, "extension: variables of the chat template"),
     "reasoning_effort": (EFFORT, "how much the model reasons, if its chat template reads it"),
     "enable_thinking": (BOOL, "extension: whether the model reasons, if its chat template reads it"),
-    "reasoning": (DICT, "extension: object with effort, enabled and exclude"),
-    "thinking": (SWITCH, "extension: the same as enable_thinking, or an object with type"),
+    "reasoning": (DICT, "extension: object with effort, enabled, exclude and max_tokens"),
+    "thinking": (SWITCH, "extension: the same as enable_thinking, or an object with type and budget_tokens"),
     "think": (SWITCH, "extension: enable_thinking or reasoning_effort"),
     "include_reasoning": (BOOL, "extension: false leaves the reasoning out of the answer"),
     "documents": (OBJECTS, "extension: texts for a chat template that supports documents"),
@@ -334,6 +334,7 @@ RESPONSES_ONLY = {
 # the fields of both routes of Ollama's API that generate text
 OLLAMA = {
     "model": (TEXT, "a name of the model, with or without :latest; absent: the model that the server loaded"),
+    "name": (TEXT, "the older name of model"),
     "stream": (BOOL, "send a line of JSON for each piece of text; default true"),
     "format": (_optional({"enum": ["json", ""]}, OBJECT), "json, or the JSON schema of the answer"),
     "options": (DICT, "num_predict, temperature, top_k, top_p, min_p, seed, stop, repeat_penalty, ..."),

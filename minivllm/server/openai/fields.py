@@ -274,6 +274,12 @@ def _drop_unread(parameters: JsonObject, warnings: Warnings, reads: Sequence[str
             warnings.append(_warning(name, "it applies to beam search only; set beam_width"))
 
 
+def warn(warnings: Warnings, name: str, reason: str = "") -> None:
+    """Add the warning that a field or a place of a body has no effect, unless there are many warnings already."""
+    if len(warnings) < MOST:
+        warnings.append(_warning(name, reason))
+
+
 def _warning(name: str, reason: str = "") -> dict[str, str]:
     """Return the warning that a field has no effect."""
     message = f"{name} has no effect here"

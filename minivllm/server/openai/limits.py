@@ -55,7 +55,7 @@ def check_counts(service: Service, n: int | None, best_of: int | None = None) ->
         raise ApiError(400, text, "best_of")
 
 
-def _width_name(params: SamplingParams) -> str:
+def width_name(params: SamplingParams) -> str:
     """Return the field that sets the number of branches of a prompt: beam_width, best_of or n."""
     if params.beam_width is not None:
         return "beam_width"
@@ -68,7 +68,7 @@ def check_branches(service: Service, prompts: int, params: SamplingParams) -> No
     A branch is an answer (``n``), a sample that may become one (``best_of``), or a beam."""
     most, branches = service.server.max_branches, prompts * params.width
     if branches > most:
-        name = _width_name(params)
+        name = width_name(params)
         text = f"{prompts} prompt{'s' * (prompts > 1)} times {name}={params.width} are {branches} branches"
         raise ApiError(400, f"{text}; expected at most {most} in a request (max_branches)", name)
 
@@ -88,7 +88,7 @@ def check_cost(service: Service, asks: Sequence[tuple[Any, SamplingParams]], unl
     params = asks[0][1]
     answer_scores = params.logprobs or 0
     scores = max(answer_scores, params.prompt_logprobs or 0)
-    shape = f"prompts: {len(asks)}, {_width_name(params)}={params.width}, max_tokens={params.max_tokens}"
+    shape = f"prompts: {len(asks)}, {width_name(params)}={params.width}, max_tokens={params.max_tokens}"
     if scores:
         shape += f", log-probabilities of each token: {scores}"
     text = f"this request may cost {round(cost):,} tokens ({shape}); expected at most {most:,} (max_request_cost)"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import EventStream
 
 from . import fields
 from .bodies import sent_names
 from .generate import Answer, Service
-from .limits import asks_energy, check_branches, check_counts, stream_options
+from .limits import asks_energy, check_branches, check_counts, stream_options, width_name
 from .logprobs import Speller
 from .params import asked_tokens, limited, make_params
 from .taps import check_reads, read_taps
@@ -25,20 +26,36 @@ class Work:
 
     ``state`` has the ids, the tenant and the log line of the request.  A protocol's class calls ``_set_length`` and
     ``_set_params`` once each, after this constructor.  ``events`` and ``written`` write the answer in the form of
-    OpenAI's API; the class of another protocol overrides them."""
+    OpenAI's API; the class of another protocol overrides them.
+
+    ``one_choice`` means that an answer of the protocol has one choice, and ``unserved`` names the fields whose results
+    it has no place for."""
 
     stream_type: type[EventStream] = EventStream
     media_type = "application/json"
+    one_choice = False
+    unserved: tuple[str, ...] = ()
 
     def __init__(self, service: Service, body: Any, state: dict[str, Any], best_of: int | None = None) -> None:
         self.service, self.body, self.state = service, body, state
         self.passed, self.warnings = fields.check(body, service.client.info.reads)
+        self._check_served()
         self.model = service.check_model(body.model)
         self.include_usage, self.continuous = stream_options(body)
         self.energy = asks_energy(service, body)
         self.n = 1 if body.n is None else body.n
         self.best_of = best_of
         check_counts(service, body.n, best_of)
+
+    def _check_served(self) -> None:
+        """Raise ApiError (400) for a field whose result has no place in an answer of the protocol.
+
+        The body is translated already, so no alias and no object such as ``options`` can hide a field."""
+        for name in self.unserved:
+            if getattr(self.body, name, None) not in (None, False):
+                sent = sent_names(self.body).get(name, name)
+                text = f"{sent} is not supported: an answer has no place for it here; use /v1/chat/completions"
+                raise ApiError(400, text, sent)
 
     def events(self, answer: Answer, direct: Direct | None = None) -> AsyncIterator[bytes]:
         """Yield the answer as the events of a stream (``Answer.events``)."""
@@ -65,6 +82,10 @@ class Work:
         more = self.passed if self.best_of is None else {**self.passed, "best_of": self.best_of}
         self.params = make_params(body, more, logprobs, form, self.state, info, service.server, service.defaults)
         self.taps = read_taps(body.taps, self.state, service.server, self.params)
+        branches = self.params.width if self.params.beam_width is None else self.params.n
+        if self.one_choice and branches > 1:
+            name = width_name(self.params)
+            raise ApiError(400, f"{name}={branches}: expected 1, because an answer has one choice here", name)
         check_branches(service, prompts, self.params)
         check_reads(self.taps, info.tap_points, prompts, self.params)
         as_ids = bool(body.return_tokens_as_token_ids)

@@ -170,12 +170,6 @@ def _include(value: Any) -> frozenset[str]:
     return frozenset(listed)
 
 
-def _warn(warnings: Warnings, name: str, reason: str) -> None:
-    """Add the warning that a field has no effect."""
-    if len(warnings) < fields.MOST:
-        warnings.append({"field": name, "message": f"{name} has no effect here: {reason}"})
-
-
 def _object(body: Any, name: str, keys: tuple[str, ...]) -> JsonObject:
     """Return a field that is an object of ``keys``.  ApiError (400) for anything else."""
     value = getattr(body, name)
@@ -194,7 +188,7 @@ def _text(asked: Asked) -> JsonObject:
     """Return the fields of the chat for ``text``."""
     text = _object(asked.body, "text", ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
-        _warn(asked.warnings, "text.verbosity", "no chat template reads it")
+        fields.warn(asked.warnings, "text.verbosity", "no chat template reads it")
     form = asked.form
     kind = form.get("type") if isinstance(form, dict) else form
     if kind not in FORMATS:
@@ -210,7 +204,7 @@ def _reasoning(asked: Asked) -> JsonObject:
         if reasoning.get(key) is not None:
             reason = "this server makes no summary; the reasoning itself is in the content of its item"
             reason = reason if "summary" in key else "it is a feature of another service"
-            _warn(asked.warnings, f"reasoning.{key}", reason)
+            fields.warn(asked.warnings, f"reasoning.{key}", reason)
     effort = reasoning.get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
@@ -223,8 +217,11 @@ def _check_options(asked: Asked) -> None:
     options = _object(body, "stream_options", ("include_obfuscation", "include_usage"))
     if options and not body.stream:
         raise ApiError(400, "stream_options: expected only with stream=true", "stream_options")
+    for key, value in options.items():
+        if value not in (None, False):
+            fields.warn(asked.warnings, f"stream_options.{key}", "the last event always has the usage")
     for name in sorted(asked.include.intersection(FOREIGN)):
-        _warn(asked.warnings, "include", f"no answer of this server has {name}")
+        fields.warn(asked.warnings, "include", f"no answer of this server has {name}")
     if body.truncation not in (None, "auto", "disabled"):
         raise ApiError(400, f"truncation={shown(body.truncation)}: expected auto or disabled", "truncation")
 

@@ -103,7 +103,9 @@ class LocalStore:
         return self._held.get(ident)
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, and drop the oldest ones if there are too many."""
+        """Keep a response, unless it is too large, and drop the oldest ones if there are too many."""
+        if stored.size > self.most_bytes:
+            return
         self._held[stored.id] = stored
         self._size += stored.size
         while len(self._held) > self.most or self._size > self.most_bytes:

@@ -49,8 +49,10 @@ class Conversation:
         self.places: dict[str, str] = {}
         self.warnings: Warnings = []
         self._opening = True  # only instructions so far
+        self._instructions: list[str] = []  # the first messages of system and developer, which become one message
         if instructions is not None:
             self._append({"role": "system", "content": instructions}, "instructions")
+            self._instructions.append(instructions)
 
     async def extend(self, items: Sequence[JsonObject], at: str, slices: Slices) -> None:
         """Add items.  ``at`` is the name of their list for errors."""
@@ -59,18 +61,21 @@ class Conversation:
             self._add(item, f"{at}[{number}]")
             if time.perf_counter() > until:
                 until = await slices.next()
+        if self._instructions:
+            self.messages[0]["content"] = "\n\n".join(self._instructions)
 
     def _add(self, item: JsonObject, at: str) -> None:
         """Add one item.  ApiError (400) names the wrong place."""
         kind = item.get("type")
         for key in item.keys() - KEYS:
-            if len(self.warnings) < fields.MOST and item[key] is not None:
-                place = f"{at}.{str(key)[:64]}"
-                self.warnings.append({"field": place, "message": f"{place} has no effect here"})
+            if item[key] is not None:
+                fields.warn(self.warnings, f"{at}.{str(key)[:64]}")
         if kind == "message":
             self._add_message(item, at)
         elif kind == "reasoning":
             thought = _thought(item)
+            if not thought and item.get("encrypted_content"):
+                fields.warn(self.warnings, f"{at}.encrypted_content", "only the server that made it can read it")
             if thought:
                 self._assistant("reasoning_content", at)["reasoning_content"] = thought
         elif kind in CALLS:
@@ -95,10 +100,11 @@ class Conversation:
         if role == "assistant":
             self._assistant("content", at)["content"] = message["content"]
             return
-        if self._opening and self.messages and role in ("system", "developer"):
-            self.messages[0]["content"] += f"\n\n{message['content']}"
-            return
-        self._append(message, at)
+        instructs = self._opening and role in ("system", "developer")
+        if instructs:
+            self._instructions.append(message["content"])
+        if not instructs or not self.messages:
+            self._append(message, at)
 
     def _append(self, message: JsonObject, at: str) -> None:
         """Append a message that is complete."""

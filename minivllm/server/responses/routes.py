@@ -47,7 +47,10 @@ async def input_tokens(request: Request, service: Service) -> Any:
     work = await make_work(service, body, state, history_of(service, state))
     with bodies.client_names(work.request):
         ids = await work.prompt()
-    return JSONResponse({"object": "response.input_tokens", "input_tokens": len(ids)})
+    answer: JsonObject = {"object": "response.input_tokens", "input_tokens": len(ids)}
+    if work.warnings:
+        answer["warnings"] = work.warnings
+    return JSONResponse(answer, headers=warned(work.warnings))
 
 
 def history_of(service: Service, state: dict[str, Any]) -> History:
@@ -144,9 +147,13 @@ async def input_items(request: Request, service: Service) -> Any:
         raise wrong("limit", f"={shown(limit)}: expected 1 to {MOST_LISTED}")
     if order not in ("asc", "desc"):
         raise wrong("order", f"={shown(order)}: expected asc or desc")
-    found = await _found(request, service)
     state = request.scope["state"]
-    items = await history_of(service, state).items(found.turns[:-1])
+    job = service.background.get(state["identity"], request.path_params["response_id"])
+    if job is None:
+        turns = (await _found(request, service)).turns[:-1]
+    else:
+        turns = (*job.work.request.turns, dump(job.work.request.items))
+    items = await history_of(service, state).items(turns)
     if order == "desc":
         items.reverse()
     page = _page(items, query.get("after"), number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.server.errors import ApiError, printable
-from minivllm.server.openai import JsonObject, Warnings
+from minivllm.server.openai import JsonObject, Warnings, fields
 from minivllm.server.openai.calls import NAME
 from minivllm.server.openai.tools import MOST
 
@@ -57,7 +57,7 @@ class ToolSet:
             parameters, description = _free_text(tool, description, at)
             strict = True
             if tool.get("format"):
-                self._warn(f"{at}.format", "the model sees the format, but it is not enforced")
+                fields.warn(self.warnings, f"{at}.format", "the model sees the format, but it is not enforced")
         elif not isinstance(parameters, (dict, type(None))):
             raise wrong(f"{at}.parameters", ": expected a JSON schema")
         shown = chat_name(name, namespace)
@@ -73,11 +73,7 @@ class ToolSet:
     def skip(self, kind: str, at: str) -> None:
         """Leave out a tool that only OpenAI's servers run, with a warning."""
         self.skipped.add(kind)
-        self._warn(at, f"this server runs no {kind}, so the model does not see it")
-
-    def _warn(self, name: str, reason: str) -> None:
-        """Add a warning about a part of the tools."""
-        self.warnings.append({"field": name, "message": f"{name} has no effect here: {reason}"})
+        fields.warn(self.warnings, at, f"this server runs no {kind}, so the model does not see it")
 
     def client_tool(self, name: str) -> ClientTool:
         """Return the client's tool for the name of a called function."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import EventStream, dump
-from minivllm.server.openai import JsonObject
+from minivllm.server.openai import JsonObject, fields
 from minivllm.server.openai.answers import Shaper, pieces
 from minivllm.server.openai.calls import Part, Thought
 from minivllm.server.openai.chat import Chat
@@ -67,6 +67,8 @@ class ResponseWork(Chat):
     """One request for a response.  The response is kept in ``history`` before the client has its end."""
 
     stream_type: type[EventStream] = ResponseStream
+    one_choice = True
+    unserved = ("prompt_logprobs", "return_token_ids", "taps", "echo")
 
     def __init__(self, service: Service, request: Asked, state: dict[str, Any], history: History) -> None:
         self.request, self.history = request, history
@@ -76,6 +78,7 @@ class ResponseWork(Chat):
         top = self.top if request.chat.logprobs else None
         self.output = Output(request.ident, request.tools, self.speller, top, SEALED in request.include)
         self.warnings = [*request.warnings, *request.conversation.warnings, *self.warnings]
+        del self.warnings[fields.MOST :]
         for warning in self.warnings:
             warning.update({key: request.renamed(text) for key, text in warning.items()})
         self.in_pieces = self.in_pieces or top is not None
@@ -125,7 +128,7 @@ class ResponseWork(Chat):
             if self.asked is None:
                 note_default(answer, self.default)
         elif output.status == FAILED:
-            members["error"] = {"code": "server_error", "message": "the server has ended the answer"}
+            raise ApiError(503, "the server has ended the answer")
         return self.response(output.status, **members)
 
     def _usage(self, answer: Answer) -> JsonObject:
@@ -209,6 +212,8 @@ class ResponseWork(Chat):
 
     async def _keep(self, whole: bytes) -> None:
         """Keep the response for later requests, if a request may refer to it.  ``whole`` is its JSON."""
+        if not self.request.stored and self.history.local is None:
+            return  # no later request can refer to it
         turns = [dump(self.request.items), dump([plain_item(item) for item in self.output.items])]
         stored = Stored(self.id, whole, (*self.request.turns, *turns))
         await self.history.keep(stored, self.request.stored)
@@ -236,6 +241,7 @@ class ResponseWork(Chat):
                 yield _framed(kind, data)
         except ApiError as error:
             self.state["log"]["error"] = error.status
+            await self.keep_failed(FAILED, error)
             yield b"".join(map(event_bytes, self.failure(error)))
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
