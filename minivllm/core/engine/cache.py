@@ -21,6 +21,7 @@ import numpy as np
 from .blocks import NO_BLOCKS
 from .cache_walk import walk
 from .checkpoints import OPENING
+from .taps import most_cached
 
 if TYPE_CHECKING:
     from .blocks import BlockPool, Salt
@@ -83,11 +84,7 @@ class KVCache:
         ``prompt`` and ``end`` are its lengths in tokens at the start and at the end."""
         shared = (prompt - 1) // self.block  # full blocks below prompt - 1, where branches fork
         whole = shared + n * (self.blocks_for(end) - shared)
-        return (
-            whole
-            if self.windows[group] is None
-            else min(whole, shared * (n > 1) + n * self.at_once(group, end))
-        )
+        return min(whole, shared * (n > 1) + n * self.at_once(group, end))
 
     def at_once(self, group: int, tokens: int) -> int:
         """Return the blocks that a row of ``tokens`` tokens must hold at the same time in a group.  That is all of its
@@ -133,8 +130,8 @@ class KVCache:
         if self.checkpoints is not None:
             self.looked = seq, usable, len(chain)
             chain = chain[: self.checkpoints.usable(chain)]
-        if not len(chain) or len(self.pools) == 1:
-            return [chain] if len(chain) else none
+        if len(self.pools) == 1:
+            return [chain]
         rows = seq.tokens[: len(chain) * self.block].reshape(-1, self.block)
         found = [
             np.array(
@@ -166,18 +163,17 @@ class KVCache:
         The result per sequence is stored in ``seq.hint``, in blocks.  It stays correct while the last block found is
         cached and the next block is not.  The pool clears it otherwise, so that a call in every step is cheap."""
         if not self.prefix or len(self.pools) > 1:
-            return np.array(
-                [len(self.lookup(seq, seq.known)[0]) * self.block for seq in seqs], np.int32
-            )
-        if self.checkpoints is not None:
-            found = [self._state_hint(seq, self.checkpoints) for seq in seqs]
-            return np.array(found, np.int32) * self.block
-        # most watching sequences have left the queue
-        if self.watched > MAX_WATCHED + 4 * len(seqs):
-            for key in list(self.pools[0].watch):
-                self.pools[0].void(key)
-            self.watched = 0
-        blocks = [self._hint(seq) if seq.hint is None else seq.hint for seq in seqs]
+            hits = [self.lookup(seq, most_cached(seq, seq.known)) for seq in seqs]
+            blocks = [len(hit[0]) for hit in hits]
+        elif self.checkpoints is not None:
+            blocks = [self._state_hint(seq, self.checkpoints) for seq in seqs]
+        else:
+            # most watching sequences have left the queue
+            if self.watched > MAX_WATCHED + 4 * len(seqs):
+                for key in list(self.pools[0].watch):
+                    self.pools[0].void(key)
+                self.watched = 0
+            blocks = [self._hint(seq) if seq.hint is None else seq.hint for seq in seqs]
         return np.array(blocks, np.int32) * self.block
 
     def _state_hint(self, seq: Seq, checkpoints: Checkpoints) -> int:
@@ -190,13 +186,16 @@ class KVCache:
             seq.hint, seq.hinted = n, checkpoints.changes
         return seq.hint
 
+    def _usable(self, seq: Seq) -> int:
+        """Return the blocks of a waiting sequence that may come from the prefix cache."""
+        return (most_cached(seq, seq.known) - 1) // self.block
+
     def _cached_blocks(self, seq: Seq) -> int:
         """Return how many of a sequence's first blocks are cached, and hash the next one."""
-        lead, keys, usable = self.pools[0], seq.keys, (seq.known - 1) // self.block
+        lead, keys, usable = self.pools[0], seq.keys, self._usable(seq)
         # A cached block's parent is cached too, so the cached blocks are a prefix of the keys.
-        n = hashed = min(len(keys), usable)
-        if n:
-            n = bisect_left(keys, True, hi=n, key=lambda key: key not in lead.index)
+        hashed = min(len(keys), usable)
+        n = bisect_left(keys, True, hi=hashed, key=lambda key: key not in lead.index)
         while n == hashed < usable:  # a block is hashed only if all earlier blocks are cached
             hashed += 1
             n += (
@@ -206,7 +205,7 @@ class KVCache:
         return n
 
     def _hint(self, seq: Seq) -> int:
-        n, usable, lead = self._cached_blocks(seq), (seq.known - 1) // self.block, self.pools[0]
+        n, usable, lead = self._cached_blocks(seq), self._usable(seq), self.pools[0]
         for key in seq.keys[max(n - 1, 0) : min(n + 1, usable)]:
             lead.watch.setdefault(key, []).append(seq)
         self.watched += 2

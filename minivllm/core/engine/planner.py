@@ -422,7 +422,7 @@ class Planner:
         most = most_cached(seq, most)
         hit = self.cache.lookup(seq, most)
         protected = seq.preempted >= PROTECTED_AFTER and beams is None
-        upto = seq.request.end if protected else seq.known
+        upto = seq.request.stored if protected else seq.known
         spare = promised + (0 if protected or not len(s.running) else 1 + len(s.running) // 8)
         beside = 0 if guide is None else guide.request.end if protected else guide.known
         if not self.cache.has_room(hit, upto, spare, beside):

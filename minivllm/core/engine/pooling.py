@@ -74,19 +74,26 @@ def pooled_rows(
     return {"pooled": np.array(lines, np.int32).reshape(-1, 3)}
 
 
+def finite_rows(sums: np.ndarray) -> np.ndarray:
+    """Return bool [n]: whether each of the sums f64 [n, hidden] of a step has only finite numbers."""
+    return np.isfinite(sums).all(axis=1)
+
+
 def keep_pooled(
     plan: StepPlan, sequence: Callable[[int], Seq | None], sums: np.ndarray
 ) -> list[Seq]:
-    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that now have all values.
+    """Add the sums f64 [n, hidden] of a step to their requests, and return the sequences that can end.  They have all
+    values, or a value that is not finite.
 
     ``sequence(row)`` returns the sequence of a plan row, or None if it has ended."""
     complete = []
-    for (row, _, count), values in zip(plan.pooled.tolist(), sums, strict=True):
+    finite = finite_rows(sums)
+    for (row, _, count), values, usable in zip(plan.pooled.tolist(), sums, finite, strict=True):
         seq = sequence(row)
         if seq is None:
             continue
         if count:
             seq.request.pooling.add(values)
-        if plan.computed[row] + plan.q_len[row] == len(seq.request.prompt):
+        if not usable or plan.computed[row] + plan.q_len[row] == len(seq.request.prompt):
             complete.append(seq)
     return complete

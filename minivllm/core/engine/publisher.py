@@ -8,6 +8,7 @@ noted when the step was planned, no longer matches the slot's, and the sequence 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +27,7 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import describe_error
 
-from .pooling import NOT_FINITE, keep_pooled
+from .pooling import NOT_FINITE, finite_rows, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 from .taps import NO_LIMITS, TapKeeper, TapLimits
@@ -92,15 +93,15 @@ class Publisher:
         self.tokens += len(mine)
         if len(plan.guided):  # a guide repeats its row's token, so it is not counted
             self.tokens -= int(ok[plan.guided[:, 1]].sum())
+        sequence = partial(self._sequence, flight, live)
         if result.prompt is not None:
-            keep_prompt(s, plan, lambda row: self._sequence(flight, live, row), result.prompt)
+            keep_prompt(s, plan, sequence, result.prompt)
         many: Iterable[Seq] = ()
         if len(plan.taps):
-            whose = lambda row: self._sequence(flight, live, row)  # noqa: E731
-            many = self.taps.keep(plan, bool(live.all()), whose, result.taps)
+            many = self.taps.keep(plan, bool(live.all()), sequence, result.taps)
         whole: Iterable[Seq] = ()
         if len(plan.pooled):
-            whole = keep_pooled(plan, lambda row: self._sequence(flight, live, row), result.pooled)
+            whole = keep_pooled(plan, sequence, result.pooled)
         if self.speculation is not None:
             self._speculated(self.speculation, flight, live, result, now)
         if self.cache.prefix:
@@ -151,7 +152,7 @@ class Publisher:
                 self._deliver(seq, result, j)
 
     def _end_pooled(self, seq: Seq, now: float) -> None:
-        """End a sequence whose hidden states have all been pooled.  ``now`` is in seconds."""
+        """End a sequence whose hidden states have all been pooled, or are not finite.  ``now`` is in seconds."""
         seq.request.first_token = now
         if seq.request.pooling.end(len(seq.request.prompt)):
             self.send(seq, Finish("stop"))
@@ -255,13 +256,15 @@ class Publisher:
 
     def _publish_blocks(self, flight: Flight, live: np.ndarray, result: StepResult) -> None:
         """Publish the blocks that this step has filled in the prefix cache.  Rows that failed in the step are left
-        out."""
+        out, and so are rows whose pooled hidden states are not finite."""
         s, slots = self.slots, flight.slots
         full = live & (flight.after // s.block > s.prefix_published[slots])
         if not np.count_nonzero(full):
             return
         if np.count_nonzero(wrong := result.flags & (NAN | FAILED)):
             full[np.isin(slots, flight.drawn[wrong != 0])] = False
+        if len(result.pooled):
+            full[flight.plan.pooled[~finite_rows(result.pooled), 0]] = False
         if s.tapping:  # whether memory sufficed to steer the row is known only with its first token
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if np.count_nonzero(full):
@@ -322,9 +325,11 @@ class Publisher:
             else range(len(flight.serial))
         ):
             seq = self._sequence(flight, live, int(r))
-            if seq is not None and not live[r]:
+            if seq is None:
+                continue
+            if not live[r]:
                 self._rest(seq, flight.plan)
-            if seq is not None and seq.status != FINISHED:
+            if seq.status != FINISHED:
                 self.finish(seq, "error", error=f"the step failed: {named}")
         if error.scope == "device":
             for slot in self.slots.running.tolist():

@@ -160,6 +160,11 @@ class Request:
     energy: Any = None
 
     @property
+    def stored(self) -> int:
+        """Return the most tokens of one of its sequences that the KV cache holds."""
+        return self.end if self.pooling is None else len(self.prompt)
+
+    @property
     def expected(self) -> int:
         """Return the number of output tokens to plan with: the client's ``expected_tokens``, limited by the most that
         the request can generate."""

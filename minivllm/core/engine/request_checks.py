@@ -67,12 +67,13 @@ def check_prompt(request: Request, wiring: Wiring, vocab: int, cache: KVCache) -
             f"{wide}={p.width} is more than max_num_seqs={wiring.max_num_seqs}", wide
         )
     request.end = n + 1 if pools else _end(n, p, limit, cache)
-    if not cache.fits_alone(n, request.end, p.width):
+    if not cache.fits_alone(n, request.stored, p.width):
         room = (min(pool.total for pool in cache.pools) - 1) * wiring.block
+        todo = "shorten it" if pools else "shorten it, lower max_tokens,"
         raise RequestError(
-            f"the request needs the KV cache of up to {request.end} tokens for each of {wide}={p.width}, but the "
-            f"whole cache holds {room}; shorten it, lower max_tokens, or raise num_kvcache_blocks",
-            "max_tokens",
+            f"the request needs the KV cache of up to {request.stored} tokens for each of {wide}={p.width}, but the "
+            f"whole cache holds {room}; {todo} or raise num_kvcache_blocks",
+            "prompt" if pools else "max_tokens",
         )
 
 
