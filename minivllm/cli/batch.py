@@ -24,7 +24,7 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     sub.add_argument("-i", "--input-file", required=True, metavar="FILE", help="JSON lines, each with a request")
     sub.add_argument("-o", "--output-file", required=True, metavar="FILE", help="JSON lines, each with a result")
     add_switch(sub, "--resume", "continue an output file: skip the lines that have a result in it")
-    text = "requests that run at once (default: as many as the engine runs sequences)"
+    text = "requests that run at once (default: 16 more than max_num_seqs)"
     sub.add_argument("--concurrency", type=int, metavar="N", help=text)
     serve.add_engine_flags(sub)
 

@@ -25,7 +25,7 @@ from minivllm.errors import ConfigError, EngineDeadError, shown
 from . import logs
 from .app import Application
 from .link.process_client import ProcessClient
-from .serve import Stop, make_service
+from .serve import Stop, check_config, make_service
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -46,6 +46,7 @@ KEYS = ("custom_id", "method", "url", "body")
 LONGEST = 64 << 20  # bytes of a line
 MOST_ID = 512  # characters of a custom_id
 FULL, NO_ENGINE = 429, 503  # statuses after which a request is sent again, or the engine is looked at
+AHEAD = 16  # requests beside those that the engine can run at once
 PAUSE = 0.2  # seconds before a request is sent again
 
 
@@ -86,8 +87,11 @@ class Tally:
     interrupted: bool = False
 
 
-def read_request(text: bytes, line: int) -> BatchRequest:
-    """Return the request of a line.  LineError says what is wrong."""
+def read_request(text: bytes, line: int, seen: dict[str, int]) -> BatchRequest:
+    """Return the request of a line.  LineError says what is wrong.
+
+    ``seen`` maps each custom_id to the number of its first line.  The line is added, also if it is wrong otherwise, so
+    that no two lines have a result with the same custom_id."""
     if len(text) > LONGEST:
         raise LineError("invalid_line", f"line {line} has more than {LONGEST} bytes")
     try:
@@ -100,6 +104,9 @@ def read_request(text: bytes, line: int) -> BatchRequest:
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MOST_ID:
         expected = f"a text of 1 to {MOST_ID} characters"
         raise LineError("invalid_custom_id", f"line {line}: custom_id={shown(custom_id)}: expected {expected}")
+    first = seen.setdefault(custom_id, line)
+    if first != line:
+        raise LineError("duplicate_custom_id", f"line {line}: custom_id={shown(custom_id)} is that of line {first}")
     method, url, body = value.get("method"), value.get("url"), value.get("body")
     if method != "POST":
         raise LineError("invalid_method", f"line {line}: method={shown(method)}: expected 'POST'", custom_id)
@@ -247,11 +254,7 @@ class Batch:
         try:
             for line, text in lines_of(source):
                 try:
-                    request = read_request(text, line)
-                    first = seen.setdefault(request.custom_id, line)
-                    if first != line:
-                        message = f"line {line}: custom_id={shown(request.custom_id)} is that of line {first}"
-                        raise LineError("duplicate_custom_id", message)
+                    request = read_request(text, line, seen)
                 except LineError as exc:
                     if exc.custom_id in results.ids or line in results.numbers:
                         results.tally.skipped += 1
@@ -293,9 +296,12 @@ class Batch:
 async def run_batch(loaded: Loaded, paths: BatchFiles, most: int | None = None) -> Tally:
     """Run a batch and return the numbers of its results.
 
-    ``most`` is the number of requests that run at once; None means as many as the engine runs sequences.  SIGINT and
-    SIGTERM end the batch after the results that are there, with ``Tally.interrupted``.
-    Raise the errors of ``LLM(...)`` if the engine cannot start, and EngineDeadError if it dies."""
+    ``most`` is the number of requests that run at once; None means ``AHEAD`` more than the engine runs sequences, or
+    fewer if ``max_queue`` is smaller.  SIGINT and SIGTERM end the batch after the results that are there, with
+    ``Tally.interrupted``.
+    Raise ConfigError for a wrong configuration, the errors of ``LLM(...)`` if the engine cannot start, and
+    EngineDeadError if it dies."""
+    check_config(loaded)
     server = loaded.server
     app = Application(server)
     client = ProcessClient(loaded, server.stuck_after, server.restart)
@@ -326,10 +332,11 @@ async def _run(
 ) -> None:
     """Start the engine and send the requests of the input."""
     await client.open()
-    service = make_service(client, loaded.server, loaded.engine.model, loaded.sampling)
+    service = make_service(client, loaded.server, loaded.engine.model, loaded.sampling, loaded.engine.allow_targets)
+    service.chosen()  # raises ConfigError for formats that cannot be combined
     service.tokens.pool.start()
     app.open(service)
-    room = min(client.info.max_num_seqs + 16, service.door.room)
+    room = min(client.info.max_num_seqs + AHEAD, service.door.room)
     batch = Batch(app, client, results, room if most is None else most)
     progress = asyncio.create_task(_report(results.tally, loaded.server.stats_interval))
     try:

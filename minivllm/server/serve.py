@@ -75,13 +75,20 @@ def serve(args: argparse.Namespace, loaded: Loaded) -> int:
             raise ConfigError(f"{names}: the key is empty or not valid Unicode text; expected a key")
     if loaded.server.api_key_file is not None:
         keys += read_keys(loaded.server.api_key_file)
-    if loaded.server.steering_dir is not None and not os.path.isdir(loaded.server.steering_dir):
-        raise ConfigError(f"server.steering_dir={loaded.server.steering_dir!r}: no such folder")
-    choose(loaded.server, None, loaded.engine.allow_targets)
-    if loaded.engine.chat_template is not None and not is_name(loaded.engine.chat_template):
-        read_template(loaded.engine.chat_template)
+    check_config(loaded)
     found = middleware.load(args.middleware or ())
     return asyncio.run(run(fair_to(keys, loaded), keys, admin_key, found))
+
+
+def check_config(loaded: Loaded) -> None:
+    """Check the folders, the parser and the chat template of a configuration before the engine starts.  ConfigError
+    names a wrong option."""
+    server, engine = loaded.server, loaded.engine
+    if server.steering_dir is not None and not os.path.isdir(server.steering_dir):
+        raise ConfigError(f"server.steering_dir={server.steering_dir!r}: no such folder")
+    choose(server, None, engine.allow_targets)
+    if engine.chat_template is not None and not is_name(engine.chat_template):
+        read_template(engine.chat_template)
 
 
 def fair_to(keys: Sequence[str], loaded: Loaded) -> Loaded:

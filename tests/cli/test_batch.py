@@ -87,6 +87,57 @@ def test_results_of_all_kinds_and_errors_of_their_lines(tmp_path, capsys):
     assert again.keys() == named.keys() and len(found) == 10
 
 
+def test_each_custom_id_has_one_result_whatever_is_wrong_with_its_lines(tmp_path, capsys):
+    """A repeated custom_id is found beside a wrong line, also if that line was finished by an earlier run."""
+    score = {"text_1": "a", "text_2": "b"}
+    lines = [
+        line("a", "/nowhere", {}),
+        line("a", "/v1/score", score),
+        line("b", "/v1/score", score),
+        line("b", "/v1/score", {**score, "stream": True}),
+    ]
+    out = tmp_path / "out.jsonl"
+    parser = "minivllm.plugins.parser.hermes"
+    chosen = ["--allow-target", parser, "--set", f'server.tool_parser="{parser}:Hermes"']
+    command = ["run-batch", "-i", write(tmp_path / "in.jsonl", [*lines, line("c", CHAT, HI)]), "-o", str(out)]
+    command += [*ENGINE, *chosen]
+
+    def codes():
+        named, found = results(out)
+        assert len(found) == 5 and named.keys() == {"a", "b", "c"}
+        assert named["a"]["error"]["code"] == "invalid_url"
+        assert named["b"]["response"]["status_code"] == 200
+        assert named["c"]["response"]["status_code"] == 200, "a parser of --allow-target serves chats"
+        return {one["error"]["line"]: one["error"]["code"] for one in found if one["error"]}
+
+    assert main(command) == 1
+    assert codes() == {1: "invalid_url", 2: "duplicate_custom_id", 4: "duplicate_custom_id"}
+    done = out.read_bytes().splitlines(keepends=True)
+    kept = [text for text in done if b'"a"' in text or b'"line": 4' in text]
+    assert len(kept) == 2
+    out.write_bytes(b"".join(kept))
+    assert main([*command, "--resume"]) == 1
+    assert "2 answers and 1 errors, 2 lines skipped" in capsys.readouterr().err
+    assert codes() == {1: "invalid_url", 2: "duplicate_custom_id", 4: "duplicate_custom_id"}
+
+
+@pytest.mark.parametrize(
+    "values, text",
+    [
+        (['server.tool_parser="nope"'], "server.tool_parser='nope': there are"),
+        (['server.reasoning_parser="nope"'], "server.reasoning_parser='nope': there are"),
+        (['server.steering_dir="/missing"', "server.admin=true"], "server.steering_dir='/missing': no such folder"),
+        (['chat_template="missing.jinja"'], "missing.jinja"),
+    ],
+)
+def test_a_wrong_configuration_is_found_before_the_engine_starts(tmp_path, monkeypatch, capsys, values, text):
+    monkeypatch.setattr("minivllm.server.batch.ProcessClient", None)
+    source = write(tmp_path / "in.jsonl", [line("a", CHAT, HI)])
+    flags = [part for value in values for part in ("--set", value)]
+    assert main(["run-batch", "-i", source, "-o", str(tmp_path / "out.jsonl"), *flags]) == 2
+    assert text in capsys.readouterr().err
+
+
 def test_an_interrupted_run_keeps_its_results_and_resumes(tmp_path):
     long = {"prompt": "Once", "max_tokens": 490, "ignore_eos": True, "temperature": 0}
     lines = [line(f"short {i}", COMPLETION, {"prompt": "Once", "max_tokens": 1}) for i in range(4)]
@@ -134,7 +185,7 @@ def test_an_interrupted_run_keeps_its_results_and_resumes(tmp_path):
 )
 def test_a_wrong_line_is_refused_with_its_number(text, code):
     with pytest.raises(LineError, match="line 7") as refused:
-        read_request(text.encode(), 7)
+        read_request(text.encode(), 7, {})
     assert refused.value.code == code and len(str(refused.value)) < 500
 
 
@@ -146,7 +197,7 @@ def test_a_long_line_costs_no_more_than_its_limit(tmp_path, monkeypatch):
         found = list(lines_of(source))
     assert [(number, len(text)) for number, text in found] == [(1, 101), (2, 6), (3, 101)]
     with pytest.raises(LineError, match="more than 100 bytes"):
-        read_request(found[0][1], 1)
+        read_request(found[0][1], 1, {})
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import ConfigError, PluginError, shown, suggest
+from minivllm.registration.discovery import LOCAL
 from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser, detect
@@ -111,7 +112,7 @@ def _built(catalog: Catalog, option: str, name: str) -> ReplyParser:
     """Return the parser of a name."""
     registry = catalog["parser"]
     entry = _entry(catalog, option, name)
-    label = entry.name if entry.builtin else entry.label
+    label = entry.name if entry.builtin or entry.dist == LOCAL else entry.label
     selection = registry.select(PluginQuery(), label)
     candidate = selection.require()
     options = registry.options(candidate, {}, f"server.{option}")
