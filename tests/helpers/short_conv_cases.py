@@ -14,7 +14,7 @@ SHAPES = ((16, 3, False), (20, 4, True), (33, 1, False), (8, 6, True))  # channe
 def check_convolve(device: str, dtype: torch.dtype, shape: tuple[int, int, bool], seed: int, tolerance: float) -> None:
     """Compare outputs, rings and copies of a step, whose tensor has rows that lie apart and two tokens of no row."""
     channels, width, biased = shape
-    rows, taps = 5, width - 1
+    rows, taps = (5, 1, 2, 17)[seed % 4], width - 1
     places = taps + 1 + seed % 4
     step, tokens = make_step(device, rows, 9, places, taps, seed)
     torch.manual_seed(seed)

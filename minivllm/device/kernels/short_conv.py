@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 CHANNELS = 1024  # of a program
 
 
-@kernel("mixed", "ring", "rows", "start", "behind", "cu_q", "u", "out", "stride", "count")
+@kernel("mixed", "ring", "rows", "start", "behind", "cu_q", "u", "out", "stride", "count", "steps")
 def _conv(
-    mixed, weight, bias, ring, rows, start, behind, cu_q, u, out, stride, count,
-    C: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BC: tl.constexpr, STEPS: tl.constexpr, BIAS: tl.constexpr,
+    mixed, weight, bias, ring, rows, start, behind, cu_q, u, out, stride, count, steps,
+    C: tl.constexpr, W: tl.constexpr, RING: tl.constexpr, BC: tl.constexpr, BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
     token, c = tl.program_id(0), tl.program_id(1) * BC + tl.arange(0, BC)
-    on, dtype = c < C, out.dtype.element_ty
+    on = c < C
+    dtype = out.dtype.element_ty
     # the row is the last one whose first token is not behind this token; rows without tokens are passed over
     low, high = 0, count
-    for _ in range(STEPS):
+    for _ in range(steps):
         middle = (low + high) // 2
         before = (tl.load(cu_q + middle + 1, mask=middle < count, other=0) <= token) & (middle < high)
         low, high = tl.where(before, middle + 1, low), tl.where(before, high, middle)
@@ -78,9 +79,9 @@ def convolve(mixed: Tensor, weight: Tensor, bias: Tensor | None, ring: Tensor, s
     columns = min(CHANNELS, triton.next_power_of_2(channels))
     grid = (tokens, triton.cdiv(channels, columns))
     of_rows = (step.rows, step.start, step.behind, step.cu_q)
-    shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns, "STEPS": rows.bit_length()}
+    shape = {"C": channels, "W": width, "RING": ring.shape[1], "BC": columns}
     given = weight if bias is None else bias
-    numbers = (mixed.stride(0), rows)
+    numbers = (mixed.stride(0), rows, rows.bit_length())  # of rows: as many halvings of a range find a row
     launch = {"BIAS": bias is not None, "num_warps": 4, **pdl(mixed)}
     _conv[grid](mixed, weight, given, ring, *of_rows, u, out, *numbers, **shape, **launch)
     keep(u, ring, step, width - 1)
