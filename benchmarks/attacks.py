@@ -63,13 +63,63 @@ def calls() -> bytes:
     return json.dumps({"messages": [*HI, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}).encode()
 
 
+def many(one: str, count: int, before: str, after: str) -> bytes:
+    """``before``, ``one`` ``count`` times, ``after``."""
+    return (before + ",".join([one] * count) + after).encode()
+
+
+def protocols() -> dict[str, tuple[str, bytes]]:
+    """Return the attacks on the routes of other protocols than chat and completions: name -> route and body."""
+    user, lists = '{"role":"user","content":"a"}', "[" + ",".join(["5"] * 1700) + "]"
+    items, chat, end = '{"input":[', '{"max_tokens":5,"messages":[', "]}"
+    tags = "<tool_call></tool_call><think></think><|im_start|>" * 100_000
+    text, values = json.dumps("[" + "{}," * 500 + "{}]"), ",".join([json.dumps("x" * 100)] * 60_000)
+    call = '{"type":"function_call","call_id":"a","name":"f","arguments":' + text + "}"
+    use = '{"type":"tool_use","id":"a","name":"f","input":{"a":"' + "b" * 1700 + '"}}'
+    function = '{"function":{"name":"f","arguments":{"a":"' + "b" * 1100 + '"}}}'
+    assistant = '{"role":"assistant","content":['
+    socket_item = '{"type":"response.create","input":['
+    large = json.dumps("a" * 3000)
+    return {
+        "responses: 100,000 items": ("/v1/responses", many(user, 100_000, items, end)),
+        "responses: 7 MiB of calls": ("/v1/responses", many(call, 4096, items, end)),
+        "responses: 15,000 parts": ("/v1/responses", many(
+            '{"type":"input_text","text":"a"}', 15_000, items + '{"role":"user","content":[', "]}]}")),
+        "responses: 100,000 tags": ("/v1/responses", json.dumps({"input": tags}).encode()),
+        "responses: deep lists": ("/v1/responses", many(
+            '{"role":"user","content":' + "[" * 110 + "]" * 110 + "}", 180, items, end)),
+        "responses, socket: calls": ("ws:/v1/responses", many(call, 4096, socket_item, end)),
+        "messages: 7 MiB of calls": ("/v1/messages", many(
+            use, 4000, chat + user + "," + assistant, "]}," + user + end)),
+        "messages: 60,000 values": ("/v1/messages", (
+            chat + user + "," + assistant + '{"type":"tool_use","id":"a","name":"f","input":{"a":[' + values
+            + "]}}]}," + user + end).encode()),
+        "messages: 100,000 tags": ("/v1/messages", json.dumps(
+            {"max_tokens": 5, "messages": [{"role": "user", "content": tags}]}).encode()),
+        "count_tokens: 4,000 blocks": ("/v1/messages/count_tokens", many(
+            '{"type":"text","text":"a"}', 4000, chat + '{"role":"user","content":[', "]}]}")),
+        "ollama: 7 MiB of calls": ("/api/chat", many(
+            function, 6000, chat + '{"role":"assistant","tool_calls":[', "]}]}")),
+        "ollama: 60,000 images": ("/api/chat", many(
+            '"a"', 60_000, chat + '{"role":"user","content":"a","images":[', "]}]}")),
+        "ollama: 7 MiB of context": ("/api/generate", many("5", 3_500_000, '{"prompt":"a","context":[', end)),
+        "ollama: 2,000 lists of ids": ("/api/embed", many(lists, 2000, items, end)),
+        "embeddings: 2,048 texts": ("/v1/embeddings", many(large, 2048, items, end)),
+        "rerank: 2,048 documents": ("/v1/rerank", many(large, 2048, '{"query":"a","documents":[', end)),
+        "score: 7 MiB of text": ("/v1/score", many(large, 1, '{"text_1":"' + "a" * (6 << 20) + '","text_2":[', end)),
+        "apply-template: calls": ("/apply-template", many(
+            function, 6000, chat + '{"role":"assistant","tool_calls":[', "]}]}")),
+        "tokenize: 100,000 tags": (TOKENIZE, json.dumps({"prompt": tags}).encode()),
+    }  # fmt: skip
+
+
 def attacks() -> dict[str, tuple[str, bytes]]:
     """Name -> route and body."""
     message = '{"role":"user","content":"a"}'
     words = '"' + "the quick brown fox " * 400 + '"'
     schema = {"type": "object", "properties": {f"p{i}": {"$ref": "#/$defs/a"} for i in range(8000)}, "$defs": {"a": {}}}
     options = json.dumps({"prompt": "a", "stream": True, "stream_options": {f"include_{i}": 1 for i in range(10_000)}})
-    return {
+    found = {
         "nothing": ("", b""),
         "unknown fields": (COMPLETIONS, fields(10_000)),
         "unknown fields, 30 KiB": (COMPLETIONS, fields(1500)),
@@ -102,11 +152,12 @@ def attacks() -> dict[str, tuple[str, bytes]]:
         "log-probabilities of 64 answers": (COMPLETIONS, json.dumps(
             {"prompt": "a", "max_tokens": 40, "n": 64, "logprobs": 20, "ignore_eos": True}).encode()),
         "chunked without end": (COMPLETIONS, b""),
-        "sockets: 8 MiB of objects": ("/v1/ws", fill("{}", '{"type":"completions","id":"a","body":{"x":[', "]}}")),
-        "sockets: unknown fields": ("/v1/ws", b'{"type":"completions","id":"a","body":' + fields(10_000) + b"}"),
+        "sockets: 8 MiB of objects": ("ws:/v1/ws", fill("{}", '{"type":"completions","id":"a","body":{"x":[', "]}}")),
+        "sockets: unknown fields": ("ws:/v1/ws", b'{"type":"completions","id":"a","body":' + fields(10_000) + b"}"),
         "template: nested loops": (CHAT, json.dumps({"messages": [{"role": "user", "content": "loop"}]}).encode()),
         "template: gigabytes": (CHAT, json.dumps({"messages": [{"role": "user", "content": "large"}]}).encode()),
     }  # fmt: skip
+    return {**found, **protocols()}
 
 
 def head(path: str, key: str, *lines: str) -> bytes:
@@ -125,10 +176,10 @@ def send_once(address: tuple[str, int], path: str, body: bytes, key: str) -> str
     """The status that came back."""
     with socket.create_connection(address, timeout=120) as link:
         try:
-            if path == "/v1/ws":
+            if path.startswith("ws:"):
                 nonce = base64.b64encode(os.urandom(16)).decode()
                 more = ("Connection: Upgrade", "Upgrade: websocket", "Sec-WebSocket-Version: 13")
-                link.sendall(head(path, key, *more, f"Sec-WebSocket-Key: {nonce}").replace(b"POST", b"GET", 1))
+                link.sendall(head(path[3:], key, *more, f"Sec-WebSocket-Key: {nonce}").replace(b"POST", b"GET", 1))
                 link.recv(4096)
                 link.sendall(frame(body))
             elif not body:
@@ -142,7 +193,7 @@ def send_once(address: tuple[str, int], path: str, body: bytes, key: str) -> str
             pass
         with contextlib.suppress(OSError):
             got = link.recv(4096)
-            found = re.match(rb"HTTP/1.1 (\d+)", got) or re.search(rb'"code":\s*(\d+)', got)
+            found = re.match(rb"HTTP/1.1 (\d+)", got) or re.search(rb'"(?:code|status)":\s*(\d+)', got)
             return found[1].decode() if found else f"{got[:20]!r}"
     return "closed"
 

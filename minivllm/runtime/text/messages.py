@@ -42,6 +42,7 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 MEANT = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
+SCALARS = frozenset({str, int, float, bool, type(None)})
 PART_KEYS = frozenset({"type", "text", "refusal", "annotations", "cache_control", "logprobs", "id"})
 
 
@@ -65,7 +66,9 @@ def depth_checked() -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     """Return a value with its mappings, lists, dataclasses and pydantic models converted to dicts and lists."""
-    if isinstance(value, Mapping):
+    if type(value) in SCALARS:  # a body may have 100,000 of them
+        return value
+    if isinstance(value, (dict, Mapping)):
         return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_plain(one) for one in value]
@@ -133,10 +136,10 @@ def _part(part: Any, at: str) -> Message:
         raise _fail(at, f'={shown(part)}: expected {{"type": "text", "text": ...}}')
     part = _not_null(part)
     kind = part.get("type", "text")
-    if isinstance(kind, str) and MEDIA.fullmatch(kind):
+    if isinstance(kind, str) and kind not in TEXTS and MEDIA.fullmatch(kind):
         raise _fail(f"{at}.type", f"={shown(kind)}: {TEXT_ONLY}; send text")
-    for key in part:
-        if isinstance(key, str) and key not in PART_KEYS and MEDIA.fullmatch(key):
+    for key in part.keys() - PART_KEYS:
+        if isinstance(key, str) and MEDIA.fullmatch(key):
             raise _fail(f"{at}.{key}", f": {TEXT_ONLY}; send parts of type text")
     if not isinstance(kind, str) or kind not in TEXTS:
         raise _fail(f"{at}.type", f"={shown(kind)}: expected {', '.join(TEXTS)}")

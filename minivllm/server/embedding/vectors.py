@@ -22,7 +22,7 @@ from minivllm.server import logs
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.limits import COST
-from minivllm.server.openai.prompts import SIDES, truncated
+from minivllm.server.openai.prompts import SIDES
 from minivllm.server.openai.tokens import Ids
 
 from .inputs import Input
@@ -169,7 +169,7 @@ async def _encoded(
     for prompt in prompts:
         ids = next(encoded) if isinstance(prompt, str) else prompt
         if most is not None and len(ids) > most:
-            ids = truncated(list(map(int, ids)), most, side)
+            ids = ids[:most] if side == "right" else ids[-most:]
         all_ids.append(ids)
     return all_ids
 
