@@ -1,4 +1,7 @@
-"""The base class of layers with a recurrent state."""
+"""The memory of recurrent states that a layer reads and writes.
+
+A layer such as ``DeltaNet`` or ``ShortConvolution`` makes a ``StateLayer`` when it is built.  The worker allocates the
+memory of all layers at once, after the weights are loaded (``device/worker/recurrent.py``)."""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from minivllm.errors import PluginError
 
 @dataclass
 class StateLayer:
-    """A layer with a recurrent state.  ``memory`` is filled when the memory of states is taken."""
+    """The recurrent states of one layer.
+
+    ``state`` describes the tensors of one sequence.  ``memory`` has each of them for all sequences, by name: a tensor
+    [states, *shape], or [states, places, *shape] for a ring.  It is empty until the worker allocates it."""
 
     state: Recurrent
-    memory: dict[str, Tensor] = field(default_factory=dict)  # name -> [states, (ring,) *shape]
+    memory: dict[str, Tensor] = field(default_factory=dict)
 
 
 def states_of(step: StepTensors) -> StepStates:
