@@ -67,17 +67,14 @@ def _sums(plan: StepPlan, hidden: Tensor, rows: np.ndarray, state: Any) -> Tenso
     counts = plan.pooled[:, 2]
     if (counts == 1).all():
         return hidden[state.to(rows)].double()
-    # one sum for each line, because a copy of all hidden states as float64 may not fit into the memory
-    sums = []
-    at = 0
-    for count in counts.tolist():
-        sums.append(_sum(hidden, rows[at : at + count]))
-        at += count
-    return torch.stack(sums)
-
-
-def _sum(hidden: Tensor, rows: np.ndarray) -> Tensor:
-    """Return the sum f64 [H] of adjacent rows of ``hidden``; zeros for no rows."""
-    first = int(rows[0]) if len(rows) else 0
-    adjacent = hidden.narrow(0, first, len(rows))
-    return adjacent.sum(0, dtype=torch.float64)
+    begin = counts.cumsum() - counts
+    sums = torch.zeros(len(counts), hidden.shape[1], dtype=torch.float64, device=hidden.device)
+    single = np.flatnonzero(counts == 1)
+    if len(single):
+        lines, read = state.to(np.stack([single, rows[begin[single]]]))
+        sums[lines] = hidden[read].double()
+    # one sum for each other line, because a copy of all hidden states as float64 may not fit into the memory
+    for line in np.flatnonzero(counts > 1).tolist():
+        adjacent = hidden.narrow(0, int(rows[begin[line]]), int(counts[line]))
+        sums[line] = adjacent.sum(0, dtype=torch.float64)
+    return sums
