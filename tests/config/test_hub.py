@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from hub_helpers import COMMIT, OTHER, put_into_cache, served_hub
 from huggingface_hub import constants
+from huggingface_hub.utils import filter_repo_objects
 
 from minivllm import LLM, files
 from minivllm.cli import main
 from minivllm.config import EngineConfig, load_config
 from minivllm.config.resolve import resolve
 from minivllm.device.loading.hf_config import find_model
-from minivllm.device.loading.hub import DESCRIPTION, MODEL, HubOptions
+from minivllm.device.loading.hub import DESCRIPTION, MODEL, NEVER_READ, HubOptions
 from minivllm.errors import ConfigError, ModelError
 from minivllm.frontend.explaining import explain
 from minivllm.registry import Catalog
@@ -70,6 +71,18 @@ def sharded(folder, missing=()):
     for name in missing:
         (folder / name).unlink()
     return folder
+
+
+def test_of_all_folders_only_that_of_the_pooling_is_fetched():
+    """Other folders have weights in other formats, or modules that are not computed here."""
+    fetched = ["config.json", "model-00001-of-00002.safetensors", "1_Pooling", "1_Pooling/config.json"]
+    folders = [
+        "onnx", "original", "1", "10", "1_", "1_Dense", "1_P", "1_Poolin", "1_Pooling2", "1_Pooling.old", "1_pooling",
+        "2_Pooling", "11_Pooling", "x1_Pooling", "1_Pooling/more", "1_Pooling/1_Pooling", "1/1_Pooling", "a/1_Pooling",
+    ]  # fmt: skip
+    left_out = [f"{folder}/config.json" for folder in folders] + ["consolidated.safetensors"]
+    found = filter_repo_objects([*fetched, *left_out], allow_patterns=["*"], ignore_patterns=list(NEVER_READ))
+    assert list(found) == fetched
 
 
 # ---- the cache -------------------------------------------------------------------------------------------------------

@@ -24,8 +24,7 @@ from minivllm.errors import ConfigError, ModelError, brief, shown
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
 PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
 WEIGHTS = "*.safetensors"
-# The same weights in other formats.  The folder 1_Pooling of sentence-transformers is read for embeddings.
-NEVER_READ = ("[!1]*/*", "consolidated*.safetensors")
+POOLING = "1_Pooling"  # folder of sentence-transformers that is read for embeddings
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MOST_NAMED = 3  # files, in a message
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -89,6 +88,17 @@ def whole_pickled(folder: Path) -> list[str]:
     return without_weights(folder) + ([] if there else ["pytorch_model.bin"])
 
 
+def other_folders(name: str) -> list[str]:
+    """Return patterns of ``fnmatch`` that match the files in all folders but ``name``, also those in its folders."""
+    patterns = [f"{name}/*/*", f"{name}[!/]*/*"]
+    for at, letter in enumerate(name):
+        begin = name[:at]
+        patterns += [f"{begin}/*", f"{begin}[!{letter}/]*/*"]
+    return patterns
+
+
+# Other folders have the same weights in other formats.
+NEVER_READ = (*other_folders(POOLING), "consolidated*.safetensors")
 MODEL = HubFiles((*CONFIGURATION, WEIGHTS), whole_model)
 PICKLED_MODEL = HubFiles((*CONFIGURATION, *PICKLED), whole_pickled)
 DESCRIPTION = HubFiles(CONFIGURATION, without_weights)
