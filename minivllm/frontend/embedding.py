@@ -31,6 +31,7 @@ HINTS = {
     "lora_request": "adapters are not served",
     "tokenization_kwargs": "use truncate_prompt_tokens, or tokenize the prompt yourself and pass token ids",
 }
+TOGETHER = 32  # vectors in one product
 ALL = -1  # value of truncate_prompt_tokens for as many tokens as the context holds
 
 
@@ -105,6 +106,17 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     """Return the cosine of the angle between two vectors f32 [hidden] of length 1."""
     product = float(one.astype(np.float64) @ other.astype(np.float64))
     return min(max(product, -1.0), 1.0)  # rounding may exceed the range
+
+
+def cosines(one: np.ndarray, others: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the cosines f64 [n] of the angles between a vector f32 [hidden] and others, all of length 1."""
+    column = one.astype(np.float64)
+    products = np.empty(len(others))
+    # the float64 copy of few vectors stays in the cache of a processor
+    for at in range(0, len(others), TOGETHER):
+        block = np.array(others[at : at + TOGETHER], np.float64)
+        products[at : at + TOGETHER] = block @ column
+    return products.clip(-1.0, 1.0)  # rounding may exceed the range
 
 
 def listed(prompts: Any) -> list[Any]:

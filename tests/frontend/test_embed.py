@@ -12,6 +12,7 @@ import torch
 
 from minivllm import LLM, RequestError, SamplingParams
 from minivllm.frontend.async_llm import AsyncLLM
+from minivllm.frontend.embedding import cosine, cosines
 from minivllm.frontend.pooling import default_pooling
 from minivllm.testing.tiny import tiny_dir
 
@@ -119,6 +120,15 @@ def test_dimensions_cut_and_normalize_again(pocket):
     cut = vectors(pocket.embed("the fox", dimensions=16, use_tqdm=False))[0]
     assert cut.shape == (16,) and np.abs(cut - raw[:16] / np.linalg.norm(raw[:16])).max() < 1e-6
     assert np.array_equal(vectors(pocket.embed("the fox", normalize=False, dimensions=16, use_tqdm=False))[0], raw[:16])
+
+
+def test_cosines_of_one_vector_and_many_are_those_of_each():
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((100, 48)).astype(np.float32)
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    found = cosines(rows[3], list(rows))
+    assert np.abs(found - [cosine(rows[3], row) for row in rows]).max() < 1e-15
+    assert found.argmax() == 3 and found.max() <= 1 and not len(cosines(rows[0], []))
 
 
 def test_scores_are_cosines(pocket):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from starlette.requests import Request
 
-from minivllm.frontend.embedding import cosine, unique_texts
+from minivllm.frontend.embedding import cosine, cosines, unique_texts
 from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import EventStream, dump
 from minivllm.server.openai import JsonObject, fields
@@ -21,7 +21,7 @@ from minivllm.server.openai.generate import Service, read_body, respond
 from minivllm.server.openai.limits import seconds_of
 
 from .inputs import read_documents, read_inputs, read_text
-from .vectors import Embedded, EmbedOptions, embed
+from .vectors import Embedded, EmbedFields, embed
 
 if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
@@ -68,7 +68,7 @@ class Pooling:
         self.model = service.check_model(body.model)
         self.most, self.vocab = service.server.max_inputs, service.client.info.vocab_size
         self.prompts: Sequence[Any] = ()
-        self.options = EmbedOptions()
+        self.options = EmbedFields()
 
     async def prepare(self, held: AsyncExitStack) -> Embedded:
         """Embed the prompts."""
@@ -128,7 +128,7 @@ class Embeddings(Pooling):
             raise ApiError(400, f"encoding_format={shown!r}: expected float or base64", "encoding_format")
         self.prompts = read_inputs(body.input, "input", self.most, self.vocab)
         normalize = body.normalize is not False
-        self.options = EmbedOptions.of(body, normalize=normalize, dimensions=body.dimensions)
+        self.options = EmbedFields.of(body, normalize=normalize, dimensions=body.dimensions)
 
     def results(self, answer: Embedded) -> Iterator[Any]:
         """Yield an object for each embedding."""
@@ -160,7 +160,7 @@ class Scores(Pooling):
             raise ApiError(400, text, "text_1")
         self.prompts, self.index = unique_texts(first, second)
         places = self._places(len(second))
-        self.options = EmbedOptions.of(body, places=places)
+        self.options = EmbedFields.of(body, places=places)
 
     def _places(self, pairs: int) -> list[str]:
         """Return the first place of each prompt in the body."""
@@ -196,7 +196,7 @@ class Ranking(Pooling):
         self.prompts = [query, *self.documents]
         places = ["query"]
         places += [f"documents[{number}]" for number in range(len(self.documents))]
-        self.options = EmbedOptions.of(body, places=places)
+        self.options = EmbedFields.of(body, places=places)
 
     def head(self) -> JsonObject:
         """Return the members before the results."""
@@ -206,7 +206,7 @@ class Ranking(Pooling):
     def results(self, answer: Embedded) -> Iterator[JsonObject]:
         """Yield an object for each of the best documents, the best first."""
         query, *vectors = answer.vectors
-        scores = [cosine(query, vector) for vector in vectors]
+        scores = cosines(query, vectors).tolist()
         order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))
         shows = self.body.return_documents is not False
         for index in order[: self.top]:

@@ -40,8 +40,8 @@ def field_of(place: str) -> str:
 
 
 @dataclass(frozen=True)
-class EmbedOptions:
-    """The options of a request for embeddings.
+class EmbedFields:
+    """The fields of a request that say how its texts become vectors.
 
     ``pooling`` None or "auto" is the pooling that the model's files name.  ``dimensions`` None keeps all values.
     ``truncate`` is the number of tokens of a prompt to keep: -1 keeps as many as fit, None refuses a prompt that is too
@@ -70,7 +70,7 @@ class EmbedOptions:
         return field_of(self.place(0, 1))
 
     @classmethod
-    def of(cls, body: Any, **more: Any) -> EmbedOptions:
+    def of(cls, body: Any, **more: Any) -> EmbedFields:
         """Return the options in the fields that all bodies for embeddings have."""
         return cls(
             pooling=body.pooling,
@@ -106,13 +106,13 @@ async def embed(
     state: dict[str, Any],
     owner: str,
     prompts: Sequence[Input],
-    options: EmbedOptions | None = None,
+    options: EmbedFields | None = None,
 ) -> Embedded:
     """Embed texts and lists of token ids, and return their vectors.
 
     ``state`` is that of the request (``scope["state"]``), and ``owner`` its owner.  ApiError names the wrong prompt:
     400 for a prompt or option that cannot be served, 429 if the owner has too many prompts inside."""
-    options = EmbedOptions() if options is None else options
+    options = EmbedFields() if options is None else options
     pooling = _pooling(service, options)
     params = _params(state, options)
     held = min(len(prompts), AT_ONCE)
@@ -125,7 +125,7 @@ async def embed(
     return Embedded(vectors, tokens, batch.cached_tokens)
 
 
-def _pooling(service: Service, options: EmbedOptions) -> str:
+def _pooling(service: Service, options: EmbedFields) -> str:
     """Check the options and return the pooling.  RequestError names a wrong option."""
     info = service.client.info
     if options.side not in SIDES:
@@ -139,7 +139,7 @@ def _pooling(service: Service, options: EmbedOptions) -> str:
     return default.chosen(options.pooling)
 
 
-def _params(state: dict[str, Any], options: EmbedOptions) -> SamplingParams:
+def _params(state: dict[str, Any], options: EmbedFields) -> SamplingParams:
     """Return the parameters of the requests to the engine."""
     values: dict[str, Any] = {"tenant": state["tenant"], "trace_headers": state["trace"]}
     if options.cache_salt is not None:
@@ -150,7 +150,7 @@ def _params(state: dict[str, Any], options: EmbedOptions) -> SamplingParams:
 
 
 async def _encoded(
-    service: Service, owner: str, prompts: Sequence[Input], params: SamplingParams, options: EmbedOptions
+    service: Service, owner: str, prompts: Sequence[Input], params: SamplingParams, options: EmbedFields
 ) -> list[Ids]:
     """Return the token ids of each prompt, after truncation."""
     tokens, side = service.tokens, options.side
@@ -174,7 +174,7 @@ async def _encoded(
     return all_ids
 
 
-def _check_lengths(service: Service, all_ids: Sequence[Ids], options: EmbedOptions) -> None:
+def _check_lengths(service: Service, all_ids: Sequence[Ids], options: EmbedFields) -> None:
     """Raise ApiError (400) for a prompt without tokens or beyond the context, and for too many tokens together."""
     info = service.client.info
     for number, ids in enumerate(all_ids):
@@ -205,7 +205,7 @@ class _Batch:
         all_ids: Sequence[Ids],
         params: SamplingParams,
         pooling: str,
-        options: EmbedOptions,
+        options: EmbedFields,
     ) -> None:
         self.service, self.state, self.owner, self.all_ids = service, state, owner, all_ids
         self.params, self.pooling, self.options = params, pooling, options
