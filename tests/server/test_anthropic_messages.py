@@ -268,6 +268,23 @@ def test_thinking_without_meaning_is_refused(server, value, words):
     refused(server, {**HI, "thinking": value}, words)
 
 
+def test_a_budget_of_thinking_bounds_the_reasoning(server, monkeypatch):
+    """The vocabulary has the tags, so that the engine can force the end."""
+    tokenizer = server.app.service.tokens.tokenizer
+    monkeypatch.setitem(tokenizer.__dict__, "added_tokens", {**tokenizer.added_tokens, "<think>": 50, "</think>": 51})
+    budgets = []
+
+    def answer(prompt):
+        (stream,) = server.app.service.client._streams.values()
+        budgets.append(stream.params.extra["thinking_token_budget"])
+        return "ok"
+
+    with scripted(server, [answer]):
+        message = server.post(PATH, {**HI, "thinking": {"type": "enabled", "budget_tokens": 9}}).json()
+    assert budgets == [9]
+    assert [warning["field"] for warning in message["warnings"]] == ["thinking"]  # the template cannot switch it
+
+
 # ---- conversations ---------------------------------------------------------------------------------------------------
 
 USE = {"type": "tool_use", "id": "toolu_1", "name": "add", "input": {"a": 1, "b": 2}}
@@ -400,7 +417,8 @@ def test_an_error_of_a_conversation_names_the_place(server, messages, words):
         ({"tools": [ADD], "tool_choice": {"type": "tool", "name": "sub"}}, '"sub" is not the name'),
         ({"tools": [ADD], "tool_choice": {"type": "some"}}, "tool_choice"), ({"tool_choice": {"type": "any"}}, "tools"),
         ({"mcp_servers": [{"type": "url", "url": "http://x", "name": "x"}]}, "mcp_servers"),
-        ({"n": 2}, "a message has one answer"), ({"logprobs": True}, "use /v1/chat/completions"),
+        ({"n": 2}, "a message has one answer"), ({"num_return_sequences": 2}, "n=2: expected 1"),
+        ({"logprobs": True}, "use /v1/chat/completions"),
         ({"response_format": {"type": "json_object"}}, "use output_config.format"),
         ({"thread": {"id": "t"}}, "stores no"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type='text'"),
@@ -422,6 +440,8 @@ def test_an_error_names_the_clients_field(server, body, words):
         ({"container": "c", "context_management": {"edits": []}}, {"container", "context_management"}),
         ({"speed": "fast"}, {"speed"}), ({"speed": "standard", "n": 1, "logprobs": False, "mcp_servers": []}, set()),
         ({"thinking": {"type": "disabled"}, "output_config": {"effort": "low"}}, {"thinking", "output_config.effort"}),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 9}}, {"thinking", "thinking.budget_tokens"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, {"thinking", "thinking.budget_tokens"}),
         ({"output_config": {"effort": "low", "more": 1}}, {"output_config.effort", "output_config.more"}),
         ({"messages": [{"role": "user", "content": "x", "id": "m"}]}, {"messages[0].id"}),
         ({"messages": [user({**text("x"), "odd": 1})]}, {"messages[0].content[0].odd"}),

@@ -216,6 +216,14 @@ def test_the_tag_latest_may_be_left_out(server, name):
     assert answer.status_code == 200 and answer.json()["model"] == (name or "pocket:latest")
 
 
+def test_name_is_the_older_name_of_model(server):
+    for path, body in ((CHAT, HI), (GENERATE, {"prompt": "a"}), (GENERATE, {})):
+        with scripted(server, ["ok"]):
+            answer = server.post(path, {**body, "name": "pocket", "stream": False}).json()
+        assert answer["model"] == "pocket" and "warnings" not in answer, answer
+        assert server.post(path, {**body, "name": "none"}).status_code == 404
+
+
 def test_an_unknown_model_has_the_text_that_clients_look_for(server):
     for name in ("llama3", "pocket:7b", "pocket:latest:latest", "x" * 999):
         for path, body in ((CHAT, HI), (GENERATE, {"prompt": "a"}), (CHAT, {"messages": []})):
@@ -242,6 +250,9 @@ def test_an_unknown_model_has_the_text_that_clients_look_for(server):
         (CHAT, {**HI, "options": {"temperature": -1}}, "options.temperature"),
         (CHAT, {**HI, "options": {"num_predict": 0}}, "num_predict"),
         (CHAT, {**HI, "options": {"n": 2}}, "n=2: expected 1"),
+        (CHAT, {**HI, "options": {"num_return_sequences": 2}}, "n=2: expected 1"),
+        (GENERATE, {"prompt": "a", "num_return_sequences": 2}, "n=2: expected 1"),
+        (GENERATE, {"prompt": "a", "raw": True, "best_of": 2}, "best_of"),
         (CHAT, {**HI, "taps": [{}]}, "taps is not supported"),
         (CHAT, {**HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {**HI, "logprobs": True, "top_logprobs": 99}, "logprobs"),

@@ -1,6 +1,8 @@
 """/v1/responses over HTTP: the object, the events in their order, tools, reasoning, formats and refusals."""
 
+import asyncio
 import json
+import time
 
 import pytest
 
@@ -10,7 +12,9 @@ from http_helpers import served
 from scripted import scripted
 
 from minivllm.server.openai import tools as parsers
+from minivllm.server.openai.answers import Slices
 from minivllm.server.openai.calls import Said, Thought
+from minivllm.server.responses.items import Conversation
 
 server = served(["sk-1", "sk-2"])
 ASK = {"input": "What is 2 + 3?", "temperature": 0, "max_output_tokens": 20}
@@ -125,6 +129,9 @@ def test_input_tokens_are_counted_without_an_answer(server):
         made = ask(server, **body)
     assert counted.json() == {"object": "response.input_tokens", "input_tokens": made["usage"]["input_tokens"]}
     assert server.post("/v1/responses/input_tokens", {"input": []}).json()["error"]["param"] == "input"
+    warned = server.post("/v1/responses/input_tokens", {**body, "user": "u"})
+    assert [warning["field"] for warning in warned.json()["warnings"]] == ["user"]
+    assert warned.headers["x-warnings"] == "user"
 
 
 def test_events_of_a_text_come_in_openai_s_order(server):
@@ -303,6 +310,24 @@ def test_leading_instructions_are_one_message(server):
     assert "First.\n\nSecond.\n\nThird." in script.prompts[0] and script.prompts[0].count("<|im_start|>system") == 1
 
 
+def test_many_instructions_are_joined_in_linear_time():
+    items = [{"type": "message", "role": "system", "content": f"{i} " + "a" * 3000} for i in range(4000)]
+    conversation = Conversation("First.")
+    start = time.thread_time()
+    asyncio.run(conversation.extend(items, "input", Slices()))
+    took = time.thread_time() - start
+    (message,) = conversation.messages
+    assert message["content"].startswith("First.\n\n0 aa") and message["content"].count("\n\n") == 4000
+    assert took < 1.5, took  # adding each to the text before it copies 24 GB
+
+
+def test_reasoning_that_another_server_encrypted_is_a_warning(server):
+    foreign = {"type": "reasoning", "summary": [], "encrypted_content": "gAAAA=x"}
+    with scripted(server, ["ok"]):
+        made = ask(server, input=[{"role": "user", "content": "hi"}, foreign])
+    assert [warning["field"] for warning in made["warnings"]] == ["input[1].encrypted_content"]
+
+
 REFUSALS = [
     ({"input": []}, "input"),
     ({"input": 5}, "input"),
@@ -330,6 +355,8 @@ REFUSALS = [
     ({"max_output_tokens": 5000}, "max_output_tokens"),
     ({"max_tokens": 5}, "max_tokens"),
     ({"n": 2}, "n"),
+    ({"num_return_sequences": 2}, "num_return_sequences"),
+    ({"num_beams": 2, "num_return_sequences": 2}, "num_beams"),
     ({"messages": []}, "messages"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"prompt": {"id": "p"}}, "prompt"),
@@ -376,6 +403,24 @@ def test_a_failure_in_the_middle_ends_the_stream_with_response_failed(server):
         Answer.take = take
     assert [e["type"] for e in found[-2:]] == ["error", "response.failed"]
     assert found[-1]["response"]["status"] == "failed" and found[-1]["response"]["error"]["code"] == "server_error"
+
+
+class Everything:
+    """A set that contains every number."""
+
+    def __contains__(self, number):
+        return True
+
+
+def test_an_answer_that_the_server_ends_is_a_503_and_stored_as_failed(server):
+    with scripted(server, ["one two three"] * 2) as script:
+        script.stopped = Everything()
+        whole = server.post("/v1/responses", {"input": "hi"})
+        found = events(server)
+    assert whole.status_code == 503 and "ended the answer" in whole.json()["error"]["message"]
+    assert [event["type"] for event in found[-2:]] == ["error", "response.failed"]
+    stored = server.client.get(f"/v1/responses/{found[-1]['response']['id']}").json()
+    assert stored["status"] == "failed" and stored["error"] == found[-1]["response"]["error"]
 
 
 def test_the_time_limit_ends_the_stream_with_response_failed(server):

@@ -154,6 +154,8 @@ def test_a_background_response_is_read_and_cancelled(server):
     with scripted(server, ["one two three four five six"] * 3, pause=0.2) as script:
         made = ask(server, background=True)
         assert made["status"] == "in_progress" and made["background"] is True and made["output"] == []
+        (item,) = get(server, f"{made['id']}/input_items")["data"]
+        assert item["content"][0]["text"] == "hi"
         cancelled = ask(server, background=True)
         answer = server.client.post(f"/v1/responses/{cancelled['id']}/cancel")
         assert answer.status_code == 200 and answer.json()["status"] == "cancelled"

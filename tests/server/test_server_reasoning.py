@@ -8,11 +8,13 @@ from chat_templates import DEEPSEEK, GPT_OSS, QWEN3
 from http_helpers import served
 from scripted import scripted
 
+from minivllm.runtime.text.marks import Marks
 from minivllm.runtime.text.messages import check_messages, fit
 from minivllm.runtime.text.template import ChatTemplate
 from minivllm.server.errors import ApiError
 from minivllm.server.openai.bodies import ChatBody, read
 from minivllm.server.openai.calls import Said, Thought
+from minivllm.server.openai.parsers import reasoning_tokens
 from minivllm.server.openai.reader import Reader
 from minivllm.server.openai.reasoning import shows_reasoning, template_variables, warn_unread
 from minivllm.server.openai.tools import Tools
@@ -42,7 +44,7 @@ CASES = [
     (GPT, {"reasoning": {"effort": "xhigh"}}, {"reasoning_effort": "xhigh"}, []),
     (GPT, {"think": "medium"}, {"reasoning_effort": "medium"}, []),
     (GPT, {"think": False}, {"reasoning_effort": "none"}, []),
-    (GPT, {"think": True}, None, []),
+    (GPT, {"think": True}, None, ["think"]),
     (BOTH, {"reasoning_effort": "none"}, {"enable_thinking": False, "thinking": False, "reasoning_effort": "none"}, []),
     (BOTH, {"thinking": True}, {"enable_thinking": True, "thinking": True}, []),
     ([], {"reasoning_effort": "none"}, None, ["reasoning_effort"]),
@@ -104,6 +106,31 @@ def test_the_reasoning_can_be_left_out():
         thought = {"reasoning": "hm", "reasoning_content": "hm"} if shown else {}
         assert delta == thought | {"content": "yes"}
         assert ("reasoning" in reader.message()) is shown
+
+
+@pytest.mark.parametrize(
+    "body,text",
+    [
+        ({"reasoning": {"exclude": 1}}, "reasoning.exclude=1: expected true or false"),
+        ({"reasoning": {"exclude": True}, "include_reasoning": True}, "contradict each other"),
+        ({"reasoning": {"exclude": False}, "include_reasoning": False}, "contradict each other"),
+    ],
+)
+def test_showing_and_hiding_the_reasoning_contradict_each_other(body, text):
+    with pytest.raises(ApiError, match=text):
+        shows_reasoning(read(ChatBody, {**HI, **body}))
+    assert shows_reasoning(read(ChatBody, {**HI, "reasoning": {"exclude": False}, "include_reasoning": True}))
+
+
+@pytest.mark.parametrize("opened,ids,count", [
+    (False, [1, 2, 5, 3, 9, 9, 2, 5, 5, 3, 9], 7),  # the tags count
+    (True, [5, 5, 3, 9, 2, 5, 3, 9], 6),
+    (False, [9, 2, 5, 5], 2),  # without an end, by the share of the text
+    (False, [9, 3, 9], 0),
+])  # fmt: skip
+def test_the_tokens_of_all_blocks_of_reasoning_count(opened, ids, count):
+    marks = Marks({2: "a", 3: "b"}, {"<think>": "a", "</think>": "b"})
+    assert reasoning_tokens(ids, marks, ("<think>", "</think>"), 0.5, opened) == count
 
 
 def test_the_prompt_has_the_options(server):

@@ -13,6 +13,7 @@ from minivllm.config.server import ServerConfig
 from minivllm.errors import ConfigError
 from minivllm.plugins.parser.qwen3 import Qwen3
 from minivllm.runtime.replies import DescribedParser, ReplyContext, detect
+from minivllm.server.openai import tools
 from minivllm.server.openai.parsers import choose, with_reasoning
 from minivllm.server.openai.reader import Reader
 from minivllm.server.openai.tools import Tools
@@ -148,3 +149,10 @@ def test_reasoning_of_one_format_is_combined_with_calls_of_another():
     with pytest.raises(ConfigError, match="does not fit tool_parser='mistral'"):
         choose(ServerConfig(tool_parser="mistral", reasoning_parser="qwen3"), None)
     assert with_reasoning(same.parser, "a", same.parser, "a") is same.parser
+
+
+def test_a_registered_parser_class_has_no_reasoning_parser(monkeypatch):
+    monkeypatch.setitem(tools.PARSERS, "own", Reader)
+    with pytest.raises(ConfigError, match="leave reasoning_parser out"):
+        choose(ServerConfig(tool_parser="own", reasoning_parser="qwen3"), None)
+    assert choose(ServerConfig(tool_parser="own"), None)

@@ -184,9 +184,9 @@ class ResponseWork(Chat):
                 yield event["type"], await self._json(event, answer)
                 if time.perf_counter() > until:
                     until = await slices.next()
-        last = self.output.event(f"response.{self.output.status}")
         whole = await self._json(self._end(answer), answer)
         await self._keep(whole)
+        last = self.output.event(f"response.{self.output.status}")
         yield last["type"], dump(last)[:-1] + b',"response":' + whole + b"}"
 
     async def idle_events(self) -> AsyncIterator[tuple[str, bytes]]:
