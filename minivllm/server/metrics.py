@@ -147,30 +147,39 @@ class Metrics:
             reason = "queue_full" if status == 429 else "unavailable"
             self.refused.labels(**self._labels, reason=reason).inc()
 
-    def finished(self, stream: Stream) -> None:
-        """Count a request that has ended, completely or not."""
-        tokens, answers = stream.completion_tokens, stream.params.n
+    def finished(self, stream: Stream, generates: bool = True) -> None:
+        """Count a request that has ended, completely or not.
+
+        A request for an embedding does not generate tokens, so it has no first token and no number of answers."""
         reasons = [text.finish_reason or "abort" for text in stream.texts]
         reason = next((r for r in ("error", "abort", "length") if r in reasons), "stop")
         self.success.labels(**self._labels, finished_reason=reason).inc()
         self.prompt.inc(stream.prompt_tokens)
         self.cached.inc(stream.cached_tokens)
-        self.generation.inc(tokens)
         self.prompts.observe(stream.prompt_tokens)
+        times = times_of(stream)
+        if "decode" in times:
+            self.whole.observe(times["whole"])
+        if generates:
+            self._generated(stream, times)
+        else:
+            times.pop("decode", None)
+        for part, histogram in self.times.items():
+            if part in times:
+                histogram.observe(times[part])
+
+    def _generated(self, stream: Stream, times: Mapping[str, float]) -> None:
+        """Count the tokens of a request that generates, and its times in seconds."""
+        tokens, answers = stream.completion_tokens, stream.params.n
+        self.generation.inc(tokens)
         self.generations.observe(tokens)
         self.n.observe(answers)
         if stream.params.max_tokens is not None:
             self.most.observe(stream.params.max_tokens)
-        times = times_of(stream)
-        for part, histogram in self.times.items():
-            if part in times:
-                histogram.observe(times[part])
         if "ttft" in times:
             self.first.observe(times["ttft"])
-        if "decode" in times:
-            self.whole.observe(times["whole"])
-            if tokens > answers:
-                self.each.observe(times["decode"] / (tokens / answers - 1))
+        if "decode" in times and tokens > answers:
+            self.each.observe(times["decode"] / (tokens / answers - 1))
 
     def text(self, stats: Mapping[str, Any], restarts: int = 0) -> bytes:
         """Return all metrics in Prometheus' text format.

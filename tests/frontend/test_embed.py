@@ -117,6 +117,8 @@ def test_dimensions_cut_and_normalize_again(pocket):
     )
     assert abs(np.linalg.norm(whole) - 1) < 1e-6 and abs(np.linalg.norm(raw) - 1) > 0.1
     assert np.abs(raw / np.linalg.norm(raw) - whole).max() < 1e-6
+    times = pocket.embed("the fox", use_tqdm=False)[0].metrics
+    assert times.first_token_time is None and times.scheduled_time <= times.finished_time
     cut = vectors(pocket.embed("the fox", dimensions=16, use_tqdm=False))[0]
     assert cut.shape == (16,) and np.abs(cut - raw[:16] / np.linalg.norm(raw[:16])).max() < 1e-6
     assert np.array_equal(vectors(pocket.embed("the fox", normalize=False, dimensions=16, use_tqdm=False))[0], raw[:16])

@@ -54,6 +54,28 @@ def test_embeddings_are_those_of_llm_embed(server, llm):
         assert np.abs(found - own(llm, TEXTS, pooling=pooling, dimensions=32)).max() < 1e-5
 
 
+def test_metrics_count_no_token_of_an_embedding(server):
+    """Counts of prompts and times to the end include embeddings; counts of generated tokens do not."""
+
+    def counts():
+        found = {}
+        for line in server.client.get("/metrics").text.splitlines():
+            name, _, value = line.rpartition(" ")
+            if not line.startswith("#") and "le=" not in name:
+                found[name.partition("{")[0]] = float(value)
+        return found
+
+    before = counts()
+    values(server.post(EMBED, {"input": TEXTS}))
+    after = counts()
+    grown = {name for name, value in after.items() if value > before[name]}
+    prompts = {"request_prompt_tokens_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count"}
+    assert {f"vllm:{name}" for name in prompts} <= grown and "vllm:request_success_total" in grown
+    generated = ("time_to_first_token_seconds", "request_generation_tokens", "request_params_n")
+    generated += ("request_params_max_tokens", "request_decode_time_seconds")
+    assert not grown & {f"vllm:{name}_count" for name in generated}
+
+
 def test_texts_and_token_ids_and_lists_of_either(server, llm):
     ids = [llm.tokenizer.encode(text) for text in TEXTS]
     whole = own(llm, TEXTS)

@@ -118,7 +118,7 @@ class Publisher:
         self._tell(flight, result, live, ok)
         for seq in whole:
             if seq.status != FINISHED:
-                self._end_pooled(seq, now)
+                self._end_pooled(seq)
         if len(plan.host):
             self._choose(flight, result, live)
         for seq in many:
@@ -151,9 +151,8 @@ class Publisher:
             if seq is not None and seq.serial == flight.serial[pick[j]]:
                 self._deliver(seq, result, j)
 
-    def _end_pooled(self, seq: Seq, now: float) -> None:
-        """End a sequence whose hidden states have all been pooled, or are not finite.  ``now`` is in seconds."""
-        seq.request.first_token = now
+    def _end_pooled(self, seq: Seq) -> None:
+        """End a sequence whose hidden states have all been pooled, or are not finite."""
         if seq.request.pooling.end(len(seq.request.prompt)):
             self.send(seq, Finish("stop"))
         else:

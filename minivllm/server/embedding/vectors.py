@@ -252,7 +252,7 @@ class _Batch:
         async with stream:
             async for piece in stream:
                 error = piece.error
-            service.metrics.finished(stream)
+            service.metrics.finished(stream, generates=False)
             self.cached_tokens += stream.cached_tokens
         found = stream.tapped.get(0)
         if not found:
