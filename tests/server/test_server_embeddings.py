@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import socket
 import threading
 import time
@@ -54,26 +55,34 @@ def test_embeddings_are_those_of_llm_embed(server, llm):
         assert np.abs(found - own(llm, TEXTS, pooling=pooling, dimensions=32)).max() < 1e-5
 
 
+def counts(server):
+    """Return the values of all metrics but the buckets of histograms, with the label of the finish reason."""
+    found = {}
+    for line in server.client.get("/metrics").text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if not line.startswith("#") and "le=" not in name:
+            reason = re.search('finished_reason="([a-z]*)"', name)
+            name = name.partition("{")[0] if reason is None else f"{name.partition('{')[0]} {reason[1]}"
+            found[name] = float(value)
+    return found
+
+
 def test_metrics_count_no_token_of_an_embedding(server):
     """Counts of prompts and times to the end include embeddings; counts of generated tokens do not."""
 
-    def counts():
-        found = {}
-        for line in server.client.get("/metrics").text.splitlines():
-            name, _, value = line.rpartition(" ")
-            if not line.startswith("#") and "le=" not in name:
-                found[name.partition("{")[0]] = float(value)
-        return found
-
-    before = counts()
+    before = counts(server)
     values(server.post(EMBED, {"input": TEXTS}))
-    after = counts()
-    grown = {name for name, value in after.items() if value > before[name]}
+    after = counts(server)
+    grown = {name for name, value in after.items() if value > before.get(name, 0)}
     prompts = {"request_prompt_tokens_count", "e2e_request_latency_seconds_count", "request_queue_time_seconds_count"}
-    assert {f"vllm:{name}" for name in prompts} <= grown and "vllm:request_success_total" in grown
+    assert {f"vllm:{name}" for name in prompts} <= grown and "vllm:request_success_total stop" in grown
     generated = ("time_to_first_token_seconds", "request_generation_tokens", "request_params_n")
     generated += ("request_params_max_tokens", "request_decode_time_seconds")
     assert not grown & {f"vllm:{name}_count" for name in generated}
+    late = server.post(EMBED, {"input": ["fox " * 100] * 200, "timeout_s": 0.05})
+    assert late.status_code == 408
+    ended = "vllm:request_success_total abort"
+    assert counts(server)[ended] > after.get(ended, 0)
 
 
 def test_texts_and_token_ids_and_lists_of_either(server, llm):

@@ -249,11 +249,13 @@ class _Batch:
             self.all_ids[number], self.params, name, pieces=False, owner=self.owner, pooling=self.pooling
         )
         error = None
-        async with stream:
-            async for piece in stream:
-                error = piece.error
+        try:
+            async with stream:
+                async for piece in stream:
+                    error = piece.error
+        finally:  # also if the client has left, or the time is over
             service.metrics.finished(stream, generates=False)
-            self.cached_tokens += stream.cached_tokens
+        self.cached_tokens += stream.cached_tokens
         found = stream.tapped.get(0)
         if not found:
             logs.event("the engine failed on a request", 40, answer=name, reason=error)
