@@ -129,12 +129,13 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "grammar",
                 _SEAMS + "grammar:Grammar",
-                api=(1, 1),
+                api=(1, 2),
                 features={
                     "json": "compiles JSON schemas",
                     "regex": "compiles regular expressions, with ASCII classes",
                     "choice": "compiles lists of texts",
                     "grammar": "compiles grammars in Lark's notation and in GBNF",
+                    "reply": "compiles grammars of answers with calls of functions, in which tags are tokens",
                 },
             ),
             Kind("hooks", "minivllm.runtime.hooks:Hooks", api=(1, 2)),

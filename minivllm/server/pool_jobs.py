@@ -16,6 +16,7 @@ import numpy as np
 from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import RequestError
 from minivllm.runtime.processes.confined import Work, allow, prepare
+from minivllm.runtime.replies.grammar import Spelling
 from minivllm.runtime.text.tokenizer import Tokenizer
 
 from .errors import ApiError
@@ -55,7 +56,7 @@ def run(tokenizer: Tokenizer | None, job: Job, parts: Parts) -> Parts:
     if job["op"] == "read":
         return read(parts[0], job["inner"])
     if job["op"] == "form":
-        return form(parts[0])
+        return form(job, parts[0])
     if job["op"] == "shape":
         return shape(tokenizer, job, parts)
     if job["op"] == "places":
@@ -120,13 +121,14 @@ def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
         return None
 
 
-def form(part: bytes) -> Parts:
+def form(job: Job, part: bytes) -> Parts:
     """Return the ``structured_outputs`` of a body, from the JSON of the body's fields in ``worker_pool.FORMS``.
 
-    A JSON schema is returned as the final text of the schema.
+    A JSON schema is returned as the final text of the schema.  ``job["spelling"]`` is the format of calls, or None.
     """
     body = SimpleNamespace(**json.loads(part))
-    asked = whole_form(body, tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls))
+    spelling = None if job["spelling"] is None else Spelling.of(job["spelling"])
+    asked = whole_form(body, tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), spelling)
     params = StructuredOutputsParams.of(asked)
     if params is not None and params.source.kind == "json":
         source = params.source

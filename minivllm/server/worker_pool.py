@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from .errors import ApiError
 from .fair_slots import FairSlots
 
 if TYPE_CHECKING:
+    from minivllm.runtime.replies.grammar import Spelling
     from minivllm.runtime.text.tokenizer import Tokenizer
 
 QUICK, BULK = range(2), range(2, 4)  # numbers of the workers
@@ -118,22 +120,23 @@ class WorkerPool:
         _, (text,) = await self._ask(owner, job, [column], _limits(len(column)), "tokens")
         return text.decode("utf-8", "surrogatepass")
 
-    async def form(self, body: Any, owner: str) -> dict[str, Any] | None:
+    async def form(self, body: Any, owner: str, spelling: Spelling | None = None) -> dict[str, Any] | None:
         """Return ``params.whole_form`` of a body, or None if the event loop can do that itself quickly.
 
-        Raise the errors of ``whole_form`` as ApiError.
+        ``spelling`` is the format of calls.  Raise the errors of ``whole_form`` as ApiError.
         """
         declared = vars(body)
         values = {name: declared.get(name) for name in FORMS}
         asked = values["structured_outputs"] or values["response_format"]
-        if not asked and values["tool_choice"] in (None, "none", "auto"):
+        if not asked and values["tool_choice"] in (None, "none", "auto") and not _any_strict(values["tools"]):
             return None
         part = to_json(values)
         if len(part) < FORM:
             return None
         _, megabytes = _limits(len(part))
         limits = READ_SECONDS, megabytes
-        _, (form,) = await self._ask(owner, {"op": "form"}, [part], limits, "structured_outputs")
+        job = {"op": "form", "spelling": None if spelling is None else asdict(spelling)}
+        _, (form,) = await self._ask(owner, job, [part], limits, "structured_outputs")
         return json.loads(form)
 
     async def shape(self, job: dict[str, Any], columns: Sequence[bytes], owner: str) -> list[bytes]:
@@ -194,6 +197,15 @@ class WorkerPool:
         if error is not None:
             raise ApiError(*error)
         return about, found
+
+
+def _any_strict(tools: Any) -> bool:
+    """Return whether a function of a request is strict."""
+    for tool in tools if isinstance(tools, list) else ():
+        function = tool.get("function") if isinstance(tool, dict) else None
+        if isinstance(function, dict) and function.get("strict"):
+            return True
+    return False
 
 
 def _limits(size: int) -> Limits:

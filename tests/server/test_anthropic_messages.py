@@ -153,8 +153,9 @@ def test_whitespace_between_calls_is_no_block_and_an_empty_answer_has_none(serve
 
 
 def test_a_call_that_max_tokens_cuts_is_in_the_stream_only(server):
-    with scripted(server, ['[{"name": "add", "arguments": {"a": 1, "b": 22222222222222222222'] * 2):
-        body = {**HI, "tools": [ADD], "tool_choice": {"type": "any"}, "max_tokens": 40}
+    begun = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 22222222222222222222'
+    with scripted(server, [begun] * 2):
+        body = {**HI, "tools": [ADD], "tool_choice": {"type": "any"}, "max_tokens": 50}
         message, found = server.post(PATH, body).json(), events(server, body)
     assert message["content"] == [] and message["stop_reason"] == "max_tokens"
     deltas = [event["delta"]["partial_json"] for event in found if event["type"] == "content_block_delta"]

@@ -19,7 +19,8 @@ ASK = {
     "messages": [{"role": "user", "content": "What is 2 + 3?"}],
     "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
 }
-CALLS = '[{"name":"f","arguments":{"s":"x"}},{"name":"f","arguments":{"s":"y"}}]'
+CALL = '<tool_call>\n{"name": "f", "arguments": {"s":"%s"}}\n</tool_call>'
+CALLS = f"{CALL % 'x'}\n{CALL % 'y'}"
 NAMED = {"type": "function", "function": {"name": "f"}}
 
 
@@ -65,7 +66,7 @@ def test_forced_calls_follow_the_reasoning(server, tagged, thought):
     found = both(server, script, tool_choice="required")
     assert found == (thought or None, None, ['{"s":"x"}', '{"s":"y"}'])
     assert asked_tags(server) == {"start": [begin], "end": [end]}
-    assert both(server, [*script[:-1], '{"s":"x"}'], tool_choice=NAMED) == (thought or None, None, ['{"s":"x"}'])
+    assert both(server, [*script[:-1], CALL % "x"], tool_choice=NAMED) == (thought or None, None, ['{"s":"x"}'])
     assert both(server, [CALLS], tool_choice="required")[0] is None
     assert both(server, script, tool_choice="required", include_reasoning=False)[0] is None
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 1)  # 1.1: rollback and clone are no longer needed
+API = (1, 2)  # 1.1: rollback and clone are no longer needed; 1.2: the kind reply
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,17 @@ class GrammarContext:
 
 @dataclass(frozen=True)
 class GrammarSource:
-    """The grammar of a request, as text."""
+    """The grammar of a request, as text.
 
-    kind: str  # json (a JSON schema) | regex | choice (a JSON list of strings) | grammar (Lark or GBNF)
+    The kind ``reply`` is an answer with calls, for plug-ins that list it among their features.  Its text is a JSON
+    object.  ``lark`` is a grammar in the notation of llguidance, in which ``<[7]>`` is the token with the id 7.  The
+    grammar uses names that the other members define: ``schemas`` has the JSON schema of each name, ``patterns`` a
+    ["pattern" or "format", value] of JSON Schema for a text without quotes, and ``free`` the ids that a token must not
+    have.  A free token does not end the answer either.
+    """
+
+    # json (a JSON schema) | regex | choice (a JSON list of strings) | grammar (Lark or GBNF) | reply
+    kind: str
     text: str
     # for json: True allows any spaces and line ends between JSON tokens, False allows none
     any_whitespace: bool = True

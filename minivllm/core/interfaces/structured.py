@@ -13,7 +13,7 @@ from minivllm.errors import RequestError, brief, shown, suggest
 
 from .grammar import GrammarSource
 
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
+FORMS = ("json", "regex", "choice", "grammar", "json_object", "reply")
 MOST_CHOICES = 10_000
 NAME = "structured_outputs"
 
@@ -54,7 +54,8 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
 class StructuredOutputsParams:
     """The required form of a text.  Exactly one of these fields is set: ``json`` (a JSON schema, as text, mapping or
     pydantic model), ``json_object=True`` (any JSON object), ``regex``, ``choice`` (a list of texts) or ``grammar``
-    (Lark, or the GBNF of llama.cpp).
+    (Lark, or the GBNF of llama.cpp).  A server sets ``reply`` for calls of functions (``GrammarSource``), and
+    ``with_reasoning=True`` if this grammar also has the reasoning.
 
     Further fields for JSON: ``disable_any_whitespace`` allows no whitespace between JSON tokens.
     ``whitespace_pattern`` is a regular expression for the allowed whitespace.  ``disable_additional_properties``
@@ -66,6 +67,8 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    reply: str | None = None
+    with_reasoning: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -87,13 +90,13 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check the fields and compute ``source``."""
-        for name in ("disable_any_whitespace", "disable_additional_properties"):
+        for name in ("disable_any_whitespace", "disable_additional_properties", "with_reasoning"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, value, "True or False")
         form = self._form()
         if hasattr(self.json, "model_json_schema"):
             self.json = self.json.model_json_schema()  # type: ignore[union-attr]
-        for name in ("regex", "grammar"):
+        for name in ("regex", "grammar", "reply"):
             value = getattr(self, name)
             ok = value is None or (isinstance(value, str) and value != "")
             _check(ok, name, value, "a text that is not empty")
@@ -117,7 +120,9 @@ class StructuredOutputsParams:
             forms.remove("json_object")
         if len(forms) != 1:
             found = " and ".join(forms) or "none"
-            raise _refused(f"{NAME}: {found} given; expected exactly one of {', '.join(FORMS)}")
+            raise _refused(
+                f"{NAME}: {found} given; expected exactly one of {', '.join(FORMS[:-1])}"
+            )
         return forms[0]
 
     def _check_whitespace(self, form: str) -> None:

@@ -19,7 +19,8 @@ from llguidance.gbnf_to_lark import any_to_lark
 from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
 
 from .code_points import tables
-from .ecma_regex import pattern, whole, within, write
+from .ecma_regex import pattern, search, whole, within, write
+from .formats import ANNOTATIONS, FORMATS
 from .json_schema import prepare
 from .threads import Threads
 
@@ -27,6 +28,9 @@ HEAD = '%llguidance {"no_forcing": true}\n'
 MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
 JSON_SPACE = ((9, 10), (13, 13), (32, 32))
 ESCAPES = 'nrbtf\\"'  # without u: each string is spelled in one way, so that no name is a declared one in disguise
+SPACED = {  # JSON within calls: with or without a space after a comma and a colon, as models write it
+    "json_allowed_escapes": ESCAPES, "whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?",
+}  # fmt: skip
 MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
@@ -37,12 +41,14 @@ BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
 class _LLGuidanceMatcher:
-    """``ended``: an end-of-sequence token was taken, of which the library is not told."""
+    """``ended``: an end-of-sequence token was taken, of which the library is not told.  ``names_tokens``: the grammar
+    names tokens by their ids."""
 
-    __slots__ = ("ended", "ll")
+    __slots__ = ("ended", "ll", "names_tokens")
 
-    def __init__(self, ll: Any, ended: bool = False) -> None:
-        self.ll, self.ended = ll, ended
+    def __init__(self, ll: Any, names_tokens: bool = False) -> None:
+        self.ll, self.names_tokens = ll, names_tokens
+        self.ended = False
 
 
 class _Vocabulary:
@@ -71,14 +77,16 @@ class LLGuidance(Grammar):
         self._eos = frozenset(ctx.eos_ids)
 
     def compile(self, source: GrammarSource) -> Compiled:
-        text = lark(source)
+        text = reply(source, self.ctx.eos_ids) if source.kind == "reply" else lark(source)
         made = llguidance.LLMatcher(self._tokenizer, HEAD + text, log_level=0, limits=self._limits)
         if made.is_error():
             raise ValueError(_first(made.get_error()))
-        return Compiled(made, BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text))
+        handle = made, source.kind == "reply"
+        return Compiled(handle, BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text))
 
     def start(self, compiled: Compiled) -> _LLGuidanceMatcher:
-        return _LLGuidanceMatcher(compiled.handle.deep_copy())
+        made, names_tokens = compiled.handle
+        return _LLGuidanceMatcher(made.deep_copy(), names_tokens)
 
     def accept(self, matchers: Sequence[_LLGuidanceMatcher], tokens: Sequence[Sequence[int]]) -> Sequence[int]:
         eos = self._eos
@@ -110,11 +118,19 @@ class LLGuidance(Grammar):
         self.threads.run("fill", len(pairs), lambda pool: _fill(pool, pairs, mask))
         failed = {}
         for i, m in enumerate(matchers):
+            if m.names_tokens and not m.ll.is_accepting():
+                self._forbid_end(mask[rows[i]])
             if m.ended:
                 failed[i] = "its text has ended"
             elif m.ll.is_stopped() and not m.ll.is_accepting():
                 failed[i] = _first(m.ll.get_error()) or NOTHING
         return failed
+
+    def _forbid_end(self, row: np.ndarray) -> None:
+        """Clear the end-of-sequence ids in a mask row i32: the library allows them wherever it allows a token by id."""
+        words = row.view(np.uint32)
+        for token in self._eos:
+            words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
@@ -151,6 +167,35 @@ def lark(source: GrammarSource) -> str:
         return any_to_lark(source.text)
     except Exception as e:  # its own errors, and RecursionError
         raise ValueError(f"neither Lark nor GBNF: {type(e).__name__}: {e}"[:MOST]) from None
+
+
+def reply(source: GrammarSource, eos_ids: Sequence[int]) -> str:
+    """Return the grammar of an answer with calls, which the front door wrote (``runtime.replies.grammar_rules``).
+
+    Its schemas, its patterns of strings, and its rules for any other token are added here."""
+    parts = json.loads(source.text)
+    lines = [parts["lark"]]
+    for name, schema in parts["schemas"].items():
+        made = prepare(schema, pattern)
+        lines.append(f"{name}: %json " + json.dumps({**made, "x-guidance": SPACED}))
+    for name, (kind, text) in parts["patterns"].items():
+        lines.append(f"{name}: {_string(kind, text)}")
+    for name, ids in parts["free"].items():
+        excluded = ",".join(map(str, sorted({*ids, *eos_ids})))
+        lines.append(f"{name}: <[^{excluded}]>")
+    return "\n".join(lines)
+
+
+def _string(kind: str, text: str) -> str:
+    """Return the expression of a ``pattern`` or a ``format`` of JSON Schema, for a string without quotes."""
+    if kind == "pattern":
+        return f"/(?:{write(search(text))})/"
+    if text in ANNOTATIONS:
+        return "ANY"
+    if text not in FORMATS:
+        known = ", ".join(sorted({*FORMATS, *ANNOTATIONS}))
+        raise ValueError(f"answers are not held to the format {text:.60}: there are {known}")
+    return " & ".join(f"/(?:{write(whole(expression))})/" for expression in FORMATS[text])
 
 
 def _whitespace(asked: str) -> str:

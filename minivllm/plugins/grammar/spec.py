@@ -7,11 +7,11 @@ FORMS = frozenset({"json", "regex", "choice", "grammar"})
 
 LLGUIDANCE = Spec(
     impl=f"{HERE}.llguidance_plugin:LLGuidance",
-    api=(1, 1),
+    api=(1, 2),
     summary="llguidance: an Earley parser over derivatives of regular expressions; compiles in a millisecond",
     options=f"{HERE}.options:GrammarOptions",
     priority=20,
-    features=FORMS,
+    features=FORMS | {"reply"},
     needs=(Needs("llguidance", "1.8", "pip install -U llguidance"),),
 )
 XGRAMMAR = Spec(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from .elements import beginnings
 
 JSON_OUTSIDE = re.compile(r'["{}\[\]]')
+JSON_QUOTE = re.compile('"')
 JSON_INSIDE = re.compile(r'["\\]')
 PYTHON_OUTSIDE = re.compile(r"""["'()\[\]{}]""")
 OPENING = frozenset("([{")
@@ -74,6 +75,29 @@ class Brackets:
                 self._depth -= 1
                 if self._depth <= 0:
                     return at, at
+
+
+class OpenString:
+    """Finds out whether a JSON text, which comes in pieces, ends within a string (``quoted``)."""
+
+    def __init__(self) -> None:
+        self.quoted = False
+        self._escaped = False
+
+    def add(self, text: str) -> None:
+        """Read a further piece."""
+        at = 1 if self._escaped and text else 0
+        self._escaped = self._escaped and not text
+        while True:
+            match = (JSON_INSIDE if self.quoted else JSON_QUOTE).search(text, at)
+            if match is None:
+                return
+            at = match.end()
+            if match[0] == '"':
+                self.quoted = not self.quoted
+                continue
+            self._escaped = at == len(text)
+            at += 1
 
 
 def json_brackets() -> Brackets:

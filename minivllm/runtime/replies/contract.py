@@ -30,7 +30,9 @@ class ReplyContext:
     ``functions`` has the JSON schema of the parameters of each function by its name.  ``only`` has the names that the
     model may call, or is None if it may call any name.  ``marks`` has the mark of each tag that is a token.  ``hidden``
     names the tags that leave no text where they are part of nothing, which are the special tokens.  ``opened`` means
-    that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.
+    that the prompt ends within the reasoning.  ``calls`` is False if text is never a call.  ``strict`` means that a
+    grammar constrains the calls.  With ``behind``, calls begin behind the reasoning, and in it they are text.
+    With ``answer``, an answer whose content begins with "{" is JSON, in which tags are text.
     """
 
     functions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -39,6 +41,9 @@ class ReplyContext:
     hidden: frozenset[str] = frozenset()
     opened: bool = False
     calls: bool = True
+    strict: bool = False
+    behind: bool = False
+    answer: bool = False
 
 
 class Reply(Protocol):

@@ -18,7 +18,7 @@ class DescribedParser(ReplyParser):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._plans: dict[tuple[Any, ...], Plan] = {}  # one or two: the marks are those of the tokenizer
+        self._plans: dict[tuple[Any, ...], Plan] = {}  # a few: the marks are those of the tokenizer
 
     def tags(self) -> tuple[str, ...]:
         """Return the texts that are tags of the format."""
@@ -45,8 +45,8 @@ class DescribedParser(ReplyParser):
 
     def _plan(self, context: ReplyContext) -> Plan:
         """Return the compiled format for the marks of an answer."""
-        key = tuple(context.marks.items())
+        key = (context.strict, *context.marks.items())
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self.format, context.marks)
+            plan = self._plans[key] = Plan(self.format, context.marks, context.strict)
         return plan

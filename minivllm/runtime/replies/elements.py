@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 NO, PARTIAL = -1, -2  # results of a match, in place of the end of the matched text
@@ -136,9 +137,14 @@ class Templates:
 
     def split(self, template: str) -> list[str]:
         """Return the placeholders, the whitespace, the tags and the other text of a template."""
+        return [piece for piece in self._separate.split(template) if piece]
+
+    @cached_property
+    def _separate(self) -> re.Pattern[str]:
+        """Return the pattern of the pieces that are not other text."""
         tags = sorted(self.spellings, key=len, reverse=True)
         separate = "|".join([PLACEHOLDER.pattern, r"\s+", *map(re.escape, tags)])
-        return [piece for piece in re.split(f"({separate})", template) if piece]
+        return re.compile(f"({separate})")
 
 
 def beginnings(texts: Sequence[str]) -> re.Pattern[str] | None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .brackets import Brackets, json_brackets, python_brackets, quoted_brackets
+from .brackets import Brackets, OpenString, json_brackets, python_brackets, quoted_brackets
 from .contract import ReplyContext
 from .description import OBJECT, PYTHON
 from .elements import NO, PARTIAL, SPACES, matched
@@ -29,6 +29,7 @@ from .plan import COLLECT, EMPTY, END_OF_OBJECT, MEMBER, STREAM, Candidate, Form
 from .scan import INSIDE, Scanner
 from .values import call_of, dumped, python_arguments, quoted_arguments, typed, types_of
 
+NESTED = ("object", "array")  # types of values with brackets
 TICKS = 3  # backticks that begin and end a block of code
 WAIT, GO = False, True  # results of a step: more text is needed, or the next state goes on
 
@@ -44,6 +45,7 @@ class DescribedReply:
         self._read = 0  # characters before the buffer
         self._final = False
         self._fresh = bool(plan.first) and context.calls  # a call without a tag may begin here
+        self._undecided = context.answer  # the content may be JSON
         self._thinking = context.opened and plan.format.reasoning is not None
         self._untagged = False  # the last head of a call was an object without a tag
         self._owed = False  # a call ended reasoning whose closing tag may still come
@@ -67,6 +69,7 @@ class DescribedReply:
         self._count = 0  # arguments of the call so far
         self._as_string = False  # the value is a string, which is returned as it comes
         self._begun_value = False
+        self._string: OpenString | None = None  # the strings of a JSON value, in which a closing tag is text
         if self._thinking:
             self._out.begin_thought()
 
@@ -96,7 +99,7 @@ class DescribedReply:
         if self._streams:
             pattern = INSIDE if self._scanner.quoted else self._significant
             return None if pattern.search(text) else Written(text)
-        if not self._is_text or self._ticks or self._inline or self._notable.search(text):
+        if not self._is_text or self._undecided or self._ticks or self._inline or self._notable.search(text):
             return None
         out = self._out
         if not self._thinking:
@@ -148,6 +151,8 @@ class DescribedReply:
 
     def _text(self) -> bool:
         """Read text of the content or of the reasoning, up to the head of a call."""
+        if self._undecided and not self._thinking:
+            return self._decide()
         if self._fresh and not self._thinking:
             if not self._first():
                 return WAIT
@@ -182,6 +187,22 @@ class DescribedReply:
         self._pass(at, stop)
         self._emit(buffer[start:stop])
         self._at = stop
+        return WAIT
+
+    def _decide(self) -> bool:
+        """Read the first character of the content, which decides between JSON and calls."""
+        match = SPACES.match(self._buffer, self._at)
+        begin = match.end() if match else self._at
+        if begin == len(self._buffer) and not self._final:
+            return WAIT
+        self._undecided = False
+        is_json = self._buffer.startswith("{", begin)
+        return self._enter(self._answer if is_json else self._text)
+
+    def _answer(self) -> bool:
+        """Read an answer in JSON, in which tags are text."""
+        self._out.say(self._spelled(self._buffer[self._at :]))
+        self._at = len(self._buffer)
         return WAIT
 
     def _emit(self, text: str) -> None:
@@ -274,7 +295,7 @@ class DescribedReply:
     def _may_call(self) -> bool:
         """Return whether a call may begin."""
         reasoning = self._plan.format.reasoning
-        if self._thinking and reasoning is not None and not reasoning.calls:
+        if self._thinking and reasoning is not None and (self._context.behind or not reasoning.calls):
             return False
         return self._context.calls
 
@@ -490,7 +511,10 @@ class DescribedReply:
         self._key = key
         self._held = []
         self._begun_value = False
-        self._as_string = types_of(self._schema()) == {"string"}
+        types = types_of(self._schema(), self._context.functions.get(self._name))
+        self._as_string = types == {"string"}
+        nests = not types or not types.isdisjoint(NESTED)
+        self._string = OpenString() if nests and self._context.strict else None
         self._out.write(("," if self._count else "{") + dumped(key) + ":" + ('"' if self._as_string else ""))
         self._count += 1
         return self._enter(self._value)
@@ -521,9 +545,10 @@ class DescribedReply:
                 break
             self._hold_value(buffer[at : match.start()], pair)
             at = match.end()
-            if match[0] in pair.closers:
+            if match[0] in pair.closers and not self._is_quoted_json():
                 return self._end_value(at, pair)
-            self._hold_value(self._shown(match[0]), pair)
+            is_mark = match[0] in self._plan.tag_of
+            self._hold_value(self._shown(match[0]) if is_mark else match[0], pair)
         stop = len(buffer)
         begun = pair.begun.search(buffer, max(at, stop - 64)) if pair.begun else None
         stop = begun.start() if begun else stop
@@ -537,6 +562,8 @@ class DescribedReply:
             return
         if not self._as_string:
             self._held.append(text)
+            if self._string is not None:
+                self._string.add(text)
             return
         if self._held:
             text = self._held.pop() + text
@@ -545,6 +572,10 @@ class DescribedReply:
             text = text[:-1]
         self._out.write(dumped(text)[1:-1])
 
+    def _is_quoted_json(self) -> bool:
+        """Return whether the value is JSON so far and ends within a string, which a grammar always closes."""
+        return self._string is not None and self._string.quoted and self._held[0][0] in "{["
+
     def _end_value(self, at: int, pair: PairPlan) -> bool:
         """End the value of an argument."""
         if self._as_string:
@@ -552,7 +583,7 @@ class DescribedReply:
         else:
             text = "".join(self._held)
             text = text.removesuffix("\n") if pair.last else text
-            self._out.write(typed(text, self._schema()))
+            self._out.write(typed(text, self._schema(), self._context.functions.get(self._name)))
         self._held = []
         self._at = at
         return self._enter(self._pairs)

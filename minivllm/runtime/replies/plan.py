@@ -22,6 +22,7 @@ from .elements import (
     beginnings,
 )
 from .elements import matched as match_elements
+from .grammar_rules import strict_spellings
 
 MARK = "[\udc80-\udcff]"
 # what follows the head of a call
@@ -116,17 +117,18 @@ class Plan:
 
     ``roles`` has the meaning of each tag in text.  ``find`` finds the next tag, mark or backtick.  ``notable`` finds a
     character with which one may begin.  ``begun`` finds the beginning of a tag at the end of a text.  ``first`` are the
-    heads of calls at the beginning of the content.
+    heads of calls at the beginning of the content.  ``strict`` reads only the spellings that a grammar
+    writes.
     """
 
-    def __init__(self, form: ReplyFormat, marks: Mapping[str, str]) -> None:
+    def __init__(self, form: ReplyFormat, marks: Mapping[str, str], strict: bool = False) -> None:
         self.format = form
         self.tag_of = {mark: tag for tag, mark in marks.items()}
         spellings = {tag: (marks.get(tag, tag),) for tag in form.tags}  # the mark of a tag, if it has one
         self._templates = Templates(spellings)
         self.roles: dict[str, Role] = {}
         self.first: list[Candidate] = []
-        for calls in form.calls:
+        for calls in strict_spellings(form, marks) if strict else form.calls:
             self._add_calls(calls)
         if form.reasoning is not None:
             tag, rest = self._trigger(form.reasoning.open)

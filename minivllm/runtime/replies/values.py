@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
+import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from minivllm.core.json_schema.references import find
 
 from .parts import NAME
 
 MOST_PARTS = 1 << 13  # commas of arguments that are converted: their conversion takes up to 50 ms
+MOST_LEVELS = 24  # references and alternatives of a schema within each other
 SPACE = re.compile(r"[ \t\n\r]*")
 NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
@@ -39,9 +44,11 @@ def sound(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
-def types_of(schema: Any) -> frozenset[str]:
-    """Return the types that a schema allows, or none if it does not name them."""
-    if not isinstance(schema, Mapping):
+def types_of(schema: Any, root: Any = None, level: int = 0) -> frozenset[str]:
+    """Return the types that a schema allows, or none if it does not name them.
+
+    ``root`` is the whole schema, in which references are found.  ``level`` counts references and alternatives."""
+    if not isinstance(schema, Mapping) or level > MOST_LEVELS:
         return frozenset()
     found: set[str] = set()
     declared = schema.get("type")
@@ -49,16 +56,32 @@ def types_of(schema: Any) -> frozenset[str]:
         found.add(declared)
     elif isinstance(declared, list):
         found.update(name for name in declared if isinstance(name, str))
-    for member in ("anyOf", "oneOf"):
+    else:
+        found.update(_listed_types(schema))
+    for member in ("anyOf", "oneOf", "allOf"):
         options = schema.get(member)
-        for option in options if isinstance(options, list) else ():
-            found |= types_of(option)
+        if not isinstance(options, list) or (member == "allOf" and len(options) > 1):
+            continue
+        for option in options:
+            found |= types_of(option, root, level + 1)
+    if "$ref" in schema and root is not None:
+        found |= types_of(find(root, schema["$ref"]), root, level + 1)
     return frozenset(found)
 
 
-def typed(text: str, schema: Any) -> str:
-    """Return the text of an argument as JSON of a type that its schema allows, or as a string."""
-    types = types_of(schema)
+def _listed_types(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the types of the values that a schema lists."""
+    listed = schema.get("enum")
+    values = listed if isinstance(listed, list) else []
+    for value in [*values, *([schema["const"]] if "const" in schema else [])]:
+        yield TYPES.get(type(value), "object")
+
+
+def typed(text: str, schema: Any, root: Any = None) -> str:
+    """Return the text of an argument as JSON of a type that its schema allows, or as a string.
+
+    ``root`` is the schema of all arguments, in which references are found."""
+    types = types_of(schema, root)
     if types == {"string"}:
         return dumped(text)
     stripped = text.strip()
@@ -66,6 +89,8 @@ def typed(text: str, schema: Any) -> str:
     if spelling is None:
         return dumped(text)
     kind = TYPES[type(value)]
+    if kind == "number" and "number" not in types and math.isfinite(value) and value == int(value):
+        kind = "integer"  # JSON Schema counts 1.0 as an integer
     fits = kind in types or (kind == "integer" and "number" in types)
     return dumped(text) if types and not fits else spelling
 
@@ -149,6 +174,8 @@ def _literal(node: ast.expr) -> Any:
     value = ast.literal_eval(node)
     if not isinstance(value, (str, int, float, bool, type(None))):
         raise ValueError("no JSON value")
+    if isinstance(value, float) and math.isinf(value):  # such as 1e999, for which JSON has no other spelling
+        return math.copysign(sys.float_info.max, value)
     return value
 
 

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.runtime.replies.thinking import ThinkingTags
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ class Gates:
 
         ``ends`` are the end-of-sequence ids.  RequestError for malformed ``thinking_tags``."""
         params = request.params
-        if params.structured_outputs is None or params.thinking_tags is None:
+        form = StructuredOutputsParams.of(params.structured_outputs)
+        if form is None or form.with_reasoning or params.thinking_tags is None:
             return
         tags = ThinkingTags.of(params.thinking_tags, vocab_size)
         opened = tags.opened(request.prompt, ends)

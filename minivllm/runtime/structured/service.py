@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.structured import StructuredOutputsParams
 
 REFUSED = 1 << 20  # bytes of cached refusals, with the refused grammars
+TOOLS = "tools"  # the field of a request with the schemas of functions
 ENTRY = 512  # bytes of a cached refusal without its texts
 
 
@@ -71,6 +72,11 @@ class Grammars:
         self.gates = Gates()
         self._closed = False
         self.helpers = Helpers(lambda: Helper(part, self.context, seconds, megabytes), workers)
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """Return the kinds of grammars that the plug-in lists."""
+        return list(self.part.features)
 
     @property
     def bytes(self) -> int:
@@ -135,7 +141,7 @@ class Grammars:
         """Return a cached grammar or None.  The caller holds the lock."""
         refusal = self._refused.get(salt, source)
         if refusal is not None:
-            raise RequestError(refusal, NAME)
+            raise RequestError(refusal, _field(source))
         return self._kept.get(salt, source)
 
     def _make(self, source: GrammarSource, salt: Salt) -> Compiled:
@@ -153,10 +159,11 @@ class Grammars:
             if not isinstance(made, Compiled) or not isinstance(made.nbytes, int):
                 raise TypeError(f"compile() returned {shown(made)}; expected a Compiled")
         except ValueError as e:
-            refusal = f"{NAME}.{source.kind}: {e}"
+            field = _field(source)
+            refusal = f"{field}: {e}" if field == TOOLS else f"{field}.{source.kind}: {e}"
             with self._lock:
                 self._refused.put(salt, source, refusal, 4 * (len(source.text) + len(refusal)) + ENTRY)
-            raise RequestError(refusal, NAME) from None
+            raise RequestError(refusal, field) from None
         except MinivllmError as e:
             raise RequestError(f"{NAME}: {e}", NAME) from e
         except KeyboardInterrupt:
@@ -197,10 +204,16 @@ class Grammars:
         self.helpers.close()
 
 
+def _field(source: GrammarSource) -> str:
+    """Return the field of a request that a grammar belongs to."""
+    return TOOLS if source.kind == "reply" else NAME
+
+
 class NoGrammars:
     """Replacement of ``Grammars`` without a plug-in or a vocabulary: it refuses each request with the reason."""
 
     workers = 1
+    kinds: Sequence[str] = ()
 
     def __init__(self, why: str) -> None:
         self.why = why

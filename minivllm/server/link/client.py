@@ -54,7 +54,8 @@ class EngineInfo:
     of joules, "" for none.  ``sampling`` are the sampling defaults of the model's generation_config.json.
     ``weight_bytes`` is the memory of the weights.  ``shape`` has the model's type and sizes (``description.SHAPE``).
     ``hidden`` is the width of an embedding, 0 if the engine makes none.  ``pooling`` and ``pooling_fault`` are those of
-    ``frontend.pooling.DefaultPooling``.  ``for_embeddings`` is true for a model whose files name a pooling.
+    ``frontend.pooling.DefaultPooling``.  ``for_embeddings`` is true for a model whose files name a pooling.  ``forms``
+    are the kinds of grammars that the engine compiles.
     """
 
     model: str
@@ -77,6 +78,7 @@ class EngineInfo:
     pooling: str
     pooling_fault: str
     for_embeddings: bool
+    forms: list[str]
 
 
 class EngineClient:

@@ -57,6 +57,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "pooling": pooling.name,
         "pooling_fault": pooling.fault,
         "for_embeddings": os.path.isfile(modules),
+        "forms": [] if engine.grammars is None else list(engine.grammars.kinds),
     }
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from minivllm.runtime.replies import NAME as NAME
 from minivllm.runtime.replies import Begun, Ended, Said, Thought, Written, new_id
@@ -123,21 +125,35 @@ class Distinct:
     """Parser of an answer that must call, without repeated calls.
 
     A grammar that requires calls makes a model repeat itself when it has no further call.  ``repeated`` is set at the
-    first repeated call.  A call is held back while it may still become equal to an earlier one."""
+    first repeated call.  A call is held back while it may still become equal to an earlier one.
 
-    def __init__(self) -> None:
-        self._calls = Forced()
+    ``calls`` is the parser of the answer; None means a list in JSON."""
+
+    def __init__(self, calls: Any = None) -> None:
+        self._calls = Forced() if calls is None else calls
         self._made: set[tuple[str, str]] = set()
-        self._held: list[Begun | Written | Ended] = []
+        self._held: list[Part] = []
         self._name = ""
         self._text = ""  # arguments of the last call
         self._holds = False  # the last call may become equal to an earlier one
         self.repeated = False
 
-    def feed(self, text: str, final: bool) -> list[Begun | Written | Ended]:
+    def feed(self, text: str, final: bool) -> list[Part]:
         """Return the parts of new calls, as ``Forced.feed`` does.  ``final`` also returns a held, incomplete call."""
-        found: list[Begun | Written | Ended] = []
-        for part in self._calls.feed(text, final):
+        return self._distinct(self._calls.feed(text, final), final)
+
+    def cut(self) -> list[Part]:
+        """Return the rest of an answer that the length limit has cut."""
+        cut = getattr(self._calls, "cut", None)
+        return self._distinct(self._calls.feed("", True) if cut is None else cut(), True)
+
+    def _distinct(self, parts: Iterable[Part], final: bool) -> list[Part]:
+        """Return parts without those of repeated calls."""
+        found: list[Part] = []
+        for part in parts:
+            if isinstance(part, (Said, Thought)):
+                self._held.append(part)
+                continue
             if isinstance(part, Begun):
                 self._name = part.name
                 self._text = ""
@@ -157,7 +173,7 @@ class Distinct:
             if not self._holds:
                 found += self._held
                 self._held = []
-        if final and not self.repeated:
+        if (final and not self.repeated) or not self._holds:
             found += self._held
             self._held = []
         return found

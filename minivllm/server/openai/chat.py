@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
+from minivllm.runtime.replies.grammar import ANSWER, AUTO
+from minivllm.runtime.replies.grammar import FORCED as FORCED_CALLS
 from minivllm.runtime.replies.thinking import TAGS
 from minivllm.runtime.text import messages as plain
-from minivllm.runtime.text.marks import NO_MARKS
+from minivllm.runtime.text.marks import NO_MARKS, Marks
 from minivllm.server.errors import ApiError
 
 from . import JsonObject, Warnings, fields, logprobs, reasoning, tools
@@ -21,7 +23,7 @@ from .bodies import ChatBody, named, naming, sent_names
 from .calls import Finished, Part
 from .generate import SCORES, TEXT, Answer, Service, checked, open_streams, read_values, respond
 from .limits import check_cost, seconds_of
-from .params import fit, note_default, whole_form
+from .params import fit, form_of, note_default, whole_form
 from .parsers import context_of, hidden_tags, opens_reasoning, reasoning_tokens
 from .prompts import answer_role, begins_answer, last_content, truncated, truncation
 from .reader import FORCED, Reader, end_of_calls, marks_of, pieces_of
@@ -99,24 +101,40 @@ class Chat(Work):
         self.kept = truncation(body, self.asked or self.default, service.client.info.max_model_len)
         self.top = body.top_logprobs or 0
         self.in_pieces = bool(body.stream)  # the streams give text while it is generated
-        form = whole_form(body, self.tools)
+        self.mode = ""  # of a grammar of calls, "" without one
+        self.behind = False  # the form begins behind the reasoning
+        spelling = service.spelling() if self.tools.choice != "none" else None
+        form = whole_form(body, self.tools, spelling)
         if form is not None:
-            self._begin_form()
+            form = self._begin_form(form)
+        elif self.tools.strict:
+            reason = "this server cannot constrain calls that the model chooses; use tool_choice=required"
+            fields.warn(self.warnings, "tools.function.strict", reason)
         self._set_params(1, self.top if body.logprobs else None, form)
 
-    def _begin_form(self) -> None:
-        """Set the parameter that makes the form begin behind the reasoning, if the parser finds the reasoning."""
+    def _begin_form(self, form: JsonObject) -> JsonObject:
+        """Return the form, and set the parameter that makes it begin behind the reasoning, if the parser finds that.
+
+        Free text with calls, and messages in channels, have the reasoning in their grammar."""
         tokenizer = self.service.tokens.tokenizer
-        if TAGS not in self.service.client.info.reads:
-            return
-        if self.tools.choice in FORCED:
-            marks = marks_of_thoughts(self.parser, tokenizer, self.passed)
-            self.marks = marks or NO_MARKS
-            behind = marks is not None
-        else:
-            behind = form_begins_behind(self.parser, tokenizer)
-        if behind:
+        forced = self.tools.choice in FORCED
+        if "reply" in form:
+            beside = form_of(self.body) is not None
+            self.mode = FORCED_CALLS if forced else ANSWER if beside else AUTO
+        within = bool(self.mode) and self.parser.format.channels is not None
+        if TAGS in self.service.client.info.reads and self.mode != AUTO and not within:
+            if forced:
+                marks = marks_of_thoughts(self.parser, tokenizer, self.passed)
+                self.marks = marks or NO_MARKS
+                self.behind = marks is not None
+            else:
+                self.behind = form_begins_behind(self.parser, tokenizer)
+        if self.mode:
+            self.marks = Marks.of(self.parser.tags(), tokenizer)
+        if self.behind:
             self.passed.setdefault(TAGS, {})
+        within = bool(self.mode) and not self.behind
+        return {**form, "with_reasoning": True} if within else form
 
     def _variables(self) -> Any:
         """Return the variables of the chat template: those of the client, and those of its options of reasoning."""
@@ -140,7 +158,8 @@ class Chat(Work):
             most = fit(params, self.asked, len(ids), service.client.info, self.default)
             asks = [(ids, params.ending_after(most))]
             check_cost(service, asks, self.asked is None and self.default is None)
-            if params.structured_outputs is None or TAGS in self.passed:  # else the form begins with the answer
+            begins = params.structured_outputs is not None and TAGS not in self.passed and self.mode != AUTO
+            if not begins:  # else the form begins with the answer
                 self.opened = opens_reasoning(self.parser, tokenizer, ids)
             until = end_of_calls(self.tools, self.parser, self.marks, self._context())
             pieces = self.in_pieces or until is not None
@@ -196,7 +215,11 @@ class Chat(Work):
         """Return the request of the answer for the parser."""
         tokenizer = self.service.tokens.tokenizer
         hidden = hidden_tags(self.marks, tokenizer, self.params.skip_special_tokens)
-        return replace(context_of(self.tools, self.marks, hidden), opened=self.opened)
+        context = replace(context_of(self.tools, self.marks, hidden), opened=self.opened)
+        if not self.mode:
+            return context
+        answer = self.mode == ANSWER
+        return replace(context, calls=True, strict=True, behind=self.behind, answer=answer)
 
     def _count_thought(self, answer: Answer, number: int, reader: Reader) -> None:
         """Count the tokens of the reasoning of a complete choice."""

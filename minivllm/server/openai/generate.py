@@ -33,11 +33,12 @@ from minivllm.server.response_store import Store
 from . import JsonObject, Warnings, tools
 from .answers import Shaper, Slices, pieces
 from .bodies import Generation, read
-from .parsers import Chosen, choose
+from .parsers import Chosen, choose, spelling_of
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.runtime.replies.grammar import Spelling
     from minivllm.server.http.connection import Direct
     from minivllm.server.http.limits import Door
     from minivllm.server.link.client import EngineClient, Stream, TextPiece
@@ -94,6 +95,14 @@ class Service:
             return tools.PARSERS[name]
         chosen = self.chosen()
         return tools.PARSERS.get(chosen.name, chosen.parser)
+
+    def spelling(self) -> Spelling | None:
+        """Return the format in which a grammar writes the model's calls, or None if there is no such grammar.
+
+        The parser must have a description, and the engine's grammar plug-in must compile grammars of calls."""
+        if "reply" not in self.client.info.forms:
+            return None
+        return spelling_of(self.parser(), self.tokens.tokenizer)
 
     async def close(self) -> None:
         """End the responses in the background and the worker pool."""
@@ -422,7 +431,8 @@ async def checked(
     ``sent`` is passed to ``bodies.read``."""
     body = read(model, values, sent)
     if isinstance(body, Generation):
-        body._known_form = await service.tokens.pool.form(body, owner)
+        spelling = service.spelling() if getattr(body, "tools", None) else None
+        body._known_form = await service.tokens.pool.form(body, owner, spelling)
     return body
 
 

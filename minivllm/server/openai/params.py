@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.params import SamplingParams
+from minivllm.core.interfaces.structured import StructuredOutputsParams
 from minivllm.errors import suggest
 from minivllm.server.errors import ApiError
 
@@ -16,6 +18,7 @@ from .tools import COMPACT, Tools
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
+    from minivllm.runtime.replies.grammar import Spelling
     from minivllm.server.link.client import EngineInfo
 
 PASSED = {name: row.to for name, row in declared_by(CHAT, COMPLETION).items() if row.to}
@@ -158,16 +161,22 @@ def note_default(answer: Any, default: int | None) -> None:
         answer.warnings.append({"field": "max_tokens", "message": note})
 
 
-def whole_form(body: Any, tools: Tools | None = None) -> JsonObject | None:
-    """Return the form that the text of an answer must have, from the body or from forced tool calls.
+def whole_form(body: Any, tools: Tools | None = None, spelling: Spelling | None = None) -> JsonObject | None:
+    """Return the form that the text of an answer must have, from the body or from its tools.
 
-    None means any text.  An answer with forced calls has no content, so ``response_format`` does not restrict it.
-    ApiError (400) for ``structured_outputs`` together with forced calls."""
+    None means any text.  An answer with forced calls has no content, so ``response_format`` does not restrict it.  With
+    the choice ``auto`` an answer is of the ``response_format``, or calls if the format of calls (``spelling``) can be
+    told from it.  ApiError (400) for ``structured_outputs`` together with forced calls."""
     known = getattr(body, "known_form", None)
     if known is not None:
         return known
     form = form_of(body)
-    calls = None if tools is None else tools.form()
+    if tools is None:
+        return form
+    forced = tools.choice in ("required", "named")
+    if form is not None and not forced:
+        return _form_beside_calls(body, form, tools, spelling)
+    calls = tools.form(spelling)
     if calls is None:
         return form
     if body.structured_outputs is not None:
@@ -175,12 +184,23 @@ def whole_form(body: Any, tools: Tools | None = None) -> JsonObject | None:
     return structured(calls)
 
 
+def _form_beside_calls(body: Any, form: JsonObject, tools: Tools, spelling: Spelling | None) -> JsonObject:
+    """Return the form of an answer in JSON, or of calls as well if the model may call."""
+    if tools.choice != "auto" or spelling is None or body.structured_outputs is not None:
+        return form
+    source = StructuredOutputsParams.of(form)
+    if source is None:
+        return form
+    return tools.beside(json.loads(source.source.text), spelling) or form
+
+
 def form_of(body: Any) -> JsonObject | None:
     """Return the form in ``structured_outputs`` or ``response_format``.  None means any text.
 
     ApiError (400) if both fields set a form, or if this engine has no grammars."""
     form = body.structured_outputs
-    _expect(form is None or isinstance(form, dict), FORM, "an object with one of json, regex, choice, grammar")
+    known = form is None or (isinstance(form, dict) and "reply" not in form)
+    _expect(known, FORM, "an object with one of json, regex, choice, grammar")
     if body.response_format is not None:
         _expect(isinstance(body.response_format, dict), FORMAT, 'an object with a "type"')
         other = _form_of_format(body.response_format)

@@ -16,6 +16,7 @@ from minivllm.registration.discovery import LOCAL
 from minivllm.registration.spec import PluginQuery
 from minivllm.registry import Catalog
 from minivllm.runtime.replies import DescribedParser, ReplyContext, ReplyParser, detect
+from minivllm.runtime.replies.grammar import Spelling, writes
 from minivllm.runtime.replies.thinking import ThinkingTags
 from minivllm.runtime.text.marks import NO_MARKS, Marks
 
@@ -120,6 +121,16 @@ def _built(catalog: Catalog, option: str, name: str) -> ReplyParser:
     return made
 
 
+def spelling_of(parser: Any, tokenizer: Tokenizer | None) -> Spelling | None:
+    """Return the format in which a grammar writes calls, or None for a parser without such a description."""
+    described = isinstance(parser, DescribedParser) and type(parser).start is DescribedParser.start
+    if tokenizer is None or not described:
+        return None
+    added = tokenizer.added_tokens
+    spelling = Spelling(parser.format, {tag: added[tag] for tag in parser.tags() if tag in added})
+    return spelling if writes(spelling) else None
+
+
 def hidden_tags(marks: Marks, tokenizer: Tokenizer | None, skip_special_tokens: bool) -> frozenset[str]:
     """Return the tags that have no text of their own, since the answer omits special tokens."""
     if tokenizer is None or not skip_special_tokens:
@@ -134,7 +145,8 @@ def context_of(asked: tools.Tools, marks: Marks = NO_MARKS, hidden: frozenset[st
     for tool in asked.listed:
         function = tool["function"]
         functions[function["name"]] = function.get("parameters") or {}
-    return ReplyContext(functions, asked.only, marks.by_tag, hidden, calls=asked.choice == "auto")
+    only = frozenset({asked.function}) if asked.choice == "named" else asked.only
+    return ReplyContext(functions, only, marks.by_tag, hidden, calls=asked.choice == "auto")
 
 
 def opens_reasoning(parser: Any, tokenizer: Tokenizer | None, prompt: Sequence[int]) -> bool:

@@ -27,8 +27,12 @@ def _parser_of(asked: tools.Tools, parser: Any, marks: Marks, context: ReplyCont
     """Return a new parser for the text of one choice.  None means that all text is content.
 
     ``parser`` is a ``ReplyParser``, which receives the context, or a class that ``tools.register`` has added.  Such a
-    class with tags receives the marks that stand for them in the text.  Forced calls follow reasoning if the tags of
-    the reasoning have marks."""
+    class with tags receives the marks that stand for them in the text.  Forced calls of a constrained answer
+    (``context.strict``) have the format of the parser.  Other forced calls are a list in JSON, which follows reasoning
+    if the tags of the reasoning have marks."""
+    if context is not None and context.strict and asked.choice in FORCED:
+        own = parser.start(context)
+        return Distinct(own) if asked.choice == "required" else own
     if asked.choice in FORCED:
         calls = Distinct() if asked.choice == "required" else Named(asked.function)
         if not marks.by_tag:
@@ -71,6 +75,7 @@ class Reader:
     ) -> None:
         self._asked = asked
         self._shows_reasoning = shows_reasoning
+        self._strict = context is not None and context.strict
         self._marks = marks
         self._format = parser if isinstance(parser, ReplyParser) else None
         self._parser = _parser_of(asked, parser, marks, context)
@@ -92,7 +97,7 @@ class Reader:
         """Return whether the answer may have reasoning."""
         if self._parser is None or self._format is None:
             return False
-        if self._asked.choice in FORCED:
+        if self._asked.choice in FORCED and not self._strict:
             return isinstance(self._parser, AfterThought)
         return self._format.thinks()
 
@@ -177,8 +182,10 @@ class Reader:
         cut = getattr(self._parser, "cut", None) if reason == "length" else None
         found = list(self._parser.feed(text, reason is not None and cut is None))
         if cut is not None:
-            found += cut()
-        formatted = self._format is not None and self._asked.choice not in FORCED
+            rest = cut()
+            # a beginning of an opening tag is no content of an answer that is nothing but calls
+            found += [part for part in rest if self._asked.choice not in FORCED or not isinstance(part, Said)]
+        formatted = self._format is not None and (self._strict or self._asked.choice not in FORCED)
         if formatted or not self._marks.by_tag:
             return found
         return [self._spelled(part) for part in found]

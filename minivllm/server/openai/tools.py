@@ -2,8 +2,8 @@
 
 ``tool_choice``   none      the chat template does not show the tools to the model
                   auto      the model may call; a parser finds calls in the text while it is generated
-                  required  a grammar allows nothing but a list of calls
-                  named     a grammar allows nothing but the arguments of one function
+                  required  a grammar allows nothing but calls
+                  named     a grammar allows nothing but one call of the function
 
 ``allowed_tools`` is auto or required with some of the tools.  The chat template does not show the others.
 
@@ -24,6 +24,8 @@ from minivllm.core.json_schema.depth import MOST_BYTES, MOST_DEPTH, value_depth
 from minivllm.core.json_schema.references import pointer
 from minivllm.errors import suggest
 from minivllm.runtime.replies import NAME
+from minivllm.runtime.replies.grammar import ANSWER, AUTO, FORCED, Function, Spelling, reply_grammar
+from minivllm.runtime.replies.grammar_rules import Inexpressible
 from minivllm.server.errors import ApiError, printable
 
 from . import JsonObject
@@ -68,13 +70,54 @@ class Tools:
         """Return the tools that the chat template shows to the model, or None."""
         return self.listed if self.listed and self.choice != "none" else None
 
-    def form(self) -> JsonObject | None:
-        """Return the form (structured outputs) that forces the calls, or None if no call is forced."""
+    @property
+    def strict(self) -> bool:
+        """Return whether calls that the model may choose to write must fit the schema of a strict function."""
+        return self.choice == "auto" and any(tool["function"].get("strict") for tool in self.listed)
+
+    def form(self, spelling: Spelling | None = None) -> JsonObject | None:
+        """Return the form (structured outputs) that constrains the calls, or None if nothing does.
+
+        ``spelling`` is the format of the model's calls, or None if no grammar can be written for it.  Forced calls that
+        it cannot express are a list in JSON.  ApiError (400) for such calls of strict functions with ``auto``."""
+        if self.choice not in ("named", "required"):
+            return self._reply(spelling, AUTO) if self.strict and spelling is not None else None
+        try:
+            return self._json_list() if spelling is None else self._reply(spelling, FORCED)
+        except Inexpressible:
+            return self._json_list()
+
+    def beside(self, answer: Any, spelling: Spelling) -> JsonObject | None:
+        """Return the form of an answer that is calls or a JSON value, or None if the format cannot express both."""
+        try:
+            return self._reply(spelling, ANSWER, answer)
+        except Inexpressible:
+            return None
+
+    def _reply(self, spelling: Spelling, mode: str, answer: Any = None) -> JsonObject:
+        """Return the form of calls in the model's own format."""
+        named = self.choice == "named"
+        listed = [self._of(self.function)] if named else [tool["function"] for tool in self.listed]
+        _measure(listed)
+        functions = []
+        for function in listed:
+            constrained = mode == FORCED or bool(function.get("strict"))
+            schema = _parameters(function) if constrained else {}
+            functions.append(Function(function["name"], schema, constrained))
+        parallel = self.parallel and not named
+        try:
+            return {"reply": reply_grammar(spelling, functions, mode, parallel, answer)}
+        except Inexpressible as e:
+            if mode != AUTO:
+                raise
+            text = f"tools: strict: the format of this model's calls cannot express {e}"
+            raise ApiError(400, f"{text}; change the schema, or leave strict out", "tools") from None
+
+    def _json_list(self) -> JsonObject:
+        """Return the form of forced calls as JSON: a list of calls, or the arguments of a named function."""
         if self.choice == "named":
             _measure([self._of(self.function)])
             return {"json": _parameters(self._of(self.function)), **COMPACT}
-        if self.choice != "required":
-            return None
         _measure([tool["function"] for tool in self.listed])
         definitions: JsonObject = {}
         calls: list[JsonObject] = []
