@@ -75,14 +75,16 @@ MAY_IMPORT = {
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
     "server.compat": "server.openai server",
-    "server.pool_jobs": "server.openai server.link server.http runtime.text core.interfaces server runtime.processes",
-    "server.anthropic": "server.openai server.http runtime.text server",
+    "server.pool_jobs": (
+        "server.openai server.link server.http runtime.text runtime.replies core.interfaces server runtime.processes"
+    ),
+    "server.anthropic": "server.openai server.http runtime.text runtime.replies server",
     "server.responses": "server.openai server.link server.http runtime.text server",
     "server.ollama": "server.embedding server.openai server.http server",
     "server.embedding": "server.openai server.http frontend core.interfaces server",
     "server.openai": (
         "server.link server.http runtime.text runtime.replies core.interfaces core.declared_params server "
-        "runtime.tenant_cache core.json_schema registry registration.spec"
+        "runtime.tenant_cache core.json_schema registry registration registration.spec"
     ),
     "server.link": (
         "frontend config frontend.record runtime.text core.engine core core.interfaces server "
@@ -137,7 +139,7 @@ MAY_IMPORT = {
     "core": "core.interfaces",
     "core.wiring": "core.interfaces",
     "runtime.energy": "",
-    "runtime.replies": "",
+    "runtime.replies": "core.json_schema",
     "core.interfaces": "core.declared_params core.json_schema registration.spec registration.parameters",
     "core.declared_params": "registry plugins.specs registration.spec registration.parameters",
     "registry": "registration registration.spec registration.fresh",

@@ -37,6 +37,7 @@ TOLD = dict(
     pooling="last",
     pooling_fault="",
     for_embeddings=False,
+    forms=["json"],
 )
 
 
