@@ -83,7 +83,7 @@ def test_a_call_that_the_model_chooses_fits_a_strict_function(server):
     begun = [{"role": "assistant", "content": "<tool_cal"}]
     more = {"continue_final_message": True, "add_generation_prompt": False, "messages": [*ASK["messages"], *begun]}
     assert tag and server.post(CHAT, {**body, **more}).status_code == 200
-    assert sent_form(server)["with_reasoning"] is True
+    assert json.loads(sent_form(server)["reply"])["behind"] is False
 
 
 def test_a_json_answer_beside_tools_is_the_json_or_calls(server, parser):
@@ -118,7 +118,7 @@ def test_large_tools_are_read_by_the_worker_pool(server, parser):
     body = {**ASK, "tools": [tool], "max_tokens": 2}
     with scripted(server, ["so"], context=1 << 18):
         assert server.post(CHAT, body).status_code == 200
-    assert sent_form(server)["with_reasoning"] is True
+    assert json.loads(sent_form(server)["reply"])["behind"] is False
     assert "<parameter=key_59>" in sent_form(server)["reply"]
     large = function("f", True, a={"enum": ["x" * 300_000]})
     for choice in ("auto", "required"):

@@ -33,11 +33,13 @@ class GrammarContext:
 class GrammarSource:
     """The grammar of a request, as text.
 
-    The kind ``reply`` is an answer with calls, for plug-ins that list it among their features.  Its text is a JSON
-    object.  ``lark`` is a grammar in the notation of llguidance, in which ``<[7]>`` is the token with the id 7.  The
-    grammar uses names that the other members define: ``schemas`` has the JSON schema of each name, ``patterns`` a
-    ["pattern" or "format", value] of JSON Schema for a text without quotes, and ``free`` the ids that a token must not
-    have.  A free token does not end the answer either.
+    The kind ``reply`` is an answer with calls, for plug-ins that list it among their features.  Its
+    text is a JSON object.  ``behind`` is its first member and means that the text may begin behind
+    reasoning.  ``lark`` is a grammar in the notation of llguidance, in which ``<[7]>`` is the token
+    with the id 7.  The grammar uses names that the other members define: ``schemas`` has the JSON
+    schema of each name, ``patterns`` a ["pattern" or "format", value] of JSON Schema for a text
+    without quotes, and ``free`` the ids that a token must not have.  A free token does not end the
+    answer either.
     """
 
     # json (a JSON schema) | regex | choice (a JSON list of strings) | grammar (Lark or GBNF) | reply

@@ -54,8 +54,7 @@ def _check(ok: bool, name: str, value: Any, expected: str) -> None:
 class StructuredOutputsParams:
     """The required form of a text.  Exactly one of these fields is set: ``json`` (a JSON schema, as text, mapping or
     pydantic model), ``json_object=True`` (any JSON object), ``regex``, ``choice`` (a list of texts) or ``grammar``
-    (Lark, or the GBNF of llama.cpp).  A server sets ``reply`` for calls of functions (``GrammarSource``), and
-    ``with_reasoning=True`` if this grammar also has the reasoning.
+    (Lark, or the GBNF of llama.cpp).  A server sets ``reply`` for calls of functions (``GrammarSource``).
 
     Further fields for JSON: ``disable_any_whitespace`` allows no whitespace between JSON tokens.
     ``whitespace_pattern`` is a regular expression for the allowed whitespace.  ``disable_additional_properties``
@@ -68,7 +67,6 @@ class StructuredOutputsParams:
     grammar: str | None = None
     json_object: bool | None = None
     reply: str | None = None
-    with_reasoning: bool = False
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
@@ -90,7 +88,7 @@ class StructuredOutputsParams:
 
     def __post_init__(self) -> None:
         """Check the fields and compute ``source``."""
-        for name in ("disable_any_whitespace", "disable_additional_properties", "with_reasoning"):
+        for name in ("disable_any_whitespace", "disable_additional_properties"):
             value = getattr(self, name)
             _check(isinstance(value, bool), name, value, "True or False")
         form = self._form()
@@ -121,7 +119,7 @@ class StructuredOutputsParams:
         if len(forms) != 1:
             found = " and ".join(forms) or "none"
             raise _refused(
-                f"{NAME}: {found} given; expected exactly one of {', '.join(FORMS[:-1])}"
+                f"{NAME}: {found} given; expected exactly one of json, regex, choice, grammar, json_object"
             )
         return forms[0]
 
@@ -134,8 +132,8 @@ class StructuredOutputsParams:
             names = "disable_any_whitespace disable_additional_properties whitespace_pattern"
             for name in names.split():
                 value = getattr(self, name)
-                ok = value is None or value is False
-                _check(ok, name, value, f"no {name} with {form}, only with json")
+                absent = value is None or value is False
+                _check(absent, name, value, f"no {name} with {form}, only with json")
         both = pattern is not None and self.disable_any_whitespace
         expected = "no whitespace_pattern with disable_any_whitespace=True, which allows none"
         _check(not both, "whitespace_pattern", pattern, expected)
@@ -154,9 +152,8 @@ class StructuredOutputsParams:
                     schema = closed(schema)
                 except ValueError as e:
                     raise _refused(f"{NAME}.json: {e}") from None
-            text = _dumped(form, schema)
-            any_whitespace = not self.disable_any_whitespace
-            return GrammarSource("json", text, any_whitespace, self.whitespace_pattern)
+            spaced = not self.disable_any_whitespace
+            return GrammarSource("json", _dumped(form, schema), spaced, self.whitespace_pattern)
         if form == "choice":
             return GrammarSource(form, _dumped(form, list(dict.fromkeys(self.choice or ()))))
         text = str(getattr(self, form))
@@ -179,10 +176,11 @@ class StructuredOutputsParams:
                 value = jsonlib.loads(value)
             except ValueError as e:
                 raise _refused(f"{NAME}.json is not JSON: {e}") from None
-        ok = isinstance(value, (Mapping, bool))
-        _check(ok, "json", value, "a schema: an object, true or false")
-        ok = value_depth(value) <= MOST_DEPTH
-        _check(ok, "json", "a schema that is deeper, or contains itself", expected)
+        _check(
+            isinstance(value, (Mapping, bool)), "json", value, "a schema: an object, true or false"
+        )
+        bounded = value_depth(value) <= MOST_DEPTH
+        _check(bounded, "json", "a schema that is deeper, or contains itself", expected)
         return jsonlib.loads(_dumped("json", value))
 
 

@@ -87,7 +87,7 @@ def reply_grammar(
     written = [lists.of(calls) for calls in used]
     if mode == ANSWER:
         written.append(rules.json(answer))
-    return rules.source(joined(gap, either(written)))
+    return rules.source(joined(gap, either(written)), behind=True)
 
 
 def writes(spelling: Spelling) -> bool:

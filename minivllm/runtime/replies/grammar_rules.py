@@ -12,6 +12,7 @@ from minivllm.core.json_schema.depth import MOST_BYTES
 from .description import Calls, ReplyFormat
 from .elements import PLACEHOLDER, Templates
 
+BEHIND = '{"behind": true'  # the beginning of the source of a grammar that begins behind reasoning
 DEFINED = re.compile(r"#/(\$defs|definitions)/([^/]+)(?:/.*)?")
 # terminals that each grammar has; control characters are not written
 BASE = {
@@ -83,10 +84,13 @@ class Rules:
         self._free: dict[str, list[int]] = {}
         self._size = 0
 
-    def source(self, start: str) -> str:
-        """Return the source of the grammar for a plug-in (``GrammarSource`` of kind ``reply``)."""
+    def source(self, start: str, behind: bool = False) -> str:
+        """Return the source of the grammar for a plug-in (``GrammarSource`` of kind ``reply``).
+
+        ``behind`` means that the grammar begins behind reasoning, which it does not have."""
         base = [f"{name}: {body}" for name, body in BASE.items()]
         parts = {
+            "behind": behind,
             "lark": "\n".join([f"start: {start}", *self._lines, *base]),
             "schemas": self._used,
             "patterns": self._patterns,

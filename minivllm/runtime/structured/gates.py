@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from minivllm.core.interfaces.structured import StructuredOutputsParams
+from minivllm.runtime.replies.grammar_rules import BEHIND
 from minivllm.runtime.replies.thinking import ThinkingTags
 
 if TYPE_CHECKING:
@@ -82,8 +83,10 @@ class Gates:
         ``ends`` are the end-of-sequence ids.  RequestError for malformed ``thinking_tags``."""
         params = request.params
         form = StructuredOutputsParams.of(params.structured_outputs)
-        if form is None or form.with_reasoning or params.thinking_tags is None:
+        if form is None or params.thinking_tags is None:
             return
+        if form.source.kind == "reply" and not form.source.text.startswith(BEHIND):
+            return  # the grammar has the reasoning
         tags = ThinkingTags.of(params.thinking_tags, vocab_size)
         opened = tags.opened(request.prompt, ends)
         self._makers[request] = lambda: Gate(tags, opened, ends)

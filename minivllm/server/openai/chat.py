@@ -106,14 +106,14 @@ class Chat(Work):
         spelling = service.spelling() if self.tools.choice != "none" else None
         form = whole_form(body, self.tools, spelling)
         if form is not None:
-            form = self._begin_form(form)
+            self._begin_form(form)
         elif self.tools.strict:
             reason = "this server cannot constrain calls that the model chooses; use tool_choice=required"
             fields.warn(self.warnings, "tools.function.strict", reason)
         self._set_params(1, self.top if body.logprobs else None, form)
 
-    def _begin_form(self, form: JsonObject) -> JsonObject:
-        """Return the form, and set the parameter that makes it begin behind the reasoning, if the parser finds that.
+    def _begin_form(self, form: JsonObject) -> None:
+        """Set the parameter that makes the form begin behind the reasoning, if the parser finds the reasoning.
 
         Free text with calls, and messages in channels, have the reasoning in their grammar."""
         tokenizer = self.service.tokens.tokenizer
@@ -133,8 +133,6 @@ class Chat(Work):
             self.marks = Marks.of(self.parser.tags(), tokenizer)
         if self.behind:
             self.passed.setdefault(TAGS, {})
-        within = bool(self.mode) and not self.behind
-        return {**form, "with_reasoning": True} if within else form
 
     def _variables(self) -> Any:
         """Return the variables of the chat template: those of the client, and those of its options of reasoning."""
