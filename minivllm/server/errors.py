@@ -79,6 +79,11 @@ class ApiError(Exception):
         return {"error": fields}
 
 
+def wrong(place: str, text: str) -> ApiError:
+    """Return the error (400) about a place of the body.  ``text`` follows the place in the message."""
+    return ApiError(400, place + text, place)
+
+
 def printable(text: str, most: int = MOST) -> str:
     """Cut a text to ``most`` characters and escape its control characters."""
     if len(text) > most:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 from collections import OrderedDict
@@ -230,3 +231,37 @@ def _name(identity: str, ident: str) -> str:
     """Return the name under which a response of a key is kept."""
     parts = [hashlib.sha256(text.encode("utf-8", "replace")).hexdigest() for text in (identity, f"{identity}/{ident}")]
     return f"{parts[0][:32]}-{parts[1][:32]}.json"
+
+
+class KeyResponses:
+    """The responses that all connections of one key keep, at most ``most_bytes`` together."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._held: OrderedDict[tuple[int, str], Stored] = OrderedDict()  # number of a connection, id -> response
+        self._size = 0
+        self._connections = itertools.count()
+
+    def connection(self) -> int:
+        """Return the number of a new connection."""
+        return next(self._connections)
+
+    def get(self, connection: int, ident: str) -> Stored | None:
+        """Return a response of a connection, or None."""
+        return self._held.get((connection, ident))
+
+    def put(self, connection: int, stored: Stored) -> None:
+        """Keep a response, unless it is too large, and drop the oldest ones of the key if they are too large."""
+        if stored.size > self.most_bytes:
+            return
+        self._held[connection, stored.id] = stored
+        self._size += stored.size
+        while self._size > self.most_bytes:
+            oldest = next(iter(self._held))
+            self.remove(*oldest)
+
+    def remove(self, connection: int, ident: str) -> None:
+        """Forget a response, if it is there."""
+        old = self._held.pop((connection, ident), None)
+        if old is not None:
+            self._size -= old.size

@@ -69,6 +69,26 @@ def test_a_response_without_store_is_known_to_its_connection_alone(server):
         assert server.client.get(f"/v1/responses/{stored}").status_code == 200
 
 
+def test_the_connections_of_a_key_share_the_bytes_that_they_keep(server):
+    """The oldest response of the key is dropped, whichever connection made it.  An ended connection keeps nothing."""
+    of_keys = server.app.service.socket_responses
+    long = "word " * 200
+    with scripted(server, ["one", "two", "three", "four"]), talking(server) as talk, talking(server) as other:
+        first = talk.response(input=long, store=False)[-1]["response"]["id"]
+        (of_key,) = [one for one in of_keys.values() if one._held]
+        of_key.most_bytes = of_key._size + 2000  # one more response does not fit
+        second = other.response(input=long, store=False)[-1]["response"]["id"]
+        assert talk.response(previous_response_id=first)[0]["error"]["code"] == "previous_response_not_found"
+        assert other.response(previous_response_id=second, store=False)[-1]["type"] == "response.completed"
+        with talking(server, {"Authorization": "Bearer sk-2"}) as stranger:
+            stranger.response(store=False)
+            assert sum(bool(one._held) for one in of_keys.values()) == 2  # another key keeps its own
+    end = time.monotonic() + 10
+    while of_key._held or of_key._size:
+        assert time.monotonic() < end, of_key._held
+        time.sleep(0.05)
+
+
 def test_wrong_messages_leave_the_connection_open(server):
     wrong = [
         ("{", None),

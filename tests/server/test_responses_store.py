@@ -166,7 +166,8 @@ def test_a_background_response_is_read_and_cancelled(server):
         late = ask(server, background=True, timeout_s=0.5)
         failed = until(server, late["id"], "failed")
         script.texts = ["ok"]
-        whole = ask(server, previous_response_id=made["id"])
+        about = {"a": '"background":true' + "é" * 400}  # a text that looks like the field
+        whole = ask(server, previous_response_id=made["id"], metadata=about)
     assert text(done).startswith("one two") and done["usage"]["output_tokens"] > 3
     assert failed["error"]["code"] == "server_error" and "took longer" in failed["error"]["message"]
     refused = server.client.post(f"/v1/responses/{whole['id']}/cancel")

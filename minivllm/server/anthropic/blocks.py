@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from minivllm.server.openai import JsonObject
-from minivllm.server.openai.calls import Begun, Ended, Part, Said, Thought, Written
+from minivllm.server.openai.calls import Begun, Ended, Part, Said, Thought, Written, is_json, json_object
 
 TEXT, THINKING, TOOL = "text", "thinking", "tool_use"
 EMPTY: dict[str, JsonObject] = {
@@ -175,10 +175,7 @@ def _signature(block: Block) -> str:
 
 def _object(arguments: str) -> str:
     """Return the arguments of a call as JSON of an object.  Other arguments become its member ``arguments``."""
-    try:
-        value = json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        value = arguments
-    if isinstance(value, dict):
-        return arguments or "{}"
+    if json_object(arguments) is not None:
+        return arguments.strip() or "{}"
+    value = json.loads(arguments) if is_json(arguments) else arguments
     return json.dumps({"arguments": value}, ensure_ascii=False)

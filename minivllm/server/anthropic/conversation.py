@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.errors import shown
 from minivllm.runtime.text.messages import TEXT_ONLY
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import wrong
 from minivllm.server.openai import JsonObject, Warnings
 from minivllm.server.openai.fields import warn
 
@@ -55,11 +55,6 @@ class Conversation:
     continues: bool
 
 
-def fail(place: str, text: str) -> ApiError:
-    """Return the error (400) about a place of the body."""
-    return ApiError(400, f"{place}{text}", place)
-
-
 def read_conversation(messages: Any, system: Any, warnings: Warnings) -> Conversation:
     """Return the chat of a body's messages and system prompt.
 
@@ -70,7 +65,7 @@ def read_conversation(messages: Any, system: Any, warnings: Warnings) -> Convers
         continues = False  # an empty last message of the assistant requests nothing
         turns.pop()
     if not any(turn.role != "system" for turn in turns):
-        raise fail("messages", ": expected a message of role user")
+        raise wrong("messages", ": expected a message of role user")
     chat: list[JsonObject] = []
     names: dict[str, str] = {}  # id of a tool_use block -> name of the tool
     for turn in turns:
@@ -90,7 +85,7 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
     """Return the turns of a body.  The system prompt is the first."""
     if not isinstance(messages, list) or not messages:
         expected = 'a non-empty list of {"role": "user" or "assistant", "content": ...}'
-        raise fail("messages", f": expected {expected}")
+        raise wrong("messages", f": expected {expected}")
     _check_count(messages, system)
     turns: list[Turn] = []
     if system not in (None, "", []):
@@ -98,15 +93,15 @@ def _turns(messages: Any, system: Any, warnings: Warnings) -> list[Turn]:
     for number, message in enumerate(messages):
         place = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise fail(place, f"={shown(message)}: expected an object with role and content")
+            raise wrong(place, f"={shown(message)}: expected an object with role and content")
         role = message.get("role")
         if role not in ROLES:
-            raise fail(f"{place}.role", f"={shown(role)}: expected {', '.join(ROLES)}")
+            raise wrong(f"{place}.role", f"={shown(role)}: expected {', '.join(ROLES)}")
         _warn_unread(message, place, OF_MESSAGE, warnings)
         blocks = _blocks(message.get("content"), f"{place}.content", BLOCKS[role], warnings)
         last = number == len(messages) - 1
         if not _says(blocks) and not (last and role == "assistant"):
-            raise fail(f"{place}.content", ": is empty; expected text or blocks")
+            raise wrong(f"{place}.content", ": is empty; expected text or blocks")
         if not turns or turns[-1].role != role:
             turns.append(Turn(role, place))
         turns[-1].blocks += blocks
@@ -122,7 +117,7 @@ def _check_count(messages: list[Any], system: Any) -> None:
         lists += [more for more in inner if isinstance(more, list)]
     count = len(messages) + sum(map(len, lists))
     if count > MOST_BLOCKS:
-        raise fail("messages", f": {count} messages and blocks; expected at most {MOST_BLOCKS} together")
+        raise wrong("messages", f": {count} messages and blocks; expected at most {MOST_BLOCKS} together")
 
 
 def _says(blocks: Iterable[tuple[JsonObject, str]]) -> bool:
@@ -139,19 +134,19 @@ def _blocks(
     if isinstance(content, str):
         return [({"type": "text", "text": content}, place)]
     if not isinstance(content, list):
-        raise fail(place, f"={shown(content)}: expected a string or a list of blocks")
+        raise wrong(place, f"={shown(content)}: expected a string or a list of blocks")
     found = []
     for number, block in enumerate(content):
         at = f"{place}[{number}]"
         if not isinstance(block, dict):
-            raise fail(at, f"={shown(block)}: expected an object with a type")
+            raise wrong(at, f"={shown(block)}: expected an object with a type")
         kind = block.get("type")
         if kind in MEDIA:
-            raise fail(f"{at}.type", f"={shown(kind)}: {TEXT_ONLY}; send its text in a block of type text")
+            raise wrong(f"{at}.type", f"={shown(kind)}: {TEXT_ONLY}; send its text in a block of type text")
         if not isinstance(kind, str) or kind not in kinds:
-            raise fail(f"{at}.type", f"={shown(kind)}: expected {', '.join(kinds)}")
+            raise wrong(f"{at}.type", f"={shown(kind)}: expected {', '.join(kinds)}")
         if kind == "text" and not isinstance(block.get("text"), str):
-            raise fail(f"{at}.text", f"={shown(block.get('text'))}: expected a string")
+            raise wrong(f"{at}.text", f"={shown(block.get('text'))}: expected a string")
         _warn_unread(block, at, kinds[kind], warnings)
         found.append((block, at))
     return found
@@ -190,10 +185,10 @@ def _result(block: JsonObject, place: str, names: Mapping[str, str], warnings: W
     ident = block.get("tool_use_id")
     if not isinstance(ident, str) or ident not in names:
         expected = "the id of a tool_use block of an earlier message of the assistant"
-        raise fail(f"{place}.tool_use_id", f"={shown(ident)}: expected {expected}")
+        raise wrong(f"{place}.tool_use_id", f"={shown(ident)}: expected {expected}")
     is_error = block.get("is_error")
     if not isinstance(is_error, (bool, type(None))):
-        raise fail(f"{place}.is_error", f"={shown(is_error)}: expected true or false")
+        raise wrong(f"{place}.is_error", f"={shown(is_error)}: expected true or false")
     content = block.get("content")
     blocks = [] if content is None else _blocks(content, f"{place}.content", RESULT, warnings)
     texts = [inner["text"] for inner, _ in blocks if inner["text"]]
@@ -214,7 +209,7 @@ def _assistant(turn: Turn, names: dict[str, str], warnings: Warnings) -> JsonObj
         elif kind == "thinking":
             thought = block.get("thinking")
             if not isinstance(thought, str):
-                raise fail(f"{place}.thinking", f"={shown(thought)}: expected a string")
+                raise wrong(f"{place}.thinking", f"={shown(thought)}: expected a string")
             thoughts.append(thought)
         elif kind == "redacted_thinking":
             warn(warnings, place, "only the service that encrypted redacted_thinking can read it")
@@ -237,10 +232,10 @@ def _call(block: JsonObject, place: str) -> JsonObject:
     """Return a tool_use block as a tool call of a chat."""
     for key in ("id", "name"):
         if not isinstance(block.get(key), str) or not block[key]:
-            raise fail(f"{place}.{key}", f"={shown(block.get(key))}: expected a non-empty string")
+            raise wrong(f"{place}.{key}", f"={shown(block.get(key))}: expected a non-empty string")
     arguments = block.get("input")
     if not isinstance(arguments, dict):
-        raise fail(f"{place}.input", f"={shown(arguments)}: expected an object")
+        raise wrong(f"{place}.input", f"={shown(arguments)}: expected an object")
     function = {"name": block["name"], "arguments": arguments}
     return {"id": block["id"], "type": "function", "function": function}
 
@@ -249,6 +244,6 @@ def _check_continued(turn: Turn, message: JsonObject) -> None:
     """Raise ApiError (400) for a last turn of the assistant that an answer cannot continue."""
     if "tool_calls" in message:
         expected = "a message of role user with a tool_result block for each tool_use block"
-        raise fail(turn.place, f": the last message has tool_use blocks; expected {expected} after it")
+        raise wrong(turn.place, f": the last message has tool_use blocks; expected {expected} after it")
     if not message.get("content"):
-        raise fail(turn.place, ": the last message is continued, but it has no text; end it with a text block")
+        raise wrong(turn.place, ": the last message is continued, but it has no text; end it with a text block")

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from minivllm.runtime.replies.thinking import BUDGET
 from minivllm.runtime.text.thinking import tags_of
 from minivllm.server.errors import MESSAGES, ApiError
-from minivllm.server.http.sse import EventStream, dump
+from minivllm.server.http.sse import EventStream, dump, encode_typed
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ChatBody, CountBody, MessageBody
 from minivllm.server.openai.calls import Finished, Part
@@ -21,6 +20,7 @@ from minivllm.server.openai.chat import Chat
 from minivllm.server.openai.fields import MOST, warn
 from minivllm.server.openai.generate import Answer, Service, checked, read_body, respond, warned
 from minivllm.server.openai.limits import seconds_of
+from minivllm.server.openai.reasoning import BUDGET
 
 from .blocks import Blocks
 from .translate import BETA, ChatValues, translate
@@ -29,12 +29,7 @@ if TYPE_CHECKING:
     from minivllm.server.http.connection import Direct
 
 
-def encode(event: JsonObject) -> bytes:
-    """Return an event of a stream as a server-sent event with the name of its type."""
-    return b"event: " + event["type"].encode() + b"\ndata: " + dump(event) + b"\n\n"
-
-
-PING = encode({"type": "ping"})
+PING = encode_typed({"type": "ping"})
 
 
 async def messages(request: Request, service: Service) -> Any:
@@ -80,7 +75,7 @@ class MessageStream(EventStream):
 
     def _final(self, error: ApiError) -> bytes:
         """Return the event of an error in the middle of a stream."""
-        return encode(error.body(MESSAGES, self._request_id))
+        return encode_typed(error.body(MESSAGES, self._request_id))
 
 
 class Messages(Chat):
@@ -117,13 +112,13 @@ class Messages(Chat):
             events = [*blocks.events(parts)]
             if not begun:
                 begun = True
-                yield encode({"type": "message_start", "message": self._begin(answer)}) + PING
+                yield encode_typed({"type": "message_start", "message": self._begin(answer)}) + PING
             finished = parts[-1] if parts else None
             if isinstance(finished, Finished):
                 events += blocks.finish()
                 events += self._end(answer, blocks, finished)
             if events:
-                yield b"".join(map(encode, events))
+                yield b"".join(map(encode_typed, events))
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yield the whole message."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minivllm.errors import shown
-from minivllm.runtime.replies.thinking import BUDGET
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, wrong
 from minivllm.server.openai import JsonObject, Warnings
 from minivllm.server.openai.field_table import FORM
 from minivllm.server.openai.fields import warn
+from minivllm.server.openai.reasoning import BUDGET, OTHER_EFFORTS
 from minivllm.server.openai.tools import MOST as MOST_TOOLS
 
-from .conversation import fail, read_conversation
+from .conversation import read_conversation
 
 # fields that cannot change the answer of this server -> the reason
 NO_EFFECT = {
@@ -62,8 +62,7 @@ OF_THINKING = {
     "disabled": ("type", "display"),
 }
 DISPLAYS = (None, "summarized", "omitted")
-# effort of a message -> effort of a chat
-EFFORTS = {"low": "low", "medium": "medium", "high": "high", "xhigh": "xhigh", "max": "xhigh"}
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 OF_TOOL = frozenset({"type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming"})
 BETA = "the fields of the body say which features a request uses"
 
@@ -120,33 +119,33 @@ def _refuse(values: JsonObject) -> None:
     for name, instead in REFUSED.items():
         value = values.pop(name, None)
         if value not in NOTHING and not (name in ("n", "best_of") and value == 1):
-            raise fail(name, f" is not supported in a message: {instead}")
+            raise wrong(name, f" is not supported in a message: {instead}")
 
 
 def _tools(tools: Any, warnings: Warnings) -> list[JsonObject]:
     """Return the tools of a body as functions of a chat."""
     if not isinstance(tools, list):
-        raise fail("tools", f"={shown(tools)}: expected a list of tools")
+        raise wrong("tools", f"={shown(tools)}: expected a list of tools")
     if len(tools) > MOST_TOOLS:
-        raise fail("tools", f": {len(tools)} tools; expected at most {MOST_TOOLS}")
+        raise wrong("tools", f": {len(tools)} tools; expected at most {MOST_TOOLS}")
     return [_tool(tool, f"tools[{number}]", warnings) for number, tool in enumerate(tools)]
 
 
 def _tool(tool: Any, place: str, warnings: Warnings) -> JsonObject:
     """Return a tool as a function of a chat.  ApiError (400) for tools that a service runs or defines."""
     if not isinstance(tool, dict):
-        raise fail(place, f'={shown(tool)}: expected {{"name": ..., "input_schema": <JSON schema>}}')
+        raise wrong(place, f'={shown(tool)}: expected {{"name": ..., "input_schema": <JSON schema>}}')
     kind = tool.get("type")
     if kind not in (None, "custom"):
         expected = "the server runs no tools and defines none; send a tool with name, description and input_schema"
-        raise fail(f"{place}.type", f"={shown(kind)}: {expected}, which the client runs")
+        raise wrong(f"{place}.type", f"={shown(kind)}: {expected}, which the client runs")
     for key in ("name", "description"):
         value = tool.get(key)
         if not isinstance(value, str) and not (key == "description" and value is None):
-            raise fail(f"{place}.{key}", f"={shown(value)}: expected a string")
+            raise wrong(f"{place}.{key}", f"={shown(value)}: expected a string")
     schema = tool.get("input_schema")
     if not isinstance(schema, dict):
-        raise fail(f"{place}.input_schema", f"={shown(schema)}: expected a JSON schema of an object")
+        raise wrong(f"{place}.input_schema", f"={shown(schema)}: expected a JSON schema of an object")
     for key, value in tool.items():
         if key not in OF_TOOL and value not in (None, False, [], ["direct"]):
             warn(warnings, f"{place}.{key[:64]}", "the prompt has the name, the description and the schema of a tool")
@@ -163,13 +162,13 @@ def _set_thinking(found: ChatValues, thinking: Any, bounds: bool) -> None:
     if thinking is None:
         return
     if not isinstance(thinking, dict):
-        raise fail("thinking", f"={shown(thinking)}: expected an object with a type")
+        raise wrong("thinking", f"={shown(thinking)}: expected an object with a type")
     kind = thinking.get("type")
     if not isinstance(kind, str) or kind not in OF_THINKING:
-        raise fail("thinking.type", f"={shown(kind)}: expected {', '.join(OF_THINKING)}")
+        raise wrong("thinking.type", f"={shown(kind)}: expected {', '.join(OF_THINKING)}")
     display = thinking.get("display")
     if display not in DISPLAYS:
-        raise fail("thinking.display", f"={shown(display)}: expected summarized or omitted")
+        raise wrong("thinking.display", f"={shown(display)}: expected summarized or omitted")
     found.shows_thoughts = display != "omitted"
     found.set("enable_thinking", kind != "disabled", "thinking")
     for key, value in thinking.items():
@@ -180,7 +179,7 @@ def _set_thinking(found: ChatValues, thinking: Any, bounds: bool) -> None:
         return
     budget = thinking.get("budget_tokens")
     if type(budget) is not int or budget < 1:
-        raise fail("thinking.budget_tokens", f"={shown(budget)}: expected a whole number >= 1")
+        raise wrong("thinking.budget_tokens", f"={shown(budget)}: expected a whole number >= 1")
     if bounds:
         found.set(BUDGET, budget, "thinking.budget_tokens")
     else:
@@ -191,7 +190,7 @@ def _set_output(found: ChatValues, body: Any) -> None:
     """Set the effort and the form of the answer from ``output_config`` and the older ``output_format``."""
     config = body.output_config
     if config is not None and not isinstance(config, dict):
-        raise fail("output_config", f"={shown(config)}: expected an object with format or effort")
+        raise wrong("output_config", f"={shown(config)}: expected an object with format or effort")
     config = dict(config or {})
     _set_effort(found, config.pop("effort", None))
     wanted = config.pop("format", None)
@@ -199,7 +198,7 @@ def _set_output(found: ChatValues, body: Any) -> None:
         if value is not None:
             warn(found.warnings, f"output_config.{key[:64]}", "the key is unknown")
     if wanted is not None and body.output_format is not None and wanted != body.output_format:
-        raise fail("output_format", " and output_config.format contradict each other: send only one of them")
+        raise wrong("output_format", " and output_config.format contradict each other: send only one of them")
     if wanted is not None:
         _set_format(found, wanted, "output_config.format")
     elif body.output_format is not None:
@@ -211,21 +210,21 @@ def _set_effort(found: ChatValues, effort: Any) -> None:
     if effort is None:
         return
     if not isinstance(effort, str) or effort not in EFFORTS:
-        raise fail("output_config.effort", f"={shown(effort)}: expected {', '.join(EFFORTS)}")
+        raise wrong("output_config.effort", f"={shown(effort)}: expected {', '.join(EFFORTS)}")
     if found.values.get("enable_thinking") is False:
         warn(found.warnings, "output_config.effort", "it is the effort of reasoning, and thinking is disabled")
     else:
-        found.set("reasoning_effort", EFFORTS[effort], "output_config.effort")
+        found.set("reasoning_effort", OTHER_EFFORTS.get(effort, effort), "output_config.effort")
 
 
 def _set_format(found: ChatValues, wanted: Any, place: str) -> None:
     """Set the form of the answer: a JSON schema."""
     kind = wanted.get("type") if isinstance(wanted, dict) else wanted
     if kind != "json_schema":
-        raise fail(f"{place}.type", f"={shown(kind)}: expected json_schema")
+        raise wrong(f"{place}.type", f"={shown(kind)}: expected json_schema")
     schema = wanted.get("schema")
     if not isinstance(schema, dict):
-        raise fail(f"{place}.schema", f"={shown(schema)}: expected a JSON schema")
+        raise wrong(f"{place}.schema", f"={shown(schema)}: expected a JSON schema")
     asked = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     found.set("response_format", asked, place)
     found.sent[FORM] = place

@@ -51,6 +51,16 @@ def encode(event: Any) -> bytes:
     return b"data: " + dump(event) + b"\n\n"
 
 
+def framed(kind: str, data: bytes) -> bytes:
+    """Return JSON as a server-sent event with a name."""
+    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+
+
+def encode_typed(event: Mapping[str, Any]) -> bytes:
+    """Return an event as a server-sent event with the name of its ``type``."""
+    return framed(event["type"], dump(event))
+
+
 async def supervise(
     work: Coroutine[Any, Any, Any],
     receive: Any,

@@ -19,7 +19,7 @@ from minivllm.server.errors import ApiError
 from minivllm.server.http.sse import EventStream, dump
 from minivllm.server.openai import JsonObject, logprobs
 from minivllm.server.openai.answers import Shaper, TokenScores, pieces
-from minivllm.server.openai.calls import Begun, Ended, Part, Said, Thought, Written
+from minivllm.server.openai.calls import Begun, Ended, Part, Said, Thought, Written, json_object
 from minivllm.server.openai.generate import SCORES, Answer
 from minivllm.server.openai.params import note_default
 from minivllm.server.openai.work import Work
@@ -104,7 +104,7 @@ class Gatherer:
         """Add the call that has ended."""
         self._call = None
         text = "".join(self._arguments)
-        arguments = _object(text)
+        arguments = json_object(text)
         if arguments is None:
             spelled = {"name": call.name, "arguments": text}
             found.content.append(json.dumps(spelled, ensure_ascii=False))
@@ -112,15 +112,6 @@ class Gatherer:
         function = {"index": self._count, "name": call.name, "arguments": arguments}
         found.calls.append({"id": call.id, "function": function})
         self._count += 1
-
-
-def _object(text: str) -> JsonObject | None:
-    """Return the JSON object of a text, {} for an empty text, or None for any other text."""
-    try:
-        value = json.loads(text) if text.strip() else {}
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 class LineWork(Work):

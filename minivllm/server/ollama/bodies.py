@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.server.errors import ApiError
 from minivllm.server.openai import JsonObject
+from minivllm.server.openai.reasoning import OTHER_EFFORTS
 
 from .names import served_name
 
 if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service
 
-EFFORTS = {"max": "xhigh"}  # words for ``think`` <- Ollama's words, if they differ
 ENDLESS = {"num_predict": -1}  # the option that requests the rest of the context
 SENT = {"response_format": "format"}
 
@@ -76,7 +76,7 @@ def _shared_values(service: Service, body: Any) -> JsonObject:
     values["model"] = served_name(service, body.model or body.name)
     values["stream"] = body.stream is not False
     if body.think is not None:
-        values["think"] = EFFORTS.get(body.think, body.think) if isinstance(body.think, str) else body.think
+        values["think"] = OTHER_EFFORTS.get(body.think, body.think) if isinstance(body.think, str) else body.think
     if body.keep_alive is not None:
         values["keep_alive"] = body.keep_alive
     options = body.options

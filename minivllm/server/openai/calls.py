@@ -179,6 +179,15 @@ class Distinct:
         return found
 
 
+def json_object(text: str) -> dict[str, Any] | None:
+    """Return the JSON object of a text, {} for an empty text, or None for any other text."""
+    try:
+        value = json.loads(text) if text.strip() else {}
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
 def is_json(text: str) -> bool:
     """Return whether a text is JSON."""
     try:

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
+from weakref import WeakValueDictionary
 
 import numpy as np
 from starlette.requests import Request
@@ -28,7 +29,7 @@ from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, 
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
-from minivllm.server.response_store import Store
+from minivllm.server.response_store import KeyResponses, Store
 
 from . import JsonObject, Warnings, tools
 from .answers import Shaper, Slices, pieces
@@ -79,6 +80,8 @@ class Service:
         self.slices = Slices()
         self.responses = Store.of(self.server)
         self.background = Jobs()
+        # identity of a key -> responses of its WebSockets, as long as one is open
+        self.socket_responses: WeakValueDictionary[str, KeyResponses] = WeakValueDictionary()
         self._chosen: dict[str, Chosen] = {}
 
     def chosen(self) -> Chosen:

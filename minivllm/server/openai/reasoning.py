@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from minivllm.errors import shown
-from minivllm.runtime.replies.thinking import BUDGET
+from minivllm.runtime.replies.thinking import BUDGET as BUDGET
 from minivllm.server.errors import ApiError
 
 from . import JsonObject, Warnings
@@ -25,6 +25,7 @@ from .bodies import sent_names
 from .fields import MOST
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+OTHER_EFFORTS = {"max": "xhigh"}  # words of Anthropic's and Ollama's APIs -> efforts
 EFFORT, SWITCHES = "reasoning_effort", ("enable_thinking", "thinking")  # variables of templates
 KEYS = {"reasoning": ("effort", "enabled", "exclude", "max_tokens"), "thinking": ("type", "budget_tokens")}
 BUDGETS = {"reasoning": "max_tokens", "thinking": "budget_tokens"}

@@ -61,7 +61,7 @@ _PLACES = re.compile(
 
 
 @dataclass
-class Asked:
+class ParsedRequest:
     """A checked body.
 
     ``ident`` is the id of the response without its prefix.  ``chat`` is the body of the chat.  ``items`` are the items
@@ -99,43 +99,43 @@ def _place(name: str, places: dict[str, str]) -> str:
 
 
 @contextmanager
-def client_names(asked: Asked) -> Iterator[None]:
+def client_names(parsed: ParsedRequest) -> Iterator[None]:
     """Replace the names and places of the chat in errors by those of the client's body."""
     try:
         yield
     except (ApiError, RequestError) as exc:
-        param = None if exc.param is None else NAMES.get(exc.param, asked.renamed(exc.param))
+        param = None if exc.param is None else NAMES.get(exc.param, parsed.renamed(exc.param))
         status, headers = getattr(exc, "status", 400), getattr(exc, "headers", None)
-        raise ApiError(status, asked.renamed(str(exc)), param, headers) from exc
+        raise ApiError(status, parsed.renamed(str(exc)), param, headers) from exc
 
 
-async def read(service: Service, asked: Asked, owner: str) -> None:
+async def read(service: Service, parsed: ParsedRequest, owner: str) -> None:
     """Set the chat of a request whose input has been read.  ApiError (400) for fields out of range."""
-    body = asked.body
+    body = parsed.body
     values = {name: getattr(body, name) for name in PASSED if getattr(body, name) is not None}
     values.update(_further(body))
-    values["messages"] = asked.conversation.messages
+    values["messages"] = parsed.conversation.messages
     values["max_tokens"] = body.max_output_tokens
-    if asked.tools.functions:
-        values["tools"] = asked.tools.functions
-    values["tool_choice"] = read_choice(body.tool_choice, asked.tools)
-    values.update(_text(asked))
-    values.update(_reasoning(asked))
-    _check_options(asked)
-    if LOGPROBS in asked.include or body.top_logprobs:
+    if parsed.tools.functions:
+        values["tools"] = parsed.tools.functions
+    values["tool_choice"] = read_choice(body.tool_choice, parsed.tools)
+    values.update(_text(parsed))
+    values.update(_reasoning(parsed))
+    _check_options(parsed)
+    if LOGPROBS in parsed.include or body.top_logprobs:
         values.update(logprobs=True, top_logprobs=body.top_logprobs or 0)
     if body.stream and body.model_extra and body.model_extra.get("include_energy"):
         values["stream_options"] = {"include_usage": True}
-    with client_names(asked):
-        asked.chat = await checked(service, ChatBody, values, owner)
+    with client_names(parsed):
+        parsed.chat = await checked(service, ChatBody, values, owner)
 
 
-def begin(ident: str, body: Any, items: list[JsonObject]) -> Asked:
+def begin(ident: str, body: Any, items: list[JsonObject]) -> ParsedRequest:
     """Return the request of a body with its tools, before its conversation and its chat are read."""
     _refuse(body)
     tools = read_tools(body.tools)
     conversation = Conversation(body.instructions)
-    return Asked(ident, body, None, items, conversation, tools, _include(body.include), [*tools.warnings])
+    return ParsedRequest(ident, body, None, items, conversation, tools, _include(body.include), [*tools.warnings])
 
 
 def _refuse(body: Any) -> None:
@@ -184,34 +184,34 @@ def _object(body: Any, name: str, keys: tuple[str, ...]) -> JsonObject:
     return value
 
 
-def _text(asked: Asked) -> JsonObject:
+def _text(parsed: ParsedRequest) -> JsonObject:
     """Return the fields of the chat for ``text``."""
-    text = _object(asked.body, "text", ("format", "verbosity"))
+    text = _object(parsed.body, "text", ("format", "verbosity"))
     if text.get("verbosity") not in (None, "medium"):
-        fields.warn(asked.warnings, "text.verbosity", "no chat template reads it")
-    form = asked.form
+        fields.warn(parsed.warnings, "text.verbosity", "no chat template reads it")
+    form = parsed.form
     kind = form.get("type") if isinstance(form, dict) else form
     if kind not in FORMATS:
         raise ApiError(400, f"text.format.type={shown(kind)}: expected one of {', '.join(FORMATS)}", "text.format")
     return {} if kind == "text" else {"response_format": form}
 
 
-def _reasoning(asked: Asked) -> JsonObject:
+def _reasoning(parsed: ParsedRequest) -> JsonObject:
     """Return the fields of the chat for ``reasoning``."""
     keys = ("effort", "summary", "generate_summary", "context", "mode")
-    reasoning = _object(asked.body, "reasoning", keys)
+    reasoning = _object(parsed.body, "reasoning", keys)
     for key in keys[1:]:
         if reasoning.get(key) is not None:
             reason = "this server makes no summary; the reasoning itself is in the content of its item"
             reason = reason if "summary" in key else "it is a feature of another service"
-            fields.warn(asked.warnings, f"reasoning.{key}", reason)
+            fields.warn(parsed.warnings, f"reasoning.{key}", reason)
     effort = reasoning.get("effort")
     return {} if effort is None else {"reasoning_effort": effort}
 
 
-def _check_options(asked: Asked) -> None:
+def _check_options(parsed: ParsedRequest) -> None:
     """Check the remaining fields.  ApiError (400) names the wrong one."""
-    body = asked.body
+    body = parsed.body
     metadata = _checked_metadata(body.metadata)
     assert metadata is None or isinstance(metadata, dict)
     options = _object(body, "stream_options", ("include_obfuscation", "include_usage"))
@@ -219,9 +219,9 @@ def _check_options(asked: Asked) -> None:
         raise ApiError(400, "stream_options: expected only with stream=true", "stream_options")
     for key, value in options.items():
         if value not in (None, False):
-            fields.warn(asked.warnings, f"stream_options.{key}", "the last event always has the usage")
-    for name in sorted(asked.include.intersection(FOREIGN)):
-        fields.warn(asked.warnings, "include", f"no answer of this server has {name}")
+            fields.warn(parsed.warnings, f"stream_options.{key}", "the last event always has the usage")
+    for name in sorted(parsed.include.intersection(FOREIGN)):
+        fields.warn(parsed.warnings, "include", f"no answer of this server has {name}")
     if body.truncation not in (None, "auto", "disabled"):
         raise ApiError(400, f"truncation={shown(body.truncation)}: expected auto or disabled", "truncation")
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from minivllm.errors import shown
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, wrong
 from minivllm.server.openai import JsonObject
-from minivllm.server.response_store import Store, Stored
+from minivllm.server.response_store import KeyResponses, Store, Stored
 
 from .items import REFERENCE
-from .tools import wrong
 
 if TYPE_CHECKING:
     from minivllm.server.openai.generate import Service
@@ -91,26 +90,29 @@ class History:
 
 
 class LocalStore:
-    """The latest responses of one connection, at most ``most`` of ``most_bytes`` together."""
+    """The latest responses of one connection, at most ``most``, among those of its key."""
 
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self.most, self.most_bytes = most, most_bytes
-        self._held: OrderedDict[str, Stored] = OrderedDict()
-        self._size = 0
+    def __init__(self, most: int, of_key: KeyResponses) -> None:
+        self._of_key = of_key
+        self._number = of_key.connection()
+        self._most = most
+        self._ids: deque[str] = deque()
 
     def get(self, ident: str) -> Stored | None:
         """Return a response, or None."""
-        return self._held.get(ident)
+        return self._of_key.get(self._number, ident)
 
     def put(self, stored: Stored) -> None:
-        """Keep a response, unless it is too large, and drop the oldest ones if there are too many."""
-        if stored.size > self.most_bytes:
-            return
-        self._held[stored.id] = stored
-        self._size += stored.size
-        while len(self._held) > self.most or self._size > self.most_bytes:
-            _, old = self._held.popitem(last=False)
-            self._size -= old.size
+        """Keep a response, and drop the oldest one if there are too many."""
+        self._ids.append(stored.id)
+        self._of_key.put(self._number, stored)
+        if len(self._ids) > self._most:
+            self._of_key.remove(self._number, self._ids.popleft())
+
+    def close(self) -> None:
+        """Forget all responses of the connection."""
+        while self._ids:
+            self._of_key.remove(self._number, self._ids.pop())
 
 
 def checked_id(value: Any, name: str) -> str:

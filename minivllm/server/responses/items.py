@@ -18,11 +18,11 @@ from typing import Any
 
 from minivllm.errors import RequestError, shown
 from minivllm.runtime.text.messages import check_messages, text_of
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, wrong
 from minivllm.server.openai import JsonObject, Warnings, fields
 from minivllm.server.openai.answers import Slices
 
-from .tools import INPUT, chat_name, wrong
+from .tools import INPUT, chat_name
 
 MOST_ITEMS = 4096  # items of a conversation, as many as a chat may have messages
 MOST_SEALED = 1 << 20  # characters of an encrypted content, more than a model's reasoning has

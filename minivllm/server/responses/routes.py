@@ -6,11 +6,12 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from minivllm.errors import shown
-from minivllm.server.errors import ApiError
+from minivllm.server.errors import ApiError, wrong
 from minivllm.server.http.sse import Gone, dump, supervise
 from minivllm.server.openai import JsonObject
 from minivllm.server.openai.bodies import ResponsesBody
@@ -22,10 +23,10 @@ from . import body as bodies
 from .background import Job, not_found
 from .history import History, checked_id
 from .items import listed
-from .tools import wrong
 from .work import ResponseWork
 
 MOST_LISTED = 100
+HEAD = 1024  # bytes with the first members of a response, which have no text of a client
 JSON = "application/json"
 
 
@@ -61,16 +62,16 @@ def history_of(service: Service, state: dict[str, Any]) -> History:
 async def make_work(service: Service, body: Any, state: dict[str, Any], history: History) -> ResponseWork:
     """Return the request of a body.  ApiError if it cannot be served."""
     ident = state["request_id"]
-    asked = bodies.begin(ident, body, listed(body.input, ident))
+    parsed = bodies.begin(ident, body, listed(body.input, ident))
     if body.previous_response_id is not None:
         previous = await history.previous(checked_id(body.previous_response_id, "previous_response_id"))
-        asked.turns = previous.turns
+        parsed.turns = previous.turns
         earlier = await history.items(previous.turns)
-        await asked.conversation.extend(earlier, "previous_response_id", service.slices)
-    asked.items = await history.resolve(asked.items)
-    await asked.conversation.extend(asked.items, "input", service.slices)
-    await bodies.read(service, asked, state["owner"])
-    return ResponseWork(service, asked, state, history)
+        await parsed.conversation.extend(earlier, "previous_response_id", service.slices)
+    parsed.items = await history.resolve(parsed.items)
+    await parsed.conversation.extend(parsed.items, "input", service.slices)
+    await bodies.read(service, parsed, state["owner"])
+    return ResponseWork(service, parsed, state, history)
 
 
 async def _begin(request: Request, service: Service, work: ResponseWork, seconds: float) -> Response:
@@ -133,9 +134,17 @@ async def cancel(request: Request, service: Service) -> Any:
     job = service.background.get(identity, ident)
     await service.background.cancel(identity, ident)
     found = await _found(request, service)
-    if job is None and b'"background":true' not in found.response.partition(b'"error":')[0]:
+    if job is None and not _in_background(found):
         raise ApiError(400, "only a response with background=true can be cancelled", "response_id")
     return Response(found.response, media_type=JSON)
+
+
+def _in_background(stored: Stored) -> bool:
+    """Return whether a stored response was generated in the background.
+
+    The field is among the first members of the response, so the rest is not parsed."""
+    head = from_json(stored.response[:HEAD], allow_partial=True)
+    return head.get("background") is True
 
 
 async def input_items(request: Request, service: Service) -> Any:

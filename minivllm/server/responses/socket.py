@@ -29,6 +29,7 @@ from minivllm.server.openai.bodies import ResponsesBody
 from minivllm.server.openai.generate import Service, checked
 from minivllm.server.openai.limits import seconds_of
 from minivllm.server.openai.sockets import Socket, never
+from minivllm.server.response_store import KeyResponses
 
 from .history import History, LocalStore
 from .routes import make_work
@@ -46,7 +47,7 @@ class ResponsesSocket(Socket):
     def __init__(self, socket: WebSocket, service: Service, keys: ApiKeys) -> None:
         super().__init__(socket, service, keys)
         self.running: dict[asyncio.Task[None], str] = {}  # task of a response -> its lane, in the order of requests
-        self.local = LocalStore(MOST_LOCAL, 2 * self.server.max_body_bytes)
+        self._local: LocalStore | None = None
 
     def refusal(self, error: ApiError, lane: str = "") -> JsonObject:
         """Return the event about an error that belongs to no response."""
@@ -58,11 +59,23 @@ class ResponsesSocket(Socket):
         return message.decode()
 
     async def end(self) -> None:
-        """End all responses."""
+        """End all responses, and forget those that are kept for the connection."""
         tasks = list(self.running)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._local is not None:
+            self._local.close()
+            self._local = None
+
+    def local(self, identity: str) -> LocalStore:
+        """Return the responses of the connection, whose key has the given identity."""
+        if self._local is None:
+            of_keys = self.service.socket_responses
+            of_key = of_keys.get(identity) or KeyResponses(2 * self.server.max_body_bytes)
+            of_keys[identity] = of_key
+            self._local = LocalStore(MOST_LOCAL, of_key)
+        return self._local
 
     async def receive(self, raw: str) -> None:
         """Start the response of a message."""
@@ -110,7 +123,7 @@ class ResponsesSocket(Socket):
             checked_body = await checked(self.service, ResponsesBody, {**body, "stream": True}, self.owner)
             if checked_body.background:
                 raise ApiError(400, "background: expected false on a WebSocket", "background")
-            history = History(self.service, state["identity"], self.owner, self.local)
+            history = History(self.service, state["identity"], self.owner, self.local(state["identity"]))
             work = await make_work(self.service, checked_body, state, history)
             seconds = seconds_of(self.service, work.body.timeout_s)
             sending = self._generate(work, lane, generate is not False)

@@ -6,14 +6,13 @@ A ``custom`` tool takes free text.  The model sees it as a function with one arg
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minivllm.server.errors import ApiError, printable
+from minivllm.server.errors import ApiError, printable, wrong
 from minivllm.server.openai import JsonObject, Warnings, fields
-from minivllm.server.openai.calls import NAME
+from minivllm.server.openai.calls import NAME, json_object
 from minivllm.server.openai.tools import MOST
 
 FUNCTION, CUSTOM, NAMESPACE = "function", "custom", "namespace"
@@ -78,11 +77,6 @@ class ToolSet:
     def client_tool(self, name: str) -> ClientTool:
         """Return the client's tool for the name of a called function."""
         return self.tools.get(name, ClientTool(FUNCTION, name))
-
-
-def wrong(place: str, text: str) -> ApiError:
-    """Return the error (400) about a place of the body.  ``text`` follows the place in the message."""
-    return ApiError(400, place + text, place)
 
 
 def chat_name(name: str, namespace: Any = None) -> str:
@@ -189,9 +183,5 @@ def input_of(arguments: str) -> str:
     """Return the text for a custom tool in the arguments of its function.
 
     Arguments that are not an object with ``input`` are the text itself."""
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError):
-        return arguments
-    text = value.get(INPUT) if isinstance(value, dict) else None
+    text = (json_object(arguments) or {}).get(INPUT)
     return text if isinstance(text, str) else arguments

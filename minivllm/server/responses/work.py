@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 from minivllm.server.errors import ApiError
-from minivllm.server.http.sse import EventStream, dump
+from minivllm.server.http.sse import EventStream, dump, encode_typed, framed
 from minivllm.server.openai import JsonObject, fields
 from minivllm.server.openai.answers import Shaper, pieces
 from minivllm.server.openai.calls import Part, Thought
@@ -17,7 +17,7 @@ from minivllm.server.openai.generate import Answer, Service
 from minivllm.server.openai.params import note_default
 from minivllm.server.response_store import Stored
 
-from .body import SEALED, Asked, client_names
+from .body import SEALED, ParsedRequest, client_names
 from .history import History
 from .output import COMPLETED, FAILED, IN_PROGRESS, INCOMPLETE, Output, plain_item
 
@@ -60,7 +60,7 @@ class ResponseStream(EventStream):
 
     def _final(self, error: ApiError) -> bytes:
         assert isinstance(self.events, ResponseEvents)
-        return b"".join(map(event_bytes, self.events.work.failure(error)))
+        return b"".join(map(encode_typed, self.events.work.failure(error)))
 
 
 class ResponseWork(Chat):
@@ -70,7 +70,7 @@ class ResponseWork(Chat):
     one_choice = True
     unserved = ("prompt_logprobs", "return_token_ids", "taps", "echo")
 
-    def __init__(self, service: Service, request: Asked, state: dict[str, Any], history: History) -> None:
+    def __init__(self, service: Service, request: ParsedRequest, state: dict[str, Any], history: History) -> None:
         self.request, self.history = request, history
         with client_names(request):
             super().__init__(service, request.chat, state)
@@ -238,11 +238,11 @@ class ResponseWork(Chat):
         """Yield the answer as server-sent events.  An error of the engine becomes the last events."""
         try:
             async for kind, data in self.json_events(answer):
-                yield _framed(kind, data)
+                yield framed(kind, data)
         except ApiError as error:
             self.state["log"]["error"] = error.status
             await self.keep_failed(FAILED, error)
-            yield b"".join(map(event_bytes, self.failure(error)))
+            yield b"".join(map(encode_typed, self.failure(error)))
 
     async def written(self, answer: Answer) -> AsyncIterator[bytes]:
         """Yield the response as JSON, in pieces.  The last piece comes after the response was kept."""
@@ -268,13 +268,3 @@ def _thought_tokens(parts: list[Part], tokens: int) -> float:
     thoughts = [part.text for part in parts if isinstance(part, Thought)]
     total = sum(map(len, texts))
     return tokens * sum(map(len, thoughts)) / total if total else 0.0
-
-
-def _framed(kind: str, data: bytes) -> bytes:
-    """Return an event of a stream."""
-    return b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-
-
-def event_bytes(event: JsonObject) -> bytes:
-    """Return an event without log-probabilities as bytes of a stream."""
-    return _framed(event["type"], dump(event))
