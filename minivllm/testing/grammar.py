@@ -86,6 +86,9 @@ CASES = (
     _json(_object(a={"type": "boolean"}, b={"const": "ab"}), {"a": True, "b": "ab"}, {"a": False, "b": "ab"}),
     _json({"type": "integer", "minimum": 3, "maximum": 12}, *range(3, 13)),
     GrammarCase("grammar", 'start: "a" tail\ntail: "b" | "bc" | "12"', ("ab", "abc", "a12")),
+    GrammarCase("reply", json.dumps({"behind": False, "lark": 'start: "a" j0 P0', "schemas": {"j0": {"enum": [1, 12]}},
+                                     "patterns": {"P0": ["pattern", "^[bc]$"]}, "free": {}}),
+        ("a1b", "a1c", "a12b", "a12c")),
     GrammarCase("grammar", 'root ::= "a" tail\ntail ::= "b" | "bc" | [1-2]', ("ab", "abc", "a1", "a2")),
 )  # fmt: skip
 MALFORMED = {

@@ -24,10 +24,12 @@ from minivllm.runtime.replies import (
     Said,
     Written,
 )
+from minivllm.runtime.replies.grammar import FORCED, Function, Spelling, reply_grammar, writes
 from minivllm.runtime.replies.write import write_reply
 
 from .base import since
 from .kept import Lasting
+from .reply_walks import Walker
 from .spec import SpecConformance
 
 TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
@@ -35,10 +37,19 @@ FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
     "find": {"type": "object", "properties": {"text": TEXT, "most": NUMBER}},
     "stop": {"type": "object", "properties": {}},
 }
+CLOSED = {name: {**schema, "additionalProperties": False} for name, schema in FUNCTIONS.items()}
 WORDS = ("naïve 🙂", "x < y", '[1] "', "{", "\n", "`b`", "<t")
 STRINGS = ("", 'a "b" \\ c', "é 中 🙂", "two\nlines <b>", "}{][")
 CALLS = [("find", {"text": 'a"}</', "most": 3}), ("stop", {})]
 PROSE = "It is so. Two and three are five, as 2 < 3 shows. "
+
+
+def fits(name: str, arguments: Any) -> bool:
+    """Return whether arguments fit the schema of a function."""
+    types = {"string": str, "integer": int}
+    declared = FUNCTIONS[name]["properties"]
+    known = isinstance(arguments, dict) and arguments.keys() <= declared.keys()
+    return known and all(type(value) is types[declared[key]["type"]] for key, value in arguments.items())
 
 
 class ParserConformance(Lasting, SpecConformance):
@@ -150,6 +161,30 @@ class ParserConformance(Lasting, SpecConformance):
             told = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
             assert told == calls, f"{text!r}: found {told}"
             assert not said.strip() and bool(thought) == parser.thinks(), f"{text!r}: {thought!r}, {said!r}"
+
+    @since(1, 0)
+    def test_texts_of_the_grammar_are_calls(self) -> None:
+        """Check random texts that the grammar of the description allows: each is a call with the declared arguments.
+
+        Tags are tokens, special tokens or text."""
+        parser = self.build()
+        if not isinstance(parser, DescribedParser):
+            pytest.skip("the parser has no description, so calls are forced as a list in JSON")
+        pytest.importorskip("llguidance")
+        rng = random.Random(3)
+        for marked, special in (((), False), (parser.tags(), False), (parser.tags(), True)):
+            walker = Walker(parser.format, marked, special)
+            spelling = Spelling(parser.format, walker.ids)
+            if not writes(spelling):
+                continue
+            source = reply_grammar(spelling, [Function(name, schema) for name, schema in CLOSED.items()], FORCED)
+            compiled = walker.compiled(source)
+            texts = [walker.walk(compiled, rng) for _ in range(100 if self.long else 10)]
+            for text in filter(None, texts):
+                _, said, calls = self.read(parser, text, walker.context(CLOSED), 1)
+                assert calls and not said.strip(), f"{text!r}: found {calls} and the content {said!r}"
+                for name, arguments, ended in calls:
+                    assert ended and fits(name, json.loads(arguments)), f"{text!r}: {name}({arguments})"
 
     @since(1, 0)
     def test_a_cut_answer_has_complete_calls_only(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from minivllm.plugins.parser.hermes import Hermes
 from minivllm.plugins.parser.qwen3 import Qwen3
 from minivllm.registration.spec import Spec
@@ -19,6 +21,7 @@ FAULTS = {
     "CallsAnything": (DIVISION,),
     "HoldsText": ("test_text_without_tags_is_content",),
     "RepeatsTags": (DIVISION,),
+    "IgnoresConstrainedCalls": ("test_texts_of_the_grammar_are_calls",),
     "KeepsReplies": ("test_two_instances_share_no_state",),
 }
 RIGHT = ("AsItIs", "WithoutTags")
@@ -182,3 +185,12 @@ class KeepsReplies(Hermes):
                 return parts
 
         return Shows(super().start(context))
+
+
+class IgnoresConstrainedCalls(Hermes):
+    """Reads no calls in an answer that a grammar constrains."""
+
+    spec = spec("IgnoresConstrainedCalls")
+
+    def start(self, context):
+        return super().start(replace(context, calls=context.calls and not context.strict))

@@ -9,12 +9,13 @@ pytest.importorskip("llguidance")
 pytest.importorskip("jsonschema")
 
 import jsonschema
+from call_schemas import HOSTILE, functions
 from reply_recordings import FORMATS, SPECIAL, summed
-from reply_walks import HOSTILE, Walker, functions
 
 from minivllm.runtime.replies import Calls, DescribedParser, ReplyFormat
 from minivllm.runtime.replies.grammar import ANSWER, AUTO, FORCED, Function, Spelling, reply_grammar, writes
 from minivllm.runtime.replies.grammar_rules import Inexpressible
+from minivllm.testing.reply_walks import Walker
 
 PLAIN_NAMES = ("a", "b", "key_2", "z")
 OBJECT = {"type": "object", "properties": {"n": {"type": "string"}}, "required": ["n"], "additionalProperties": False}

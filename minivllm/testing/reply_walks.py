@@ -1,0 +1,102 @@
+"""Random answers that the grammar of a format of replies allows, token by token.
+
+The suite of parsers and the tests of grammars read them back.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces.grammar import Compiled, GrammarContext, GrammarSource
+from minivllm.runtime.replies import FIRST_MARK, ReplyContext, ReplyFormat
+
+WORDS = (
+    "the", " a", "null", "true", "12", "1.5", "None", '{"a": 1}', "[1]", "\u00e9", "\u4e2d", "\n", " ", "</", "<", ">",
+    "}", "]", '"', '", "', '": ', "\\n", '\\"', ", ", "a", "b", "x", "k", "<tool_call>x", "</parameter", "/arg_value>",
+    "{", "[", ")", "name", '{"name": "f"', "```", "`", "=",
+)  # fmt: skip
+ENDS = ('"', "}", "]", ")", ", ", "\n", "</")
+
+
+class Walker:
+    """A vocabulary of bytes, words and tags, with the grammar plug-in, and random answers of grammars.
+
+    ``marked`` are the tags that are tokens; those of ``special`` have no bytes."""
+
+    def __init__(self, form: ReplyFormat, marked: Collection[str] = (), special: bool = False) -> None:
+        from minivllm.plugins.grammar.llguidance_plugin import LLGuidance
+
+        texts = [*WORDS, *(tag for tag in form.tags if tag not in marked)]
+        if form.calls and form.calls[0].pairs:
+            texts.append(form.calls[0].pairs.after)
+        self.tokens = [bytes([b]) for b in range(256)] + [text.encode() for text in texts]
+        self.ids: dict[str, int] = {}
+        for tag in marked:
+            self.ids[tag] = len(self.tokens)
+            self.tokens.append(b"" if special else tag.encode())
+        self.eos = len(self.tokens)
+        self.tokens += [b"", b""]  # the second one is another special token
+        self.marks = {tag: chr(FIRST_MARK + k) for k, tag in enumerate(marked)}
+        self.hidden = frozenset(marked) if special else frozenset()
+        self.plugin = LLGuidance(None, GrammarContext(self.tokens, len(self.tokens), (self.eos,)))
+        endings = (*ENDS, *texts[len(WORDS) :])
+        self._ends = [self.tokens.index(text.encode()) for text in endings]
+        self._ends += [*self.ids.values()]
+        self._by_id = {token: self.marks[tag] for tag, token in self.ids.items()}
+
+    def context(self, functions: Any, **more: Any) -> ReplyContext:
+        """Return the request of a constrained answer."""
+        return ReplyContext(functions, marks=self.marks, hidden=self.hidden, strict=True, **more)
+
+    def compiled(self, source: str) -> Compiled:
+        """Return the compiled grammar."""
+        return self.plugin.compile(GrammarSource("reply", source))
+
+    def walk(self, compiled: Compiled, rng: random.Random, most: int = 300, end: float = 0.3) -> str | None:
+        """Return the marked text of a random answer, or None if it is longer than ``most`` tokens.
+
+        ``end`` is the chance to end where the answer may end."""
+        matcher = self.plugin.start(compiled)
+        mask = np.empty((1, -(-len(self.tokens) // 32)), np.int32)
+        ids: list[int] = []
+        for number in range(most):
+            failed = self.plugin.fill([matcher], mask, [0])
+            assert not failed, (failed, self.text(ids))
+            bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[: len(self.tokens)]
+            token = self._choose(bits, rng, number, end + number / most)
+            assert self.plugin.accept([matcher], [[token]]) == [1], (self.text(ids), self.tokens[token])
+            if token == self.eos:
+                return self.text(ids)
+            ids.append(token)
+        return None
+
+    def _choose(self, bits: np.ndarray, rng: random.Random, number: int, end: float) -> int:
+        """Return an allowed token: often one that ends something, and the more often the longer the answer is."""
+        if bits[self.eos] and rng.random() < end:
+            return self.eos
+        ends = [token for token in self._ends if bits[token]]
+        if ends and rng.random() < 0.3 + number / 100:
+            return rng.choice(ends)
+        words = [token for token in range(256, self.eos) if bits[token]]
+        if words and rng.random() < 0.5:
+            return rng.choice(words)
+        allowed = np.flatnonzero(bits)
+        assert len(allowed)
+        return int(rng.choice(allowed))
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens with marks."""
+        parts: list[str] = []
+        run = b""
+        for token in ids:
+            mark = self._by_id.get(token)
+            if mark is None:
+                run += self.tokens[token]
+                continue
+            parts += [run.decode(errors="replace"), mark]
+            run = b""
+        return "".join([*parts, run.decode(errors="replace")])
