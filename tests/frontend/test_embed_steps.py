@@ -134,3 +134,11 @@ def test_blocks_with_values_that_are_not_finite_are_not_cached(tmp_path, kind, b
         (seen,) = llm.embed([*ids[:16], 50], "last", use_tqdm=False)
         assert seen.num_cached_tokens == (8 if budget == 8 else 0), "the first chunk alone is finite"
         llm.check()
+
+
+@pytest.mark.parametrize("strategies", [["beam"], ["parallel"], ["beam", "guidance"]])
+def test_an_embedding_needs_no_strategy(tiny, strategies):
+    path, prompts, states = tiny
+    with LLM(model=path, **SMALL, strategies=strategies) as llm:
+        check(llm.embed(prompts, "mean", use_tqdm=False), states, "mean")
+        llm.check()

@@ -74,11 +74,6 @@ def pooled_rows(
     return {"pooled": np.array(lines, np.int32).reshape(-1, 3)}
 
 
-def finite_rows(sums: np.ndarray) -> np.ndarray:
-    """Return bool [n]: whether each of the sums f64 [n, hidden] of a step has only finite numbers."""
-    return np.isfinite(sums).all(axis=1)
-
-
 def keep_pooled(
     plan: StepPlan, sequence: Callable[[int], Seq | None], sums: np.ndarray
 ) -> list[Seq]:
@@ -87,7 +82,7 @@ def keep_pooled(
 
     ``sequence(row)`` returns the sequence of a plan row, or None if it has ended."""
     complete = []
-    finite = finite_rows(sums)
+    finite = np.isfinite(sums).all(axis=1)
     for (row, _, count), values, usable in zip(plan.pooled.tolist(), sums, finite, strict=True):
         seq = sequence(row)
         if seq is None:

@@ -27,7 +27,7 @@ from minivllm.core.interfaces.plan import (
 )
 from minivllm.errors import describe_error
 
-from .pooling import NOT_FINITE, finite_rows, keep_pooled
+from .pooling import NOT_FINITE, keep_pooled
 from .prompt_scores import keep_prompt
 from .request import FINISHED, WAITING
 from .taps import NO_LIMITS, TapKeeper, TapLimits
@@ -124,7 +124,7 @@ class Publisher:
         for seq in many:
             if seq.status != FINISHED:
                 self.finish(seq, "error", error=self.taps.limits.too_many)
-        return self._hold(flight, result) if len(plan.held) else []
+        return self._hold(flight, result)
 
     def _tell(self, flight: Flight, result: StepResult, live: np.ndarray, ok: np.ndarray) -> None:
         """Send new tokens of watched rows to their sinks, and end the rows that have ended.  ``live`` marks the step's
@@ -263,7 +263,8 @@ class Publisher:
         if np.count_nonzero(wrong := result.flags & (NAN | FAILED)):
             full[np.isin(slots, flight.drawn[wrong != 0])] = False
         if len(result.pooled):
-            full[flight.plan.pooled[~finite_rows(result.pooled), 0]] = False
+            finite = np.isfinite(result.pooled).all(axis=1)
+            full[flight.plan.pooled[~finite, 0]] = False
         if s.tapping:  # whether memory sufficed to steer the row is known only with its first token
             full &= ~s.tapped[slots] | (s.collected[slots] > s.prompt[slots])
         if np.count_nonzero(full):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from minivllm.core import checks
 from minivllm.core.external_calls import call_foreign
 from minivllm.core.interfaces.params import NAMES
-from minivllm.core.interfaces.strategy import BranchEnd
+from minivllm.core.interfaces.strategy import Branch, BranchEnd
 from minivllm.errors import RequestError, describe_error
 
 from .beams import Beams
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.strategy import Branch, DecodingStrategy
+    from minivllm.core.interfaces.strategy import DecodingStrategy
 
     from .request import Request, Seq
 
@@ -25,8 +25,10 @@ def own_names(strategies: Sequence[tuple[str, DecodingStrategy]]) -> set[str]:
 
 
 def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Request) -> list[Branch]:
-    """Start the first strategy that accepts the request, and return the request's branches.  RequestError if no
-    strategy accepts it, or if the strategy fails."""
+    """Start the first strategy that accepts the request, and return the request's branches.  A request for an
+    embedding has one branch and no strategy.  RequestError if no strategy accepts it, or if the strategy fails."""
+    if request.pooling is not None:
+        return [Branch(0)]
     made, p = None, request.params
     asked = p.branching() | (set(p.extra) & own_names(strategies) if p.extra else set())
     try:
@@ -58,6 +60,8 @@ def branches(strategies: Sequence[tuple[str, DecodingStrategy]], request: Reques
 def answer(request: Request) -> list[Seq]:
     """Return the sequences of the answer, best first.  If the strategy fails, all sequences get its error and keep
     their own order."""
+    if request.strategy is None:
+        return request.sequences
     if request.beams is not None:
         return request.sequences[: request.beams.given]
     ends = [
