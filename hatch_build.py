@@ -45,8 +45,11 @@ AVX512 = ("-DISA=avx512", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
           "-mprefer-vector-width=512")  # fmt: skip
 OBJECTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (  # object, source, flags beside FLAGS
     ("program.o", "program.cpp", ()),
+    ("rings.o", "rings.cpp", ()),
     ("avx2.o", "kernels.cpp", AVX2),
     ("avx512.o", "kernels.cpp", AVX512),
+    ("recurrent_avx2.o", "recurrent.cpp", AVX2),
+    ("recurrent_avx512.o", "recurrent.cpp", AVX512),
 )
 LINK = ("-shared", "-pthread", "-Wl,-z,defs")  # what is not defined is an error now, not when it is loaded
 EXPORTS = "{ global: minivllm_*; local: *; };\n"  # else those of a static libstdc++ too, which meet torch's

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from minivllm.core.interfaces.states import COPIES, UNUSABLE, StepStates
-from minivllm.device.kernels import delta_rule
 from minivllm.device.layers import delta_net
 
 # (key heads, value heads, key dim, value dim, width of the convolution)
@@ -41,8 +42,19 @@ def make_step(device: str, rows: int, most: int, places: int, taps: int, seed: i
     return step, int(cu_q[-1])
 
 
-def check_scan(device: str, dtype: torch.dtype, shape: tuple[int, ...], seed: int, tolerance: float) -> None:
-    """Compare outputs, states, rings and copies of a step."""
+def check_scan(
+    device: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    seed: int,
+    tolerance: float,
+    scan: Callable[..., torch.Tensor] | None = None,
+) -> None:
+    """Compare outputs, states, rings and copies of a step; ``scan`` None means the Triton kernel."""
+    if scan is None:
+        from minivllm.device.kernels import delta_rule
+
+        scan = delta_rule.scan
     key_heads, heads, key_dim, value_dim, width = shape
     channels, taps, rows = 2 * key_heads * key_dim + heads * value_dim, width - 1, 5
     places = taps + 1 + seed % 4
@@ -60,7 +72,7 @@ def check_scan(device: str, dtype: torch.dtype, shape: tuple[int, ...], seed: in
     sizes = (key_heads, heads, key_dim, value_dim)
     copy = {name: tensor.clone() for name, tensor in memory.items()}
     want = delta_net.scan(*given, copy, sizes, step)
-    got = delta_rule.scan(*given, memory, sizes, step)
+    got = scan(*given, memory, sizes, step)
     close = {"atol": tolerance, "rtol": tolerance, "equal_nan": True}
     torch.testing.assert_close(got, want, **close)
     torch.testing.assert_close(memory["state"], copy["state"], **close)
@@ -70,6 +82,8 @@ def check_scan(device: str, dtype: torch.dtype, shape: tuple[int, ...], seed: in
 def check_gated_norm(device: str, dtype: torch.dtype, tolerance: float) -> None:
     """Compare the gated norm, of a gate whose rows lie apart."""
     torch.manual_seed(3)
+    from minivllm.device.kernels import delta_rule
+
     o, weight = torch.randn(7, 3, 12, device=device).to(dtype), torch.randn(12, device=device).to(dtype)
     z = torch.randn(7, 50, device=device).to(dtype)[:, 4:40]
     got, want = delta_rule.gated_norm(o, z, weight, 1e-5), delta_net.gated_norm(o, z, weight, 1e-5)

@@ -72,12 +72,18 @@ class Watched:
     drafted: int = 0  # native steps with drafts
     hidden: float = 0.0  # the largest difference of hidden states, relative to the largest of a step
     logits: float = 0.0
+    states: float = 0.0  # of recurrent states and their rings
 
 
 @contextmanager
 def watched(compare: bool = True) -> Iterator[Watched]:
     """Engines that run in it compute each captured step again, by separate operations, before they draw."""
-    seen, forward, sample = Watched(), Runner.forward, NativeSteps.sample
+    seen, forward, sample, native = Watched(), Runner.forward, NativeSteps.sample, NativeSteps.forward
+    before: list[list[torch.Tensor]] = [[]]
+
+    def kept(self: NativeSteps, plan: Any) -> Any:
+        before[0] = [tensor.clone() for tensor in states_of(self.state)]
+        return native(self, plan)
 
     def both(self: Runner, plan: Any) -> Running:
         running = forward(self, plan)
@@ -93,8 +99,13 @@ def watched(compare: bool = True) -> Iterator[Watched]:
         seen.steps += 1
         if compare:
             with torch.inference_mode():
-                other = Running(running.plan)
+                other, after = Running(running.plan), [tensor.clone() for tensor in states_of(self.state)]
+                replace(self.state, before[0])
                 self._forward(other, running.plan, lambda seam, call, *args: call(*args))
+                for now, then in zip(states_of(self.state), after, strict=True):
+                    here = slice(0, len(now) - int(self.state.recurrent.checkpoints) - 1)  # the slots
+                    seen.states = max(seen.states, _difference(then[here], now[here]))
+                replace(self.state, after)
                 got, want = running.hidden, other.hidden
                 seen.hidden = max(seen.hidden, _difference(got, want))
                 seen.logits = max(seen.logits, _difference(self.model.logits(got), self.model.logits(want)))
@@ -104,14 +115,25 @@ def watched(compare: bool = True) -> Iterator[Watched]:
         seen.draws += 1
         return sample(self, plan)
 
-    Runner.forward, NativeSteps.sample = both, draw
+    Runner.forward, NativeSteps.sample, NativeSteps.forward = both, draw, kept
     try:
         yield seen
     finally:
-        Runner.forward, NativeSteps.sample = forward, sample
+        Runner.forward, NativeSteps.sample, NativeSteps.forward = forward, sample, native
+
+
+def states_of(state: Any) -> list[torch.Tensor]:
+    """The tensors of recurrent states, and the tokens that each state covers."""
+    memory = state.recurrent
+    return [] if memory is None else [memory.valid, *(x for layer in memory.memory for x in layer.values())]
+
+
+def replace(state: Any, tensors: list[torch.Tensor]) -> None:
+    for tensor, other in zip(states_of(state), tensors, strict=True):
+        tensor.copy_(other)
 
 
 def _difference(got: torch.Tensor, want: torch.Tensor) -> float:
     assert got.shape == want.shape and got.dtype == want.dtype and bool(want.isfinite().all())
-    found = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    found = float((got.float() - want.float()).abs().max() / want.float().abs().max().clamp(min=1e-30))
     return found if found == found else float("inf")  # a NaN is the largest

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from minivllm import LLM, SamplingParams, explain
 from minivllm.cli import main
 from minivllm.core.interfaces.drafter import Drafter
-from minivllm.errors import ConfigError, ModelError, ResourceError
+from minivllm.device.native import library
+from minivllm.errors import ConfigError, ModelError, PluginError, ResourceError
 
 FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
 SIZES = {
@@ -267,8 +268,10 @@ def test_convolutions_with_biases_of_one_token_and_beside_an_mlp_of_its_own_widt
         llm.close()
 
 
-@pytest.mark.parametrize("family", ["lfm2", "lfm2_moe"])
-def test_convolutions_have_the_same_bits_alone_and_in_a_batch(family, tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bits_are_the_same_alone_and_in_a_batch(family, tmp_path):
+    if not family.startswith("lfm2") and library.load() is None:
+        pytest.skip(f"the native part: {library.why_not()}")
     case, found = Case(tmp_path, family), []
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in case.want]
     params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=1)
@@ -281,6 +284,16 @@ def test_convolutions_have_the_same_bits_alone_and_in_a_batch(family, tmp_path):
         finally:
             llm.close()
     assert all(numbers == found[0] for numbers in found) and len(set(found[0])) == len(prompts)
+
+
+def test_without_the_native_part_bits_that_do_not_depend_on_the_batch_are_refused(tmp_path, monkeypatch):
+    make(tmp_path, "qwen3_5_text")
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(library, "why_not", lambda: "not built")
+    with pytest.raises(
+        PluginError, match=r"x minivllm/qwen3_5 +device with batch_invariant: expected cpu, supports \{cuda\}"
+    ):
+        LLM(str(tmp_path), skip_tokenizer_init=True, batch_invariant=True)
 
 
 def test_checkpoints_of_a_model_without_states_are_refused():
@@ -314,10 +327,10 @@ def test_a_state_that_does_not_fit_its_row_ends_the_request_and_no_other(tmp_pat
         memory = llm.engine.executor.runner.state.recurrent
         of_step = memory.of_step
 
-        def stale(meta, *args):
-            if int(meta.kv_len.max()) == 4:  # the second step
-                memory.valid[int(meta.slots[0])] += 1
-            return of_step(meta, *args)
+        def stale(slots, start, *args):
+            if int(start.max()) == 3:  # the second step
+                memory.valid[int(slots[0])] += 1
+            return of_step(slots, start, *args)
 
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
         good = llm.generate({"prompt_token_ids": [4, 5, 6]}, params, use_tqdm=False)[0].outputs[0]

@@ -254,6 +254,12 @@ def with_drafts(slots: np.ndarray, drafts: np.ndarray) -> tuple[np.ndarray, np.n
     return slots.repeat(size), drafts.repeat(size), (np.arange(len(first)) - first).astype(np.int32)
 
 
+def rows_with_drafts(plan: StepPlan) -> np.ndarray:
+    """Return bool [rows of ``merged``]: which rows have drafts."""
+    heads = np.flatnonzero(plan.draft == 0) if len(plan.draft) else np.arange(len(plan.slots))
+    return np.diff(np.append(heads, len(plan.slots))) > 1
+
+
 def merged(plan: StepPlan) -> StepPlan:
     """Return the plan in which a row and its drafts are one row of several tokens, which attention computes faster."""
     if not plan.draft.any():

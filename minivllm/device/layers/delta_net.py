@@ -23,7 +23,9 @@ from minivllm.core.interfaces.decoder import GatedDelta
 from minivllm.core.interfaces.model import StepTensors
 from minivllm.core.interfaces.quantizer import Shard
 from minivllm.core.interfaces.states import StepStates
+from minivllm.device.native import library, recurrent
 
+from . import invariant
 from .fused import Normed
 from .module import Module, check_shape, fill
 from .state_layer import StateLayer, states_of
@@ -67,6 +69,8 @@ class DeltaNet(Module):
         self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
+        self.native_conv: Tensor | None = None  # f32 [width, channels], the newest input first
+        self.native = device == "cpu" and library.load() is not None
         if fuse:
             from minivllm.device.kernels import delta_rule
 
@@ -99,12 +103,24 @@ class DeltaNet(Module):
 
     def finish(self) -> None:
         self.rates.exp_()
+        if self.native:
+            self.native_conv = recurrent.newest_first(self.conv)
+
+    def structure(self) -> recurrent.DeltaLayer:
+        """Return the layer for the native library.  Its memory must have been allocated."""
+        assert self.native_conv is not None
+        spec = self.spec
+        sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
+        return recurrent.delta_layer(self.native_conv, self.rates, self.dt_bias, self.layer.memory, sizes)
 
     def __call__(self, h: Normed, step: StepTensors) -> Tensor:
         """Return [T, value_heads * value_dim].  PluginError without the states of the step."""
         spec = self.spec
         states = states_of(step)
         x, z = self.project(h).split([self.channels, self.inner], dim=-1)
+        if self.native_conv is not None:
+            o = recurrent.scan(self.structure(), x, self.gates(h), states)
+            return gated_norm(o, z, self.norm, spec.eps, invariant.activate if self.invariant else F.silu)
         weights = self.conv, self.rates, self.dt_bias
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
         if self.fused is None:
@@ -114,13 +130,13 @@ class DeltaNet(Module):
         return self.fused.gated_norm(o, z, self.norm, spec.eps)
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, silu: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
     """Return RMSNorm(o) * weight * silu(z) [T, heads * dim], of o [T, heads, dim] and z [T, heads * dim]."""
     wide = o.float()
     mean = wide.square().mean(-1, keepdim=True)
     normed = wide * torch.rsqrt(mean + eps)
     weighted = weight * normed.to(o.dtype)
-    gate = F.silu(z.float()).view(o.shape)
+    gate = silu(z.float()).view(o.shape)
     gated = weighted.float() * gate
     return gated.to(o.dtype).flatten(1)
 

@@ -64,6 +64,11 @@ class FixedRows:
         return torch.cat([self._call(part) for part in parts])[:tokens]
 
 
+def sigmoid(x: Tensor) -> Tensor:
+    """Return the logistic function in operations whose result depends on each element alone."""
+    return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
+
+
 def activate(x: Tensor, activation: str = "silu") -> Tensor:
     """Apply an activation of ``activation.APPLY`` in operations whose result depends on each element alone."""
     y = x.float()

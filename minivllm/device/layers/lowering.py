@@ -10,19 +10,23 @@ product is part of the product's operation::
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, MLP, WIDTH, Experts, LayerSpec
+from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.decoder import AFTER, AROUND, BEFORE, HEADS, MLP, WIDTH, Experts, GatedDelta, LayerSpec
 from minivllm.device.native.program import ACTIVATIONS, FORMATS, Program
+from minivllm.device.native.recurrent import newest_first
 
 from .decoder import Decoder, DecoderBlock
 from .embedding import LMHead, TiedLMHead
 from .linear import Linear
 from .norm import LayerNorm, RMSNorm
+from .short_conv import ShortConvolution
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttnLayer
     from minivllm.core.interfaces.quantizer import StoredWeight
 
+    from .delta_net import DeltaNet
     from .module import Module
 
 
@@ -62,8 +67,6 @@ class Lowering:
     ) -> None:
         if type(model) is not Decoder or any(type(block) is not DecoderBlock for block in model.blocks):
             raise NotLowered(f"the model {type(model).__name__} is not made of a table")
-        if any(layer.recurrent or layer.gated for layer in model.spec.layers):
-            raise NotLowered("the model has layers with a recurrent state, or a gate behind attention")
         self.modules, self.program, self.spec, self.model = modules, program, model.spec, model
         self.block = block  # tokens of a KV block
         self._room = room
@@ -72,26 +75,45 @@ class Lowering:
         tokens = program.most_tokens
         self.hidden = torch.zeros(tokens, self.spec.hidden)
         self.logits = torch.zeros(rows, self.spec.vocab)
-        specs = [self._checked(i, layer, layers[i]) for i, layer in enumerate(self.spec.layers)]
+        remaining = iter(layers)  # those with attention
+        self._layers = [None if layer.recurrent else next(remaining) for layer in self.spec.layers]
+        for i, layer in enumerate(self.spec.layers):
+            self._check(i, layer, self._layers[i])
         self._memory = {
-            "qkv": torch.zeros(tokens, max(self._qkv(i).info.out_features for i in range(len(specs)))),
-            "attn": torch.zeros(tokens, max(a.heads * a.dim_v for a in specs)),
+            "qkv": torch.zeros(tokens, max(map(self._wide, range(len(self._layers))))),
+            "attn": torch.zeros(tokens, max(self._inner(layer) for layer in self.spec.layers)),
             "mid": torch.zeros(tokens, max(layer.mlp.inner for layer in self.spec.layers)),
         }
+        if delta := [layer.recurrent for layer in self.spec.layers if isinstance(layer.recurrent, GatedDelta)]:
+            self._memory["gates"] = torch.zeros(tokens, max(2 * spec.value_heads for spec in delta))
         self._views: dict[tuple[str, int, int], int] = {}
         self.x = program.register(torch.zeros(tokens, self.spec.hidden))
         self.branch = program.register(torch.zeros(tokens, self.spec.hidden))
         self.out = program.register(self.hidden)
         self._embed()
         for i, layer in enumerate(self.spec.layers):
-            self._layer(i, layer, layers[i])
+            self._layer(i, layer)
         program.add("norm", in_=self.x, out=self.out, **self._norm("norm"))
         self._head(program.register(self.logits))
 
-    def _checked(self, i: int, layer: LayerSpec, attention: AttnLayer) -> Any:
-        a, cache = attention.spec, attention.cache
+    def _wide(self, i: int) -> int:
+        """Return the outputs of the first product of layer i."""
+        part = "in" if self._layers[i] is None else "qkv"
+        module: Any = self.modules[f"layers.{i}.attn.{part}"]
+        return int(module.info.out_features)
+
+    def _inner(self, layer: LayerSpec) -> int:
+        """Return the width of the outputs of attention, or of a layer with a state."""
+        mixer = layer.attention
+        return mixer.heads * mixer.dim_v if isinstance(mixer, AttnSpec) else mixer.inner
+
+    def _check(self, i: int, layer: LayerSpec, attention: AttnLayer | None) -> None:
+        """Raise NotLowered for a layer that the operations cannot compute."""
         if isinstance(layer.mlp, Experts):
             raise NotLowered(f"layer {i} is a mixture of experts")
+        if attention is None:
+            return
+        a, cache = attention.spec, attention.cache
         if a.alibi is not None or layer.qkv_clip is not None or layer.qk_norm == HEADS:
             raise NotLowered(
                 f"layer {i} has slopes of distance, a clip of q, k and v, or a norm with weights of each head"
@@ -109,7 +131,6 @@ class Lowering:
             raise NotLowered(f"layer {i} has scales of keys and values that do not lie token by token")
         if k.shape[1:] != (*token, a.dim_qk) or v.shape[1:] != (*token, a.dim_v) or not _whole(k, v):
             raise NotLowered(f"layer {i} has a KV cache that does not lie token by token")
-        return a
 
     def _view(self, name: str, first: int, width: int) -> int:
         """Return the register of columns [first, first + width) of the buffer ``name``."""
@@ -198,10 +219,10 @@ class Lowering:
         if self.spec.embed_norm:
             self.program.add("norm", in_=self.x, out=self.x, **self._norm("embed_norm"))
 
-    def _layer(self, i: int, layer: LayerSpec, attention: AttnLayer) -> None:
+    def _layer(self, i: int, layer: LayerSpec) -> None:
         name, last = f"layers.{i}.", i + 1 == len(self.spec.layers)
         before = layer.norms != AFTER
-        attn = self._attention(i, layer, attention, name + "norm1" if before else None)
+        attn = self._mixer(i, layer, name + "norm1" if before else None)
         if last:  # after the last attention only the tokens that sample are needed
             self.program.add("pick", in_=self.x, out=attn)
         o, down = self.modules[name + "attn.o"], self.modules[name + "mlp.down"]
@@ -220,11 +241,59 @@ class Lowering:
         self._add(attn, o, first, layer)
         self._add(self._mlp(name, layer, middle), down, second, layer)
 
+    def _mixer(self, i: int, layer: LayerSpec, norm: str | None) -> int:
+        """Add the projection and attention of layer i, or a layer with a state; return the register of the outputs."""
+        attention, name = self._layers[i], f"layers.{i}.attn."
+        if attention is not None:
+            return self._attention(i, layer, attention, norm)
+        module: Any = self.modules[name + ("delta" if isinstance(layer.recurrent, GatedDelta) else "conv")]
+        mixed = self._view("qkv", 0, self._wide(i))
+        self.program.add(
+            "product", in_=self.x, out=mixed, **self._weight(self.modules[name + "in"]), **self._norm(norm)
+        )
+        if isinstance(module, ShortConvolution):
+            return self._convolution(module, mixed)
+        gates = self._view("gates", 0, 2 * module.heads)
+        product = self._weight(self.modules[name + "gates"])
+        self.program.add("product", in_=self.x, out=gates, **product, **self._norm(norm))
+        return self._delta_net(module, gates)
+
+    def _delta_net(self, module: DeltaNet, gates: int) -> int:
+        """Add the delta rule and its gated norm, and return the register of the outputs.  ``gates`` holds b | a."""
+        x, out = self._view("qkv", 0, module.channels), self._view("attn", 0, module.inner)
+        z = self._view("qkv", module.channels, module.inner)
+        layer, memory = module.structure(), module.layer.memory
+        self.program.hold(layer)
+        self.program.add("delta", in_=x, n=gates, out=out, data=ctypes.addressof(layer))
+        for register, ring in ((x, memory["ring"]), (gates, memory["gates"])):
+            self._keep(register, ring, module.spec.width)
+        weight = module.norm.float()
+        heads, eps = module.heads, module.spec.eps
+        self.program.add(
+            "gate", in_=out, out=z, heads=heads, norm_weight=weight, eps=eps, activation=ACTIVATIONS["silu"]
+        )
+        return z
+
+    def _convolution(self, module: ShortConvolution, mixed: int) -> int:
+        """Add a short convolution of b | c | x, and return the register of its outputs."""
+        channels, width = module.weight.shape
+        ring, out = module.layer.memory["ring"], self._view("attn", 0, channels)
+        weight = newest_first(module.weight)
+        bias = None if module.bias is None else module.bias.float()
+        places, kind = ring.shape[1], FORMATS[ring.dtype]
+        self.program.add("conv", in_=mixed, out=out, data=ring, n=places, k=width, format=kind, scale=weight, bias=bias)
+        self._keep(self._view("qkv", 2 * channels, channels), ring, width)
+        return out
+
+    def _keep(self, register: int, ring: Tensor, width: int) -> None:
+        """Add the operation that stores the newest inputs of each row in a ring; a token reads ``width`` inputs."""
+        self.program.add("keep", in_=register, data=ring, n=ring.shape[1], k=width, format=FORMATS[ring.dtype])
+
     def _attention(self, i: int, layer: LayerSpec, attention: AttnLayer, norm: str | None) -> int:
         """Add the projection and attention of layer i, and return the register of the heads' outputs."""
         a, block = attention.spec, self.model.blocks[i]
         widths = (a.heads * a.dim_qk, a.kv_heads * a.dim_qk, a.kv_heads * a.dim_v)
-        qkv, attn = self._view("qkv", 0, sum(widths)), self._view("attn", 0, a.heads * a.dim_v)
+        qkv, attn = self._view("qkv", 0, self._wide(i)), self._view("attn", 0, a.heads * a.dim_v)
         self.program.add("product", in_=self.x, out=qkv, **self._weight(self._qkv(i)), **self._norm(norm))
         pre, name = block.pre, f"layers.{i}.attn."
         if layer.qk_norm == WIDTH:
@@ -256,7 +325,11 @@ class Lowering:
             value_scales=attention.cache.get("v_scale"),
             kv_format=FORMATS[attention.cache["k"].dtype],
         )
-        return attn
+        if not layer.gated:
+            return attn
+        gate = self._view("qkv", sum(widths), a.heads * a.dim_v)
+        self.program.add("gate", in_=attn, out=gate, heads=a.heads, activation=ACTIVATIONS["sigmoid"])
+        return gate
 
     def _mlp(self, name: str, layer: LayerSpec, norm: str | None) -> int:
         """Add the first product of an MLP, and return the register that its last product reads."""

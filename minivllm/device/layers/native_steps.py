@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from minivllm.core.interfaces.plan import StepPlan, merged
+from minivllm.core.interfaces.plan import StepPlan, merged, rows_with_drafts
 from minivllm.device.native import library
 from minivllm.device.native.program import address
+from minivllm.device.native.recurrent import rows_of as state_rows
 from minivllm.errors import PluginError
 
 from .lowering import NotLowered, lower
 from .pooling import pool, rows_of, used_tokens
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from minivllm.core.interfaces.executor import Wiring
 
     from .parts import ModelParts
@@ -132,11 +135,36 @@ class NativeSteps:
         box[2 + 2 * r : 2 + 3 * r] = whole.computed
         if n:
             box[2 + 3 * r : 2 + 3 * r + n] = used
+        advance = self._set_states(plan, whole)
         self.program.forward(self._at)
+        advance()
         if not n:
             return None
         hidden = self.hidden[:n]
         return hidden if self._dtype == torch.float32 else hidden.to(self._dtype)
+
+    def _set_states(self, plan: StepPlan, whole: StepPlan) -> Callable[[], None]:
+        """Set the recurrent states of a step, and return the function that notes which tokens they then cover.
+
+        In ``whole`` a row and its drafts are one row.  A model without states needs neither."""
+        memory = self.state.recurrent
+        if memory is None:
+            return lambda: None
+        cu_q = np.zeros(len(whole.slots) + 1, np.int32)
+        whole.q_len.cumsum(out=cu_q[1:])
+        slots, start, cu_q_here, drafts = map(
+            torch.from_numpy,
+            (whole.slots.astype(np.int64), whole.computed.astype(np.int32), cu_q, rows_with_drafts(plan)),
+        )
+        step = memory.of_step(slots, start, cu_q_here, self.state.stopped, drafts)
+        rows, held = state_rows(step)
+        self.program.states(rows)
+
+        def advance() -> None:
+            held.clear()  # the program has read them
+            step.advance()
+
+        return advance
 
     def draws(self, plan: StepPlan) -> bool:
         """Return whether the program can run SAMPLE of a step whose FORWARD it ran.

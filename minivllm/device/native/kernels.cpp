@@ -220,6 +220,7 @@ static Vec activated(Vec x, int64_t activation) {
       for (int i = 0; i < LANES; i++) v[i] = 0.5f * v[i] * (1.0f + std::erf(v[i] * 0.70710678118654752f));
       return load(v);
     }
+    case SIGMOID: return div(one, add(one, exp(sub(none, x))));
     case RELU: return max(none, x);
     case RELU2: {
       const Vec kept = max(none, x);

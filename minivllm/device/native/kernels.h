@@ -10,8 +10,8 @@ namespace minivllm {
 // How the numbers of a matrix, or of a KV cache, are stored.
 enum Format : int64_t { F32 = 0, BF16 = 1, F16 = 2, INT8 = 3, INT4 = 4 };
 
-// MLP activations, in the order of core/interfaces/decoder.py:ACTIVATIONS.
-enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, NO_ACTIVATION = 5 };
+// MLP activations in the order of core/interfaces/decoder.py:ACTIVATIONS, none, and that of gates.
+enum Activation : int64_t { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, NO_ACTIVATION = 5, SIGMOID = 6 };
 
 // A matrix [n, k] of weights.
 //   INT8  int8 [n, k],      scale f32 [n]:                     w = q * scale

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "recurrent.h"
 
 // The C ABI of the native part.  This file is compiled for any x86-64: it says what the CPU has.
 #define EXPORT extern "C" __attribute__((visibility("default")))
@@ -175,7 +176,9 @@ class Team {
 
 // ---- a program -----------------------------------------------------------------------------------------------------
 
-enum Kind : int64_t { EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6 };
+enum Kind : int64_t {
+  EMBED = 0, NORM = 1, PRODUCT = 2, ATTEND = 3, ADD = 4, PICK = 5, CAP = 6, GATE = 7, DELTA = 8, CONV = 9, KEEP = 10
+};
 
 // All fields are 8 bytes wide; native/program.py:Op has the same ones in the same order.
 struct Op {
@@ -183,12 +186,12 @@ struct Op {
   int64_t in, out;  // registers
   // a matrix, or the table of an embedding
   int64_t format, n, k, group;
-  const void* data;
+  const void* data;  // DELTA: a DeltaLayer.  CONV, KEEP: a ring of ``n`` places; a token reads ``k`` inputs
   const float *scale, *zero, *bias;
   int64_t adds;        // PRODUCT: what it gives is added to ``out``.  NORM: x is normed, then added to ``out``
   int64_t activation;  // of the gate; without a gate of the product
   int64_t gated;
-  // of the norm of ``in`` before a product, or of NORM
+  // of the norm of ``in`` before a product, or of NORM.  GATE: of each of ``heads``
   const float *norm_weight, *norm_bias;
   int64_t centered;
   double eps;
@@ -239,13 +242,16 @@ struct Row {
 
 class Program {
  public:
-  Program(const Kernels& kernels, int threads, int64_t most_tokens, const Columns& columns)
-      : k_(kernels), team_(threads), c_(columns), scratch_(threads) {
+  Program(const Kernels& kernels, DeltaRow* delta, int threads, int64_t most_tokens, const Columns& columns)
+      : k_(kernels), delta_(delta), team_(threads), c_(columns), scratch_(threads) {
     tokens_.resize(most_tokens);
   }
 
   void add_register(float* data, int64_t width, int64_t stride) { registers_.push_back({data, width, stride}); }
   void add_op(const Op& op, bool sampling) { (sampling ? head_ : ops_).push_back(op); }
+
+  // the recurrent states of the rows of the next step; who calls keeps them until its end
+  void set_states(const StateRows& states) { states_ = states; }
 
   // rows of ``slots`` with ``q_len`` tokens each, of which ``computed`` are before; the tokens ``picked`` go on at PICK
   void forward(int64_t rows, const int64_t* slots, const int64_t* q_len, const int64_t* computed, int64_t picks,
@@ -356,6 +362,9 @@ class Program {
       }
       case ATTEND: return int(rows_.size() * (op.kv_heads / heads_of(op)));
       case PICK: return 1;
+      case DELTA: return int(states_.count * ((const DeltaLayer*)op.data)->key_heads);
+      case CONV:
+      case KEEP: return int(states_.count);
       default: return int(tokens);
     }
   }
@@ -384,6 +393,10 @@ class Program {
       case ADD: return k_.add(row(op.in, task), float(op.alpha), registers_[op.in].width, row(op.out, task));
       case PICK: return pick(op);
       case CAP: return k_.soft_cap(row(op.out, task), float(op.cap), registers_[op.out].width);
+      case GATE: return gate(op, task);
+      case DELTA: return delta(op, task);
+      case CONV: return convolve(op, task);
+      case KEEP: return keep_row(k_, ring(op), states_, task, op.k - 1);
     }
   }
 
@@ -517,6 +530,32 @@ class Program {
     if (op.cos) k_.rotate(x, op.cos + tokens_[t].rope * op.rope_dim, op.sin + tokens_[t].rope * op.rope_dim, op.rope_dim);
   }
 
+  // out = activation(out) * in, of which each head is normed first if there is a weight
+  void gate(const Op& op, int64_t t) {
+    const int64_t width = registers_[op.out].width, dim = width / op.heads;
+    float* x = row(op.in, t);
+    for (int64_t h = 0; op.norm_weight && h < op.heads; h++)
+      k_.norm(x + h * dim, op.norm_weight, nullptr, dim, float(op.eps), false, x + h * dim);
+    k_.activate(row(op.out, t), x, width, op.activation);
+  }
+
+  void delta(const Op& op, int64_t task) {
+    const DeltaLayer& d = *(const DeltaLayer*)op.data;
+    const Register &x = registers_[op.in], &ab = registers_[op.n], &out = registers_[op.out];
+    const StepInputs in = {x.data, ab.data, out.data, F32, x.stride, ab.stride, out.stride};
+    delta_(k_, d, states_, in, task / d.key_heads, task % d.key_heads);
+  }
+
+  void convolve(const Op& op, int64_t task) {
+    const Register &x = registers_[op.in], &out = registers_[op.out];
+    conv_row(k_, {op.data, op.n, out.width, op.format, op.k, op.scale, op.bias, x.data, out.data, x.stride, out.stride}, states_, task);
+  }
+
+  Ring ring(const Op& op) const {
+    const Register& x = registers_[op.in];
+    return {(void*)op.data, op.n, x.width, op.format, x.data, F32, x.stride};
+  }
+
   // the tokens that draw move to the front of both registers, in order
   void pick(const Op& op) {
     for (int64_t i = 0; i < picks_; i++)
@@ -525,6 +564,8 @@ class Program {
   }
 
   const Kernels& k_;
+  DeltaRow* const delta_;
+  StateRows states_ = {};
   Team team_;
   const Columns c_;
   std::vector<Scratch> scratch_;
@@ -564,12 +605,32 @@ int32_t best_isa() {
 
 const Kernels* kernels_for(int32_t isa) { return isa == 2 ? &kernels_avx512() : &kernels_avx2(); }
 
+DeltaRow* delta_for(int32_t isa) { return isa == 2 ? avx512::delta_row : avx2::delta_row; }
+
+// A layer of a step outside of a program: the tokens of the rows, then the rings.
+void delta_step(int32_t isa, Team& team, const DeltaLayer& d, const StateRows& s, const StepInputs& in) {
+  const Kernels& k = *kernels_for(isa);
+  DeltaRow* const compute = delta_for(isa);
+  const int64_t channels = 2 * d.key_heads * d.key_dim + d.heads * d.value_dim;
+  const Ring rings[2] = {{d.ring, d.places, channels, d.format, in.x, in.format, in.x_stride},
+                         {d.gates, d.places, 2 * d.heads, d.format, in.ab, in.format, in.ab_stride}};
+  team.run(
+      2, [&](int phase) { return int(phase ? 2 * s.count : s.count * d.key_heads); },
+      [&](int phase, int task, int) {
+        if (phase)
+          keep_row(k, rings[task % 2], s, task / 2, d.width - 1);
+        else
+          compute(k, d, s, in, task / d.key_heads, task % d.key_heads);
+      });
+}
+
 }  // namespace
 }  // namespace minivllm
 
 using minivllm::Program;
+using minivllm::Team;
 
-EXPORT int32_t minivllm_abi(void) { return 2; }
+EXPORT int32_t minivllm_abi(void) { return 3; }
 
 // the best instruction set of this CPU that kernels.cpp is compiled for: 0 none, 1 avx2, 2 avx512
 EXPORT int32_t minivllm_isa(void) { return minivllm::best_isa(); }
@@ -579,7 +640,7 @@ EXPORT int64_t minivllm_op_size(void) { return sizeof(minivllm::Op); }
 // null if there is no memory for it
 EXPORT void* minivllm_program(int32_t isa, int32_t threads, int64_t most_tokens, const void* columns) {
   try {
-    return new Program(*minivllm::kernels_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
+    return new Program(*minivllm::kernels_for(isa), minivllm::delta_for(isa), threads, most_tokens, *(const minivllm::Columns*)columns);
   } catch (const std::exception&) {  // no memory
     return nullptr;
   }
@@ -600,6 +661,11 @@ EXPORT void minivllm_forward(void* program, const int64_t* box) {
   ((Program*)program)->forward(r, at, at + r, at + 2 * r, p, at + 3 * r);
 }
 
+// rows: a StateRows, whose arrays are read by the next minivllm_forward
+EXPORT void minivllm_states(void* program, const void* rows) {
+  ((Program*)program)->set_states(*(const minivllm::StateRows*)rows);
+}
+
 // box: rows N, whether they draw, then slots N, positions N; out i32 [3, N]
 EXPORT void minivllm_sample(void* program, const int64_t* box, int32_t* out) {
   const int64_t n = box[0];
@@ -612,4 +678,20 @@ EXPORT void minivllm_free(void* program) { delete (Program*)program; }
 EXPORT void minivllm_product(int32_t isa, const void* matrix, const float* x, int64_t m, float* y) {
   const minivllm::Matrix& w = *(const minivllm::Matrix*)matrix;
   minivllm::kernels_for(isa)->product(w, x, w.k, m, 0, w.n, y, w.n);
+}
+
+// threads for the layers of steps that run by their parts; null if there is no memory
+EXPORT void* minivllm_team(int32_t threads) {
+  try {
+    return new Team(threads);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
+EXPORT void minivllm_free_team(void* team) { delete (Team*)team; }
+
+EXPORT void minivllm_delta(void* team, int32_t isa, const void* layer, const void* rows, const void* inputs) {
+  minivllm::delta_step(isa, *(Team*)team, *(const minivllm::DeltaLayer*)layer,
+                       *(const minivllm::StateRows*)rows, *(const minivllm::StepInputs*)inputs);
 }

@@ -22,9 +22,9 @@ from minivllm.errors import ResourceError
 from .library import ISAS, isa, load
 
 # in the order of the enumerations in program.cpp and kernels.h
-KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap")
+KINDS = ("embed", "norm", "product", "attend", "add", "pick", "cap", "gate", "delta", "conv", "keep")
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3, torch.uint8: 4}
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None: 5, "sigmoid": 6}
 
 _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
@@ -34,9 +34,12 @@ _TAKES: Mapping[str, list[Any]] = {
     "register": [_ADDRESS, _ADDRESS, _INT, _INT],
     "op": [_ADDRESS, _ADDRESS, ctypes.c_int32],
     "forward": [_ADDRESS, _ADDRESS],
+    "states": [_ADDRESS, _ADDRESS],
     "sample": [_ADDRESS, _ADDRESS, _ADDRESS],
     "free": [_ADDRESS],
     "product": [ctypes.c_int32, _ADDRESS, _ADDRESS, _INT, _ADDRESS],
+    "free_team": [_ADDRESS],
+    "delta": [_ADDRESS, ctypes.c_int32, _ADDRESS, _ADDRESS, _ADDRESS],
 }
 _DECLARING = threading.Lock()
 
@@ -83,6 +86,8 @@ def _declare(library: ctypes.CDLL) -> None:
         raise ResourceError("the native part has another form of operations than this package: reinstall")
     library.minivllm_program.argtypes = [ctypes.c_int32, ctypes.c_int32, _INT, _ADDRESS]
     library.minivllm_program.restype = _ADDRESS
+    library.minivllm_team.argtypes = [ctypes.c_int32]
+    library.minivllm_team.restype = _ADDRESS
     for name, takes in _TAKES.items():
         function = getattr(library, f"minivllm_{name}")
         function.argtypes, function.restype = takes, None
@@ -115,6 +120,7 @@ class Program:
         if not self._made:
             raise ResourceError("no memory for a program of the native part")
         self._forward: Callable[..., None] = self._library.minivllm_forward
+        self._states: Callable[..., None] = self._library.minivllm_states
         self._sample: Callable[..., None] = self._library.minivllm_sample
 
     def register(self, memory: Tensor) -> int:
@@ -134,6 +140,14 @@ class Program:
         made = {name: _field(value) for name, value in {**defaults, **fields}.items()}
         op = Op(kind=KINDS.index(kind), **made)
         self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
+
+    def hold(self, *objects: Any) -> None:
+        """Keep objects alive whose memory the operations read."""
+        self._keep += objects
+
+    def states(self, rows: ctypes.Structure) -> None:
+        """Set the recurrent states of the rows of the next step, a ``recurrent.py:StateRows``."""
+        self._states(self._made, ctypes.addressof(rows))
 
     def forward(self, box: int) -> None:
         """Run the layers.  ``box`` is the address of an array of i64 arguments (see

@@ -23,7 +23,6 @@ from minivllm.core.interfaces.states import COPIES, UNUSABLE, StepStates
 from minivllm.device.layers.kv_memory import zeros
 
 if TYPE_CHECKING:
-    from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.device.layers.state_layer import StateLayer
 
 
@@ -92,22 +91,25 @@ class StateMemory:
 
     # ---- in a step -------------------------------------------------------------------------------
 
-    def of_step(self, meta: AttnMeta, stopped: Tensor, drafts: Tensor | None = None) -> StepStates:
+    def of_step(
+        self, slots: Tensor, start: Tensor, cu_q: Tensor, stopped: Tensor, drafts: Tensor | None = None
+    ) -> StepStates:
         """Return the states of the R rows of a step.
 
-        ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R] marks rows with drafts; None
-        means that no row has any."""
-        slots, null = meta.slots, self.slots - 1
+        The rows lie in ``slots`` i64 [R] and begin at the positions ``start`` i32 [R]; row r has the tokens cu_q[r] to
+        cu_q[r + 1] - 1.  ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R] marks rows
+        with drafts; None means that no row has any."""
+        null = self.slots - 1
         dead = stopped[slots]
         rows = slots.masked_fill(dead, null)
-        start = (meta.kv_len[0] - meta.q_len).masked_fill(dead, 0)
+        start = start.masked_fill(dead, 0)
         behind = start - self.valid[rows]
         fits = (behind >= 0) & (behind <= self.drafts + 1) if self.drafts else behind == 0
         behind = torch.where(fits, behind, UNUSABLE).masked_fill(start == 0, 0)
         if drafts is None:
             drafts = torch.zeros_like(dead)
         save_at = self.save_at[slots].masked_fill(dead[:, None], -1)
-        step = StepStates(rows, start, behind, meta.cu_q, drafts, save_at, self.save_to[slots], lambda: None)
+        step = StepStates(rows, start, behind, cu_q, drafts, save_at, self.save_to[slots], lambda: None)
         step.advance = partial(self._advance, step)
         return step
 

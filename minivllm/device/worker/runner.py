@@ -21,7 +21,7 @@ from minivllm.core.external_calls import as_exception
 from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.executor import Capacity
 from minivllm.core.interfaces.model import takes_logits_indices
-from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged
+from minivllm.core.interfaces.plan import LateInputs, StepError, StepPlan, merged, rows_with_drafts
 from minivllm.core.interfaces.taps import LOGITS
 from minivllm.core.timing import SeamTimes
 from minivllm.device.hardware import free_ram
@@ -255,9 +255,7 @@ class Runner:
         if recurrent and whole is not plan:
             # a row and its drafts are one row to a recurrent state
             meta = read.meta if self.merges else self._read(whole).meta
-            drafts = np.zeros(len(whole.slots), bool)
-            drafts[np.cumsum(plan.draft == 0)[plan.draft == 1] - 1] = True
-            read.states = step.states_of(self.state, meta, self.state.to(drafts))
+            read.states = step.states_of(self.state, meta, self.state.to(rows_with_drafts(plan)))
         return read
 
     def _read(self, plan: StepPlan) -> StepTensors:

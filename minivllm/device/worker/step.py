@@ -114,7 +114,8 @@ def states_of(state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None) 
     """Return the recurrent states of the rows of a step, None for a model without any; ``drafts`` as in ``of_step``."""
     if state.recurrent is None:
         return None
-    return state.recurrent.of_step(meta, state.stopped, drafts)
+    start = meta.kv_len[0] - meta.q_len
+    return state.recurrent.of_step(meta.slots, start, meta.cu_q, state.stopped, drafts)
 
 
 def forward(

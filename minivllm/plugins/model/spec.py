@@ -2,17 +2,18 @@
 
 from collections.abc import Callable
 
+from minivllm.device.native import library
 from minivllm.registration.spec import ANY, Needs, PluginQuery, Reason, Spec
 
 WINDOWS = ("use_sliding_window", "max_window_layers")  # transformers makes ``layer_types`` of them, which is read
 TRAINED = ("output_router_logits", "router_aux_loss_coef")  # a loss, and a form of the output
 
 
-def invariant_on_gpu(query: PluginQuery) -> list[Reason]:
-    """Return why a model with gated delta nets cannot give bits that do not depend on the batch, on a CPU."""
-    if "batch_invariant" not in query.features or query.facts.get("device") != "cpu":
+def invariant_states(query: PluginQuery) -> list[Reason]:
+    """Return why gated delta nets cannot give bits that do not depend on the batch: a CPU without the native part."""
+    if "batch_invariant" not in query.features or query.facts.get("device") != "cpu" or library.load() is not None:
         return []
-    fix = "remove batch_invariant: torch computes the last elements of a tensor by another instruction"
+    fix = f"remove batch_invariant: the native part of minivllm is missing ({library.why_not()})"
     return [Reason("device with batch_invariant", "cpu", "{cuda}", fix)]
 
 
@@ -103,17 +104,17 @@ QWEN3_MOE = family(
     (*TRAINED, "use_sliding_window"),
 )
 MTP = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")  # of next-token prediction, which is left out
-QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, invariant_on_gpu)
+QWEN3_5 = family("qwen3_5:Qwen35", "Qwen 3.5, dense, text", "Qwen3_5ForCausalLM", "qwen3_5_text", MTP, invariant_states)
 QWEN3_5_MOE = family(
     "qwen3_5:Qwen35Moe",
     "Qwen 3.5, mixture of experts, text",
     "Qwen3_5MoeForCausalLM",
     "qwen3_5_moe_text",
     (*TRAINED, *MTP),
-    invariant_on_gpu,
+    invariant_states,
 )
 QWEN3_NEXT = family(
-    "qwen3_5:Qwen3Next", "Qwen 3 Next", "Qwen3NextForCausalLM", "qwen3_next", (*TRAINED, *MTP), invariant_on_gpu
+    "qwen3_5:Qwen3Next", "Qwen 3 Next", "Qwen3NextForCausalLM", "qwen3_next", (*TRAINED, *MTP), invariant_states
 )
 SMOLLM3 = family(
     "smollm3:SmolLM3", "SmolLM 3", "SmolLM3ForCausalLM", "smollm3", ("use_sliding_window", "no_rope_layer_interval")
