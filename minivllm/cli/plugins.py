@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from minivllm.cli.plugin_check import Report
     from minivllm.registration.discovery import Entry
     from minivllm.registry import Catalog, Registry
+    from minivllm.runtime.text.tokenizer import Tokenizer
 
 VERBS = {
     "list": "List the plug-ins that are installed, from metadata; `minivllm plugins` alone does this too.",
@@ -265,12 +266,19 @@ def explain(args: argparse.Namespace) -> int:
     from minivllm.device.hardware import prepare_environment
     from minivllm.frontend.explaining import explain_loaded
     from minivllm.registration.spec import check_seam
+    from minivllm.server.openai.parsers import choose
 
     prepare_environment()
-    weights = check_seam(args.seam) == "quantizer"
+    seam = check_seam(args.seam)
+    weights = seam == "quantizer"
     loaded = load(args)
+
+    def parser(tokenizer: Tokenizer) -> str:
+        chosen = choose(loaded.server, tokenizer, loaded.engine.allow_targets)
+        return f"{chosen.name}: {chosen.reason}"
+
     with contextlib.redirect_stdout(sys.stderr):  # keeps prints of imported plug-ins out of the result
-        found = explain_loaded(loaded, weights=weights)
+        found = explain_loaded(loaded, weights=weights, parser=None if seam not in (None, "parser") else parser)
         answer = found.as_dict(args.seam, args.all) if args.json else found.text(args.seam, args.all)
     if found.error is not None and all(seam.chosen is not None for seam in found.of(args.seam)):
         raise found.error  # it is about another seam than the user named

@@ -56,7 +56,7 @@ def run(tokenizer: Tokenizer | None, job: Job, parts: Parts) -> Parts:
     if job["op"] == "read":
         return read(parts[0], job["inner"])
     if job["op"] == "form":
-        return form(job, parts[0])
+        return form(parts[0], job["spelling"])
     if job["op"] == "shape":
         return shape(tokenizer, job, parts)
     if job["op"] == "places":
@@ -121,14 +121,15 @@ def ids_of(value: Any) -> tuple[np.ndarray, list[int] | None] | None:
         return None
 
 
-def form(job: Job, part: bytes) -> Parts:
+def form(part: bytes, spelling: Any = None) -> Parts:
     """Return the ``structured_outputs`` of a body, from the JSON of the body's fields in ``worker_pool.FORMS``.
 
-    A JSON schema is returned as the final text of the schema.  ``job["spelling"]`` is the format of calls, or None.
+    A JSON schema is returned as the final text of the schema.  ``spelling`` is the format of calls as
+    JSON values, or None.
     """
     body = SimpleNamespace(**json.loads(part))
-    spelling = None if job["spelling"] is None else Spelling.of(job["spelling"])
-    asked = whole_form(body, tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls), spelling)
+    read = tools.read_tools(body.tools, body.tool_choice, body.parallel_tool_calls)
+    asked = whole_form(body, read, None if spelling is None else Spelling.of(spelling))
     params = StructuredOutputsParams.of(asked)
     if params is not None and params.source.kind == "json":
         source = params.source
