@@ -33,12 +33,12 @@ class Brackets:
         self._outside, self._inside, self._begun = outside, inside, begun
         self._depth = depth
         self._quote = ""
+        self._search = outside.search  # finds what matters next
         self.deep = False
 
     def skips(self, text: str) -> bool:
         """Return whether a text has nothing that matters."""
-        pattern = self._inside[self._quote] if self._quote else self._outside
-        if pattern.search(text):
+        if self._search(text):
             return False
         return self._begun is None or not self._begun.search(text)
 
@@ -51,8 +51,7 @@ class Brackets:
             cut = self._begun.search(text, max(at, stop - LONGEST))
             stop = cut.start() if cut else stop
         while True:
-            pattern = self._inside[self._quote] if self._quote else self._outside
-            match = pattern.search(text, at, stop)
+            match = self._search(text, at, stop)
             if match is None:
                 return -1, max(at, stop)
             found = match[0]
@@ -64,8 +63,10 @@ class Brackets:
             at = match.end()
             if self._quote:
                 self._quote = ""
+                self._search = self._outside.search
             elif found in self._inside:
                 self._quote = found
+                self._search = self._inside[found].search
             elif found in OPENING:
                 self._depth += 1
                 if self._depth > MOST_DEPTH:

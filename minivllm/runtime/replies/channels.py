@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from .output import KEEP, Output
 from .parts import NAME, Part, Said, Thought, Written
 from .plan import MARK
 from .scan import LONGEST
+from .values import is_json
 
 MOST_HEADER = 512  # characters; a longer header is text
 ANSWER, THOUGHTS, CALL, NOTHING = "answer", "thoughts", "call", "nothing"
@@ -52,7 +52,7 @@ class ChannelReply:
         if final:
             if self._header is not None:
                 self._release()
-            if self._kind == CALL and _is_json("".join(self._written)):
+            if self._kind == CALL and is_json("".join(self._written)):
                 self._end_call()
             self._out.finish()
         return self._out.take()
@@ -184,12 +184,3 @@ class ChannelReply:
         self._header = None
         self._size = 0
         self._out.say("".join(shown))
-
-
-def _is_json(text: str) -> bool:
-    """Return whether a text is JSON."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True

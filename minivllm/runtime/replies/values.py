@@ -106,6 +106,15 @@ def _read(text: str) -> tuple[Any, str | None]:
     return value, None if isinstance(value, str) else text
 
 
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _refuse(word: str) -> Any:
     """Raise ValueError for NaN and Infinity, which are no JSON."""
     raise ValueError(word)

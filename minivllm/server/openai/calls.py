@@ -16,6 +16,7 @@ from typing import Any
 
 from minivllm.runtime.replies import NAME as NAME
 from minivllm.runtime.replies import Begun, Ended, Said, Thought, Written, new_id
+from minivllm.runtime.replies.values import is_json as is_json
 
 HEAD = re.compile(r'\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"arguments"\s*:\s*(?=\S)', re.S)
 OUTSIDE, INSIDE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')  # significant characters outside and inside a string
@@ -186,12 +187,3 @@ def json_object(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def is_json(text: str) -> bool:
-    """Return whether a text is JSON."""
-    try:
-        json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return True
