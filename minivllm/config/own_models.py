@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import DraftWiring, Part
 from minivllm.device.loading.hf_config import Checkpoint
-from minivllm.errors import ConfigError, PluginError, shown
+from minivllm.errors import PluginError, shown
 from minivllm.registry import build_part
 
 from .draft_limits import DraftLimits
@@ -52,10 +52,6 @@ class OwnModels:
         parts = self.choose(checkpoint)
         arch = build_part("model", parts["model"])
         layers = attention_layers(arch, cfg)
-        if arch.states(cfg):
-            raise ConfigError(
-                f"{label} has layers with a recurrent state: expected a model with attention in each layer"
-            )
         self.limits.check_layers(label, layers, arch.switch(cfg))
         self.layers += layers
         self.notes.append((claim, f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))

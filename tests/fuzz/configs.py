@@ -6,6 +6,8 @@ import json
 import random
 from typing import Any
 
+from minivllm.device.native import library
+
 MODELS = {
     "qwen3": 16, "llama": 13, "qwen2": 15, "pocket": 12, "gemma3": 9, "phi3": 9, "cohere2": 8, "gpt2": 5,
     "mixtral": 4, "qwen2_moe": 4, "qwen3_moe": 6, "gpt_oss": 6, "mpt": 6, "falcon": 6, "gpt_neo": 4,
@@ -18,8 +20,8 @@ VOCAB = {
 }  # fmt: skip
 # where two experts are nearly as good as each other rounding decides, and all that follows goes by it
 ROUTED = {"mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss"}
-RECURRENT = {"qwen3_5", "lfm2"}  # models with recurrent states
-VARIABLE = {"qwen3_5"}  # models whose bits depend on the batch on a CPU
+# models whose bits depend on the batch on a CPU, where the native part is missing
+VARIABLE = {"qwen3_5"} if library.load() is None else set[str]()
 SCHEDULERS: list[Any] = [
     "fcfs", "fcfs", "adaptive", "deadline", "fair", "prefill-first", "prefix-aware", "priority", "shortest-job",
     "static",
@@ -108,8 +110,6 @@ def sound(options: dict[str, Any], device: str) -> dict[str, Any]:
         out["batch_invariant"] = True
     if out["model"] in VARIABLE:
         out["batch_invariant"] = out["batch_invariant"] and device != "cpu"
-    if out["model"] in RECURRENT:
-        out["drafter"] = "ngram" if out["drafter"] == "model" else out["drafter"]
     if out["batch_invariant"]:
         out["quantizer"], out["fuse"] = "none", out["fuse"] or device == "cuda"
     if out["sampler"] == "mirostat":  # it decides one position of a row at a time

@@ -313,11 +313,55 @@ def test_states_without_room_are_refused_with_their_size(tmp_path):
         LLM(str(tmp_path), skip_tokenizer_init=True, max_num_seqs=16, num_state_checkpoints=10**9)
 
 
-def test_a_draft_model_with_states_is_refused(tmp_path):
-    make(tmp_path, "qwen3_5_text")
-    drafter = {"name": "model", "options": {"model": str(tmp_path)}}
-    with pytest.raises(ConfigError, match="recurrent state: expected a model with attention in each layer"):
-        LLM(str(tmp_path), skip_tokenizer_init=True, drafter=drafter, num_speculative_tokens=2, max_num_seqs=2)
+@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
+def small(request, tmp_path_factory):
+    """A model with states, other weights of its shape, and a model without states."""
+    case = Case(tmp_path_factory.mktemp(request.param), request.param)
+    other = make(tmp_path_factory.mktemp("other"), request.param)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.add_(torch.randn_like(p) * 0.02)
+    other.save_pretrained(folder := tmp_path_factory.mktemp("moved"))
+    return case, str(folder)
+
+
+WAYS_OF_DRAFTS = {
+    "whole": {},
+    "chunked, rows wait": {"max_num_seqs": 3, "max_num_batched_tokens": 12, "kvcache_block_size": 8},
+    "preempted": {"num_kvcache_blocks": 14, "kvcache_block_size": 16},
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OF_DRAFTS)
+def test_drafts_of_a_model_with_states_change_no_token(small, way):
+    """The model itself as draft model: all its drafts are accepted.  Other weights: some are rejected."""
+    case, other = small
+    for folder, all_right in ((case.folder, True), (other, False)):
+        drafter = {"name": "model", "options": {"model": folder}}
+        llm = engine(case, drafter=drafter, num_speculative_tokens=3, speculate="always", **WAYS_OF_DRAFTS[way])
+        try:
+            for _ in range(2):
+                case.check(llm)
+            case.check(llm, n=2)
+            found = llm.stats()["speculation"]
+            assert found["proposed"] and (found["accepted"] == found["proposed"]) == all_right, found
+            assert all_right or found["accepted"]
+        finally:
+            llm.close()
+
+
+def test_a_model_without_states_takes_the_drafts_of_one_with_states(small, tmp_path):
+    case, _ = small
+    model = make(tmp_path, "qwen3")
+    drafter = {"name": "model", "options": {"model": case.folder}}
+    options = {"max_num_seqs": 4, "max_model_len": 160, "dtype": "float32", "num_speculative_tokens": 3}
+    with LLM(str(tmp_path), skip_tokenizer_init=True, drafter=drafter, speculate="always", **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        prompts = [prompt for prompt, _ in case.want]
+        found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        for prompt, output in zip(prompts, found, strict=True):
+            assert list(output.outputs[0].token_ids) == greedy(model, prompt)
+        assert llm.stats()["speculation"]["proposed"]
 
 
 def test_a_state_that_does_not_fit_its_row_ends_the_request_and_no_other(tmp_path):

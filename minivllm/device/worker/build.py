@@ -69,11 +69,14 @@ class Worker:
 
 @dataclass
 class SecondModel:
-    """The model of a drafter or processor.  Its layers store their KV cache in the blocks of the first group."""
+    """The model of a drafter or processor.  Its layers store their KV cache in the blocks of the first group.
+
+    ``states`` has two recurrent states for each slot (``OwnModel``), and is None for a model without any."""
 
     model: Any
     backend: AttentionBackend
     parts: ModelParts
+    states: StateMemory | None = None
 
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
@@ -132,8 +135,9 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         own = open_checkpoint(chosen.model_dir).hf_config()
         layers = build_part("model", chosen.parts["model"]).attention(own)
         made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),))
-        worker.own_models[name] = SecondModel(made, its.backend, its)
         said = "the draft model" if name == "drafter" else f"the model of {name}"
+        states = _take_second_states(worker, wiring, its, said) if its.states else None
+        worker.own_models[name] = SecondModel(made, its.backend, its, states)
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
     if parts.states:
@@ -164,6 +168,18 @@ def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemo
         raise ResourceError(
             f"no memory for the recurrent states of max_num_seqs={wiring.max_num_seqs} requests{copies}, "
             f"{need / 2**30:.1f} GiB ({e}): lower max_num_seqs, or num_state_checkpoints"
+        ) from e
+
+
+def _take_second_states(worker: Worker, wiring: Wiring, parts: ModelParts, label: str) -> StateMemory:
+    """Allocate two recurrent states for each slot of a second model.  Raise ResourceError if they do not fit."""
+    slots = wiring.max_num_seqs + 1
+    try:
+        return StateMemory(parts.states, slots, slots, 0, parts.dtype, worker.device)
+    except (RuntimeError, MemoryError) as e:
+        need = 2 * slots * state_bytes(parts.states, parts.dtype, 0) / 2**30
+        raise ResourceError(
+            f"no memory for the recurrent states of {label}, {need:.1f} GiB ({e}): lower max_num_seqs"
         ) from e
 
 

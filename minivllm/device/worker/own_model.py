@@ -27,7 +27,10 @@ class OwnModel(DraftModel):
     """A second model that uses the block tables of the served model.  ``read_plan`` returns the model inputs of a plan.
 
     Invariant: the KV cache of this model holds the first ``read[s]`` tokens of the sequence in slot s.  It also holds
-    the next ``extra[s]`` tokens, which are drafts of the last step; they are valid as far as they were accepted."""
+    the next ``extra[s]`` tokens, which are drafts of the last step; they are valid as far as they were accepted.
+
+    A model with recurrent states has two for each slot.  The first one covers exactly ``read[s]`` tokens.  The newest
+    token and the drafts are computed with a copy, so rejected drafts leave no trace; ``extra`` is 0 then."""
 
     def __init__(
         self,
@@ -50,6 +53,8 @@ class OwnModel(DraftModel):
         for source, to, _ in delta.fork.tolist():
             self.read[to] = self.read[source]
             self.extra[to] = 0
+        if self.second.states is not None and len(delta.fork):
+            self.second.states.copy(*self.state.to(delta.fork[:, :2].T.astype(np.int64)))
         self.extra[_lone(plan) if len(plan.draft) else plan.slots] = 0
         table = delta.table[delta.table[:, 0] == 0]
         # a block that replaced another one (a duplicate in the prefix cache) may not hold the KV of this model
@@ -59,6 +64,8 @@ class OwnModel(DraftModel):
             before = self.read.copy()
             np.minimum.at(self.read, slots, start)
             self.extra[self.read < before] = 0
+            if self.second.states is not None:
+                self.read[self.read < before] = 0  # a state cannot go back
 
     def logits(self, ask: Ask, j: int) -> torch.Tensor:
         if j:
@@ -66,7 +73,7 @@ class OwnModel(DraftModel):
             last = self.wiring.max_model_len - 1
             behind = np.minimum(ask.known + j - 1, last)
             ones = np.ones(len(ask.slots), np.int32)
-            return self._run(ask.slots, ones, behind)
+            return self._run(ask.slots, ones, behind, copied=True)
         return self.logits_behind(ask.slots, ask.known, max(ask.k - 1, 0))
 
     def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
@@ -83,13 +90,30 @@ class OwnModel(DraftModel):
             q_len = np.full(len(far), most, np.int32)
             self._run(slots[far], q_len, done[far])
             done[far] += most
+        if self.second.states is not None:
+            return self._run_newest(slots, known, done)
         self.read[slots], self.extra[slots] = known, extra
         return self._run(slots, (known - done).astype(np.int32), done)
 
-    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> torch.Tensor:
+    def _run_newest(self, slots: np.ndarray, known: np.ndarray, done: np.ndarray) -> torch.Tensor:
+        """Compute a model with recurrent states behind ``done``, and the newest token with copies of the states.
+
+        Return the logits f32 [N, V] of the newest token of each row."""
+        states = self.second.states
+        assert states is not None
+        older = np.flatnonzero(done < known - 1)
+        if len(older):
+            self._run(slots[older], (known - 1 - done)[older].astype(np.int32), done[older])
+        self.read[slots] = known - 1
+        at = self.state.to(slots.astype(np.int64))
+        states.copy(at, at + states.slots)
+        return self._run(slots, np.ones(len(slots), np.int32), known - 1, copied=True)
+
+    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
         """Compute the ``q_len`` tokens of each row that follow its first ``computed`` tokens.
 
-        Return the logits f32 [N, V] of the last token of each row."""
+        ``copied`` means that a model with recurrent states uses the copies.  Return the logits f32 [N, V] of the last
+        token of each row."""
         model, backend = self.second.model, self.second.backend
         order = np.argsort(q_len > 1, kind="stable")
         plan = StepPlan(
@@ -100,7 +124,12 @@ class OwnModel(DraftModel):
             samples=np.arange(len(slots), dtype=np.int32),
         )
         read = self.read_plan(plan)
-        read.states = None  # recurrent states belong to the served model
+        states = self.second.states
+        read.states = None  # not those of the served model
+        if states is not None:
+            meta, first = read.meta, states.slots if copied else 0
+            start = meta.kv_len[0] - meta.q_len
+            read.states = states.of_step(meta.slots, start, meta.cu_q, self.state.stopped, first=first)
         indices = None
         if len(read.ids) > len(slots):
             last = np.cumsum(plan.q_len) - 1

@@ -64,8 +64,8 @@ class StateMemory:
             }
             self.memory.append(layer.memory)
         self.valid = torch.zeros(total, dtype=torch.int32, device=device)
-        self.save_at = torch.full((slots, COPIES), -1, dtype=torch.int32, device=device)
-        self.save_to = torch.full((slots, COPIES), slots - 1, dtype=torch.int64, device=device)
+        self.save_at = torch.full((total, COPIES), -1, dtype=torch.int32, device=device)
+        self.save_to = torch.full((total, COPIES), slots - 1, dtype=torch.int64, device=device)
 
     # ---- between steps ---------------------------------------------------------------------------
 
@@ -92,16 +92,22 @@ class StateMemory:
     # ---- in a step -------------------------------------------------------------------------------
 
     def of_step(
-        self, slots: Tensor, start: Tensor, cu_q: Tensor, stopped: Tensor, drafts: Tensor | None = None
+        self,
+        slots: Tensor,
+        start: Tensor,
+        cu_q: Tensor,
+        stopped: Tensor,
+        drafts: Tensor | None = None,
+        first: int = 0,
     ) -> StepStates:
         """Return the states of the R rows of a step.
 
         The rows lie in ``slots`` i64 [R] and begin at the positions ``start`` i32 [R]; row r has the tokens cu_q[r] to
         cu_q[r + 1] - 1.  ``stopped`` bool [S] marks slots whose sequence has ended.  ``drafts`` bool [R] marks rows
-        with drafts; None means that no row has any."""
+        with drafts; None means that no row has any.  The state of slot s is the one with the index ``first + s``."""
         null = self.slots - 1
         dead = stopped[slots]
-        rows = slots.masked_fill(dead, null)
+        rows = (slots + first).masked_fill(dead, null)
         start = start.masked_fill(dead, 0)
         behind = start - self.valid[rows]
         fits = (behind >= 0) & (behind <= self.drafts + 1) if self.drafts else behind == 0
