@@ -99,18 +99,11 @@ def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Ite
 
 
 def _find_decoder(llm: Any) -> Any:
-    """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process.
-
-    Raise ModelError for a model with recurrent states, whose operations are not compared."""
+    """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process."""
     from minivllm.device.layers.decoder import Decoder
 
     model = getattr(getattr(llm.engine.executor, "runner", None), "model", None)
-    if not isinstance(model, Decoder):
-        return None
-    for number, layer in enumerate(model.spec.layers):
-        if not isinstance(layer.attention, AttnSpec):
-            raise ModelError(f"layer {number} has a recurrent state: expected a model with attention in each layer")
-    return model
+    return model if isinstance(model, Decoder) else None
 
 
 def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -123,6 +116,8 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
     switch = decoder.spec.switch
     device = decoder.norm.weight.device
     for number, (block, layer) in enumerate(zip(decoder.blocks, decoder.spec.layers, strict=True)):
+        if not isinstance(layer.attention, AttnSpec):
+            continue  # a layer with a recurrent state
         dim = layer.attention.dim_qk
         rope = layer.rope
         order = torch.arange(dim)

@@ -44,7 +44,10 @@ DESCRIPTIONS = {
     TOKEN: "the choice of the token: it is not the best of the engine's own logits",
 }
 BEFORE_QKV = "the norm before attention, or its projections: q, k and v differ together"
-INSIDE = "attention from the projections on: norms of q and k, rotary embedding, back end, output projection"
+INSIDE = (
+    "attention from the projections on: norms of q and k, rotary embedding, back end, output projection; or the layer "
+    "with a state in its place"
+)
 
 
 def layer_point(layer: int, operation: str) -> str:

@@ -39,8 +39,10 @@ from .points import (
 )
 
 LAYERS = ("layers", "h", "blocks")  # lists of layers end with one of these names
-FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f")  # beside the layers
+# beside the layers
+FINAL_NORM = ("norm", "final_layer_norm", "final_layernorm", "ln_f", "layer_norm", "norm_f", "embedding_norm")
 SELF_ATTENTION = ("self_attn", "self_attention", "attention", "attn.attention", "attn")
+RECURRENT = ("linear_attn", "conv")  # in place of attention
 FUSED = ("qkv_proj", "c_attn", "Wqkv")  # the rows of q, then those of k, then those of v
 GROUPED = "query_key_value"  # per head of k and v: the rows of its q heads, then its rows of k and of v
 # (module whose output is compared, sibling that must exist or ""); the first existing module of a layer is used
@@ -49,7 +51,7 @@ BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
         ("post_self_attn_layernorm", ""),
         ("post_attention_layernorm", "post_feedforward_layernorm"),
         ("self_attention.dense", ""),  # the output of Bloom's attention contains the residual
-        *((name, "") for name in SELF_ATTENTION),
+        *((name, "") for name in (*SELF_ATTENTION, *RECURRENT)),
     ),
     MLP: (
         ("mlp.dense_4h_to_h", ""),  # the output of Bloom's MLP contains the residual too
@@ -153,6 +155,8 @@ class Reference:
                 self._watch_first(module, ROUTERS, ROUTER, layer_point(number, ROUTER))
         self._watch(layer, layer_point(number, RESIDUAL))
         attention = _first(layer, SELF_ATTENTION)
+        if attention is None and _first(layer, RECURRENT) is not None:
+            return  # the engine has no points inside of such a layer
         if attention is None:
             for operation in (*PROJECTIONS, Q_NORM, K_NORM, Q_ROPE, K_ROPE):
                 self._miss(operation, layer, SELF_ATTENTION)
@@ -181,6 +185,10 @@ class Reference:
         fused = _first(attention, FUSED)
         if fused is None:
             for operation, name in PROJECTIONS.items():
+                module = _module(attention, name)
+                if operation == Q and module is not None and self._has_gates(attention, module):
+                    module.register_forward_hook(self._on_gated(number, attention))
+                    continue
                 self._watch_first(attention, [name, *FUSED], operation, layer_point(number, operation), operation)
             return
 
@@ -194,6 +202,25 @@ class Reference:
 
         fused.register_forward_hook(split)
 
+    def _has_gates(self, attention: Any, module: Any) -> bool:
+        """Return whether a projection of q has a gate of the same size beside each head."""
+        heads = int(self.model.config.num_attention_heads)
+        dim = getattr(attention, "head_dim", 0)
+        rows = module.weight.shape[0]
+        return bool(rows == 2 * heads * dim)
+
+    def _on_gated(self, number: int, attention: Any) -> Callable[..., Any]:
+        """Return the hook of a projection whose output [1, tokens, heads, 2 * dim] holds q and a gate of each head."""
+
+        def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+            heads = output.unflatten(-1, (-1, 2 * attention.head_dim))
+            q, gate = heads.chunk(2, dim=-1)
+            noted = self._note(layer_point(number, Q), q.flatten(2), Q)
+            both = torch.cat([noted.view(q.shape), gate], dim=-1)
+            return both.view(output.shape)
+
+        return split
+
     def _on_grouped(self, number: int, attention: Any) -> Callable[..., Any]:
         """Return the hook of a projection whose output [1, tokens, kv heads, queries + 2, dim] holds q, k and v."""
         config = self.model.config
@@ -205,9 +232,11 @@ class Reference:
         def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             grouped = output.view(*output.shape[:-1], kv_heads, queries + 2, dim)
             noted = []
-            for name, part in zip(PROJECTIONS, grouped.split((queries, 1, 1), dim=-2), strict=True):
+            parts = grouped.split((queries, 1, 1), dim=-2)
+            for name, part in zip(PROJECTIONS, parts, strict=True):
                 flat = part.reshape(*output.shape[:-1], -1)
-                noted.append(self._note(layer_point(number, name), flat, name).view(part.shape))
+                kept = self._note(layer_point(number, name), flat, name)
+                noted.append(kept.view(part.shape))
             return torch.cat(noted, dim=-2).view(output.shape)
 
         return split
