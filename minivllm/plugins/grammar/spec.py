@@ -16,7 +16,7 @@ LLGUIDANCE = Spec(
 )
 XGRAMMAR = Spec(
     impl=f"{HERE}.xgrammar_plugin:XGrammar",
-    api=(1, 1),
+    api=(1, 2),
     summary="XGrammar: masks that do not depend on the stack are computed when a grammar is compiled",
     options=f"{HERE}.options:GrammarOptions",
     priority=10,
