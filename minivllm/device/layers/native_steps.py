@@ -109,7 +109,7 @@ class NativeSteps:
             used = len(plan.samples) + int(plan.pooled[:, 2].sum())
             if not 0 < used <= len(self.hidden):
                 return False
-        return int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
+        return 0 < int(plan.q_len.sum()) <= (rows if self._decode else MOST_TOKENS)
 
     def forward(self, plan: StepPlan) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run FORWARD and return (the hidden states [N, H] of the N tokens that sample, the sums of ``plan.pooled``).

@@ -122,8 +122,8 @@ void delta_row(const Kernels& k, const DeltaLayer& d, const StateRows& s, const 
   const Part parts[3] = {{key * dk, dk}, {(d.key_heads + key) * dk, dk},
                          {2 * d.key_heads * dk + key * repeat * dv, repeat * dv}};
   const int64_t index = s.rows[row], start = s.start[row], token = s.cu_q[row], n = s.cu_q[row + 1] - token;
-  const bool usable = s.behind[row] >= 0, drafts = s.drafts[row];
-  const int64_t fold = usable ? s.behind[row] : 0, begin = start - fold, count = n + fold;
+  const bool drafts = s.drafts[row];
+  const int64_t fold = folded(s, row), begin = start - fold, count = n + fold;
   if (!count) return;
   const int64_t certain = drafts ? fold + (n < 1 ? n : 1) : count, stored = drafts ? fold : count;
   const int64_t head = key * repeat;
@@ -135,7 +135,7 @@ void delta_row(const Kernels& k, const DeltaLayer& d, const StateRows& s, const 
   float* kept = d.state + (index * d.heads + head) * size;
   float* state = drafts ? out + dv : kept;  // drafts do not change the stored state
   const size_t bytes = repeat * size * sizeof(float);
-  if (!usable)
+  if (!usable(s, row))
     for (int64_t i = 0; i < repeat * size; i++) state[i] = NAN;
   else if (begin == 0)
     std::memset(state, 0, bytes);

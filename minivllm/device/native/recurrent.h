@@ -20,6 +20,12 @@ struct StateRows {
   const int64_t* save_to;  // [count, COPIES]
 };
 
+// Whether a state is one of the row, and the tokens before the row's first one that it lacks.
+//
+// All rows that have ended share the null state.  Threads may write it at the same time, because no other row reads it.
+static inline bool usable(const StateRows& s, int64_t row) { return s.behind[row] >= 0 && s.behind[row] <= s.start[row]; }
+static inline int64_t folded(const StateRows& s, int64_t row) { return usable(s, row) ? s.behind[row] : 0; }
+
 // The weights and the memory of a gated delta net.  ``format`` is that of the rings.
 struct DeltaLayer {
   int64_t key_heads, heads, key_dim, value_dim, width, places, format;

@@ -34,13 +34,13 @@ void conv_row(const Kernels& k, const ShortConvolution& c, const StateRows& s, i
       for (int64_t j = 0; j < width; j++) total[j] += in[j] * weight[j];
     }
     float* out = c.out + (token + i) * c.out_stride;
-    for (int64_t j = 0; j < width; j++) out[j] = s.behind[row] < 0 ? NAN : x[width + j] * total[j];
+    for (int64_t j = 0; j < width; j++) out[j] = usable(s, row) ? x[width + j] * total[j] : NAN;
   }
 }
 
 void keep_row(const Kernels& k, const Ring& ring, const StateRows& s, int64_t row, int64_t taps) {
   const int64_t index = s.rows[row], start = s.start[row], token = s.cu_q[row], n = s.cu_q[row + 1] - token;
-  const int64_t fold = s.behind[row] < 0 ? 0 : s.behind[row], begin = start - fold;
+  const int64_t begin = start - folded(s, row);
   const int64_t certain = s.drafts[row] ? (n < 1 ? n : 1) : n;
   const int64_t bytes = ring.width * bytes_of(ring.format);
   thread_local std::vector<float> wide;
