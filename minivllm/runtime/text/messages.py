@@ -66,12 +66,13 @@ def depth_checked() -> Iterator[None]:
 
 def _plain(value: Any) -> Any:
     """Return a value with its mappings, lists, dataclasses and pydantic models converted to dicts and lists."""
-    if type(value) in SCALARS:  # a body may have 100,000 of them
-        return value
+    # a body may have 100,000 scalars, so they are copied without a call
     if isinstance(value, (dict, Mapping)):
-        return {key: _plain(one) for key, one in value.items()}
+        return {key: one if type(one) in SCALARS else _plain(one) for key, one in value.items()}
     if isinstance(value, list):
-        return [_plain(one) for one in value]
+        return [one if type(one) in SCALARS else _plain(one) for one in value]
+    if type(value) in SCALARS:
+        return value
     if isinstance(value, tuple):
         return tuple(_plain(one) for one in value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -86,9 +87,12 @@ def _fail(place: str, text: str) -> RequestError:
     return RequestError(f"{place}{text}", place)
 
 
-def _not_null(mapping: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return a copy of a mapping without the keys whose value is None."""
-    return {key: value for key, value in mapping.items() if value is not None}
+def _not_null(mapping: dict[Any, Any]) -> dict[Any, Any]:
+    """Return a mapping without the keys whose value is None: itself, if there are none."""
+    for value in mapping.values():
+        if value is None:
+            return {key: value for key, value in mapping.items() if value is not None}
+    return mapping
 
 
 def _message(message: Any, at: str) -> Message:
@@ -134,6 +138,10 @@ def _part(part: Any, at: str) -> Message:
         return {"type": "text", "text": part}
     if not isinstance(part, dict):
         raise _fail(at, f'={shown(part)}: expected {{"type": "text", "text": ...}}')
+    kind = part.get("type", "text")
+    if len(part) == 2 and isinstance(kind, str) and TEXTS.get(kind) == "text" and isinstance(part.get("text"), str):
+        part["type"] = "text"  # most parts; a message may have 100,000
+        return part
     part = _not_null(part)
     kind = part.get("type", "text")
     if isinstance(kind, str) and kind not in TEXTS and MEDIA.fullmatch(kind):
@@ -186,7 +194,10 @@ def _call(call: Any, message: str, name: str) -> Message:
     arguments = inside.setdefault("arguments", {})
     if not isinstance(arguments, (str, dict)):
         raise _fail(f"{where}.arguments", f"={shown(arguments)}: expected JSON of an object, or the object")
-    return {**checked, "function": inside} if nested else inside
+    if nested:
+        checked["function"] = inside
+        return checked
+    return inside
 
 
 # ---- the forms of a template -----------------------------------------------------------------------------------------
