@@ -69,8 +69,9 @@ class DeltaNet(Module):
         self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
-        self.native_conv: Tensor | None = None  # f32 [width, channels], the newest input first
-        self.native = device == "cpu" and library.load() is not None
+        # a CPU without Triton's interpreter: the weight as the native library reads it, f32 [width, channels]
+        self.native = device == "cpu" and not fuse and library.load() is not None
+        self.native_conv: Tensor | None = None
         if fuse:
             from minivllm.device.kernels import delta_rule
 
@@ -107,7 +108,7 @@ class DeltaNet(Module):
             self.native_conv = recurrent.newest_first(self.conv)
 
     def structure(self) -> recurrent.DeltaLayer:
-        """Return the layer for the native library.  Its memory must have been allocated."""
+        """Return the layer for the native library, with the addresses of its weights and of the states' memory."""
         assert self.native_conv is not None
         spec = self.spec
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim

@@ -259,7 +259,11 @@ class Lowering:
         return self._delta_net(module, gates)
 
     def _delta_net(self, module: DeltaNet, gates: int) -> int:
-        """Add the delta rule and its gated norm, and return the register of the outputs.  ``gates`` holds b | a."""
+        """Add the delta rule and its gated norm, and return the register of the outputs.  ``gates`` holds b | a.
+
+        NotLowered if the delta rule runs as a Triton kernel."""
+        if module.native_conv is None:
+            raise NotLowered(f"{module.name} runs as a Triton kernel")
         x, out = self._view("qkv", 0, module.channels), self._view("attn", 0, module.inner)
         z = self._view("qkv", module.channels, module.inner)
         layer, memory = module.structure(), module.layer.memory

@@ -152,11 +152,10 @@ class NativeSteps:
             return lambda: None
         cu_q = np.zeros(len(whole.slots) + 1, np.int32)
         whole.q_len.cumsum(out=cu_q[1:])
-        slots, start, cu_q_here, drafts = map(
-            torch.from_numpy,
-            (whole.slots.astype(np.int64), whole.computed.astype(np.int32), cu_q, rows_with_drafts(plan)),
-        )
-        step = memory.of_step(slots, start, cu_q_here, self.state.stopped, drafts)
+        slots = torch.from_numpy(whole.slots.astype(np.int64))
+        start = torch.from_numpy(whole.computed.astype(np.int32))
+        drafts = torch.from_numpy(rows_with_drafts(plan))
+        step = memory.of_step(slots, start, torch.from_numpy(cu_q), self.state.stopped, drafts)
         rows, held = state_rows(step)
         self.program.states(rows)
 

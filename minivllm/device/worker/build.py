@@ -136,7 +136,8 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         layers = build_part("model", chosen.parts["model"]).attention(own)
         made, its, notes = _load(wiring, chosen.model_dir, chosen.parts, own, fmt, (tuple(range(len(layers))),))
         said = "the draft model" if name == "drafter" else f"the model of {name}"
-        states = _take_second_states(worker, wiring, its, said) if its.states else None
+        slots = wiring.max_num_seqs + 1
+        states = _allocate_states(worker, its, slots, slots, 0, said) if its.states else None
         worker.own_models[name] = SecondModel(made, its.backend, its, states)
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
@@ -150,37 +151,39 @@ def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemo
     """Allocate the recurrent states: one for each slot, and checkpoints.  Raise ResourceError if they do not fit."""
     slots, drafts = wiring.max_num_seqs + 1, wiring.speculation.num_speculative_tokens
     each = state_bytes(parts.states, parts.dtype, drafts)
-    free, checkpoints = _free_memory(str(worker.device)), wiring.cache.num_state_checkpoints
-    if worker.device.type == "cpu":
-        free = min(int(2 * CPU_CACHE_SHARE * free), 2 * CPU_CACHE_LIMIT) // parts.shard.size
+    free, checkpoints = _free_for_states(worker, parts), wiring.cache.num_state_checkpoints
     if checkpoints < 0:
         fit = int(CHECKPOINT_SHARE * (free - slots * each)) // each
         checkpoints = max(0, min(fit, CHECKPOINTS_EACH * wiring.max_num_seqs))
         if parts.group is not None:
             (checkpoints,) = parts.group.least([checkpoints])
-    need = (slots + checkpoints) * each
+    copies = f" and {checkpoints} checkpoints" if checkpoints else ""
+    what = f"max_num_seqs={wiring.max_num_seqs} requests{copies}"
+    try:
+        return _allocate_states(worker, parts, slots, checkpoints, drafts, what)
+    except ResourceError as e:
+        raise ResourceError(f"{e}, or num_state_checkpoints") from e
+
+
+def _free_for_states(worker: Worker, parts: ModelParts) -> int:
+    """Return the bytes that recurrent states may take on the device."""
+    free = _free_memory(str(worker.device))
+    if worker.device.type == "cpu":
+        free = min(int(2 * CPU_CACHE_SHARE * free), 2 * CPU_CACHE_LIMIT) // parts.shard.size
+    return free
+
+
+def _allocate_states(worker: Worker, parts: ModelParts, slots: int, copies: int, drafts: int, what: str) -> StateMemory:
+    """Allocate the recurrent states of a model.  Raise ResourceError, which names ``what``, if they do not fit."""
+    need = (slots + copies) * state_bytes(parts.states, parts.dtype, drafts)
+    free = _free_for_states(worker, parts)
     try:
         if need > free:
             raise MemoryError(f"{free / 2**30:.1f} GiB are left")
-        return StateMemory(parts.states, slots, checkpoints, drafts, parts.dtype, worker.device)
+        return StateMemory(parts.states, slots, copies, drafts, parts.dtype, worker.device)
     except (RuntimeError, MemoryError) as e:
-        copies = f" and {checkpoints} checkpoints" if checkpoints else ""
-        raise ResourceError(
-            f"no memory for the recurrent states of max_num_seqs={wiring.max_num_seqs} requests{copies}, "
-            f"{need / 2**30:.1f} GiB ({e}): lower max_num_seqs, or num_state_checkpoints"
-        ) from e
-
-
-def _take_second_states(worker: Worker, wiring: Wiring, parts: ModelParts, label: str) -> StateMemory:
-    """Allocate two recurrent states for each slot of a second model.  Raise ResourceError if they do not fit."""
-    slots = wiring.max_num_seqs + 1
-    try:
-        return StateMemory(parts.states, slots, slots, 0, parts.dtype, worker.device)
-    except (RuntimeError, MemoryError) as e:
-        need = 2 * slots * state_bytes(parts.states, parts.dtype, 0) / 2**30
-        raise ResourceError(
-            f"no memory for the recurrent states of {label}, {need:.1f} GiB ({e}): lower max_num_seqs"
-        ) from e
+        size = f"{need / 2**30:.1f} GiB"
+        raise ResourceError(f"no memory for the recurrent states of {what}, {size} ({e}): lower max_num_seqs") from e
 
 
 def attention_context(wiring: Wiring, fmt: KVFormat) -> AttentionContext:
