@@ -61,7 +61,7 @@ class NotBuilt(Exception):
 
 
 def platform_tag() -> str:
-    """Of this Python, as in the name of a wheel."""
+    """Return the platform of this Python as the name of a wheel spells it, such as linux_x86_64."""
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
@@ -110,7 +110,9 @@ def compile_library(target: Path, environ: Mapping[str, str]) -> None:
 
 
 def find_compiler(environ: Mapping[str, str]) -> list[str]:
-    """The command of ``$CXX``, which may have arguments, or the first compiler on the path."""
+    """Return the command of the C++ compiler: ``$CXX``, which may have arguments, or the first one on the path.
+
+    NotBuilt if there is none."""
     if environ.get("CXX", "").strip():
         return shlex.split(environ["CXX"])
     for name in COMPILERS:
@@ -120,7 +122,9 @@ def find_compiler(environ: Mapping[str, str]) -> list[str]:
 
 
 def run(command: Sequence[str]) -> None:
-    """In the folder of the sources, which are named relative to it: no path of this machine gets into the library."""
+    """Run a command of the compiler in the folder of the sources.  NotBuilt if it fails.
+
+    The sources are named relative to the folder, so no path of this machine gets into the library."""
     try:
         done = subprocess.run(
             command, cwd=NATIVE, env={**os.environ, "LC_ALL": "C"}, capture_output=True, timeout=SECONDS

@@ -58,13 +58,13 @@ def tools(count: int) -> bytes:
 
 
 def calls() -> bytes:
-    """The arguments of a call are JSON in JSON."""
+    """Return the body of a chat with one call, whose arguments are a JSON text of 600,000 objects."""
     call = {"function": {"name": "f", "arguments": "[" + "{}," * 600_000 + "{}]"}}
     return json.dumps({"messages": [*HI, {"role": "assistant", "tool_calls": [call]}], "max_tokens": 1}).encode()
 
 
 def many(one: str, count: int, before: str, after: str) -> bytes:
-    """``before``, ``one`` ``count`` times, ``after``."""
+    """Return the body ``before``, ``count`` times ``one`` with commas between them, and ``after``."""
     return (before + ",".join([one] * count) + after).encode()
 
 
@@ -166,14 +166,17 @@ def head(path: str, key: str, *lines: str) -> bytes:
 
 
 def frame(text: bytes) -> bytes:
-    """A masked frame of a WebSocket; the mask is zero."""
+    """Return a text as a masked frame of a WebSocket (RFC 6455).  The mask is zero, so the text is unchanged."""
     size = len(text)
     length = bytes([0x80 | 127]) + size.to_bytes(8, "big") if size > 125 else bytes([0x80 | size])
     return b"\x81" + length + bytes(4) + text
 
 
 def send_once(address: tuple[str, int], path: str, body: bytes, key: str) -> str:
-    """The status that came back."""
+    """Send a request, and return the status of the answer as text, or "closed".
+
+    A path that begins with "ws:" opens a WebSocket and sends ``body`` as a frame.  An empty body is sent in chunks of
+    64 KiB without end."""
     with socket.create_connection(address, timeout=120) as link:
         try:
             if path.startswith("ws:"):

@@ -127,8 +127,7 @@ MAY_IMPORT = {
     "core.engine": "core core.interfaces core.declared_params",
     "plugins": (
         "device.worker device.layers device.kernels device.native runtime.hooks core core.wiring runtime.replies "
-        "core.interfaces "
-        "core.json_schema runtime.processes registration.spec registration.fresh"
+        "core.interfaces core.json_schema runtime.processes registration.spec registration.fresh"
     ),
     "device.functions": "device.worker core core.interfaces",
     "device.worker": (

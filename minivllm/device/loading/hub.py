@@ -50,7 +50,7 @@ class HubOptions:
     option: str = "revision"
 
     def refuse_revision(self, what: str) -> None:
-        """ConfigError if a revision is given for what has none."""
+        """Raise ConfigError if a revision is set for a model that is not on the hub."""
         if self.revision is not None:
             raise ConfigError(
                 f"{self.option}={shown(self.revision)}: {brief(what)} is no id of the Hugging Face hub, and has no "
@@ -59,12 +59,12 @@ class HubOptions:
 
 
 def without_weights(folder: Path) -> list[str]:
-    """What a folder lacks to say what its model is."""
+    """Return the names of files that a folder lacks for a description of its model."""
     return [] if (folder / "config.json").exists() else ["config.json"]
 
 
 def whole_model(folder: Path) -> list[str]:
-    """What a folder lacks to be loaded.  A link of the cache that leads nowhere is no file."""
+    """Return the names of files that a folder lacks for loading its model.  A broken link of the cache is no file."""
     lacks = without_weights(folder)
     if (folder / SINGLE).exists():
         return lacks
@@ -72,7 +72,7 @@ def whole_model(folder: Path) -> list[str]:
         return [*lacks, SINGLE]
     listed = files.read_json(folder / INDEX, files.PART, ModelError)
     shards = listed.get("weight_map") if isinstance(listed, dict) else None
-    names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()  # a wrong index is told of later
+    names = {str(s) for s in shards.values()} if isinstance(shards, dict) else set()  # the loader refuses a wrong index
     return lacks + sorted(name for name in names if not (folder / name).exists())
 
 
@@ -105,12 +105,14 @@ DESCRIPTION = HubFiles(CONFIGURATION, without_weights)
 
 
 def tokenizer_files(names: tuple[str, ...]) -> HubFiles:
-    """A tokenizer, which is in one file at least of these ``names``, the usual one first."""
+    """Return the files of a tokenizer.  At least one of ``names`` must exist; an error names the first one."""
     return HubFiles(CONFIGURATION, lambda at: [] if any((at / name).exists() for name in names) else [names[0]])
 
 
 def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
-    """The folder with the files of a repository.  ModelError says what was looked for, where, and what can be done."""
+    """Return the folder with the files of a repository, from the cache or downloaded.
+
+    ConfigError for a revision that can be none.  ModelError names the files, the places and what to do."""
     if hub.revision is not None and not _REVISION.fullmatch(hub.revision):
         raise ConfigError(f"{hub.option}={shown(hub.revision)}: expected a branch, a tag or a commit")
     cached = _cached(name, wanted, hub)
@@ -119,7 +121,7 @@ def find_snapshot(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     folder = _download(name, wanted, hub)
     if not (lacks := wanted.lacks(folder)):
         return folder
-    if folder == cached:  # the library gives what there is where it cannot reach the hub
+    if folder == cached:  # without a network the library returns the incomplete snapshot
         raise ModelError(_unreachable(name, wanted, hub, unless=", or has no such file"))
     why = "expected a whole model"
     if SINGLE in lacks:
@@ -139,7 +141,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _asked(wanted: HubFiles, hub: HubOptions) -> dict[str, Any]:
-    """Arguments of ``snapshot_download``."""
+    """Return the arguments of ``snapshot_download``."""
     place = None if hub.download_dir is None else os.path.expanduser(hub.download_dir)
     return {
         "revision": hub.revision,
@@ -150,7 +152,7 @@ def _asked(wanted: HubFiles, hub: HubOptions) -> dict[str, Any]:
 
 
 def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
-    """The snapshot in the cache, which may lack files; None if there is none."""
+    """Return the snapshot in the cache, which may lack files, or None.  ModelError for a name that can be none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -160,7 +162,7 @@ def _cached(name: str, wanted: HubFiles, hub: HubOptions) -> Path | None:
         raise ModelError(f"{name}: no such directory, and no Hugging Face model id") from None
     except LocalEntryNotFoundError:
         return None
-    except (OSError, ValueError, RuntimeError) as exc:  # a path that can be none, a ref that is no text
+    except (OSError, ValueError, RuntimeError) as exc:  # an impossible path, a ref that is no text
         raise ModelError(f"{name}: the Hugging Face cache cannot be read: {one_line(exc)}") from exc
 
 
@@ -188,12 +190,12 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
     except errors.HfHubHTTPError as exc:
         todo = f"; {token}" if _status(exc) in (401, 403) else ""
         raise ModelError(f"{at}: the Hugging Face hub ({url}) says: {one_line(exc)}{todo}") from exc
-    except Exception as exc:  # of the library's HTTP client, of a full disk
+    except Exception as exc:  # such as errors of the HTTP client, or of a full disk
         raise ModelError(f"{at}: cannot be fetched from the Hugging Face hub ({url}): {one_line(exc)}") from exc
 
 
 def _bars() -> dict[str, Any]:
-    """How progress is drawn: on a terminal as the library does, else, as in a log, not at all."""
+    """Return the arguments for progress bars: those of the library on a terminal, and none elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         return {}
     from huggingface_hub.utils import tqdm
@@ -206,12 +208,14 @@ def _bars() -> dict[str, Any]:
 
 
 def _status(exc: BaseException | None) -> int | None:
-    """Of the hub's answer, if an error is about one."""
+    """Return the HTTP status of an error about an answer of the hub, or None."""
     return getattr(getattr(exc, "response", None), "status_code", None)
 
 
 def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | None = None, unless: str = "") -> str:
-    """What to say where the hub cannot be asked, or answers with a ``status``; ``unless`` it is something else."""
+    """Return the message for a hub that is not reachable, or answers with the HTTP ``status``.
+
+    ``unless`` is a further possible reason, which follows the first one."""
     from huggingface_hub import constants
 
     why = f"the hub ({constants.ENDPOINT}) " + (f"answers {status}" if status else f"cannot be reached{unless}")
@@ -223,7 +227,7 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
     todo = f"run `hf download {name}` where there is a network"
     if partial is not None and (lacks := wanted.lacks(partial)):
         return f"{at}: the cached snapshot {partial} lacks {_listed(lacks)}, and {why}; {todo}"
-    if partial is not None:  # the library knows of more files, without which the model can do
+    if partial is not None:  # files are missing that the model does not need
         return f"{at}: the cached snapshot {partial} is not whole, and {why}; {todo}, or give that directory"
     if hub.revision is not None and here.is_dir():
         refs = [p.relative_to(here / "refs").as_posix() for p in sorted((here / "refs").rglob("*")) if p.is_file()]
@@ -236,7 +240,7 @@ def _unreachable(name: str, wanted: HubFiles, hub: HubOptions, status: int | Non
 
 
 def _snapshot(here: Path, revision: str) -> Path | None:
-    """The folder of a revision in the cache of a repository."""
+    """Return the folder of a revision in the cache of a repository, or None."""
     ref = here / "refs" / revision
     commit = files.read_text(ref, error=ModelError).strip() if ref.is_file() else revision
     folder = here / "snapshots" / commit

@@ -6,6 +6,8 @@ neither, so neither is written; letters that may be of either case are of the us
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 HOUR, MINUTE = "(?:[01][0-9]|2[0-3])", "[0-5][0-9]"
 YEAR = "(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])"
 FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits of a number that four divides, but 00
@@ -74,8 +76,14 @@ FORMATS: dict[str, tuple[str, ...]] = {
     "uri": (URI,),
     "uuid": (UUID,),
 }
-# That tell a program what a string is for, and demand nothing of it.
+# Formats that tell a program what a string is for, and restrict nothing.
 ANNOTATIONS = frozenset(("binary", "byte", "directory-path", "file-path", "password", "path"))
-# For a library that holds no two expressions at once: those texts that are too short to break a bound of the others.
+# One expression for each format, for a library that takes a single one.  Texts are short enough for all bounds.
 _NAME = "(?:[a-zA-Z0-9]{1,20}(?:-[a-zA-Z0-9]{1,20})?[.]){0,4}[a-zA-Z]{1,20}"
 ONE_EACH = {**FORMATS, "email": (r"[\w+\-]{1,20}(?:\.[\w+\-]{1,20}){0,2}@" + _NAME,), "hostname": (_NAME,)}
+
+
+def unknown_format(name: str, formats: Iterable[str] = FORMATS) -> ValueError:
+    """Return the error about a ``format`` of JSON Schema that is not supported."""
+    known = ", ".join(sorted({*formats, *ANNOTATIONS}))
+    return ValueError(f"the format {name:.60} is not supported: expected one of {known}")

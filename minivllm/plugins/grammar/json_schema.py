@@ -19,7 +19,7 @@ from minivllm.core.json_schema.references import find
 from minivllm.errors import brief
 
 from .ecma_regex import WRITABLE, Node, search, whole, within
-from .formats import ANNOTATIONS, FORMATS
+from .formats import ANNOTATIONS, FORMATS, unknown_format
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
@@ -276,7 +276,9 @@ def _hold_numbers(node: dict[str, Any], merged: bool) -> None:
 
 
 def _hold_strings(node: dict[str, Any], write: Callable[[Node], str], formats: Formats) -> None:
-    """``pattern`` and ``format`` as patterns of the library, all but one of them in ``allOf``."""
+    """Write ``pattern`` and ``format`` as patterns of the library, all but one of them in ``allOf``.
+
+    ValueError for a format that is not supported."""
     held = []
     if isinstance(node.get("pattern"), str):
         held.append(_written("pattern", search(node["pattern"]), write))
@@ -284,8 +286,7 @@ def _hold_strings(node: dict[str, Any], write: Callable[[Node], str], formats: F
         types = node.get("type", "string")
         if types == "string" or "string" in types:
             if name not in formats and name not in ANNOTATIONS:
-                known = ", ".join(sorted({*formats, *ANNOTATIONS}))
-                raise ValueError(f"answers are not held to the format {name:.60}: there are {known}")
+                raise unknown_format(name, formats)
             held += [_written("format", whole(pattern), write) for pattern in formats.get(name, ())]
         del node["format"]
     if held:

@@ -1,8 +1,8 @@
 """llguidance (https://github.com/guidance-ai/llguidance): Lark grammars, JSON schemas and regular expressions.
 
-Everything is written as a Lark grammar in which the library forces no tokens: it would else allow one way only to spell
-what a grammar leaves no choice in, and ask a tokenizer for it.  So masks are exact: a token is allowed if and only if
-its bytes can go on.
+Every source becomes a Lark grammar in which the library forces no tokens.  Otherwise the library would allow a single
+spelling of a text that the grammar determines, and would need a tokenizer for it.  So masks are exact: a token is
+allowed if and only if its bytes can continue the text.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, 
 
 from .code_points import tables
 from .ecma_regex import pattern, search, whole, within, write
-from .formats import ANNOTATIONS, FORMATS
+from .formats import ANNOTATIONS, FORMATS, unknown_format
 from .json_schema import prepare
 from .threads import Threads
 
 HEAD = '%llguidance {"no_forcing": true}\n'
-MOST_WHITESPACE = 40  # between two tokens of JSON: who may write more of it can write it for ever
+MOST_WHITESPACE = 40  # between two tokens of JSON, because a model may write unbounded whitespace without end
 JSON_SPACE = ((9, 10), (13, 13), (32, 32))
 ESCAPES = 'nrbtf\\"'  # without u: each string is spelled in one way, so that no name is a declared one in disguise
 SPACED = {  # JSON within calls: with or without a space after a comma and a colon, as models write it
@@ -35,14 +35,16 @@ MOST = 300  # characters of a message
 NOTHING = "no text that fits begins like this"
 QUOTED = re.compile(r"\d+ \|")
 ITEMS = 20_000  # of the Earley parser at one place: each option of a ``choice`` is one, each optional property four
-# As measured: a small grammar with its lexer, and what a character adds of the source and of the grammar made of it, in
-# which a class such as \p{L} is thousands.
+# Measured memory in bytes: of a small grammar with its lexer, of a character of the source, and of a character of the
+# Lark grammar, in which a class such as \p{L} has thousands.
 BYTES, SOURCE_BYTES, LARK_BYTES = 64 << 10, 64, 8
 
 
 class _LLGuidanceMatcher:
-    """``ended``: an end-of-sequence token was taken, of which the library is not told.  ``names_tokens``: the grammar
-    names tokens by their ids."""
+    """The state of one text.
+
+    ``ended`` means that an end-of-sequence token was accepted, which is not passed to the library.  ``names_tokens``
+    means that the grammar names tokens by their ids."""
 
     __slots__ = ("ended", "ll", "names_tokens")
 
@@ -52,7 +54,7 @@ class _LLGuidanceMatcher:
 
 
 class _Vocabulary:
-    """The tokens as the library wants them."""
+    """The tokens in the form of ``llguidance.TokenizerWrapper``, which reads these attributes."""
 
     def __init__(self, ctx: GrammarContext) -> None:
         self.tokens = [*ctx.tokens, *[b""] * (ctx.vocab_size - len(ctx.tokens))]
@@ -60,6 +62,7 @@ class _Vocabulary:
         self.special_token_ids = list(ctx.eos_ids)
 
     def __call__(self, text: bytes) -> list[int]:
+        # the library calls it to tokenize forced text, and HEAD turns forced text off
         raise NotImplementedError("no token is forced, so no text has to be cut into tokens")
 
 
@@ -134,7 +137,7 @@ class LLGuidance(Grammar):
 
 
 def _consume(pool: Any, pairs: list[tuple[Any, int]]) -> list[int]:
-    """1 for each matcher that took its token, else 0; ``pool`` None: on this thread."""
+    """Return 1 for each matcher that accepts its token, else 0.  ``pool`` None means that this thread does the work."""
     if pool is None:
         return [int(ll.consume_token(token)) for ll, token in pairs]  # ``try_consume_tokens`` goes over each twice
     return list(map(int, pool.consume_token_par(pairs)))
@@ -150,7 +153,7 @@ def _fill(pool: Any, pairs: list[tuple[Any, int]], mask: np.ndarray) -> None:
 
 
 def lark(source: GrammarSource) -> str:
-    """What was asked for, as a Lark grammar."""
+    """Return a source as a Lark grammar.  ValueError for a text that is no grammar of its kind."""
     if source.kind == "json":
         schema = prepare(json.loads(source.text), pattern)
         own: dict[str, Any] = {"json_allowed_escapes": ESCAPES, "whitespace_flexible": False}
@@ -170,7 +173,7 @@ def lark(source: GrammarSource) -> str:
 
 
 def reply(source: GrammarSource, eos_ids: Sequence[int]) -> str:
-    """Return the grammar of an answer with calls, which the front door wrote (``runtime.replies.grammar_rules``).
+    """Return the grammar of an answer with calls, which ``runtime.replies.grammar_rules`` has written.
 
     Its schemas, its patterns of strings, and its rules for any other token are added here."""
     parts = json.loads(source.text)
@@ -193,13 +196,12 @@ def _string(kind: str, text: str) -> str:
     if text in ANNOTATIONS:
         return "ANY"
     if text not in FORMATS:
-        known = ", ".join(sorted({*FORMATS, *ANNOTATIONS}))
-        raise ValueError(f"answers are not held to the format {text:.60}: there are {known}")
+        raise unknown_format(text)
     return " & ".join(f"/(?:{write(whole(expression))})/" for expression in FORMATS[text])
 
 
 def _whitespace(asked: str) -> str:
-    """What an expression matches of what JSON takes for whitespace."""
+    """Return an expression for the JSON whitespace that the expression ``asked`` matches.  ValueError if none."""
     kept = within(whole(asked), JSON_SPACE)
     if kept is None:
         raise ValueError("whitespace_pattern: expected an expression for spaces, tabs and line ends, which JSON allows")
@@ -207,7 +209,7 @@ def _whitespace(asked: str) -> str:
 
 
 def _first(error: str) -> str:
-    """What went wrong, without what follows it: the parser's state, or the grammar as it was written for it."""
+    """Return the first part of an error, without the parser's state and the lines of the grammar."""
     if error.startswith("NoExtension"):
         return NOTHING
     lines = [line.strip() for line in error.partition("<state>")[0].split("\n")]
