@@ -252,6 +252,7 @@ class KeyResponses:
 
     def put(self, connection: int, stored: Stored) -> None:
         """Keep a response, unless it is too large, and drop the oldest ones of the key if they are too large."""
+        self.remove(connection, stored.id)
         if stored.size > self.most_bytes:
             return
         self._held[connection, stored.id] = stored
