@@ -9,6 +9,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("drafter", "model", "minivllm.plugins.drafter.spec:MODEL"),
     ("drafter", "ngram", "minivllm.plugins.drafter.spec:NGRAM"),
     ("drafter", "none", "minivllm.plugins.drafter.spec:NONE"),
+    ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),
     ("evictor", "cost-aware", "minivllm.plugins.evictor.spec:COST_AWARE"),
     ("evictor", "fifo", "minivllm.plugins.evictor.spec:FIFO"),
     ("evictor", "lfu", "minivllm.plugins.evictor.spec:LFU"),

@@ -102,8 +102,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
+                api=(1, 1),
                 facts=("device",),
-                features={"draft_model": "uses a second model, which its option `model` names"},
+                features={
+                    "draft_model": "uses a second model, which its option `model` names",
+                    "host_tokens": "reads tokens on the host: `Ask.history`, `Ask.owner` and `learn`",
+                },
                 traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
             ),
             Kind(

@@ -87,15 +87,23 @@ class DrafterConformance(Lasting, SpecConformance):
     def once_more(self, instance: Drafter, number: int) -> None:
         """Propose drafts for new random rows."""
         rng = np.random.default_rng(number)
+        if self.claims("host_tokens"):
+            instance.learn(number % 3, rng.integers(0, VOCAB, 400).astype(np.int32), 9)
         self.drafts(instance, [rng.integers(0, VOCAB, n).tolist() for n in (3, 9 + number % 40, 17)], 3)
 
     def ask(
-        self, rows: Sequence[Sequence[int]], k: int, slots: Sequence[int] = (), stale: int = STALE, spare: int = 0
+        self,
+        rows: Sequence[Sequence[int]],
+        k: int,
+        slots: Sequence[int] = (),
+        stale: int = STALE,
+        spare: int = 0,
+        owner: int = 0,
     ) -> Ask:
         """Return the argument of ``propose`` for up to k drafts after each row of known tokens.
 
         The rows are in slots of a larger token table; ``slots`` chooses them.  The token ``stale`` fills the rest of
-        the table.  ``spare`` is added to the length of the longest row.
+        the table.  ``spare`` is added to the length of the longest row.  ``owner`` is the owner of all rows.
         """
         table = max(SLOTS, 2 * len(rows))
         chosen = list(slots) or [(2 * i + 1) % table for i in range(len(rows))]
@@ -111,7 +119,13 @@ class DrafterConformance(Lasting, SpecConformance):
         zeros = int64([0] * len(rows))
         longest = int(known.max()) + spare
         on_device = Rows(int64(chosen), int64(known), zeros + 1, zeros, zeros, 0, tokens.to(device), longest)
-        return Ask(on_device, k, np.array(chosen, np.int32), known)
+        numbers = np.array(chosen, np.int32)
+        if not self.claims("host_tokens"):
+            return Ask(on_device, k, numbers, known)
+        history = [np.array(row, np.int32) for row in rows]
+        for row in history:
+            row.flags.writeable = False
+        return Ask(on_device, k, numbers, known, history, np.full(len(rows), owner))
 
     def drafts(self, instance: Drafter, rows: Sequence[Sequence[int]], k: int, **options: Any) -> list[list[int]]:
         """Return the drafts for each row of known tokens, after a check of their form.
@@ -242,6 +256,20 @@ class DrafterConformance(Lasting, SpecConformance):
             with waits(self.place()) as found:
                 instance.propose(ask)
             no_wait(found, "propose()")
+
+    @since(1, 1)
+    def test_learned_tokens_belong_to_their_owner(self) -> None:
+        """Check that tokens that ``learn`` receives for one owner do not change the drafts for another owner."""
+        self.need("host_tokens")
+
+        @self.for_all(30, histories(), histories())
+        def separate(rows: list[list[int]], texts: list[list[int]]) -> None:
+            expected = self.drafts(self.build(*self.context()), rows, 4, owner=7)
+            instance = self.build(*self.context())
+            for i, text in enumerate([*texts, *rows]):
+                instance.learn(-i, np.array(text + text, np.int32), len(text) // 2)
+            found = self.drafts(instance, rows, 4, owner=7)
+            assert found == expected, f"{rows} of owner 7 get {found} after tokens of other owners; expected {expected}"
 
     @since(1, 0, spec_only=True)
     def test_a_draft_model_is_named_by_an_option(self) -> None:

@@ -93,7 +93,7 @@ def draw(rng: random.Random, device: str, dtype: str) -> dict[str, Any]:
         "scheduler": rng.choice(SCHEDULERS),
         "evictor": rng.choice(EVICTORS),
         "sampler": sampler,
-        "drafter": rng.choice(["none", "none", "none", "ngram", "model"]),
+        "drafter": rng.choice(["none", "none", "none", "ngram", "model", "suffix"]),
         "num_speculative_tokens": rng.choice([1, 2, 4, 7]),
         "speculate": rng.choice(["always", "always", "auto"]),
         "logprobs_mode": rng.choice(["raw_logprobs", "raw_logprobs", "processed_logprobs"]),

@@ -55,6 +55,14 @@ def chain_key(parent: int, tokens: bytes) -> int:
     return int.from_bytes(digest, "little") or 1
 
 
+def owner_of(salt: Salt) -> int:
+    """Return the number of the owner of sequences with this salt, a signed 64-bit number; 0 for no salt."""
+    if not any(salt):
+        return 0
+    key = chain_key(0, repr(salt).encode())
+    return key - (1 << 64) if key >= 1 << 63 else key
+
+
 class BlockPool:
     """Pool of ``total`` KV blocks of ``block`` tokens each.  Block 0 is the null block, which no sequence owns.
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from minivllm.core.interfaces.plan import STOP_IDS, Join, no_rows
 
+from .blocks import owner_of
 from .guides import guided_rows
 from .pooling import pooled_rows
 from .prompt_scores import prompt_rows
@@ -93,6 +94,7 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
     for row, seq in zip(stop_ids, seqs, strict=True):
         if ids := seq.request.stops.ids:
             row[: len(ids)] = ids
+    owners = [owner_of(seq.request.salt) for seq in seqs]
     return Join(
         slot=at,
         known=np.array(known, np.int32),
@@ -112,4 +114,5 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         saved=np.array([s.id if s.saved else -1 for s in seqs], np.int64),
         steer=np.array([line[:2] for line in added], np.int32).reshape(-1, 2),
         vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
+        owner=np.array(owners, np.int64) if any(owners) else no_rows(dtype=np.int64),
     )

@@ -37,7 +37,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 5
+VERSION = 6
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -216,7 +216,7 @@ _PLAN = Layout(
         *_columns("join", I4, "joins", "slot known computed prompt end sample min_end n_eos"),
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
         *_columns("join", I8, "joins", "seed"),
-        *_own("join", [("saved", 0)], I8),
+        *_own("join", [("saved", 0), ("owner", 0)], I8),
         *_own("join", [("tokens", 0), ("steer", 2)]),
         *_own("join", [("vectors", 0)], F4),
     ],

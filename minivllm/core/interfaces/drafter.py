@@ -16,6 +16,7 @@ therefore changes the number of steps, but no token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from .sampling import Rows
 
-API = (1, 0)
+API = (1, 1)  # 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,12 @@ class Ask:
     known: (
         np.ndarray
     )  # i32 [N] number of known tokens; drafts are for positions known, known + 1 ...
+    # i32 [known] for each row, its known tokens on the host; read only.  Empty unless the drafter claims
+    # ``host_tokens``.
+    history: Sequence[np.ndarray] = ()
+    # i64 [N] number of each row's owner: tenant, cache salt and whatever else separates cached prefixes.  None
+    # unless the drafter claims ``host_tokens``.
+    owner: np.ndarray | None = None
 
 
 class DraftModel(ABC):
@@ -79,8 +86,8 @@ class DrafterContext:
 
 
 class Drafter(ABC):
-    """Proposes drafts.  It keeps no state except in ``ctx.model``.  The drafts of a row depend on the data of that row
-    only, not on the other rows of the call."""
+    """Proposes drafts.  It keeps no state except in ``ctx.model`` and what ``learn`` receives.  The drafts of a row
+    depend on the data of that row and on learned tokens of its owner, not on the other rows of the call."""
 
     def __init__(self, options: Any, ctx: DrafterContext) -> None:
         self.options, self.ctx = options, ctx
@@ -94,3 +101,10 @@ class Drafter(ABC):
         arguments.  If a drafter raises or returns anything else, the rows of this step have no drafts, and the engine
         does not call that drafter again.
         """
+
+    def learn(self, owner: int, tokens: np.ndarray, prompt: int) -> None:  # noqa: B027
+        """Receive the tokens i32 [n] of a sequence that left its slot; the first ``prompt`` are its prompt.
+
+        Called for drafters that claim ``host_tokens``, also for sequences that were aborted or preempted.  A
+        preempted sequence is passed again when it ends.  Drafts for other owners must not depend on the tokens, and
+        the kept tokens must be bounded."""

@@ -61,6 +61,8 @@ class Join:
     # point to every token of the sequence.  ``vectors`` holds the m vectors, f32, concatenated.
     steer: np.ndarray = field(default_factory=nothing(0, 2))
     vectors: np.ndarray = field(default_factory=nothing(dtype=np.float32))
+    # i64 [n] number of the owner of each sequence (``blocks.owner_of``); an empty array means 0 for all
+    owner: np.ndarray = field(default_factory=nothing(dtype=np.int64))
 
 
 @dataclass(frozen=True)

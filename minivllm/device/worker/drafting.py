@@ -12,7 +12,7 @@ sequence.  It is never read, and the next step overwrites it.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from minivllm.errors import describe_error
 from minivllm.registry import build_part
 
 from .dropped_rows import without
+from .host_tokens import HostTokens
 from .running import Running
 from .state import DeviceState, to_host
 from .step import rows_of
@@ -43,14 +44,35 @@ class Drafting:
         ctx = DrafterContext(vocab_size, wiring.max_model_len, wiring.device, model)
         self.drafter: Drafter = build_part("drafter", self.part, ctx)
         self.broken = False
+        self.host: HostTokens | None = None
+        if "host_tokens" in self.part.features:
+            self.host = HostTokens(len(state.known), wiring.max_model_len, self._learn)
+        self._failed: StepError | None = None  # an error of ``learn``, which the next step with drafts reports
+
+    def _learn(self, *args: Any) -> None:
+        """Pass the tokens of a sequence to the drafter, unless that has failed."""
+        if not self.broken:
+            try:
+                self.seams.run("drafter", self.drafter.learn, *args)
+            except Exception as e:
+                self._failed = self._fail(e)
+
+    def _fail(self, e: Exception) -> StepError:
+        """Return the error of a drafter that raised; steps then run without drafts."""
+        self.broken = True
+        return StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
 
     def prepare(self, running: Running) -> None:
         """Write the drafts of a step to the columns.
 
         On a CPU, draft rows for which the drafter proposed no token are removed from the plan of the step."""
         plan, state = running.plan, self.state
+        if self.host is not None:
+            self.host.apply(plan)
+            running.host_tokens = self.host
         if not len(plan.draft):
             return
+        running.without_drafts, self._failed = self._failed, None
         first, heads = group_rows(plan.draft)
         wanted = np.bincount(first, minlength=len(first))[heads] - 1
         k, slots_np, known = int(wanted.max()), plan.slots[heads], plan.computed[heads] + 1
@@ -73,12 +95,14 @@ class Drafting:
         """Return the drafter's tokens i64 [N, k] and their counts i64 [N]; None if it fails."""
         slots, position = packed
         ask = replace(ask, rows=rows_of(self.state, slots, position, int(ask.known.max())))
+        if self.host is not None:
+            history = self.host.known(ask.slots, ask.known)
+            ask = replace(ask, history=history, owner=self.host.owner[ask.slots])
         try:
             tokens, count = self.seams.run("drafter", self.drafter.propose, ask)
             return _checked(tokens, count, len(slots), ask.k, self.vocab_size)
         except Exception as e:  # after an exception of the drafter, steps run without drafts
-            running.without_drafts = StepError("drafts", f"drafter {self.part.name}", describe_error(e, self.drafter))
-            self.broken = True
+            running.without_drafts = self._fail(e)
             return None
 
 

@@ -12,6 +12,7 @@ from minivllm.core.interfaces.attention import GraphKey
 from minivllm.core.interfaces.plan import FAILED, LogProbs, StepError, StepPlan, StepResult, no_rows
 
 from .dropped_rows import spread
+from .host_tokens import HostTokens
 
 NO_TAPS, NO_DRAFTS = no_rows(dtype=np.float32), no_rows()
 NO_SUMS = no_rows(0, 0, dtype=np.float64)
@@ -41,6 +42,7 @@ class Running:
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
     came: StepPlan | None = None  # the submitted plan, if rows were removed from it
     back: np.ndarray | None = None  # for each remaining row that draws, its index in ``came.samples``
+    host_tokens: HostTokens | None = None  # gets the tokens of the step; None if no drafter reads them
     seams: dict[str, float] = field(default_factory=dict)
     pick: np.ndarray | None = None  # rows that draw, because a captured SAMPLE returns all rows
     event: Any = None
@@ -94,9 +96,11 @@ class Running:
             taps=NO_TAPS if self.taps is None else self.taps.numpy(),
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
         )
-        if self.came is None or self.back is None:
-            return result
-        return spread(result, self.back, self.came)
+        if self.came is not None and self.back is not None:
+            result = spread(result, self.back, self.came)
+        if self.host_tokens is not None:
+            self.host_tokens.collect(plan if self.came is None else self.came, result)
+        return result
 
     def _explain_failures(self, flags: np.ndarray) -> None:
         """Add an error for rows that have FAILED in ``flags`` [N] but no error yet.

@@ -19,6 +19,26 @@ class NGramOptions(BaseModel):
         return self
 
 
+class SuffixOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    min_match: int = Field(2, ge=1, le=64, description="tokens that must be equal")
+    max_match: int = Field(32, ge=1, le=64, description="tokens that are compared at most")
+    min_share: float = Field(
+        0.2, ge=0, le=1, description="share of the matching places that must continue with the drafts"
+    )
+    drafts_per_match: float = Field(2.0, gt=0, le=64, description="drafts for each matching token, at most")
+    kept_tokens: int = Field(
+        65536, ge=0, le=1 << 24, description="tokens of earlier outputs that are kept; 0 uses the row's own tokens only"
+    )
+
+    @model_validator(mode="after")
+    def _in_order(self) -> SuffixOptions:
+        if self.min_match > self.max_match:
+            raise ValueError(f"min_match={self.min_match}: expected at most max_match={self.max_match}")
+        return self
+
+
 class ModelOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

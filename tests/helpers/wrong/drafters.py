@@ -4,6 +4,7 @@ import torch
 
 from minivllm.plugins.drafter.model import ModelDrafter
 from minivllm.plugins.drafter.ngram import NGram
+from minivllm.plugins.drafter.suffix import Suffix
 from minivllm.registration.spec import ANY, Spec
 
 SEAM = "drafter"
@@ -25,6 +26,9 @@ FAULTS = {
     "SkipsDraws": (FORM,),
     "ModelWithoutOption": ("test_a_draft_model_is_named_by_an_option",),
     "Repeats": ("test_two_instances_share_no_state",),
+    "OneOwner": ("test_learned_tokens_belong_to_their_owner",),
+    "KeepsAll": ("test_what_has_ended_leaves_nothing_behind",),
+    "BehindTheDrafts": (FORM,),
 }
 RIGHT = ("LastAgain", "Random")
 
@@ -150,6 +154,43 @@ class Repeats(NGram):
         self.asked.append(1)
         tokens, count = super().propose(ask)
         return (tokens + len(self.asked)) % 61, count
+
+
+HOST = {"options": "minivllm.plugins.drafter.options:SuffixOptions", "features": frozenset({"host_tokens"})}
+
+
+def host_spec(name):
+    return Spec(f"{__name__}:{name}", (1, 1), "a planted fault", limits={"device": ANY}, **HOST)
+
+
+class OneOwner(Suffix):
+    """Keeps the texts of all owners as one."""
+
+    spec = host_spec("OneOwner")
+
+    def propose(self, ask):
+        ask.owner[:] = 0
+        return super().propose(ask)
+
+    def learn(self, owner, tokens, prompt):
+        super().learn(0, tokens, prompt)
+
+
+class KeepsAll(Suffix):
+    spec = host_spec("KeepsAll")
+
+    def learn(self, owner, tokens, prompt):
+        self.texts.most = 1 << 40
+        super().learn(owner, tokens, prompt)
+
+
+class BehindTheDrafts(Suffix):
+    """Goes on where a text has ended."""
+
+    spec = host_spec("BehindTheDrafts")
+
+    def continued(self, history, texts, k):
+        return [*super().continued(history, texts, k)[: k - 1], -1]
 
 
 class LastAgain(NGram):

@@ -1,0 +1,82 @@
+"""The tokens of all sequences on the host of a worker, for drafters that read them there.
+
+The device appends accepted tokens to its own columns, and the host of the worker reads them only in results.  A row
+that speculates has no step in flight, so all tokens of the row have come back when its drafts are proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.plan import Join, StepPlan, StepResult
+
+
+class HostTokens:
+    """The known tokens of the sequence in each of ``slots`` slots, up to ``max_len`` tokens.
+
+    ``ended(owner, tokens, prompt)`` is called for each sequence that leaves its slot, with the arguments of
+    ``Drafter.learn``."""
+
+    def __init__(self, slots: int, max_len: int, ended: Callable[[int, np.ndarray, int], None]) -> None:
+        self.ended = ended
+        # a page of this memory is taken when it is first written
+        self.tokens = np.empty((slots, max_len + 1), np.int32)
+        self.length, self.prompt = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.owner = np.zeros(slots, np.int64)
+        self.since = np.zeros(slots, np.int64)  # id of the step in which the sequence got its slot
+
+    def apply(self, plan: StepPlan) -> None:
+        """Apply the delta of a plan, in the order of ``plan.Delta``."""
+        delta = plan.delta
+        for slot in delta.leave.tolist():
+            self._leave(slot)
+        if delta.join is not None:
+            self._join(delta.join, plan.id)
+        for source, to, _ in delta.fork.tolist():
+            self.tokens[to] = self.tokens[source]
+            for column in (self.length, self.prompt, self.owner):
+                column[to] = column[source]
+            self.since[to] = plan.id
+        for slot, token in delta.token.tolist():
+            self.tokens[slot, self.length[slot]] = token
+            self.length[slot] += 1
+
+    def _leave(self, slot: int) -> None:
+        """Pass the tokens of a slot on, and empty the slot."""
+        n = int(self.length[slot])
+        self.length[slot] = 0
+        if n:
+            self.ended(int(self.owner[slot]), self.tokens[slot, :n].copy(), int(self.prompt[slot]))
+
+    def _join(self, join: Join, step: int) -> None:
+        end = join.known.cumsum()
+        for i, slot in enumerate(join.slot.tolist()):
+            n = int(join.known[i])
+            self.tokens[slot, :n] = join.tokens[end[i] - n : end[i]]
+        self.length[join.slot], self.prompt[join.slot] = join.known, join.prompt
+        self.owner[join.slot] = join.owner if len(join.owner) else 0
+        self.since[join.slot] = step
+
+    def collect(self, plan: StepPlan, result: StepResult) -> None:
+        """Append the accepted tokens of a step.
+
+        A token is dropped if its slot has a sequence that joined after the step."""
+        rows = plan.samples
+        slots = plan.slots[rows]
+        accepted = (result.count > 0) & (self.since[slots] <= plan.id) & (self.length[slots] > 0)
+        at = (plan.computed + plan.q_len)[rows][accepted]
+        slots = slots[accepted]
+        self.tokens[slots, at] = result.tokens[accepted]
+        np.maximum.at(self.length, slots, at + 1)
+
+    def known(self, slots: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
+        """Return the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N], as views.
+
+        Raise RuntimeError if a token has not come back, which is a fault of the engine."""
+        if (self.length[slots] < known).any():
+            raise RuntimeError(f"slots {slots.tolist()} have {self.length[slots].tolist()} tokens; expected {known}")
+        return [self.tokens[slot, :n] for slot, n in zip(slots.tolist(), known.tolist(), strict=True)]
