@@ -154,7 +154,7 @@ def test_hits_are_those_that_are_counted_by_hand():
     assert run.hits.tolist() == [0, 2, 0, 2, 1] and run.evictions == 1
     run = run_cache([[a, b, c], [a, b], [d, e], [a, b], [d]], 3, 16, lru)
     assert run.hits.tolist() == [0, 2, 0, 1, 1] and run.evictions == 3
-    assert run.asked.tolist() == [3, 2, 2, 2, 1] and run.rate == 0.4
+    assert run.requested.tolist() == [3, 2, 2, 2, 1] and run.rate == 0.4
 
 
 def test_the_end_of_a_chain_that_is_longer_than_the_cache_is_not_cached():

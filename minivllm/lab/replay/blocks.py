@@ -24,14 +24,14 @@ class CacheRun:
     """The hits and evictions of one evictor."""
 
     hits: np.ndarray  # i32 [n] blocks of each request that were cached, counted from its first block
-    asked: np.ndarray  # i32 [n] blocks of each request
+    requested: np.ndarray  # i32 [n] blocks of each request
     evictions: int
     seconds: float  # CPU time in the evictor
 
     @property
     def rate(self) -> float:
         """Return the share of all blocks that were hit."""
-        return float(self.hits.sum() / max(1, self.asked.sum()))
+        return float(self.hits.sum() / max(1, self.requested.sum()))
 
 
 def run_cache(

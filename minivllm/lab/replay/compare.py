@@ -21,6 +21,9 @@ from .serve import ServeRun, ServeSizes, serve
 
 OPTIMUM = "optimum"
 SEAMS = ("evictor", "scheduler")
+NAMES = 3  # columns of the table that hold names, which are aligned at the left
+
+Results = list[dict[str, Any]]  # a row of each case
 
 
 @dataclass(frozen=True)
@@ -50,8 +53,10 @@ class ComparedCase:
     def head(self) -> dict[str, Any]:
         """Return the fields of a result that describe the case."""
         evictor, scheduler = self.names
-        sizes = {"blocks": self.sizes.blocks, "block_size": self.sizes.block}
-        return {"config": self.label, "evictor": evictor, "scheduler": scheduler, **sizes}
+        head: dict[str, Any] = {"config": self.label, "evictor": evictor, "scheduler": scheduler}
+        head["blocks"] = self.sizes.blocks
+        head["block_size"] = self.sizes.block
+        return head
 
 
 def _short(name: str) -> str:
@@ -81,13 +86,7 @@ def cases(
         own = []
         for scheduler in schedulers or (None,):
             for evictor in evictors or (None,):
-                replaced = {}
-                for seam, choice in (("evictor", evictor), ("scheduler", scheduler)):
-                    if choice and not _is_configured(loaded.engine, seam, choice):
-                        replaced[seam] = choice
-                origins = {key: file for key, file in loaded.origins.items() if key.partition(".")[0] not in replaced}
-                origins |= {seam: f"--{seam}" for seam in replaced}
-                parts = choose_seams(loaded.engine.model_copy(update=replaced), catalog, SEAMS, origins)
+                parts = _chosen_parts(loaded, catalog, {"evictor": evictor, "scheduler": scheduler})
                 options = (options_text(evictor), options_text(scheduler))
                 own.append(ComparedCase(label, parts["evictor"], parts["scheduler"], sizes, options))
         found += own
@@ -97,6 +96,23 @@ def cases(
                 by_scheduler.setdefault(case.names[1], case)
             found += [replace(case, evictor=None) for case in by_scheduler.values()]
     return found
+
+
+def _chosen_parts(loaded: Loaded, catalog: Catalog, choices: Mapping[str, PluginChoice | None]) -> dict[str, Part]:
+    """Return the evictor and the scheduler of a configuration, replaced by choices of the command line."""
+    config = loaded.engine
+    replaced = {}
+    for seam, choice in choices.items():
+        if choice and not _is_configured(config, seam, choice):
+            replaced[seam] = choice
+    origins = {}
+    for option, source in loaded.origins.items():
+        seam = option.partition(".")[0]
+        if seam not in replaced:
+            origins[option] = source
+    for seam in replaced:
+        origins[seam] = f"--{seam}"
+    return choose_seams(config.model_copy(update=replaced), catalog, SEAMS, origins)
 
 
 def _is_configured(config: EngineConfig, seam: str, choice: PluginChoice) -> bool:
@@ -117,11 +133,19 @@ def _sizes(trace: Trace, config: EngineConfig, blocks: str, alone: bool, distinc
     block = config.kvcache_block_size or trace_block or DEFAULT_BLOCK
     longest = config.max_model_len or int((trace.prompt + trace.output).max())
     count = _blocks(trace, config.num_kvcache_blocks, blocks, block, distinct)
-    limits = (config.max_num_seqs, config.max_num_batched_tokens, longest)
-    copies = config.num_state_checkpoints
-    checkpoints = copies if copies >= 0 else None
-    prefix, partial = config.enable_prefix_caching, config.partial_prefix_hits
-    return ServeSizes(*limits, block, count, prefix, partial, checkpoints=checkpoints)
+    checkpoints: int | None = config.num_state_checkpoints
+    if config.num_state_checkpoints < 0:
+        checkpoints = None
+    return ServeSizes(
+        config.max_num_seqs,
+        config.max_num_batched_tokens,
+        longest,
+        block,
+        count,
+        config.enable_prefix_caching,
+        config.partial_prefix_hits,
+        checkpoints=checkpoints,
+    )
 
 
 def _blocks(trace: Trace, configured: int, option: str, block: int, distinct: dict[int, int]) -> int:
@@ -151,40 +175,55 @@ def _blocks(trace: Trace, configured: int, option: str, block: int, distinct: di
     if not 0 < share <= 1:
         raise ConfigError(f"--blocks {option}: expected a positive number, or a percentage of the distinct blocks")
     if block not in distinct:
-        distinct[block] = len({key for i in range(len(trace)) for key in trace.chain(i, block)})
+        keys = set()
+        for chain in _chains(trace, block):
+            keys.update(chain)
+        distinct[block] = len(keys)
     return max(1, int(share * distinct[block]))
 
 
-def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> list[dict[str, Any]]:
+def _chains(trace: Trace, block: int) -> list[list[int]]:
+    """Return the chain of block keys of each request."""
+    return [trace.chain(i, block) for i in range(len(trace))]
+
+
+def run_alone(trace: Trace, found: Sequence[ComparedCase]) -> Results:
     """Run each case on the cache alone and return its results, counted in blocks."""
     chains: dict[int, list[list[int]]] = {}  # by block size
     rows = []
     for case in found:
         block = case.sizes.block
+        capacity = case.sizes.blocks
         if block not in chains:
-            chains[block] = [trace.chain(i, block) for i in range(len(trace))]
+            chains[block] = _chains(trace, block)
         if case.evictor is None:
-            run = run_optimum(chains[block], case.sizes.blocks, block)
+            run = run_optimum(chains[block], capacity, block)
         else:
-            run = run_cache(chains[block], case.sizes.blocks, block, constructor("evictor", case.evictor))
-        asked = int(run.asked.sum())
-        row = {**case.head, "scheduler": "-", "hit_rate": run.rate}
-        row |= {"hit_blocks": int(run.hits.sum()), "asked_blocks": asked, "evictions": run.evictions}
-        row["evictor_us_per_block"] = 1e6 * run.seconds / max(1, asked)
+            make = constructor("evictor", case.evictor)
+            run = run_cache(chains[block], capacity, block, make)
+        requested = int(run.requested.sum())
+        row = case.head
+        row["scheduler"] = "-"
+        row["hit_rate"] = run.rate
+        row["hit_blocks"] = int(run.hits.sum())
+        row["asked_blocks"] = requested
+        row["evictions"] = run.evictions
+        row["evictor_us_per_block"] = 1e6 * run.seconds / max(1, requested)
         rows.append(row)
     return _add_optimum_shares(rows)
 
 
 def run_engine(
     trace: Trace, found: Sequence[ComparedCase], seconds_per_step: float, report: Callable[[str], None] = lambda _: None
-) -> list[dict[str, Any]]:
+) -> Results:
     """Run each case on the engine and return its results; ``report`` receives the name of each case before it runs."""
     rows = []
     for case in found:
         report(" ".join((case.label, *case.names)))
         evictor = None if case.evictor is None else constructor("evictor", case.evictor)
-        run = serve(trace, case.sizes, constructor("scheduler", case.scheduler), evictor, seconds_per_step)
-        rows.append({**case.head, **figures(run)})
+        scheduler = constructor("scheduler", case.scheduler)
+        run = serve(trace, case.sizes, scheduler, evictor, seconds_per_step)
+        rows.append(case.head | figures(run))
     return _add_optimum_shares(rows)
 
 
@@ -200,23 +239,23 @@ def figures(run: ServeRun) -> dict[str, Any]:
     def per_step(seconds: float) -> float:
         return 1e6 * seconds / max(1, run.steps)
 
-    return {
-        "requests": int(served.sum()),
-        "refused": run.refused,
-        "steps": run.steps,
-        "hit_rate": run.hit_rate,
-        "computed_tokens": run.computed,
-        "evictions": run.evictions,
-        "preemptions": run.preemptions,
-        "queue_steps": _distribution(run.queued[served]),
-        "first_token_steps": _distribution(run.first[served]),
-        "last_token_steps": _distribution(run.done[served]),
-        "host_us_per_step": {name: per_step(s) for name, s in run.part_s.items() if name != "wait"},
-        "seam_us_per_step": {name: per_step(s) for name, s in sorted(run.seam_s.items())},
-        "seconds": run.seconds,
-        "cpu_seconds": run.cpu_s,
-        **{f"{FIGURE}{name}": value for name, value in run.figures.items()},
-    }
+    found: dict[str, Any] = {"requests": int(served.sum())}
+    found["refused"] = run.refused
+    found["steps"] = run.steps
+    found["hit_rate"] = run.hit_rate
+    found["computed_tokens"] = run.computed
+    found["evictions"] = run.evictions
+    found["preemptions"] = run.preemptions
+    found["queue_steps"] = _distribution(run.queued[served])
+    found["first_token_steps"] = _distribution(run.first[served])
+    found["last_token_steps"] = _distribution(run.done[served])
+    found["host_us_per_step"] = {name: per_step(s) for name, s in run.part_s.items() if name != "wait"}
+    found["seam_us_per_step"] = {name: per_step(s) for name, s in sorted(run.seam_s.items())}
+    found["seconds"] = run.seconds
+    found["cpu_seconds"] = run.cpu_s
+    for name, value in run.figures.items():
+        found[FIGURE + name] = value
+    return found
 
 
 def _distribution(steps: np.ndarray) -> dict[str, float]:
@@ -227,14 +266,19 @@ def _distribution(steps: np.ndarray) -> dict[str, float]:
     return {"mean": float(steps.mean()), "p50": float(p50), "p99": float(p99), "max": float(steps.max())}
 
 
-def _add_optimum_shares(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_optimum_shares(rows: Results) -> Results:
     """Add each hit rate as a share of the optimum's, where a row of the same configuration and scheduler has it."""
-    best = {(row["config"], row["scheduler"]): row["hit_rate"] for row in rows if row["evictor"] == OPTIMUM}
+    best = {_bound_key(row): row["hit_rate"] for row in rows if row["evictor"] == OPTIMUM}
     for row in rows:
-        rate = best.get((row["config"], row["scheduler"]))
+        rate = best.get(_bound_key(row))
         if rate:
             row["of_optimum"] = row["hit_rate"] / rate
     return rows
+
+
+def _bound_key(row: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the configuration and the scheduler of a row, which share an optimum."""
+    return row["config"], row["scheduler"]
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -258,30 +302,27 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(cells)
     titles = list(lines[0])
     texts = [titles, *(list(cells.values()) for cells in lines)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    aligned = []
-    for line in texts:
-        names = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
-        numbers = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
-        aligned.append("  ".join([*names, *numbers]).rstrip())
-    return "\n".join(aligned)
+    columns = []
+    for number, column in enumerate(zip(*texts, strict=True)):
+        width = max(map(len, column))
+        align = str.ljust if number < NAMES else str.rjust
+        columns.append([align(cell, width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
 
 
 def _engine_cells(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the cells of a run of the engine, by column."""
     host = row["host_us_per_step"]
     seams = row["seam_us_per_step"]
-    return {
-        "preempted": str(row["preemptions"]),
-        "steps": str(row["steps"]),
-        "queued p50 p99 max": _percentile_cell(row["queue_steps"]),
-        "first token": _percentile_cell(row["first_token_steps"]),
-        "plan us": f"{host['plan']:.0f}",
-        "publish us": f"{host['publish']:.0f}",
-        "scheduler us": f"{seams.get('scheduler', 0):.1f}",
-        "evictor us": f"{seams.get('evictor', 0):.1f}",
-        "cpu s": f"{row['cpu_seconds']:.1f}",
-    }
+    cells = {"preempted": str(row["preemptions"]), "steps": str(row["steps"])}
+    cells["queued p50 p99 max"] = _percentile_cell(row["queue_steps"])
+    cells["first token"] = _percentile_cell(row["first_token_steps"])
+    for part in ("plan", "publish"):
+        cells[f"{part} us"] = f"{host[part]:.0f}"
+    for seam in ("scheduler", "evictor"):
+        cells[f"{seam} us"] = f"{seams.get(seam, 0):.1f}"
+    cells["cpu s"] = f"{row['cpu_seconds']:.1f}"
+    return cells
 
 
 def _percentile_cell(steps: Mapping[str, float]) -> str:

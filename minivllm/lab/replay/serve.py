@@ -37,6 +37,10 @@ from .optimum import Optimum, uses_of
 VOCAB = 2**31 - 1
 IDLE_TURNS = 100_000  # turns without a planned step after which the scheduler counts as stuck
 
+Column = np.ndarray  # [rows] or [requests]
+MakePolicy = Callable[[SchedulerContext], SchedulerPolicy]
+MakeEvictor = Callable[[EvictorContext], Evictor]
+
 
 @dataclass(frozen=True)
 class ServeSizes:
@@ -132,12 +136,17 @@ class Counting(Sim):
         self.token = np.zeros(sizes.max_num_seqs, np.int32)  # by row: the content number of its answer
         self.request = np.zeros(sizes.max_num_seqs, np.int64)  # by row: the number of its request
         # by request: the steps of its place in a batch, its first and its last token; -1 means not yet
-        self.joined, self.first, self.done = (np.full(len(trace), -1, np.int64) for _ in range(3))
+        not_yet = np.full(len(trace), -1, np.int64)
+        self.joined = not_yet
+        self.first = not_yet.copy()
+        self.done = not_yet.copy()
         self.computed = 0
         self.plan: StepPlan | None = None
 
     def start(self, wiring: Wiring) -> Capacity:
-        return replace(super().start(wiring), block_bytes=(self.sizes.block,) * len(self.sizes.windows))
+        capacity = super().start(wiring)
+        bytes_of_groups = (self.sizes.block,) * len(self.sizes.windows)
+        return replace(capacity, block_bytes=bytes_of_groups)
 
     def _histories(self, slots: int, length: int) -> Histories:
         return NoHistories()
@@ -154,10 +163,10 @@ class Counting(Sim):
         new = j.seed[self.joined[j.seed] < 0]  # a preempted request joins again
         self.joined[new] = self.steps.step
 
-    def _next(self, slots: np.ndarray) -> np.ndarray:
+    def _next(self, slots: Column) -> Column:
         return self.token[slots]
 
-    def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _commit(self, slots: Column, tokens: Column) -> Column:
         """Append a token to each row and return the stop flags, u8.  A row ends at its length alone."""
         self.known[slots] += 1
         ended = self.known[slots] >= self.end[slots]
@@ -199,15 +208,16 @@ class _Tally:
         rows = np.arange(self.counted, self.clock.count) % self.clock.size
         self.part += self.clock.part[rows].sum(axis=0)
         for name, column in self.clock.seam.items():
-            self.seam[name] = self.seam.get(name, 0.0) + float(column[rows].sum())
+            seconds = float(column[rows].sum())
+            self.seam[name] = self.seam.get(name, 0.0) + seconds
         self.counted = self.clock.count
 
 
 def serve(
     trace: Trace,
     sizes: ServeSizes,
-    policy: Callable[[SchedulerContext], SchedulerPolicy],
-    evictor: Callable[[EvictorContext], Evictor] | None,
+    policy: MakePolicy,
+    evictor: MakeEvictor | None,
     seconds_per_step: float = 0.05,
 ) -> ServeRun:
     """Run the whole trace and return its results.
@@ -264,8 +274,8 @@ def describe_stall(engine: Engine) -> str:
 def _result(
     engine: Engine,
     device: Counting,
-    due: np.ndarray,
-    cached: np.ndarray,
+    due: Column,
+    cached: Column,
     tally: _Tally,
     seconds: float,
     cpu_seconds: float,
@@ -273,16 +283,17 @@ def _result(
 ) -> ServeRun:
     """Return the results of a run; ``due`` holds the step in which each request arrives."""
     never_ran = device.joined < 0
-    queued, first, done = (
-        np.where(never_ran, -1, column - due) for column in (device.joined, device.first, device.done)
-    )
+
+    def since_arrival(steps: Column) -> Column:
+        return np.where(never_ran, -1, steps - due)
+
     evictions = sum(pool.evictions for pool in engine.cache.pools)
     part_seconds = dict(zip(PARTS, tally.part.tolist(), strict=True))
     return ServeRun(
         engine.clock.count,
-        queued,
-        first,
-        done,
+        since_arrival(device.joined),
+        since_arrival(device.first),
+        since_arrival(device.done),
         cached,
         device.trace.prompt,
         device.computed,
@@ -300,8 +311,8 @@ def _result(
 def engine_for(
     device: Counting,
     sizes: ServeSizes,
-    policy: Callable[[SchedulerContext], SchedulerPolicy],
-    evictor: Callable[[EvictorContext], Evictor] | None,
+    policy: MakePolicy,
+    evictor: MakeEvictor | None,
     now: Callable[[], float],
     sent: Callable[[], int],
 ) -> Engine:
@@ -317,9 +328,11 @@ def engine_for(
         return figures.of("scheduler", policy(ctx))
 
     def make_evictor(ctx: EvictorContext) -> Any:
-        if evictor is not None:
-            return figures.of("evictor", evictor(ctx))
-        return figures.of("evictor", Optimum(ctx, future, lambda: sent() - engine.planner.n_waiting))
+        made: Evictor = Optimum(ctx, future, planned) if evictor is None else evictor(ctx)
+        return figures.of("evictor", made)
+
+    def planned() -> int:
+        return sent() - engine.planner.n_waiting
 
     engine = _engine(device, sizes, make_policy, make_evictor, now)
     engine.events.stats_asked.subscribe(figures.add_to)
@@ -327,13 +340,24 @@ def engine_for(
         trace = device.trace
         root = engine.cache.pools[0].root(("", ""))[1]
         full_blocks = ((trace.prompt - 1) // sizes.block).tolist()  # a hit leaves at least a token to compute
-        chains = [trace.keys(i, sizes.block, root)[:n] for i, n in enumerate(full_blocks)]
+        chains = []
+        for i, n in enumerate(full_blocks):
+            keys = trace.keys(i, sizes.block, root)
+            chains.append(keys[:n])
         future.update(uses_of(chains))
     return engine
 
 
 def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now: Callable[[], float]) -> Engine:
     """Return an engine with the sizes of a replay."""
+    cache = CacheWiring(
+        sizes.block,
+        sizes.blocks,
+        groups=((),) * len(sizes.windows),
+        num_state_checkpoints=sizes.checkpoints or 0,
+        recurrent=sizes.checkpoints is not None,
+    )
+    device_part = Part("minivllm/replay", "minivllm.lab.replay.serve:Counting")
     wiring = Wiring(
         model_dir="",
         load_format="dummy",
@@ -344,31 +368,28 @@ def _engine(device: Counting, sizes: ServeSizes, policy: Any, evictor: Any, now:
         max_model_len=sizes.max_model_len,
         batch_invariant=False,
         seed=0,
-        parts={"model": Part("minivllm/replay", "minivllm.lab.replay.serve:Counting")},
-        cache=CacheWiring(
-            sizes.block,
-            sizes.blocks,
-            groups=((),) * len(sizes.windows),
-            num_state_checkpoints=sizes.checkpoints or 0,
-            recurrent=sizes.checkpoints is not None,
-        ),
+        parts={"model": device_part},
+        cache=cache,
         steps=StepWiring(run_ahead=sizes.depth),
     )
+    sampler = cast(Processor, NoSampler())
     parts = EngineParts(
         policy,
         evictor,
-        processors=[("replay/none", cast(Processor, NoSampler()))],
+        processors=[("replay/none", sampler)],
         strategies=[("minivllm/single", Single(None))],
         now=now,
     )
-    cache = CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial)
-    return Engine(wiring, device, device.start(wiring), parts, cache)
+    options = CacheOptions(sizes.windows, prefix_caching=sizes.prefix, partial_hits=sizes.partial)
+    return Engine(wiring, device, device.start(wiring), parts, options)
 
 
 def _add(engine: Engine, trace: Trace, i: int, ended: Callable[[Request], None]) -> bool:
     """Add request i to the engine, and return False if the engine refuses it as too long for the model or the cache."""
-    params = SamplingParams(max_tokens=int(trace.output[i]), ignore_eos=True, detokenize=False, seed=i)
-    request = Request(str(i), trace.tokens(i), params, float(trace.arrival[i]), on_done=ended)
+    output = int(trace.output[i])
+    arrival = float(trace.arrival[i])
+    params = SamplingParams(max_tokens=output, ignore_eos=True, detokenize=False, seed=i)
+    request = Request(str(i), trace.tokens(i), params, arrival, on_done=ended)
     try:
         engine.add(request)
     except RequestError:

@@ -78,17 +78,19 @@ class Calibrator:
         self.rows = w.max_num_seqs
         self.most = w.max_num_batched_tokens
         # KV tokens to use: a tenth is kept free, since a preemption would be charged to another request's step
-        self.room = (engine.capacity.blocks[0] - 1) * w.block * 9 // 10
+        blocks = engine.capacity.blocks[0] - 1
+        self.room = blocks * w.block * 9 // 10
         self.longest = min(w.max_model_len - DECODES - 2, self.room)
         if self.longest < 16:
-            raise ConfigError(
-                f"max_model_len={w.max_model_len}: too short to calibrate; expected at least {16 + DECODES + 2}"
-            )
+            shortest = 16 + DECODES + 2
+            raise ConfigError(f"max_model_len={w.max_model_len}: too short to calibrate; expected at least {shortest}")
 
     def __enter__(self) -> Calibrator:
         def submit(plan: StepPlan) -> None:
             self._plans.append(plan)
-            self._joins += 0 if plan.delta.join is None else len(plan.delta.join.slot)
+            join = plan.delta.join
+            if join is not None:
+                self._joins += len(join.slot)
             self._planned += int(plan.q_len[plan.q_len > 1].sum())
             if self._paused:
                 self._paused = False
@@ -128,7 +130,8 @@ class Calibrator:
                 raise EngineDeadError(self.engine.dead)
             return
         self._carried += self.timer() - begun
-        back = [self._plans.popleft() for _ in range(len(self._plans) - len(self.engine.in_flight))]
+        arrived = len(self._plans) - len(self.engine.in_flight)
+        back = [self._plans.popleft() for _ in range(arrived)]
         counts = [self._counter.count(plan, self._ended, plan is self._woken) for plan in back]
         if len(back) == 1 and phase:  # the time of several steps cannot be divided
             counted = counts[0]._replace(joins=self._joins, planned=self._planned)
@@ -180,8 +183,9 @@ class Calibrator:
             rows = int(self.rng.integers(0, self.rows))
             share = self.room // (rows + 1)
             self._fill(phase, rows, share)
+            most = min(share, self.most * 5 // 4)
             for _ in range(BURSTS):
-                self._burst(phase, self.rows - rows, min(share, self.most * 5 // 4))
+                self._burst(phase, self.rows - rows, most)
                 for _ in range(int(self.rng.integers(0, BEHIND))):
                     self.turn(phase)
             self._clear()
@@ -193,7 +197,8 @@ class Calibrator:
 
         Their outputs are long enough for the measurements that follow.
         """
-        top = max(8, min(self.longest, share - DECODES - self.room // self.most))
+        steps = DECODES + self.room // self.most
+        top = max(8, min(self.longest, share - steps))
         low = int(self.rng.choice([4, top // 2]))  # measure a full cache as often as one with short rows
         prompts = [self._length(low, top) for _ in range(rows)]
         output = DECODES + sum(prompts) // self.most + 1
@@ -256,7 +261,8 @@ class Calibrator:
 
     def _length(self, low: int, high: int) -> int:
         """Draw a log-uniform length."""
-        exponent = self.rng.uniform(np.log(low), np.log(max(high, low + 1)))
+        high = max(high, low + 1)
+        exponent = self.rng.uniform(np.log(low), np.log(high))
         return int(np.exp(exponent))
 
 
@@ -271,7 +277,8 @@ def _powers(low: int, high: int) -> list[int]:
 def _halves(low: int, high: int) -> list[int]:
     """Return the same numbers, and the middle of each two neighbours."""
     powers = _powers(low, high)
-    return sorted({*powers, *((a + b) // 2 for a, b in itertools.pairwise(powers))})
+    middles = [(a + b) // 2 for a, b in itertools.pairwise(powers)]
+    return sorted({*powers, *middles})
 
 
 def calibrate(
@@ -299,7 +306,8 @@ def calibrate(
             report(f"{phase}, {phase_seconds:.0f} s")
             c.rng = np.random.default_rng(seed)
             _measure(c, phase, phase_seconds)
-        empty = [name for name in SHARES if not any(s.phase == name for s in c.steps)]
+        measured = {s.phase for s in c.steps}
+        empty = [name for name in SHARES if name not in measured]
         if empty or not c.adds:
             raise ConfigError(f"--seconds {seconds:g}: no step of {', '.join(empty) or 'any request'}; raise --seconds")
         fitted = [s for s in c.steps if s.phase != "check"]
@@ -315,8 +323,10 @@ def _measure(c: Calibrator, phase: str, seconds: float) -> None:
     if phase == "check":
         c.mixed(phase, seconds / 2)
         c.traffic(phase, seconds / 2)
-    elif phase in ("prefill", "decode"):
-        c.run(phase, seconds, c.prefills() if phase == "prefill" else c.decodes())
+    elif phase == "prefill":
+        c.run(phase, seconds, c.prefills())
+    elif phase == "decode":
+        c.run(phase, seconds, c.decodes())
     else:
         getattr(c, phase)(phase, seconds)
 
@@ -325,14 +335,14 @@ def _sizes(engine: Engine) -> dict[str, Any]:
     """Return the engine's sizes, which a table of costs stores."""
     w = engine.wiring
     cap = engine.capacity
-    states = {} if cap.checkpoints is None else {"state_checkpoints": cap.checkpoints}
-    return {
-        **states,
-        "kvcache_block_size": w.block,
-        "num_kvcache_blocks": cap.blocks[0] - 1,
-        "max_model_len": w.max_model_len,
-        "max_num_seqs": w.max_num_seqs,
-        "max_num_batched_tokens": w.max_num_batched_tokens,
-        "depth": cap.depth,
-        "windows": list(engine.cache.windows),
-    }
+    sizes: dict[str, Any] = {}
+    if cap.checkpoints is not None:
+        sizes["state_checkpoints"] = cap.checkpoints
+    sizes["kvcache_block_size"] = w.block
+    sizes["num_kvcache_blocks"] = cap.blocks[0] - 1
+    sizes["max_model_len"] = w.max_model_len
+    sizes["max_num_seqs"] = w.max_num_seqs
+    sizes["max_num_batched_tokens"] = w.max_num_batched_tokens
+    sizes["depth"] = cap.depth
+    sizes["windows"] = list(engine.cache.windows)
+    return sizes

@@ -70,7 +70,8 @@ def cases(
     sizes beyond the table of costs.  Raise ConfigError for a configuration with a drafter.
     """
     found: list[SimulatedCase] = []
-    for (label, loaded), shown in zip(configs, options or [("", "")] * len(configs), strict=True):
+    texts = options or [("", "")] * len(configs)
+    for (label, loaded), shown in zip(configs, texts, strict=True):
         config = loaded.engine
         catalog = Catalog.discover(allow_targets=config.allow_targets)
         if config.drafter.name not in ("auto", "none"):
@@ -81,13 +82,15 @@ def cases(
         found.append(case)
         if oracles:
             found.append(replace(case, evictor=None))
-            shortest = config.model_copy(update={"scheduler": type(config.scheduler)(name=SHORTEST)})
-            scheduler = choose_seams(shortest, catalog, ("scheduler",), {})["scheduler"]
-            found.append(replace(case, scheduler=scheduler, known=True))
+            choice = type(config.scheduler)(name=SHORTEST)
+            shortest = config.model_copy(update={"scheduler": choice})
+            parts = choose_seams(shortest, catalog, ("scheduler",), {})
+            found.append(replace(case, scheduler=parts["scheduler"], known=True))
     # configurations that differ in other plug-ins have the same bounds, which need one run
     distinct: dict[str, SimulatedCase] = {}
     for case in found:
-        distinct.setdefault(repr((case.head, case.evictor, case.scheduler)), case)
+        key = (case.head, case.evictor, case.scheduler)
+        distinct.setdefault(repr(key), case)
     return list(distinct.values())
 
 
@@ -104,10 +107,15 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
                 f"{label}: {name}={getattr(config, name)}, and the table was measured up to {measured[name]}: "
                 "the costs of larger steps are extrapolated from its last two points"
             )
-    block = config.kvcache_block_size or int(measured["kvcache_block_size"])
+    measured_block = int(measured["kvcache_block_size"])
+    block = config.kvcache_block_size or measured_block
     blocks = config.num_kvcache_blocks
     if blocks <= 0:
-        blocks = int(measured["num_kvcache_blocks"]) * int(measured["kvcache_block_size"]) // block
+        tokens = int(measured["num_kvcache_blocks"]) * measured_block
+        blocks = tokens // block
+    depth = config.run_ahead
+    if depth is None:
+        depth = int(measured["depth"])
     checkpoints = measured.get("state_checkpoints")
     if config.num_state_checkpoints >= 0:
         if checkpoints is None:
@@ -116,6 +124,8 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
                 "without recurrent states; remove the option"
             )
         checkpoints = config.num_state_checkpoints
+    if checkpoints is not None:
+        checkpoints = int(checkpoints)
     return ServeSizes(
         config.max_num_seqs,
         config.max_num_batched_tokens,
@@ -124,9 +134,9 @@ def sizes_of(label: str, loaded: Loaded, costs: CostTable, warn: Callable[[str],
         blocks,
         config.enable_prefix_caching,
         config.partial_prefix_hits,
-        int(measured["depth"]) if config.run_ahead is None else config.run_ahead,
+        depth,
         tuple(measured["windows"]),
-        None if checkpoints is None else int(checkpoints),
+        checkpoints,
     )
 
 
@@ -156,7 +166,8 @@ def simulate(
 
     fast: dict[str, Any] = {}
     if leaping:
-        fast = {"leap": lambda until: leap(engine, device, clock, until), "turn": lambda: turn(engine, device)}
+        fast["leap"] = lambda until: leap(engine, device, clock, until)
+        fast["turn"] = lambda: turn(engine, device)
     run = drive(engine, trace, clock, trace.tokens, set_sent, case.known, costs.add, **fast)
     return replace(run, busy=device.busy)
 
@@ -174,7 +185,8 @@ def run_really(engine: Engine, trace: Trace, clock: TraceClock | None = None) ->
 
 def warm(engine: Engine, trace: Trace) -> None:
     """Run a few requests with other prompts, since the first calls of an engine allocate memory and compile kernels."""
-    few = trace.part(0, min(len(trace), 2 * engine.wiring.max_num_seqs, 32))
+    most = min(len(trace), 2 * engine.wiring.max_num_seqs, 32)
+    few = trace.part(0, most)
     other = replace(few, arrival=few.arrival * 0, output=np.minimum(few.output, 8))
     width = min(engine.capacity.vocab_size, UNSAID)
     drive(engine, other, RealClock(), lambda i: tokens_within(few.tokens(i) + 1_000_003, width))

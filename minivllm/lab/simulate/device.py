@@ -69,7 +69,8 @@ class Simulated(Counting):
         """
         assert self.costs is not None
         self._count()
-        self._work(1e3 * self.costs.seconds(self._counter.decodes(plan, self._kv, wake=self.wakes())))
+        counts = self._counter.decodes(plan, self._kv, wake=self.wakes())
+        self._work(1e3 * self.costs.seconds(counts))
         self._rows = plan.slots if self._left and self._is_warm() else None
         ends = self.known[self._at] + self._ahead >= self.end[self._at]
         if not self._left:
@@ -187,14 +188,9 @@ class Simulated(Counting):
         if np.count_nonzero(active) < len(active):
             flags[~active] = OVERSHOOT
         self.tokens = self._drawn(slots)
-        result = _result(
-            id=plan.id,
-            slots=plan.slots if slots is rows else plan.slots[plan.samples],
-            tokens=self.tokens,
-            count=active.astype(np.int32),
-            flags=flags,
-            device_ms=ms,
-        )
+        count = active.astype(np.int32)
+        sampled = plan.slots if slots is rows else plan.slots[plan.samples]
+        result = _result(id=plan.id, slots=sampled, tokens=self.tokens, count=count, flags=flags, device_ms=ms)
         self._end(int(np.count_nonzero(ends)))
         self._running.append(SimStep(plan, ms, result, self._free_at))
         if slots is rows and plan.q_len[-1] == 1 and not np.count_nonzero(flags) and self._is_warm():
@@ -205,7 +201,9 @@ class Simulated(Counting):
 
     def _is_warm(self) -> bool:
         """Return whether the next step pays no extra cost for a large step before it."""
-        return self.costs is None or not 0 < self.costs.limit < max(self._counter.before)
+        if self.costs is None:
+            return True
+        return not 0 < self.costs.limit < max(self._counter.before)
 
     def _work(self, ms: float) -> None:
         """Keep the device busy for some milliseconds."""
@@ -217,7 +215,9 @@ class Simulated(Counting):
         return self._next(slots).astype(np.int32, copy=False)
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
-        return super()._next(slots) if self.answers else self._unsaid[: len(slots)]
+        if self.answers:
+            return super()._next(slots)
+        return self._unsaid[: len(slots)]
 
 
 def _result(**columns: Any) -> StepResult:
@@ -230,4 +230,6 @@ def _result(**columns: Any) -> StepResult:
 def _keeps_rows(plan: StepPlan) -> bool:
     """Return whether no row joins, leaves or forks; blocks may be added."""
     d = plan.delta
-    return d is NO_CHANGE or not (len(d.leave) or d.join is not None or len(d.fork) or len(d.token))
+    if d is NO_CHANGE:
+        return True
+    return d.join is None and not (len(d.leave) or len(d.fork) or len(d.token))

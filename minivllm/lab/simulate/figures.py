@@ -15,6 +15,8 @@ from .drive import TraceOutcome
 GOALS = ("ttft", "tpot", "e2el")  # milliseconds
 PERCENTILES = (50, 90, 99)
 
+Bounds = dict[str, list[float]]  # lower and upper bound of each error
+
 
 def parse_goals(texts: Sequence[str]) -> dict[str, float]:
     """Parse goals such as ``ttft:500`` (milliseconds).  Raise ConfigError."""
@@ -39,22 +41,23 @@ def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, f
     goodput, as ``parse_goals`` returns them.  ``watts`` is the power of a busy and an idle device; {} omits the energy.
     """
     ok = run.served
+    served = int(ok.sum())
     times = columns(run)
     duration = float(run.finished[ok].max()) if ok.any() else 0.0
 
     def per_second(total: Any) -> float:
         return float(total) / duration if duration else 0.0
 
-    good = np.ones(int(ok.sum()), bool)
+    good = np.ones(served, bool)
     for name, limit in goals.items():
         good &= ~(times[name] > limit)  # an answer of one token has no time per output token, and passes
     prompt = int(run.prompt[ok].sum())
     output = int(run.output[ok].sum())
-    found: dict[str, Any] = {"completed": int(ok.sum()), "failed": int((~ok).sum())}
+    found: dict[str, Any] = {"completed": served, "failed": len(ok) - served}
     found["duration"] = duration
     found["total_input_tokens"] = prompt
     found["total_output_tokens"] = output
-    found["request_throughput"] = per_second(ok.sum())
+    found["request_throughput"] = per_second(served)
     found["output_throughput"] = per_second(output)
     found["total_token_throughput"] = per_second(prompt + output)
     if goals:
@@ -65,14 +68,21 @@ def figures(run: TraceOutcome, goals: Mapping[str, float], watts: Mapping[str, f
             found[f"mean_{name}_ms"] = float(finite.mean())
             for p, value in zip(PERCENTILES, np.percentile(finite, PERCENTILES), strict=True):
                 found[f"p{p}_{name}_ms"] = float(value)
-    found["prefix_hit_rate"] = float(run.cached[ok].sum() / max(1, prompt))
-    found |= {"preemptions": run.preemptions, "evictions": run.evictions, "steps": run.steps}
+    cached = run.cached[ok].sum()
+    found["prefix_hit_rate"] = float(cached / max(1, prompt))
+    found["preemptions"] = run.preemptions
+    found["evictions"] = run.evictions
+    found["steps"] = run.steps
     if {"busy", "idle"} <= set(watts):
         idle = max(0.0, duration - run.busy)
         joules = watts["busy"] * run.busy + watts["idle"] * idle
-        found |= {"joules": joules, "joules_per_output_token": joules / max(1, output)}
-    plugins = {f"{FIGURE}{name}": value for name, value in run.figures.items()}
-    return {**found, "run_seconds": run.took, "run_cpu_seconds": run.cpu, **plugins}
+        found["joules"] = joules
+        found["joules_per_output_token"] = joules / max(1, output)
+    found["run_seconds"] = run.took
+    found["run_cpu_seconds"] = run.cpu
+    for name, value in run.figures.items():
+        found[FIGURE + name] = value
+    return found
 
 
 def columns(run: TraceOutcome) -> dict[str, np.ndarray]:
@@ -98,16 +108,21 @@ COMPARED = (
 )
 
 
-def off(simulated: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, list[float]]]:
+def off(simulated: Mapping[str, Any], real: Mapping[str, Any]) -> tuple[dict[str, float], Bounds]:
     """Return the relative errors of a simulation, and their 95 % confidence intervals.
 
     ``real`` has ``intervals`` of its figures (``repeats.merged``).  A figure whose interval begins at 0 or below has no
     interval of its error.
     """
-    errors = {key: simulated[key] / real[key] - 1 for key in COMPARED if real.get(key) and key in simulated}
-    bounds = {}
-    for key in errors:
-        low, high = real.get("intervals", {}).get(key) or (0.0, 0.0)
+    errors: dict[str, float] = {}
+    bounds: Bounds = {}
+    intervals = real.get("intervals", {})
+    for key in COMPARED:
+        if key not in simulated or not real.get(key):
+            continue
+        value = simulated[key]
+        errors[key] = value / real[key] - 1
+        low, high = intervals.get(key) or (0.0, 0.0)
         if low > 0:
-            bounds[key] = [simulated[key] / high - 1, simulated[key] / low - 1]
+            bounds[key] = [value / high - 1, value / low - 1]
     return errors, bounds

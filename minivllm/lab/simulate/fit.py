@@ -24,6 +24,8 @@ FEWEST = 20  # steps near a point of a line
 SMOOTH = 16.0  # weight, in steps, of a point's place between its neighbours; it decides where few steps were measured
 GAIN = 0.95  # largest error with a limit, as a share of the error without
 
+Array = np.ndarray
+
 
 @dataclass(frozen=True)
 class MeasuredStep:
@@ -47,13 +49,16 @@ def fit(steps: Sequence[MeasuredStep], rows_at: Sequence[int], tokens_at: Sequen
     parts = [part.tolist() for part in np.split(costs, ends[:-1])]
     rows, line, prompts, small_line, small_prompts, rest = parts
     large = _prompt_costs(design.parts[1], line, prompts)
-    small = _prompt_costs(design.parts[3], small_line, small_prompts) if design.limit else large
+    small = large
+    if design.limit:
+        small = _prompt_costs(design.parts[3], small_line, small_prompts)
     slopes = dict(zip(SLOPES, rest, strict=True))
     return CostTable(BrokenLine(design.parts[0], rows), small, large, design.limit, slopes)
 
 
 def _prompt_costs(points: Sequence[Any], seconds: list[float], slopes: list[float]) -> PromptCosts:
-    return PromptCosts(BrokenLine(points, seconds), dict(zip(PROMPT_SLOPES, slopes, strict=True)))
+    by_name = dict(zip(PROMPT_SLOPES, slopes, strict=True))
+    return PromptCosts(BrokenLine(points, seconds), by_name)
 
 
 class _Columns:
@@ -62,18 +67,20 @@ class _Columns:
     def __init__(self, steps: Sequence[MeasuredStep]) -> None:
         counts = [s.counts for s in steps]
 
-        def column(name: str) -> np.ndarray:
+        def column(name: str) -> Array:
             return np.array([getattr(c, name) for c in counts], np.float64)
 
         self.seconds = np.array([s.seconds for s in steps])
+        prefill = column("prefill")
         self.rows = column("rows")
         self.kv = column("kv")
         self.tokens = column("tokens")
         self.before = column("before")
-        self.prompts = column("prefill") > 0
-        self.own = np.stack([self.rows, self.kv, column("pairs"), column("chunks")], 1)  # in the order of PROMPT_SLOPES
+        self.prompts = prefill > 0
+        own = [self.rows, self.kv, column("pairs"), column("chunks")]  # in the order of PROMPT_SLOPES
+        self.own = np.stack(own, 1)
         planned = column("planned")
-        if np.array_equal(planned, column("prefill")):
+        if np.array_equal(planned, prefill):
             # each step plans its own prompts, so their cost is part of the line of tokens
             planned = np.zeros(len(steps))
         self.common = [column("joins"), planned, column("ends"), column("fresh")]
@@ -90,8 +97,8 @@ class _Design:
 
     limit: int
     parts: tuple[Sequence[Any], ...]
-    matrix: np.ndarray
-    bends: np.ndarray  # of lines, from ``_bends``
+    matrix: Array
+    bends: Array  # of lines, from ``_bends``
     error: float  # of the best costs
 
 
@@ -127,13 +134,15 @@ def _design(columns: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Se
         at_small = _reached([x for x in tokens_at if x <= limit], columns.tokens[small])
         cold = (columns.before > limit) & ~large
     blocks = [_hats(at_rows, columns.rows) * decodes[:, None]]
-    for points, chosen in ((at_large, large), (at_small, small)):
+    for points, steps in ((at_large, large), (at_small, small)):
         if points:
-            blocks.append(_hats(points, columns.tokens) * chosen[:, None])
-            blocks.append(columns.own * chosen[:, None])
+            chosen = steps[:, None]
+            blocks.append(_hats(points, columns.tokens) * chosen)
+            blocks.append(columns.own * chosen)
     wake_large = columns.wake * large * (limit > 0)
     rest = [columns.kv * decodes, *columns.common, cold, cold * columns.kv, columns.wake, wake_large]  # as SLOPES
-    matrix = np.concatenate([*blocks, np.stack(rest, 1)], axis=1)
+    blocks.append(np.stack(rest, 1))
+    matrix = np.concatenate(blocks, axis=1)
     small_slopes = PROMPT_SLOPES if limit else ()
     parts = (at_rows, at_large, PROMPT_SLOPES, at_small, small_slopes, SLOPES)
     bends = _bends(parts, matrix, columns.seconds)
@@ -141,16 +150,17 @@ def _design(columns: _Columns, limit: int, rows_at: Sequence[int], tokens_at: Se
     return _Design(limit, parts, matrix, bends, error)
 
 
-def _reached(points: Sequence[int], values: np.ndarray) -> list[int]:
+def _reached(points: Sequence[int], values: Array) -> list[int]:
     """Return the first point, and each point with enough values between it and the last one returned."""
     kept = [points[0]]
     for high in points[1:]:
-        if np.count_nonzero((values > kept[-1]) & (values <= high)) >= FEWEST:
+        between = (values > kept[-1]) & (values <= high)
+        if np.count_nonzero(between) >= FEWEST:
             kept.append(high)
     return kept
 
 
-def _hats(points: Sequence[int], x: np.ndarray) -> np.ndarray:
+def _hats(points: Sequence[int], x: Array) -> Array:
     """Return the weight of each point of a broken line at ``x``, [n, points].
 
     Beyond the last point the line continues as between the last two.
@@ -159,7 +169,8 @@ def _hats(points: Sequence[int], x: np.ndarray) -> np.ndarray:
     if len(points) == 1:
         weights[:, 0] = 1
         return weights
-    i = np.clip(np.searchsorted(points, x, side="right"), 1, len(points) - 1)
+    right = np.searchsorted(points, x, side="right")
+    i = np.clip(right, 1, len(points) - 1)
     low = np.array(points)[i - 1]
     high = np.array(points)[i]
     share = (x - low) / (high - low)
@@ -169,7 +180,7 @@ def _hats(points: Sequence[int], x: np.ndarray) -> np.ndarray:
     return weights
 
 
-def _bends(parts: tuple[Sequence[Any], ...], matrix: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+def _bends(parts: tuple[Sequence[Any], ...], matrix: Array, seconds: Array) -> Array:
     """Return a row [columns] for each inner point of a line.
 
     A row times the costs is the distance of the point from the straight line between its neighbours, relative to the
@@ -181,16 +192,18 @@ def _bends(parts: tuple[Sequence[Any], ...], matrix: np.ndarray, seconds: np.nda
     for points in parts:
         is_line = len(points) > 0 and isinstance(points[0], int)
         for i in range(1, len(points) - 1) if is_line else ():
-            share = (points[i] - points[i - 1]) / (points[i + 1] - points[i - 1])
+            below, point, above = points[i - 1 : i + 2]
+            share = (point - below) / (above - below)
+            at = first + i
             row = np.zeros(columns)
-            row[first + i - 1 : first + i + 2] = share - 1, 1, -share
-            weights = matrix[:, first + i]
+            row[at - 1 : at + 2] = share - 1, 1, -share
+            weights = matrix[:, at]
             rows.append(row * weights.sum() / (weights @ seconds))
         first += len(points)
     return np.array(rows).reshape(-1, columns)
 
 
-def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int, bends: np.ndarray) -> tuple[np.ndarray, float]:
+def _solve(matrix: Array, seconds: Array, rounds: int, bends: Array) -> tuple[Array, float]:
     """Return the costs with the least relative error, and this error as a mean.
 
     Each round takes errors relative to the predictions of the round before.  Relative to the measured times, steps that
@@ -204,11 +217,12 @@ def _solve(matrix: np.ndarray, seconds: np.ndarray, rounds: int, bends: np.ndarr
         costs = _solve_nonnegative(rows, target)
         predicted = np.maximum(matrix @ costs, seconds.min())
         off = np.abs(seconds / predicted - 1)
-        weight = np.sqrt(np.minimum(1, OFF / np.maximum(off, 1e-9))) / predicted
+        trust = np.minimum(1, OFF / np.maximum(off, 1e-9))
+        weight = np.sqrt(trust) / predicted
     return costs, float(np.minimum(off, OFF).mean())
 
 
-def _solve_nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+def _solve_nonnegative(matrix: Array, target: Array) -> Array:
     """Return the x >= 0 with the least |matrix x - target|.
 
     All elements start at 0.  In each round the element that helps most becomes free, and elements that would fall below
@@ -231,12 +245,13 @@ def _solve_nonnegative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return x / size
 
 
-def _best_free(gram: np.ndarray, wanted: np.ndarray, x: np.ndarray, free: np.ndarray) -> np.ndarray:
+def _best_free(gram: Array, wanted: Array, x: Array, free: Array) -> Array:
     """Return the best x >= 0 whose elements outside ``free`` are 0; elements that reach 0 are removed from ``free``."""
     while True:
         best = np.zeros(len(x))
         at = np.flatnonzero(free)
-        best[at] = np.linalg.solve(gram[np.ix_(at, at)], wanted[at])
+        free_gram = gram[np.ix_(at, at)]
+        best[at] = np.linalg.solve(free_gram, wanted[at])
         below = free & (best <= 0)
         if not below.any():
             return best
@@ -252,14 +267,18 @@ def errors(table: CostTable, steps: Sequence[MeasuredStep]) -> dict[str, Any]:
     took = np.array([s.seconds for s in steps])
     phases = np.array([s.phase for s in steps])
 
-    def errors_of(chosen: np.ndarray) -> dict[str, float]:
-        off = np.abs(predicted[chosen] / took[chosen] - 1)
-        p50, p90 = np.percentile(off, [50, 90])
-        total = predicted[chosen].sum() / took[chosen].sum() - 1
-        found: dict[str, float] = {"steps": int(chosen.sum())}
-        for name, value in (("median_error", p50), ("p90_error", p90), ("sum_error", total)):
-            found[name] = round(float(value), 4)
+    def errors_of(chosen: Array) -> dict[str, float]:
+        simulated = predicted[chosen]
+        real = took[chosen]
+        p50, p90 = np.percentile(np.abs(simulated / real - 1), [50, 90])
+        total = simulated.sum() / real.sum() - 1
+        found: dict[str, float] = {"steps": len(real)}
+        found["median_error"] = round(float(p50), 4)
+        found["p90_error"] = round(float(p90), 4)
+        found["sum_error"] = round(float(total), 4)
         return found
 
-    by_phase: dict[str, Any] = {name: errors_of(phases == name) for name in dict.fromkeys(phases.tolist())}
-    return {"all": errors_of(np.ones(len(steps), bool)), **by_phase}
+    found = {"all": errors_of(np.ones(len(steps), bool))}
+    for name in dict.fromkeys(phases.tolist()):
+        found[name] = errors_of(phases == name)
+    return found

@@ -166,7 +166,8 @@ class _Stretch:
                 if len(rows) > self.cache.available:
                     break
                 # no KV group has a sliding window, so a row needs its next block in all groups at once
-                self.cache.grow(self.at[rows], np.ones((len(self.cache.pools), len(rows)), np.int32))
+                one_each = np.ones((len(self.cache.pools), len(rows)), np.int32)
+                self.cache.grow(self.at[rows], one_each)
                 lacks[rows] += self.slots.block
                 lack = _least(lacks)
             self._drop_changes()
