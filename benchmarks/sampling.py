@@ -96,12 +96,12 @@ def main() -> None:
     show("float32 copy, which penalties need", lambda n, x: lambda: x.float())
     for length in (600, 4096):
 
-        def penalised(n: int, x: torch.Tensor, length: int = length) -> Callable[[], Any]:
+        def penalized(n: int, x: torch.Tensor, length: int = length) -> Callable[[], Any]:
             rows, columns = rows_of(penalties, SamplingParams(repetition_penalty=1.1), n, length, args.vocab)
             whole = x.float()
             return lambda: penalties.apply(whole, rows, columns)
 
-        show(f"repetition penalty, history {length}", penalised)
+        show(f"repetition penalty, history {length}", penalized)
 
 
 if __name__ == "__main__":

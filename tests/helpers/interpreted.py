@@ -251,7 +251,7 @@ def test_penalties_count_every_token_of_a_history_whatever_shares_its_cell(lengt
     got = torch.randn(n, width) * 4
     got[:, 4] = -torch.inf
     want = got.clone()
-    triton_penalties.penalise(got, rows, state["repetition"], state["presence"], state["frequency"])
+    triton_penalties.penalize(got, rows, state["repetition"], state["presence"], state["frequency"])
     Penalties(None, SamplingContext(width, 100, (), fuse=False)).apply(want, rows, state)
     near(got, want)
 

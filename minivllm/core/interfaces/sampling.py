@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 API = (1, 4)  # 1.1: Column.kept; 1.2: Spec.params; 1.3: bind_prompt; 1.4: Rows.own_logits
 
+State = Mapping[str, "Tensor"]  # the columns of a plug-in on the device, by name
+
 
 @dataclass(frozen=True)
 class Column:
@@ -37,6 +39,9 @@ class Column:
     dtype: str = "float32"
     fill: float = 0.0
     kept: bool = False
+
+
+Columns = Mapping[str, Column]
 
 
 @dataclass(frozen=True)
@@ -130,7 +135,7 @@ class Processor(ABC):
     def __init__(self, options: Any, ctx: SamplingContext) -> None:
         self.options, self.ctx = options, ctx
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         """Return the state columns by name."""
         return {}
 
@@ -148,7 +153,7 @@ class Processor(ABC):
         return self.bind(params, len(prompt))
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         """Change ``logits`` float32 [N, V] in place.  ``state[name]`` is [S, ...]; index it with ``rows.slots``.
 
         Never write to ``rows``, neither to its attributes nor to its tensors, because later plug-ins receive the same
@@ -156,7 +161,7 @@ class Processor(ABC):
         """
 
     def commit(  # noqa: B027  (optional)
-        self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]
+        self, tokens: Tensor, count: Tensor, rows: Rows, state: State
     ) -> None:
         """Update the state with accepted tokens i64 [N, k].
 
@@ -178,10 +183,10 @@ class Sampler(Processor):
     #: ``draw`` does not overwrite the logits.  This saves a copy if their log-probabilities are needed.
     keeps_logits: bool = False
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         """Do nothing, because a sampler only draws."""
 
-    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+    def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         """Return new logits float32 [N, V] whose softmax is the distribution of ``draw``.  Logits of greedy rows are
         unchanged.
 
@@ -191,6 +196,6 @@ class Sampler(Processor):
         raise NotImplementedError
 
     @abstractmethod
-    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+    def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         """Write ``out.tokens``.  ``logits`` float32 [N, V] may be overwritten.  A token of logit -inf is never drawn.
         Never write to ``rows`` (see ``Processor.apply``)."""

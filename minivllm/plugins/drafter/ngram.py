@@ -1,6 +1,6 @@
-"""Prompt lookup (Saxena, 2023; "prompt lookup decoding"): text that is copied, quoted or edited says what comes next.
+"""Prompt lookup (Saxena, 2023; "prompt lookup decoding"): answers often copy, quote or edit earlier text.
 
-history   ... a b c d e ...  x  b c       the last tokens, b c, were there before; d e followed
+history   ... a b c d e ...  x  b c       the last tokens b c have occurred before; d e followed them
 drafts                            d e
 """
 
@@ -13,9 +13,12 @@ from minivllm.core.interfaces.drafter import Ask, Drafter
 
 
 class NGram(Drafter):
-    """The longest earlier occurrence of the row's last tokens, of ``prompt_lookup_min`` to ``prompt_lookup_max``; of
-    equally long ones the latest.  Where it is close to the end what follows is continued as a repetition, so there are
-    always k drafts or none.  O(history * prompt_lookup_max) a row, on the device."""
+    """A drafter that proposes the tokens behind the longest earlier occurrence of a row's last tokens.
+
+    An occurrence has ``prompt_lookup_min`` to ``prompt_lookup_max`` tokens.  Of equally long occurrences the latest is
+    used.  If fewer than k tokens follow it, they are repeated, so a row gets k drafts or none.  The search runs on the
+    device and takes O(history * prompt_lookup_max) operations per row.
+    """
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         rows, k = ask.rows, ask.k
@@ -31,7 +34,9 @@ class NGram(Drafter):
             same[:, back:] = history[:, : length - back] == last
             alive = alive & same & (known > back + 1)
             equal += alive
-        best, end = (equal * length + at).where(equal >= self.options.prompt_lookup_min, -1).max(dim=1, keepdim=True)
+        long_enough = equal >= self.options.prompt_lookup_min
+        rank = (equal * length + at).where(long_enough, -1)
+        best, end = rank.max(dim=1, keepdim=True)
         period = (known - 1 - end).clamp_(min=1)
         follow = end + 1 + torch.arange(k, device=history.device) % period
         tokens = history.gather(1, follow.clamp_(max=length - 1))

@@ -1,4 +1,4 @@
-"""No speculation."""
+"""Run without speculation."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from minivllm.core.interfaces.drafter import Ask, Drafter
 
 
 class NoDrafts(Drafter):
-    """Its spec says that it has no drafts, so the engine never asks."""
+    """A drafter without drafts.  The trait ``drafts`` of its spec is 0, so the engine never calls it."""
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         slots = ask.rows.slots
-        return torch.zeros(len(slots), ask.k, dtype=torch.int64, device=slots.device), torch.zeros_like(slots)
+        tokens = torch.zeros(len(slots), ask.k, dtype=torch.int64, device=slots.device)
+        return tokens, torch.zeros_like(slots)

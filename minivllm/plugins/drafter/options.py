@@ -6,6 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class NGramOptions(BaseModel):
+    """Options of prompt lookup."""
+
     model_config = ConfigDict(extra="forbid")
 
     prompt_lookup_max: int = Field(4, ge=1, le=32, description="tokens that are compared at most")
@@ -40,6 +42,8 @@ class SuffixOptions(BaseModel):
 
 
 class ModelOptions(BaseModel):
+    """The draft model."""
+
     model_config = ConfigDict(extra="forbid")
 
     model: str = Field(

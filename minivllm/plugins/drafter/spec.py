@@ -1,37 +1,32 @@
-"""What the built-in drafters say about themselves."""
+"""Describe the built-in drafters."""
+
+from functools import partial
 
 from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.drafter"
+_drafter = partial(Spec, api=(1, 1), limits={"device": ANY})
 
-NONE = Spec(
+NONE = _drafter(
     impl=f"{HERE}.none:NoDrafts",
-    api=(1, 1),
-    summary="no drafts: every step gives a row one token",
+    summary="no drafts: every step generates one token of a row",
     priority=10,
-    limits={"device": ANY},
     traits={"drafts": 0},
 )
-NGRAM = Spec(
+NGRAM = _drafter(
     impl=f"{HERE}.ngram:NGram",
-    api=(1, 1),
-    summary="prompt lookup: what followed when the last tokens were there before",
+    summary="prompt lookup: propose the tokens that followed an earlier occurrence of the last tokens",
     options=f"{HERE}.options:NGramOptions",
-    limits={"device": ANY},
 )
-MODEL = Spec(
+MODEL = _drafter(
     impl=f"{HERE}.model:ModelDrafter",
-    api=(1, 1),
-    summary="a smaller model with the same tokenizer guesses",
+    summary="a smaller model with the same tokenizer proposes tokens",
     options=f"{HERE}.options:ModelOptions",
-    limits={"device": ANY},
     features=frozenset({"draft_model"}),
 )
-SUFFIX = Spec(
+SUFFIX = _drafter(
     impl=f"{HERE}.suffix:Suffix",
-    api=(1, 1),
     summary="what followed the longest end of the text, in it and in earlier outputs",
     options=f"{HERE}.options:SuffixOptions",
-    limits={"device": ANY},
     features=frozenset({"host_tokens"}),
 )

@@ -1,20 +1,20 @@
-"""What is worth the least goes first: recompute cost x chance of reuse / size, fading with time.
+"""Evict the block of the least value: cost of recomputation x chance of reuse / size, decreasing with time.
 
 GreedyDual (Young, "The k-server dual and loose competitiveness for paging", Algorithmica 1994) gives an object the
-value clock + cost / size and lets the clock rise to the value of what went last; GDSF (Cherkasova, HP Labs 1998)
-multiplies the cost by the number of hits.  Here a block's worth is an estimate, and it fades by the factor e whenever
-``horizon`` x capacity blocks have been released::
+value clock + cost / size, and sets the clock to the value of the last evicted object.  GDSF (Cherkasova, HP Labs 1998)
+multiplies the cost by the number of hits.  Here the value of a block is an estimate, which falls by the factor e
+whenever ``horizon`` x capacity blocks have been released::
 
-    value = cost x chance / size x exp(-released since / (horizon x capacity))
+    value = cost x chance / size x exp(-releases since its own / (horizon x capacity))
 
-Values are compared as logarithms, which grow with the stamp of the last release and are otherwise fixed, so a heap
-keeps them in order: a block with twice the chance outlives another by ln 2 x horizon x capacity releases.
+Values are compared as logarithms.  They grow with the stamp of the last release and are otherwise fixed, so a heap
+keeps them in order.  A block with twice the chance stays ln 2 x horizon x capacity releases longer than another.
 
-*Cost* is what is lost with this block alone: a ripe block's parent is still cached, so its own share of the tokens.
-*Chance* is learned while it runs: blocks are classed by how often they were hit (never, once, 2 or 3 times, more), and
-of each class it is counted how many came to rest and how many of those were used again.  Blocks that come back after
-they were given up count too, and get their hits back: ghosts (keys only, as many as ``ghosts`` x capacity) remember
-them, without which a class that is given up early could never show that it should not have been.
+*Cost* is the number of tokens of this block alone, since the parent of a ripe block is still cached.  *Chance* is
+learned at run time.  Blocks are classed by the number of their hits: none, one, 2 or 3, more.  The chance of a class is
+the share of its released blocks that were used again.  An evicted block that is cached again counts as used and gets
+its hits back.  For this purpose the keys of the last ``ghosts`` x capacity evicted blocks are stored.  Without them the
+statistics of a class that is evicted early could never improve.
 """
 
 from __future__ import annotations
@@ -29,34 +29,38 @@ from minivllm.core.interfaces.evictor import EvictorContext
 from .leaves import Ghosts, LeafBlock, Leaves
 
 CLASSES = 4
-PRIOR = 20.0  # rests of a class that are worth as much as what all classes together say
-LEAST = 1e-3  # a chance: a class that was never used again may yet be
+PRIOR = 20.0  # weight of the chance of all classes together, in releases of a class
+LEAST = 1e-3  # least chance, since a class without reuse so far may be used again later
 
 
 class CostAware(Leaves):
-    """O(log n) a key.  ``Block.mark`` is the class in which it came to rest last."""
+    """An evictor by value, O(log n) per key.  ``LeafBlock.mark`` is the class at the last release."""
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)
         self.fade = options.horizon * ctx.capacity
         self.ghosts = Ghosts(int(options.ghosts * ctx.capacity))  # hits x CLASSES + class
-        self.rests, self.reused = [0] * CLASSES, [0] * CLASSES
-        self.bonus = [0.0] * CLASSES  # releases that the chance of a class is worth
+        self.rests = [0] * CLASSES
+        self.reused = [0] * CLASSES
+        self.bonus = [0.0] * CLASSES  # logarithm of the chance of each class, in releases
 
     def chance(self, group: int) -> float:
         """Return the estimated probability, ``LEAST`` to 1, that a block that becomes free in this class is used
         again."""
         every = (sum(self.reused) + 1) / (sum(self.rests) + 2)
-        return min(1.0, max(LEAST, (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)))
+        chance = (self.reused[group] + PRIOR * every) / (self.rests[group] + PRIOR)
+        return min(1.0, max(LEAST, chance))
 
     def enqueue(self, block: LeafBlock) -> None:
         entry = block.stamp + self.fade * block.worth + self.bonus[block.mark]
-        while entry in self.queue.block_of:  # hardly ever: an entry is one block's
+        while entry in self.queue.block_of:  # entries are unique; equal values are rare
             entry = math.nextafter(entry, math.inf)
         self.queue.push(block, entry)
 
     def came(self, block: LeafBlock) -> None:
-        cost = block.cost - (block.parent.cost if block.parent is not None else 0.0)
+        cost = block.cost
+        if block.parent is not None:
+            cost -= block.parent.cost
         block.worth = math.log(max(cost, 1e-6) / max(block.size, 1))
         ghost = self.ghosts.pop(block.key)
         if ghost is not None:

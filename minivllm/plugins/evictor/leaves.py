@@ -1,5 +1,7 @@
-"""What evictors share that give up the ripe block of least rank.  A block is *ripe* when nobody holds it and no cached
-block hangs on it; only ripe blocks may go, so a block comes up when the last of its children is gone.
+"""Share the code of evictors that evict the ripe block of the least rank.
+
+A block is *ripe* if no request holds it and it has no cached child.  Only ripe blocks may be evicted, so a parent
+becomes ripe when its last child is evicted.
 
     held ──free──► idle ──last child gone──► ripe ──victims──► gone
      ▲               │                         │
@@ -16,11 +18,11 @@ import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
-STAMP_BITS = 40  # of a queue's entry, the low ones; more blocks than an engine releases in its life
+STAMP_BITS = 40  # low bits of a queue's entry; enough for all releases of an engine's life
 
 
 class LeafBlock:
-    """A cached block.  (A plain class: a million of them are made, and a dataclass is slower to make.)"""
+    """A cached block.  It is a plain class, since up to a million blocks exist and a dataclass is built more slowly."""
 
     __slots__ = (
         "age",
@@ -41,21 +43,23 @@ class LeafBlock:
     def __init__(self, key: int, parent: LeafBlock | None, depth: int, size: int, cost: float, age: int) -> None:
         self.key, self.parent, self.depth = key, parent, depth
         self.size = size  # bytes
-        self.cost = cost  # tokens to recompute if it is lost and all before it too
+        self.cost = cost  # tokens to recompute if this block and all blocks before it are lost
         self.age = age  # number of its arrival
         self.hits = 0  # lookups that found it
-        self.children = 0  # cached blocks that hang on it
+        self.children = 0  # cached children
         self.held = True
-        self.stamp = 0  # number of its last release, never used twice; deeper blocks of one call have the smaller one
+        self.stamp = 0  # unique number of the last release; deeper blocks of a call have smaller numbers
         self.entry: float | None = None  # in a queue, while it is ripe
-        self.mark, self.worth = 0, 0.0  # a plug-in's own
+        self.mark = 0  # for use by subclasses, as is ``worth``
+        self.worth = 0.0
 
 
 class RankQueue:
-    """Ripe blocks by a number, least first: O(log n) to push and to pop, O(1) to discard.
+    """Ripe blocks in ascending order of a number.  Push and pop are O(log n), discard is O(1).
 
-    The heap holds plain numbers, which compare faster than tuples; each belongs to one block.  Discarded ones stay in
-    it until they come up, or until they are more than half of it.  Invariant: ``block_of[b.entry] is b`` for all in it.
+    The heap holds plain numbers, which compare faster than tuples; each belongs to one block.  The numbers of discarded
+    blocks stay in the heap until they are popped or are more than half of it.  Invariant: ``block_of[b.entry] is b``
+    for all blocks in the queue.
     """
 
     def __init__(self) -> None:
@@ -97,12 +101,13 @@ def exact(rank: int, block: LeafBlock) -> int:
 
 
 class Ghosts:
-    """The last ``most`` keys that went, each with a number.  A key that went twice is forgotten with its first time."""
+    """The last ``most`` evicted keys, each with a number.  A key that was evicted twice is dropped with its first
+    eviction."""
 
     def __init__(self, most: int) -> None:
         self.most = most
         self.number: dict[int, int] = {}
-        self.line: deque[int] = deque()  # a dict alone would look for its oldest key through gaps
+        self.line: deque[int] = deque()  # a dict alone finds its oldest key slowly after deletions
 
     def put(self, key: int, number: int) -> None:
         self.line.append(key)
@@ -116,8 +121,11 @@ class Ghosts:
 
 
 class Leaves(Evictor):
-    """Keeps the tree of cached blocks.  A subclass says the ``rank`` of a ripe block; of equal ranks the block that was
-    released longest ago goes first.  A rank is asked for when a block becomes ripe and stays until it is held again."""
+    """An evictor with the tree of cached blocks.
+
+    A subclass defines the ``rank`` of a ripe block.  Among equal ranks the block that was released longest ago is
+    evicted first.  A rank is computed when a block becomes ripe, and stays until the block is held again.
+    """
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:
         super().__init__(options, ctx)

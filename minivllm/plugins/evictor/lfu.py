@@ -1,6 +1,7 @@
-"""Least frequently used: the block with the fewest hits since it was cached goes first, of equal ones the one released
-longest ago.  Counts are never forgotten, so blocks that were popular once stay: the classic weakness, which
-``cost-aware`` avoids."""
+"""Evict the block with the fewest hits since it was cached, and among equal counts the block released longest ago.
+
+Counts never decrease, so blocks that were popular once stay in the cache.  The evictor ``cost-aware`` avoids this.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from .leaves import LeafBlock, Leaves
 
 
 class Lfu(Leaves):
-    """O(log n) a key."""
+    """An evictor by number of hits, O(log n) per key."""
 
     def rank(self, block: LeafBlock) -> int:
         return block.hits

@@ -1,4 +1,4 @@
-"""Least recently used: the block that was freed longest ago goes first; of one sequence, the deepest first."""
+"""Evict the block that was freed longest ago, and within a sequence the deepest block first."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
 
 
 class Lru(Evictor):
-    """A dict in order of release is the queue: O(1) a key.
+    """An evictor whose queue is a dict in order of release, O(1) per key.
 
-    Keys of one ``free`` come parents first and are queued in reverse, and a child is never held when its parent is not,
-    so a parent is always younger in the queue than its cached children.
+    The keys of one call of ``free`` have parents first and are queued in reverse.  A child is held only while its
+    parent is held, so cached children always precede their parent in the queue.
     """
 
     def __init__(self, options: Any, ctx: EvictorContext) -> None:

@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class PrefixDepthOptions(BaseModel):
-    """How finely depths are told apart."""
+    """The resolution of depths."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -23,7 +23,7 @@ class S3FifoOptions(BaseModel):
 
 
 class CostAwareOptions(BaseModel):
-    """How fast worth fades, and how long what went is remembered."""
+    """How fast values decrease, and how many evicted keys are stored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

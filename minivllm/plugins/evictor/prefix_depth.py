@@ -1,9 +1,9 @@
-"""Keep beginnings: the deepest block goes first, of equal depth the one released longest ago.
+"""Evict the deepest block, and among equal depths the block released longest ago.
 
-A beginning can serve every sequence that starts with it, an end only its own continuation.  Depths are compared in
-bands of ``band`` blocks: 1 is pure depth, a large band comes near to LRU.  RadixAttention (Zheng et al., "SGLang:
-Efficient Execution of Structured Language Model Programs", NeurIPS 2024) gives leaves up first by recency; this takes
-the other order.
+The beginning of a prompt can serve all sequences that start with it, its end only continuations of the whole prompt.
+Depths are compared in bands of ``band`` blocks.  A band of 1 compares depths alone, a large band is close to LRU.
+RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language Model Programs", NeurIPS 2024) evicts
+leaves by recency instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from .leaves import LeafBlock, Leaves
 
 
 class PrefixDepth(Leaves):
-    """O(log n) a key."""
+    """An evictor by depth, O(log n) per key."""
 
     def rank(self, block: LeafBlock) -> int:
         return -(block.depth // self.options.band)

@@ -4,11 +4,11 @@
               │                           │
               └──► ghosts (keys only)     └──► gone
                      │
-                     └── a key that comes back from here goes to main at once
+                     └── a key that is cached again moves to main at once
 
-Most blocks are used once; the small queue lets them pass without pushing out what is used again.  Counts stop at 3.
-What differs from the paper: only ripe blocks can leave (see ``leaves``), so each queue is a heap by arrival, and blocks
-that are held or have cached children count in the size of their queue but are passed over.
+Most blocks are used once.  They leave through the small queue and do not evict blocks that are used again.  Counts stop
+at 3.  Unlike in the paper, only ripe blocks can be evicted (``leaves.py``), so each queue is a heap by arrival.  Blocks
+that are held or have cached children count in the size of their queue, but are skipped.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from minivllm.core.interfaces.evictor import EvictorContext
 
 from .leaves import Ghosts, LeafBlock, Leaves, RankQueue
 
-MOST = 3  # a count takes two bits
-SMALL, MAIN = 0, 4  # added to the count in ``Block.mark``
+MOST = 3  # largest count, of two bits
+MAIN = 4  # added to the count in ``LeafBlock.mark`` of a block in the main queue
 
 
 class S3Fifo(Leaves):
-    """O(log n) a key; a block that is spared has paid for it with a hit.
+    """An evictor with two queues, O(log n) per key.  A block that is kept loses a hit.
 
     Invariant: ``small`` is the number of cached blocks, ripe or not, that belong to the small queue.
     """
@@ -54,10 +54,13 @@ class S3Fifo(Leaves):
                 block.mark += 1
 
     def enqueue(self, block: LeafBlock) -> None:
-        (self.main if block.mark >= MAIN else self.queue).push(block, block.age)  # an age is one block's
+        self._queue_of(block).push(block, block.age)  # ages are unique
 
     def unqueue(self, block: LeafBlock) -> None:
-        (self.main if block.mark >= MAIN else self.queue).discard(block)
+        self._queue_of(block).discard(block)
+
+    def _queue_of(self, block: LeafBlock) -> RankQueue:
+        return self.main if block.mark >= MAIN else self.queue
 
     def drop(self, keys: np.ndarray) -> None:
         self.small -= sum(self.blocks[key].mark < MAIN for key in keys.tolist())

@@ -1,43 +1,40 @@
-"""What the built-in evictors say about themselves."""
+"""Describe the built-in evictors."""
+
+from functools import partial
 
 from minivllm.registration.spec import Spec
 
 HERE = "minivllm.plugins.evictor"
+_evictor = partial(Spec, api=(1, 1))
 
-LRU = Spec(
+LRU = _evictor(
     impl=f"{HERE}.lru:Lru",
-    api=(1, 1),
-    summary="gives up what was used longest ago",
+    summary="evicts the block that was used longest ago",
     priority=10,
     traits={"order": "lru"},
 )
-LFU = Spec(
+LFU = _evictor(
     impl=f"{HERE}.lfu:Lfu",
-    api=(1, 1),
-    summary="gives up what was hit least often",
+    summary="evicts the block that was hit least often",
     traits={"order": "lfu"},
 )
-FIFO = Spec(
+FIFO = _evictor(
     impl=f"{HERE}.fifo:Fifo",
-    api=(1, 1),
-    summary="gives up what was cached longest ago",
+    summary="evicts the block that was cached longest ago",
     traits={"order": "fifo"},
 )
-S3FIFO = Spec(
+S3FIFO = _evictor(
     impl=f"{HERE}.s3fifo:S3Fifo",
-    api=(1, 1),
-    summary="S3-FIFO (SOSP 2023): a small queue lets blocks pass that are used once",
+    summary="S3-FIFO (SOSP 2023): blocks that are used once leave through a small queue",
     options=f"{HERE}.options:S3FifoOptions",
 )
-PREFIX_DEPTH = Spec(
+PREFIX_DEPTH = _evictor(
     impl=f"{HERE}.prefix_depth:PrefixDepth",
-    api=(1, 1),
-    summary="gives up the deepest block, so that beginnings stay",
+    summary="evicts the deepest block, so that the beginnings of prompts stay",
     options=f"{HERE}.options:PrefixDepthOptions",
 )
-COST_AWARE = Spec(
+COST_AWARE = _evictor(
     impl=f"{HERE}.cost_aware:CostAware",
-    api=(1, 1),
-    summary="gives up what is worth least: cost x learned chance of reuse / size, fading (GreedyDual)",
+    summary="evicts the block with the least cost x learned chance of reuse / size, aged (GreedyDual)",
     options=f"{HERE}.options:CostAwareOptions",
 )

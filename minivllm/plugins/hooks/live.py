@@ -1,6 +1,6 @@
-"""The engine in the terminal while it runs: queue, batch, cache and tokens per second, drawn by rich.
+"""Show the queue, the batch, the cache and the tokens per second of a running engine in the terminal, with rich.
 
-The engine's thread only notes the last step; the drawing is done by rich's own thread.
+The engine's thread only stores the last step.  A thread of rich draws the table.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from rich.table import Table
 
 from minivllm.runtime.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
-SPAN = 2.0  # seconds over which the rate is taken
-SAMPLE = 0.1  # seconds between two notes of it
+SPAN = 2.0  # seconds over which the rate is measured
+SAMPLE = 0.1  # seconds between two samples
 WIDTH = 30
 
 
 class Live(Hooks):
-    """Writes to standard error, so that results on standard output stay clean; where that is no terminal, the last view
-    is all that is written.  ``seen`` is replaced as a whole, never changed: the drawing thread needs no lock."""
+    """A table in the terminal.
+
+    It is written to standard error, because standard output has the results.  If that is no terminal, only the last
+    table is written.  ``seen`` is replaced as a whole and never changed, so the drawing thread needs no lock.
+    """
 
     def __init__(self, options: Any = None, console: Console | None = None) -> None:
         super().__init__(options)
@@ -46,13 +49,16 @@ class Live(Hooks):
 
     @hookimpl
     def minivllm_step_finished(self, step: FinishedStep) -> None:
-        if not self.samples:
-            self.first = (step.time, step.generated)
-        if not self.samples or step.time - self.samples[-1][0] >= SAMPLE:
-            self.samples.append((step.time, step.generated))
-        while len(self.samples) > 1 and step.time - self.samples[0][0] > SPAN:
-            self.samples.popleft()
-        self.seen = step, _rate(self.samples[0], step), _rate(self.first, step)
+        now = step.time
+        samples = self.samples
+        sample = (now, step.generated)
+        if not samples:
+            self.first = sample
+        if not samples or now - samples[-1][0] >= SAMPLE:
+            samples.append(sample)
+        while len(samples) > 1 and now - samples[0][0] > SPAN:
+            samples.popleft()
+        self.seen = step, _rate(samples[0], step), _rate(self.first, step)
 
     @hookimpl
     def minivllm_engine_stopped(self) -> None:

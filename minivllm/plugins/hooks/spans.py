@@ -1,13 +1,14 @@
-"""OpenTelemetry spans: one for each request, with its time in the queue, its prefill and its decode inside.
+"""Export an OpenTelemetry span for each request, with spans of its time in the queue, its prefill and its decode.
 
     llm_request   arrival ─────────────────────────────────────────► end
       queue       arrival ──► a slot
       prefill                 a slot ──► the first token
       decode                             the first token ──────────► end
 
-A request that brings W3C's ``traceparent`` (``trace_headers``; over HTTP the header) becomes a part of the trace of who
-asked.  Attributes have the names of OpenTelemetry's conventions for generative AI; there is no text among them.  All of
-a request's spans are made when it has ended, from its times, so a step pays nothing; sending is the SDK's own thread's.
+A request with W3C's ``traceparent`` (``trace_headers``, over HTTP the header) becomes a part of the client's trace.
+Attributes have the names of OpenTelemetry's conventions for generative AI.  No attribute contains text of a prompt or
+an answer.  The spans of a request are built from its times after its end, so they cost no time in a step.  The SDK
+sends them in its own thread.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.runtime.hooks import EngineView, Hooks, RequestEnd, RequestView, hookimpl
 
-FLUSH = 3.0  # seconds that the end of the engine waits for spans to be sent
+FLUSH = 3.0  # seconds that the engine waits at its end for spans to be sent
 # parameter of the request -> attribute
-ASKED = {
+ATTRIBUTES = {
     "max_tokens": "gen_ai.request.max_tokens", "temperature": "gen_ai.request.temperature",
     "top_p": "gen_ai.request.top_p", "top_k": "gen_ai.request.top_k", "seed": "gen_ai.request.seed",
     "frequency_penalty": "gen_ai.request.frequency_penalty", "presence_penalty": "gen_ai.request.presence_penalty",
@@ -41,12 +42,16 @@ FAILED = ("error", "abort")
 
 
 class Spans(Hooks):
-    """``provider`` is the program's own where ``exporter`` is "program", else one of the plug-in's, which ends with
-    the engine."""
+    """A span for each request.
+
+    ``provider`` is the program's tracer provider if the option ``exporter`` is "program".  Otherwise the plug-in
+    creates a provider, and shuts it down with the engine.
+    """
 
     def __init__(self, options: Any = None, provider: Any = None) -> None:
         super().__init__(options)
-        self.provider, self._own = provider, False
+        self.provider = provider
+        self._own = False
         self._exporting: SpanExporter | None = None
         self._propagator = TraceContextTextMapPropagator()
 
@@ -56,8 +61,7 @@ class Spans(Hooks):
             self._own = self.options.exporter != "program"
             self.provider = self._make() if self._own else trace.get_tracer_provider()
         self._tracer = self.provider.get_tracer("minivllm", minivllm.__version__)
-        there = files.snapshot_of(engine.model)  # its last part is a commit
-        self._model = self.options.model_name or (there[0] if there else engine.model.rstrip("/").rpartition("/")[2])
+        self._model = self.options.model_name or _name_of(engine.model)
 
     def _make(self) -> TracerProvider:
         """Create the tracer provider.  OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES of the environment take
@@ -76,21 +80,21 @@ class Spans(Hooks):
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         except ImportError as exc:
-            what = "hooks opentelemetry: exporter otlp needs opentelemetry-exporter-otlp-proto-http"
-            raise ConfigError(f'{what}, which is not installed. Do: pip install "minivllm[otel]"') from exc
-        return OTLPSpanExporter(endpoint=self.options.endpoint)  # None: as the environment says, else localhost
+            problem = "hooks opentelemetry: exporter otlp needs opentelemetry-exporter-otlp-proto-http"
+            raise ConfigError(f'{problem}, which is not installed. Do: pip install "minivllm[otel]"') from exc
+        return OTLPSpanExporter(endpoint=self.options.endpoint)  # None means the environment's endpoint, else localhost
 
     @hookimpl
     def minivllm_request_finished(self, request: RequestView, end: RequestEnd) -> None:
-        since = time.time_ns() - time.monotonic_ns()  # what is to be added to a time of the engine
+        epoch = time.time_ns() - time.monotonic_ns()  # the engine's times are monotonic, those of spans are not
 
         def at(seconds: float) -> int:
-            return int(1e9 * seconds) + since
+            return int(1e9 * seconds) + epoch
 
         context = self._propagator.extract(request.params.get("trace_headers") or {})
-        whole = self._tracer.start_span(
-            "llm_request", context, SpanKind.SERVER, self._attributes(request, end), start_time=at(request.arrival)
-        )
+        attributes = self._attributes(request, end)
+        start = at(request.arrival)
+        whole = self._tracer.start_span("llm_request", context, SpanKind.SERVER, attributes, start_time=start)
         inside = trace.set_span_in_context(whole, context)
         times = [request.arrival, end.scheduled, end.first_token, end.finished]
         for name, begin, until in zip(("queue", "prefill", "decode"), times, times[1:], strict=False):
@@ -118,15 +122,27 @@ class Spans(Hooks):
         }
         if end.first_token is not None:
             found["gen_ai.response.time_to_first_chunk"] = end.first_token - request.arrival
-        return found | {name: value for key, name in ASKED.items() if (value := request.params.get(key)) is not None}
+        for parameter, name in ATTRIBUTES.items():
+            value = request.params.get(parameter)
+            if value is not None:
+                found[name] = value
+        return found
 
     @hookimpl
     def minivllm_engine_stopped(self) -> None:
-        if self._own and self.provider is not None:  # a collector that is away must not hold up the end
+        if self._own and self.provider is not None:  # an unreachable collector must not delay the end
             flush = threading.Thread(target=self.provider.shutdown, name="minivllm-spans", daemon=True)
             flush.start()
             flush.join(FLUSH)
-            if flush.is_alive() and self._exporting is not None:  # it ends what is being tried again
+            if flush.is_alive() and self._exporting is not None:  # stops the retries of the exporter
                 self._exporting.shutdown()
                 flush.join(FLUSH)
         self.provider = None
+
+
+def _name_of(folder: str) -> str:
+    """Return the name of a model for its folder."""
+    snapshot = files.snapshot_of(folder)  # the last part of such a path is a commit
+    if snapshot:
+        return snapshot[0]
+    return folder.rstrip("/").rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""What the built-in hooks say about themselves."""
+"""Describe the built-in hooks."""
 
 from minivllm.registration.spec import Needs, Spec
 
@@ -12,7 +12,7 @@ LIVE = Spec(
 OPENTELEMETRY = Spec(
     impl="minivllm.plugins.hooks.spans:Spans",
     api=(1, 2),
-    summary="a span for each request with its queue, prefill and decode, in the trace of who asked",
+    summary="a span for each request with its queue, prefill and decode, in the client's trace",
     options="minivllm.plugins.hooks.options:SpansOptions",
     needs=(Needs("opentelemetry.sdk", "1.25", 'pip install "minivllm[otel]"', dist="opentelemetry-sdk"),),
 )

@@ -1,4 +1,4 @@
-"""A line of figures for each step, as CSV or JSON lines: what a notebook reads after an experiment."""
+"""Write a line of figures for each step, as CSV or JSON lines, for analysis after an experiment."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minivllm import files
 from minivllm.errors import ConfigError
 from minivllm.runtime.hooks import EngineView, FinishedStep, Hooks, hookimpl
 
-# what is taken from a FinishedStep by its own name
+# fields of FinishedStep that are written under their own names
 FIGURES = (
     "plan_ms", "submit_ms", "wait_ms", "publish_ms", "device_ms", "running", "waiting", "blocks_total", "blocks_free",
     "blocks_cached", "finished", "generated", "preemptions", "evictions", "prefix_queries", "prefix_hits", "error",
@@ -20,10 +20,10 @@ COLUMNS = ("step", "seconds", "rows", "tokens", "prefill_tokens", "accepted", *F
 
 
 class StepLog(Hooks):
-    """Writes ``options.path`` line by line, so that it can be followed while the engine runs.
+    """A log in the file ``options.path``, which is written line by line and can be read while the engine runs.
 
-    ``seconds`` count from the start of the engine; ``prefill_tokens`` are those of rows that brought more than one
-    token; ``accepted`` tokens were drawn and kept.
+    ``seconds`` are counted from the start of the engine.  ``prefill_tokens`` are the tokens of rows with more than one
+    token.  ``accepted`` is the number of tokens that were drawn and kept.
     """
 
     def __init__(self, options: Any = None) -> None:
@@ -48,12 +48,14 @@ class StepLog(Hooks):
         if step.id % self.options.every or self.file is None:
             return
         chunks = step.q_len[step.q_len > 1]
-        values = [step.id, round(step.time - self.start, 6), step.rows, step.tokens, int(chunks.sum())]
-        values += [int(step.count.sum()), *(_short(getattr(step, name)) for name in FIGURES)]
+        seconds = round(step.time - self.start, 6)
+        values = [step.id, seconds, step.rows, step.tokens, int(chunks.sum()), int(step.count.sum())]
+        values += [_short(getattr(step, name)) for name in FIGURES]
         if self.writer is not None:
             self.writer.writerow(values)
         else:
-            self.file.write(json.dumps(dict(zip(COLUMNS, values, strict=True))) + "\n")
+            line = dict(zip(COLUMNS, values, strict=True))
+            self.file.write(json.dumps(line) + "\n")
 
     @hookimpl
     def minivllm_engine_stopped(self) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values as they are, in one floating dtype: ``k`` [block, kv_heads, dim_qk] and ``v`` [.., dim_v]."""
+"""Store keys and values in a floating dtype: ``k`` [block, kv_heads, dim_qk] and ``v`` [block, kv_heads, dim_v]."""
 
 from __future__ import annotations
 
@@ -9,41 +9,56 @@ from torch import Tensor
 
 from minivllm.core.interfaces.kvformat import KVFormat
 
+Cache = Mapping[str, Tensor]
+
 
 class Plain(KVFormat):
-    """Casts on the way in and out.  Where values are the head of the key (``v_in_k``) there is no ``v`` tensor."""
+    """A format that casts keys and values when it stores and loads them.
 
-    def store(self, cache: Mapping[str, Tensor], k: Tensor, v: Tensor, slot_map: Tensor) -> None:
+    There is no ``v`` tensor if values are the first elements of keys (``v_in_k``).
+    """
+
+    def store(self, cache: Cache, k: Tensor, v: Tensor, slot_map: Tensor) -> None:
         for name, x in (("k", k), ("v", v)):
             if name in cache:
-                t = cache[name]
-                t.view(-1, *t.shape[2:]).index_copy_(0, slot_map, x.to(t.dtype))
+                stored = cache[name]
+                slots = stored.view(-1, *stored.shape[2:])
+                slots.index_copy_(0, slot_map, x.to(stored.dtype))
 
-    def load(self, cache: Mapping[str, Tensor], blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        k = _take(cache["k"], blocks, dtype)
-        return k, _take(cache["v"], blocks, dtype) if "v" in cache else k
+    def load(self, cache: Cache, blocks: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        k = _gather(cache["k"], blocks, dtype)
+        if "v" not in cache:
+            return k, k
+        return k, _gather(cache["v"], blocks, dtype)
 
 
-def _take(t: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    return t.index_select(0, blocks.reshape(-1)).view(*blocks.shape[:-1], -1, *t.shape[2:]).to(dtype)
+def _gather(cache: Tensor, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tokens of some blocks, [..., tokens, heads, dim]; ``blocks`` is [..., blocks of a row]."""
+    gathered = cache.index_select(0, blocks.reshape(-1))
+    rows = blocks.shape[:-1]
+    element = cache.shape[2:]
+    return gathered.view(*rows, -1, *element).to(dtype)
 
 
-# ``native``: captured steps of a CPU read and write what lies in these formats; not so of classes made of them.
+# ``native`` means that captured steps of a CPU can read and write the format.  Subclasses by users do not inherit it.
 
 
 class Fp32(Plain):
     """float32: 4 bytes an element, exact for float32 models."""
 
-    dtype, native = "float32", True
+    dtype = "float32"
+    native = True
 
 
 class Bf16(Plain):
     """bfloat16: 2 bytes an element, float32's range."""
 
-    dtype, native = "bfloat16", True
+    dtype = "bfloat16"
+    native = True
 
 
 class Fp16(Plain):
     """float16: 2 bytes an element, three bits finer than bfloat16, overflows above 65504."""
 
-    dtype, native = "float16", True
+    dtype = "float16"
+    native = True

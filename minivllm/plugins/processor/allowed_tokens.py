@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 from minivllm.device.worker.sampling import apply_mask
 
 from .ids import token_ids
@@ -18,21 +17,27 @@ if TYPE_CHECKING:
 
 
 class AllowedTokens(Processor):
-    """All other logits become -inf.  Column ``mask`` i32 [S, ceil(V / 32)]: bit t % 32 of word t // 32 allows token t,
-    so the list may be as long as the vocabulary; a row without a list has all bits set."""
+    """A processor that sets the logits of all other tokens to -inf.
+
+    Column ``mask`` is i32 [S, ceil(V / 32)].  Bit t % 32 of word t // 32 allows token t, so the list may be as long as
+    the vocabulary.  A row without a list has all bits set.
+    """
 
     reads = frozenset(("allowed_token_ids",))
 
-    def columns(self) -> Mapping[str, Column]:
-        return {"mask": Column((-(-self.ctx.vocab_size // 32),), "int32", -1)}
+    def columns(self) -> Columns:
+        words = -(-self.ctx.vocab_size // 32)
+        return {"mask": Column((words,), "int32", -1)}
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
         if params.allowed_token_ids is None:
             return None
         vocab = self.ctx.vocab_size
         bits = np.zeros(-(-vocab // 32) * 32, bool)
-        bits[token_ids(params.allowed_token_ids, vocab, "allowed_token_ids", vocab)] = True
-        return Row({"mask": np.packbits(bits, bitorder="little").view("<i4")})
+        allowed = token_ids(params.allowed_token_ids, vocab, "allowed_token_ids", vocab)
+        bits[allowed] = True
+        packed = np.packbits(bits, bitorder="little")
+        return Row({"mask": packed.view("<i4")})
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         apply_mask(logits, state["mask"][rows.slots])

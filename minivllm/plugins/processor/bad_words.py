@@ -1,15 +1,14 @@
-"""Sequences of tokens that must not come (vLLM's ``bad_words``)."""
+"""Prevent sequences of tokens in answers (vLLM's ``bad_words``)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 from minivllm.errors import RequestError, shown
 
 from .ids import token_ids
@@ -18,60 +17,63 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
 MAX_WORDS = 256  # token sequences of a request
-MAX_LEN = 16  # tokens of one
-ANY, NOTHING = -1, -2  # in ``before``: matches whatever came; a position before the output
+MAX_LEN = 16  # tokens of a sequence
+ANY = -1  # in ``before``, matches every token
+NOTHING = -2  # a position before the output
 
 
 class BadWords(Processor):
-    """The last token of a sequence becomes -inf where the output so far ends with the others; as in vLLM a sequence
-    does not begin in the prompt.  A front door with a tokenizer has made token ids of words before.
+    """A processor that sets the last token of a sequence to -inf if the output ends with its other tokens.
 
-    Columns: ``last`` i32 [S, MAX_WORDS], -1 = none; ``before`` i32 [S, MAX_WORDS, MAX_LEN - 1], what must have come
-    before it, at the right end, filled up with ANY.
+    As in vLLM, a sequence does not begin in the prompt.  The front door has already encoded words to token ids.
+
+    Column ``last`` is i32 [S, MAX_WORDS], where -1 means no sequence.  Column ``before`` is i32 [S, MAX_WORDS,
+    MAX_LEN - 1], the other tokens of a sequence at the right end of a row, which is padded with ANY.
     """
 
     reads = frozenset(("bad_words",))
 
-    def columns(self) -> Mapping[str, Column]:
-        return {
-            "last": Column((MAX_WORDS,), "int32", -1),
-            "before": Column((MAX_WORDS, MAX_LEN - 1), "int32", ANY),
-        }
+    def columns(self) -> Columns:
+        last = Column((MAX_WORDS,), "int32", -1)
+        before = Column((MAX_WORDS, MAX_LEN - 1), "int32", ANY)
+        return {"last": last, "before": before}
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
-        wanted = params.bad_words
-        if wanted is None:
+        words = params.bad_words
+        if words is None:
             return None
-        _check(
-            isinstance(wanted, (list, tuple)), f"bad_words={shown(wanted)}: expected a list of words or of token ids"
-        )
-        _check(
-            len(wanted) <= MAX_WORDS, f"bad_words has {len(wanted)} sequences of tokens: expected at most {MAX_WORDS}"
-        )
-        last, before = np.full(MAX_WORDS, -1, np.int32), np.full((MAX_WORDS, MAX_LEN - 1), ANY, np.int32)
-        for i, word in enumerate(wanted):
+        if not isinstance(words, (list, tuple)):
+            raise _error(f"bad_words={shown(words)}: expected a list of words or of token ids")
+        if len(words) > MAX_WORDS:
+            raise _error(f"bad_words has {len(words)} sequences of tokens: expected at most {MAX_WORDS}")
+        last = np.full(MAX_WORDS, -1, np.int32)
+        before = np.full((MAX_WORDS, MAX_LEN - 1), ANY, np.int32)
+        for i, word in enumerate(words):
             ids = self._ids(word)
-            last[i], rest = ids[-1], len(ids) - 1
-            before[i, MAX_LEN - 1 - rest :] = ids[:-1]
-        return Row({"last": last, "before": before}) if wanted else None
+            last[i] = ids[-1]
+            before[i, MAX_LEN - len(ids) :] = ids[:-1]
+        return Row({"last": last, "before": before}) if words else None
 
     def _ids(self, word: Any) -> np.ndarray:
-        _check(
-            not isinstance(word, str), f"bad_words: the word {shown(word)} needs a tokenizer: give lists of token ids"
-        )
+        if isinstance(word, str):
+            raise _error(f"bad_words: the word {shown(word)} needs a tokenizer: give lists of token ids")
         return token_ids(word, self.ctx.vocab_size, "bad_words", MAX_LEN)
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
-        at = rows.position[:, None] - torch.arange(MAX_LEN - 1, 0, -1, device=logits.device)  # [N, MAX_LEN - 1]
-        came = rows.tokens[rows.slots[:, None], at.clamp(min=0)]
-        came = torch.where(at >= rows.prompt[:, None], came, NOTHING)
-        last, before = state["last"][rows.slots], state["before"][rows.slots]
-        banned = ((before == came[:, None]) | (before == ANY)).all(dim=2) & (last >= 0)
-        # added, not stored: what is not banned falls on token 0 with 0
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
+        back = torch.arange(MAX_LEN - 1, 0, -1, device=logits.device)
+        at = rows.position[:, None] - back  # [N, MAX_LEN - 1]
+        slots = rows.slots[:, None]
+        output = rows.tokens[slots, at.clamp(min=0)]
+        output = torch.where(at >= rows.prompt[:, None], output, NOTHING)
+        last = state["last"][rows.slots]
+        before = state["before"][rows.slots]
+        matches = (before == output[:, None]) | (before == ANY)
+        banned = matches.all(dim=2) & (last >= 0)
+        # bans are added rather than stored: entries without a ban add 0 to token 0
         push = torch.where(banned, float("-inf"), 0.0).to(logits.dtype)
-        logits.scatter_add_(1, torch.where(banned, last, 0).long(), push)
+        token = torch.where(banned, last, 0)
+        logits.scatter_add_(1, token.long(), push)
 
 
-def _check(ok: bool, message: str) -> None:
-    if not ok:
-        raise RequestError(message, "bad_words")
+def _error(message: str) -> RequestError:
+    return RequestError(message, "bad_words")

@@ -1,4 +1,4 @@
-"""Token ids as a client gives them, checked against the model's vocabulary."""
+"""Check a client's token ids against the model's vocabulary."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from minivllm.errors import RequestError, shown
 
 
 def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
-    """Return 1 to ``most`` token ids as i64 [n].  RequestError, which names ``field``, unless all are whole numbers
-    below ``vocab``, the width of the logits."""
+    """Return 1 to ``most`` token ids as i64 [n].
+
+    Raise RequestError, which names ``field``, unless all ids are whole numbers below ``vocab``, the width of the
+    logits.
+    """
     if not isinstance(value, (list, tuple, range, np.ndarray)):
         raise RequestError(f"{field}={shown(value)}: expected a list of token ids", field)
     if not 1 <= len(value) <= most:
@@ -21,10 +24,9 @@ def token_ids(value: Any, vocab: int, field: str, most: int) -> np.ndarray:
     except ValueError:  # lists of unequal length
         ids = np.empty(0, object)
     whole = ids.ndim == 1 and ids.dtype.kind in "iu"
-    # an array of numbers takes True for 1
-    if not whole or (
-        not isinstance(value, (range, np.ndarray)) and any(isinstance(i, (bool, np.bool_)) for i in value)
-    ):
+    if not isinstance(value, (range, np.ndarray)):
+        whole = whole and not any(isinstance(i, (bool, np.bool_)) for i in value)  # numpy converts True to 1
+    if not whole:
         raise RequestError(f"{field}={shown(value)}: expected whole numbers", field)
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocab:

@@ -1,14 +1,13 @@
-"""Repetition, presence and frequency penalties, computed anew each step from the token history on the device."""
+"""Apply repetition, presence and frequency penalties, computed in each step from the token history on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
@@ -17,55 +16,57 @@ REPETITION, OUTPUT = 1, 2  # variant bits
 
 
 class Penalties(Processor):
-    """Repetition (Keskar et al., arXiv:1909.05858) counts prompt and output tokens: a logit above 0 is divided by the
-    penalty, one below is multiplied.  Presence and frequency (OpenAI's) count output tokens only:
-    logit -= frequency * count + presence * (count > 0).  In this order, as in vLLM.
+    """The three penalties, in the order of vLLM.
+
+    The repetition penalty (Keskar et al., arXiv:1909.05858) divides positive logits of tokens of prompt and output, and
+    multiplies negative ones.  Presence and frequency penalties (OpenAI's) concern output tokens only:
+    logit -= frequency * count + presence * (count > 0).
     """
 
-    reads = frozenset(
-        (
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        )
-    )
+    reads = frozenset(("repetition_penalty", "presence_penalty", "frequency_penalty"))
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         return {"repetition": Column(fill=1.0), "presence": Column(), "frequency": Column()}
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
-        variant = REPETITION * (params.repetition_penalty != 1)
-        variant |= OUTPUT * (params.presence_penalty != 0 or params.frequency_penalty != 0)
+        repetition = params.repetition_penalty
+        presence = params.presence_penalty
+        frequency = params.frequency_penalty
+        variant = 0
+        if repetition != 1:
+            variant |= REPETITION
+        if presence != 0 or frequency != 0:
+            variant |= OUTPUT
         if not variant:
             return None
-        values = {
-            "repetition": params.repetition_penalty,
-            "presence": params.presence_penalty,
-            "frequency": params.frequency_penalty,
-        }
-        return Row(values, variant)
+        return Row({"repetition": repetition, "presence": presence, "frequency": frequency}, variant)
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         if self.ctx.fuse and logits.is_cuda:
-            from .triton_penalties import penalise
+            from .triton_penalties import penalize
 
-            return penalise(logits, rows, state["repetition"], state["presence"], state["frequency"])
+            return penalize(logits, rows, state["repetition"], state["presence"], state["frequency"])
         history = rows.history()
         index = torch.arange(history.shape[1], device=history.device)
         known = index < rows.position[:, None]
-        history = torch.where(known, history, 0)  # what is stale may be anything; it counts 0 for token 0
+        history = torch.where(known, history, 0)  # stale entries may be any number; they count 0 for token 0
         if rows.variant & REPETITION:
             penalty = state["repetition"][rows.slots][:, None]
             seen = _count(history, known, logits) > 0
-            logits.copy_(torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits))
+            penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits.copy_(torch.where(seen, penalized, logits))
         if rows.variant & OUTPUT:
-            count = _count(history, known & (index >= rows.prompt[:, None]), logits)
+            output = known & (index >= rows.prompt[:, None])
+            count = _count(history, output, logits)
             present = (count > 0).to(logits.dtype)
             logits -= count.mul_(state["frequency"][rows.slots][:, None])
             logits -= present.mul_(state["presence"][rows.slots][:, None])
 
 
 def _count(history: Tensor, counts: Tensor, logits: Tensor) -> Tensor:
-    """Count how often each token occurs, [N, V], in a history i64 [N, L] weighted by ``counts`` [N, L].  The sums
-    are whole numbers, so they do not depend on the order of the additions."""
-    return torch.zeros_like(logits).scatter_add_(1, history, counts.to(logits.dtype))
+    """Count how often each token occurs, [N, V], in a history i64 [N, L] weighted by ``counts`` [N, L].
+
+    The sums are whole numbers, so they do not depend on the order of the additions.
+    """
+    found = torch.zeros_like(logits)
+    return found.scatter_add_(1, history, counts.to(logits.dtype))

@@ -1,16 +1,17 @@
-"""The prompt's tokens become likelier, or less likely (transformers' ``encoder_repetition_penalty``): against answers
-that leave the text that they are about, or that only repeat it."""
+"""Make tokens of the prompt more or less likely (transformers' ``encoder_repetition_penalty``).
+
+A penalty above 1 keeps answers close to the prompt, a penalty below 1 prevents answers that repeat it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 from minivllm.device.worker.sampling import unpack_bits
 
 from .spec import PROMPT_PENALTY
@@ -22,25 +23,26 @@ BITS = 32
 
 
 class PromptPenalty(Processor):
-    """A logit of a token that is in the prompt is multiplied by the penalty if it is positive, else divided by it."""
+    """A processor that multiplies positive logits of the prompt's tokens by the penalty, and divides negative ones."""
 
     reads = PROMPT_PENALTY.reads
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         words = -(-self.ctx.vocab_size // BITS)
-        # bit t % 32 of word t // 32: token t is in the prompt
+        # bit t % 32 of word t // 32 means that token t is in the prompt
         return {"prompt": Column((words,), "int32"), "penalty": Column(fill=1.0)}
 
     def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
         penalty = params.encoder_repetition_penalty
         if penalty == 1.0:
             return None
-        there = np.zeros(-(-self.ctx.vocab_size // BITS) * BITS, bool)
+        words = -(-self.ctx.vocab_size // BITS)
+        there = np.zeros(words * BITS, bool)
         there[prompt] = True
-        words = np.packbits(there, bitorder="little").view("<i4")
-        return Row({"prompt": words, "penalty": penalty})
+        packed = np.packbits(there, bitorder="little")
+        return Row({"prompt": packed.view("<i4"), "penalty": penalty})
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         there = unpack_bits(state["prompt"][rows.slots], logits.shape[1])
         penalty = state["penalty"][rows.slots][:, None]
         changed = torch.where(logits > 0, logits * penalty, logits / penalty)

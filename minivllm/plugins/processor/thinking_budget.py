@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Processor, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 from minivllm.runtime.replies.thinking import MOST_IDS, ThinkingTags
 
 from .spec import THINKING_BUDGET
@@ -35,27 +34,29 @@ class ThinkingBudget(Processor):
 
     reads = THINKING_BUDGET.reads
 
-    def columns(self) -> Mapping[str, Column]:
-        return {
-            "budget": Column(dtype="int32", fill=NEVER),
-            "opened": Column(dtype="int32"),
-            "start": Column((MOST_IDS,), "int32", ANY),
-            "end": Column((MOST_IDS,), "int32", ANY),
-        }
+    def columns(self) -> Columns:
+        budget = Column(dtype="int32", fill=NEVER)
+        opened = Column(dtype="int32")
+        tag = Column((MOST_IDS,), "int32", ANY)
+        return {"budget": budget, "opened": opened, "start": tag, "end": tag}
 
     def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
         budget = params.thinking_token_budget
         if budget is None or budget == NEVER:
             return None
-        tags = ThinkingTags.of(params.thinking_tags or {}, self.ctx.vocab_size)
-        opened = tags.opened(prompt, self.ctx.eos_ids)
-        values = {"budget": budget, "opened": int(opened), "start": _right(tags.start), "end": _right(tags.end)}
+        texts = params.thinking_tags or {}
+        tags = ThinkingTags.of(texts, self.ctx.vocab_size)
+        opened = int(tags.opened(prompt, self.ctx.eos_ids))
+        start = _right(tags.start)
+        end = _right(tags.end)
         longest = max(len(tags.start), len(tags.end))
-        return Row(values, 1 << (longest - 1).bit_length())
+        variant = 1 << (longest - 1).bit_length()
+        return Row({"budget": budget, "opened": opened, "start": start, "end": end}, variant)
 
-    def apply(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         # the longest tag of the step is at most the largest bit of the variant
-        longest = min(1 << max(rows.variant.bit_length() - 1, 0), MOST_IDS)
+        bit = max(rows.variant.bit_length() - 1, 0)
+        longest = min(1 << bit, MOST_IDS)
         slots = rows.slots
         end = state["end"][slots]
         opened = state["opened"][slots] > 0
@@ -64,14 +65,17 @@ class ThinkingBudget(Processor):
         width = inside.shape[1]
         index = torch.arange(width, device=logits.device)
         # the token at an index is reasoning if the index before it is inside
-        spent = torch.where(index < last, inside, 0).sum(dim=1)
-        now = inside.gather(1, last.clamp(0, width - 1))[:, 0]
+        reasoning = torch.where(index < last, inside, 0)
+        spent = reasoning.sum(dim=1)
+        at = last.clamp(0, width - 1)
+        now = inside.gather(1, at)[:, 0]
         budget = state["budget"][slots]
-        forced = (now > 0) & (budget >= 0) & (spent >= budget)
+        used_up = (budget >= 0) & (spent >= budget)
+        forced = (now > 0) & used_up
         token = _next(rows, end, longest)
-        left = logits.gather(1, token)
+        kept = logits.gather(1, token)
         logits.masked_fill_(forced[:, None], -torch.inf)
-        logits.scatter_(1, token, left)
+        logits.scatter_(1, token, kept)
 
 
 def _right(ids: tuple[int, ...]) -> np.ndarray:
@@ -97,7 +101,8 @@ def _inside(rows: Rows, start: Tensor, end: Tensor, opened: Tensor, longest: int
     at_prompt = (index == prompt - 1) & opened[:, None]
     events = torch.where(at_start | at_prompt, begins, 0)
     events = torch.where(at_end, 2 * index, events)
-    return events.cummax(dim=1).values % 2
+    latest = events.cummax(dim=1).values
+    return latest % 2
 
 
 def _ends(history: Tensor, prompt: Tensor, tag: Tensor, longest: int) -> Tensor:
@@ -121,6 +126,7 @@ def _next(rows: Rows, tag: Tensor, longest: int) -> Tensor:
     It is the first token of the tag behind other text.  ``tag`` is i32 [N, MOST_IDS], of at most ``longest`` ids."""
     history = rows.history()
     position = rows.position[:, None]
+    width = history.shape[1]
     size = (tag != ANY).sum(dim=1, keepdim=True)
     first = MOST_IDS - size
     found = torch.zeros_like(size)
@@ -128,10 +134,14 @@ def _next(rows: Rows, tag: Tensor, longest: int) -> Tensor:
     for count in range(1, longest):
         begin = position - count
         steps = offset[:count]
-        came = history.gather(1, (begin + steps).clamp(0, history.shape[1] - 1))
-        part = tag.gather(1, (first + steps).clamp(max=MOST_IDS - 1))
-        same = (came == part).all(dim=1, keepdim=True)
-        same &= (begin >= rows.prompt[:, None]) & (count < size)
+        at = begin + steps
+        output = history.gather(1, at.clamp(0, width - 1))
+        place = (first + steps).clamp(max=MOST_IDS - 1)
+        part = tag.gather(1, place)
+        same = (output == part).all(dim=1, keepdim=True)
+        same &= begin >= rows.prompt[:, None]
+        same &= count < size
         found = torch.where(same, count, found)
     following = (first + found).clamp(max=MOST_IDS - 1)
-    return tag.gather(1, following).long().clamp(min=0)
+    token = tag.gather(1, following)
+    return token.long().clamp(min=0)

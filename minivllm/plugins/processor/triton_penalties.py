@@ -1,17 +1,18 @@
-"""Penalties where the history says so: every distinct token once, exactly counted, without a count over the vocabulary.
+"""Apply penalties to the distinct tokens of a history, without counts of the whole vocabulary.
 
-    _penalise   grid (N,)   one program a row
+    _penalize   grid (N,)   one program per row
 
-Tokens of the history meet in a table of ``cells``, round by round, until none is left:
+The tokens of the history are hashed to a table of ``cells``, in rounds, until all tokens are counted:
 
-    1  each occurrence writes its index into the cell of its token; of those that share a cell one stays
-    2  whose token is that of the one that stayed is counted there and done; another token waits for the next round,
-       where the cells are others
-    3  the one that stayed changes its token's logit
+    1  each occurrence writes its index to the cell of its token; one index per cell remains
+    2  occurrences with the token of the remaining index are counted in the cell; other tokens wait for the next round,
+       which has another hash function
+    3  the remaining occurrence changes the logit of its token
 
-Which one stays is chance, what is counted is not.  Half as many tokens as cells: four fifths are done in the first
-round, all in about five.  Bytes: a round reads the history three times and a cell or two an occurrence, in L2; a row of
-4,096 tokens touches about 100 KB, of which the logits are 32 bytes a distinct token.  Reference: ``Penalties.apply``.
+The remaining index is random, the counts are not.  With half as many tokens as cells, four fifths of the tokens are
+counted in the first round and all in about five rounds.  A round reads the history three times, and one or two cells
+per occurrence, from L2.  A row of 4,096 tokens reads and writes about 100 KB, with 32 bytes of logits per distinct
+token.  The reference is ``Penalties.apply``.
 """
 
 from __future__ import annotations
@@ -24,14 +25,13 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Rows
 from minivllm.device.kernels.launch import kernel, pdl, wait
 
-CELLS = 8192  # of a row, at most: longer histories take more rounds
-CHUNK = 2048  # tokens that are looked at together, at most
+CELLS = 8192  # most cells of a row; longer histories take more rounds
+CHUNK = 2048  # most tokens that are read together
 
 
 @triton.jit
 def _cell(token, turn, CELLS: tl.constexpr):
-    """Return the hash table cell of a token in a round.  Tokens that collide in one round rarely collide in the
-    next."""
+    """Return the cell of a token in a round.  Tokens that collide in a round rarely collide in the next."""
     h = token.to(tl.uint32) * tl.full((), 0x9E3779B9, tl.uint32)
     h = h + turn.to(tl.uint32) * tl.full((), 0x85EBCA6B, tl.uint32)
     h = (h ^ (h >> 16)) * tl.full((), 0x7FEB352D, tl.uint32)
@@ -40,7 +40,7 @@ def _cell(token, turn, CELLS: tl.constexpr):
 
 
 @kernel("slots", "position", "prompt", "room")
-def _penalise(
+def _penalize(
     logits, history, slots, position, prompt, repetition, presence, frequency, stayed, count, done,
     stride, span, V, room, CELLS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -95,13 +95,18 @@ def _penalise(
             left = tl.sum(others, 0)
 
 
-def penalise(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
+def penalize(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, frequency: Tensor) -> None:
     """Change ``logits`` f32 [N, V] in place; the columns are f32 [S]."""
-    n, room = len(rows.slots), max(rows.max_position, 1)
-    wide = triton.next_power_of_2(min(max(rows.max_position, 256), rows.tokens.shape[1]))
+    n = len(rows.slots)
+    room = max(rows.max_position, 1)
+    width = min(max(rows.max_position, 256), rows.tokens.shape[1])
+    wide = triton.next_power_of_2(width)
+    chunk = min(CHUNK, max(512, wide))
     cells = min(CELLS, max(64, 2 * wide))
-    make = lambda width, dtype: torch.empty(n, width, dtype=dtype, device=logits.device)  # noqa: E731
-    _penalise[(n,)](
+    kept = torch.empty(n, cells, dtype=torch.int32, device=logits.device)
+    counts = torch.empty_like(kept)
+    done = torch.empty(n, room, dtype=torch.int8, device=logits.device)
+    _penalize[(n,)](
         logits,
         rows.tokens,
         rows.slots,
@@ -110,15 +115,15 @@ def penalise(logits: Tensor, rows: Rows, repetition: Tensor, presence: Tensor, f
         repetition,
         presence,
         frequency,
-        make(cells, torch.int32),
-        make(cells, torch.int32),
-        make(room, torch.int8),
+        kept,
+        counts,
+        done,
         logits.stride(0),
         rows.tokens.stride(0),
         logits.shape[1],
         room,
         CELLS=cells,
-        CHUNK=min(CHUNK, max(512, wide)),
+        CHUNK=chunk,
         num_warps=16,
         maxnreg=64,
         **pdl(logits),

@@ -8,13 +8,12 @@ it, and the mass for top-p is summed in integers, whose sum does not depend on t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows, Sampler
+from minivllm.core.interfaces.sampling import Column, Columns, Draw, Row, Rows, Sampler, State
 from minivllm.device.worker.sampling import gumbel
 
 from .spec import SMALL_K
@@ -42,7 +41,7 @@ class DefaultSampler(Sampler):
     keeps_logits = True
     reads = frozenset(COLUMNS)
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         return {
             "temperature": Column(),
             "top_k": Column(dtype="int32"),  # 0 = all
@@ -63,7 +62,7 @@ class DefaultSampler(Sampler):
         values = {"temperature": params.temperature, "top_k": k, "top_p": top_p, "min_p": params.min_p}
         return Row(values, variant)
 
-    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+    def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         if self.ctx.fuse and logits.is_cuda:
             return self._draw_fused(logits, rows, state, out)
         if not rows.variant & DRAWN:
@@ -76,7 +75,7 @@ class DefaultSampler(Sampler):
         is_drawn = state["temperature"][rows.slots] > 0
         out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
 
-    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+    def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         temperature = state["temperature"][rows.slots]
         # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
         logits = logits.float()
@@ -90,7 +89,7 @@ class DefaultSampler(Sampler):
             x.masked_fill_(x < floor[:, None], float("-inf"))
         return x
 
-    def _draw_fused(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+    def _draw_fused(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         """The same without a sort, in a few kernels; logits of any dtype.  Which of them a row goes through depends on
         its own parameters alone."""
         from . import triton_draw, triton_nucleus, triton_search, triton_topk
@@ -108,7 +107,7 @@ class DefaultSampler(Sampler):
         if limited:
             triton_search.search(logits, work, out.tokens)
 
-    def _limit(self, x: Tensor, rows: Rows, state: Mapping[str, Tensor], floor: Tensor | None) -> Tensor:
+    def _limit(self, x: Tensor, rows: Rows, state: State, floor: Tensor | None) -> Tensor:
         """The floor [N] after top-k and top-p of ``x`` [N, V]; ``floor`` is that of min-p."""
         n, width = x.shape
         if floor is None:

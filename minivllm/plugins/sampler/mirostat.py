@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Draw, Row, Rows, State
 from minivllm.errors import RequestError
 
 from .default import MASS_SCALE, MIN_TEMPERATURE, DefaultSampler
@@ -36,7 +35,7 @@ class MirostatSampler(DefaultSampler):
     keeps_logits = False
     reads = DefaultSampler.reads | MIROSTAT_SPEC.reads
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         return {
             **super().columns(),
             "tau": Column(),
@@ -60,7 +59,7 @@ class MirostatSampler(DefaultSampler):
             )
         return Row({**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}, row.variant | MIROSTAT)
 
-    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+    def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         plain = replace(rows, variant=rows.variant & (MIROSTAT - 1))
         if not rows.variant & MIROSTAT:
             return super().draw(logits, plain, state, out)
@@ -71,20 +70,20 @@ class MirostatSampler(DefaultSampler):
         error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
         state["error"][rows.slots] = torch.where(tau > 0, error, 0.0)
 
-    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+    def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         if rows.variant & MIROSTAT:
             logits = logits.float().clone()
             _leave(logits, rows, state)
         return super().drawn_from(logits, replace(rows, variant=rows.variant & (MIROSTAT - 1)), state)
 
-    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> None:
+    def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: State) -> None:
         error, mu = state["error"][rows.slots], state["mu"][rows.slots]
         heard = count > 0
         state["mu"][rows.slots] = torch.where(heard & (error != 0), mu - state["eta"][rows.slots] * error, mu)
         state["error"][rows.slots] = torch.where(heard, 0.0, error)
 
 
-def _leave(logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
     """Leave tokens out of ``logits`` [N, V], in place; the surprise of all of them before, in bits f32 [N, V]."""
     x, mass = masses(logits, state["temperature"][rows.slots])
     total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]

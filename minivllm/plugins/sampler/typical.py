@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from minivllm.core.interfaces.sampling import Column, Draw, Row, Rows
+from minivllm.core.interfaces.sampling import Column, Columns, Draw, Row, Rows, State
 from minivllm.errors import RequestError
 
 from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
@@ -34,7 +33,7 @@ class TypicalSampler(DefaultSampler):
     keeps_logits = False
     reads = DefaultSampler.reads | TYPICAL_SPEC.reads
 
-    def columns(self) -> Mapping[str, Column]:
+    def columns(self) -> Columns:
         return {**super().columns(), "typical_p": Column(fill=1.0)}
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
@@ -47,17 +46,17 @@ class TypicalSampler(DefaultSampler):
                 raise RequestError(what, "typical_p")
         return Row({**row.values, "typical_p": params.typical_p}, row.variant | TYPICAL)
 
-    def draw(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor], out: Draw) -> None:
+    def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
         super().draw(logits, _leave(logits, rows, state), state, out)
         out.peaks = None  # they would be those of what is left
 
-    def drawn_from(self, logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Tensor:
+    def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         if rows.variant & TYPICAL:
             logits = logits.float().clone()
         return super().drawn_from(logits, _leave(logits, rows, state), state)
 
 
-def _leave(logits: Tensor, rows: Rows, state: Mapping[str, Tensor]) -> Rows:
+def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
     """Restrict the logits of typical rows, in place; the rows as the default sampler takes them."""
     if rows.variant & TYPICAL:
         chunk = max(CHUNK // logits.shape[1], 1)

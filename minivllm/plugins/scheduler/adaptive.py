@@ -1,17 +1,17 @@
-"""Wait or go: newcomers are let in together where that is worth the wait, and at once where it is not.
+"""Admit new requests together if the wait is worthwhile, else at once.
 
-A step that computes prompts makes all rows that decode wait: by a fixed time (another launch, another shape) and by a
-time for each token.  Newcomers that enter together share the fixed one.  With arrivals at a rate r, R rows that decode
-and a fixed time c, letting k in at a time costs (k - 1) / 2 of waiting and r R c / k of stalls, in request-seconds a
-second; it is least at k = sqrt(2 r R c), the economic lot (Harris, "How Many Parts to Make at Once", 1913).  Targets
-bound the wait.
+A step that computes prompts delays all decoding rows by a fixed time (another launch, another shape) and by a time for
+each token.  Requests that are admitted together share the fixed time.  With arrivals at a rate r, R decoding rows and
+a fixed time c, admitting k requests at a time costs (k - 1) / 2 of waiting and r R c / k of delays, in request-seconds
+per second.  The sum is least at k = sqrt(2 r R c), the economic lot (Harris, "How Many Parts to Make at Once", 1913).
+Targets limit the wait.
 
-c is learned from the time that windows of steps took, by least squares that forget::
+c is learned from the times of windows of steps, by least squares with decreasing weights::
 
     seconds of a window = a * steps  +  c * steps with prompts  +  b * tokens of prompts
 
-Where the two latter cannot be told apart (every prompt alike, each alone) the tokens get the blame, so that nobody
-waits on suspicion.
+If the last two terms cannot be separated, since all prompts are alike and each is alone in its step, the time is
+attributed to the tokens.  Then no request waits.
 """
 
 from __future__ import annotations
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-RECENT = 64  # newcomers whose times and targets count
-WINDOW, ENOUGH = 8, 8  # steps of a window; windows, and newcomers, before anybody waits
-KEPT = 0.98  # of what was learned, with each window
-DOUBT = np.array([1e-6, 0.05, 1e-3])  # by how much each of the three times is shrunk, as a share of what shows it
-TOKENS = 64.0  # a unit of prompt tokens, so that the columns are of one size
+RECENT = 64  # new requests whose times and targets count
+WINDOW = 8  # steps of a window
+ENOUGH = 8  # windows, and new requests, before any request waits
+KEPT = 0.98  # weight of earlier windows, per window
+DOUBT = np.array([1e-6, 0.05, 1e-3])  # shrinkage of each of the three times, as a share of its evidence
+TOKENS = 64.0  # unit of prompt tokens, which gives the columns similar sizes
 
 
 class Adaptive(SchedulerPolicy):
-    """First come, first served, with a learned wait before newcomers enter; nobody waits where no row decodes.
+    """First come, first served, with a learned wait before admissions.  No request waits while no row decodes.
 
-    No starvation: by arrival, and the oldest is held back for ``max_hold`` seconds at most.
+    No request starves, since the order is by arrival and the oldest waits at most ``max_hold`` seconds.
     """
 
     options: AdaptiveOptions
@@ -49,21 +50,27 @@ class Adaptive(SchedulerPolicy):
         super().__init__(options or AdaptiveOptions(), ctx)
         self.arrivals: deque[float] = deque(maxlen=RECENT)
         self.targets: deque[float] = deque(maxlen=RECENT)  # seconds to a first token, inf = none
-        self.seen, self.took = np.zeros((3, 3)), np.zeros(3)  # normal equations of the windows
-        self.windows, self.held = 0, 0
-        self.times = np.zeros(3)  # seconds: of a step, of prompts in it, of TOKENS of these
-        self.begun, self.counted = 0.0, [0.0, 0.0, 0.0]
-        self.was = self.gone = 0  # rows that ran at the last plan; sequences that ended since
-        self.prefilled = False  # it computed prompts of rows that ran already
-        self.asked: list[float] = []  # prompt tokens of those that could enter in it, in order
-        self.wanted = 1.0  # newcomers at a time
+        self.seen = np.zeros((3, 3))  # normal equations of the windows: the matrix
+        self.took = np.zeros(3)  # and the right side
+        self.windows = 0
+        self.held = 0
+        self.times = np.zeros(3)  # seconds of a step, of prompts in a step, and of TOKENS prompt tokens
+        self.begun = 0.0  # time of the first step of the window
+        self.counted = [0.0, 0.0, 0.0]  # steps, steps with prompts, and prompt tokens of the window
+        self.was = 0  # running rows at the last plan
+        self.gone = 0  # sequences that have ended since
+        self.prefilled = False  # whether the last plan computed prompts of rows that were already running
+        self.asked: list[float] = []  # prompt tokens of the requests that the last plan could admit, in order
+        self.wanted = 1.0  # new requests to admit at a time
 
-    # ---- what is learned -----------------------------------------------------------------------------------------
+    # ---- learning ----------------------------------------------------------------------------------------------
 
     def key(self, new: QueueView) -> np.ndarray:
-        first = new.preempted == 0  # the others have come before
-        self.arrivals.extend(new.arrival[first].tolist())
-        self.targets.extend((new.ttft_due - new.arrival)[first].tolist())
+        first = new.preempted == 0  # preempted requests were counted before
+        arrival = new.arrival[first]
+        target = new.ttft_due[first] - arrival
+        self.arrivals.extend(arrival.tolist())
+        self.targets.extend(target.tolist())
         return new.arrival
 
     def ended(self, gone: QueueView) -> None:
@@ -71,50 +78,67 @@ class Adaptive(SchedulerPolicy):
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         index = np.lexsort((head.id, head.arrival))
-        self.asked = np.maximum(head.known - head.cached, 1)[index].tolist()
+        uncached = np.maximum(head.known - head.cached, 1)
+        self.asked = uncached[index].tolist()
         return index
 
     def _look(self, load: Load, now: float) -> None:
         """Count the step that was planned last, and fit the times at the end of each window."""
-        entered = max(0, load.running - self.was + self.gone) if self.asked else 0
+        entered = 0
+        if self.asked:
+            entered = max(0, load.running - self.was + self.gone)
         if not self.was and not entered:
-            self.begun, self.counted = now, [0.0, 0.0, 0.0]
+            self._begin_window(now)
         else:
             self.counted[0] += 1.0
             self.counted[1] += self.prefilled or entered > 0
             self.counted[2] += sum(self.asked[:entered]) / TOKENS
             if self.counted[0] >= WINDOW:
                 self._fit(now - self.begun)
-                self.begun, self.counted = now, [0.0, 0.0, 0.0]
-        self.was, self.gone, self.prefilled, self.asked = load.running, 0, load.prefilling > 0, []
+                self._begin_window(now)
+        self.was = load.running
+        self.gone = 0
+        self.prefilled = load.prefilling > 0
+        self.asked = []
+
+    def _begin_window(self, now: float) -> None:
+        self.begun = now
+        self.counted = [0.0, 0.0, 0.0]
 
     def _fit(self, seconds: float) -> None:
+        """Update the learned times with a window that took some seconds."""
         x = np.array(self.counted)
         self.seen = KEPT * self.seen + np.outer(x, x)
         self.took = KEPT * self.took + x * seconds
         self.windows += 1
         doubt = np.diag(DOUBT * self.seen.diagonal() + 1e-9)
-        self.times = np.maximum(np.linalg.solve(self.seen + doubt, self.took), 0.0)
+        times = np.linalg.solve(self.seen + doubt, self.took)
+        self.times = np.maximum(times, 0.0)
 
     def _rate(self, now: float) -> float:
         """Return the recent arrivals per second, or 0 if there were too few."""
         if len(self.arrivals) < ENOUGH:
             return 0.0
-        return (len(self.arrivals) - 1) / max(now - self.arrivals[0], 1e-6)
+        span = max(now - self.arrivals[0], 1e-6)
+        return (len(self.arrivals) - 1) / span
 
-    # ---- what is decided -----------------------------------------------------------------------------------------
+    # ---- decisions ---------------------------------------------------------------------------------------------
 
     def shape(self, load: Load, now: float) -> StepShape:
         self._look(load, now)
-        decoding, rate = load.running - load.prefilling, self._rate(now)
+        decoding = load.running - load.prefilling
+        rate = self._rate(now)
         fixed = float(self.times[1]) if self.windows >= ENOUGH else 0.0
         lot = math.sqrt(2.0 * rate * max(decoding, 0) * fixed)
-        self.wanted = max(1.0, min(lot, float(self.ctx.max_num_seqs - load.running)))
+        free_rows = float(self.ctx.max_num_seqs - load.running)
+        self.wanted = max(1.0, min(lot, free_rows))
         if not load.waiting or load.prefilling or decoding <= 0:
             return StepShape()
         most = self._most()
-        wait = min((self.wanted - 1.0) / rate, most) if rate > 0 else 0.0
-        if fixed > load.tpot_slack > 0:  # a row would miss its next token: as long as the newcomers can bear
+        wait = 0.0
+        if rate > 0:
+            wait = min((self.wanted - 1.0) / rate, most)
+        if fixed > load.tpot_slack > 0:  # prompts would delay a token beyond its target
             wait = most
         elif load.waiting >= self.wanted:
             wait = 0.0
@@ -126,9 +150,12 @@ class Adaptive(SchedulerPolicy):
     def _most(self) -> float:
         """Return the longest time in seconds for which a new request may be held back.  It follows from the
         tightest recent target."""
-        usual = np.inf if self.options.default_ttft_ms is None else self.options.default_ttft_ms / 1e3
-        target = min((min(one, usual) for one in self.targets), default=usual)
-        return float(min(self.options.max_hold, self.options.ttft_share * max(target, 0.0)))
+        target = np.inf
+        if self.options.default_ttft_ms is not None:
+            target = self.options.default_ttft_ms / 1e3
+        tightest = min([*self.targets, target])
+        share = self.options.ttft_share * max(tightest, 0.0)
+        return float(min(self.options.max_hold, share))
 
     def figures(self) -> Mapping[str, float]:
         """Return ``batch_wanted``, the number of requests to start together in the last plan; the learned times

@@ -1,13 +1,13 @@
-"""Least slack first: by the time at which a request has to start so that its first token is in time.
+"""Serve the request with the least slack first: by the latest start with which its first token is in time.
 
-Least slack (Mok, "Fundamental Design Problems of Distributed Systems for the Hard-Real-Time Environment", 1983): due
-time less the work before it.  Waiting takes the same slack from all, so due - work keeps its order and is the key.  Any
-such order collapses under overload, when it serves those that are just too late; so those are put behind the others, as
-schedulers for goodput do (Zhong et al., "DistServe", OSDI 2024, arXiv:2401.09670, say why goodput is what counts).
+The slack is the due time minus the work before it (Mok, "Fundamental Design Problems of Distributed Systems for the
+Hard-Real-Time Environment", 1983).  Waiting reduces the slack of all requests equally, so due - work keeps its order
+and is the key.  Under overload such an order serves requests that are just too late.  Late requests are therefore put
+behind the others, as in schedulers for goodput (Zhong et al., "DistServe", OSDI 2024, arXiv:2401.09670).
 
-A target for the time per output token bounds how much prefill a step may hold beside the decodes (Agrawal et al.,
-"Sarathi-Serve", OSDI 2024, arXiv:2403.02310); the cap is found by trying: halved when a step takes most of the time
-that the tightest target leaves, raised by an eighth while prompts are computed and steps do not.
+A target for the time per output token limits the prefill tokens of a step with decodes (Agrawal et al.,
+"Sarathi-Serve", OSDI 2024, arXiv:2403.02310).  The limit adapts: it is halved when a step takes most of the time to the
+tightest target, and raised by an eighth while prompts are computed and steps are shorter.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .options import DeadlineOptions
 if TYPE_CHECKING:
     from typing import Any
 
-IDLE = 1.0  # seconds between two plans that no step takes: nothing was there to do
-MOST = 0.8  # of the time until a token is due
+IDLE = 1.0  # seconds between two plans that are longer than any step, so the engine was idle
+MOST = 0.8  # share of the time until a token is due
 
 
 class Deadline(SchedulerPolicy):
-    """Targets are ``ttft_ms`` and ``tpot_ms`` of the request.
+    """A policy with the targets ``ttft_ms`` and ``tpot_ms`` of requests.
 
-    No starvation: who has waited ``max_wait`` seconds goes first, by arrival; and a prompt is always computed by
-    ``min_chunk`` tokens a step at least.
+    No request starves.  Requests that have waited ``max_wait`` seconds precede all others, by arrival, and a step
+    computes at least ``min_chunk`` tokens of a prompt.
     """
 
     options: DeadlineOptions
@@ -39,22 +39,26 @@ class Deadline(SchedulerPolicy):
     def __init__(self, options: Any, ctx: SchedulerContext) -> None:
         super().__init__(options or DeadlineOptions(), ctx)
         self.cap = float(ctx.max_num_batched_tokens)
-        self.last = -np.inf  # when the last step was planned
+        self.last = -np.inf  # time of the last plan
 
     def key(self, new: QueueView) -> np.ndarray:
         usual = new.arrival + self.options.default_ttft_ms / 1e3
-        return np.where(np.isfinite(new.ttft_due), new.ttft_due, usual) - new.prompt / self.options.prefill_rate
+        due = np.where(np.isfinite(new.ttft_due), new.ttft_due, usual)
+        return due - new.prompt / self.options.prefill_rate
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         start = self.key(head)
         old = now - head.arrival > self.options.max_wait
-        started = head.known > head.prompt  # it was preempted, and somebody waits for its next token
+        started = head.known > head.prompt  # preempted requests, whose clients wait for the next token
         late = (start < now) & ~started
-        rank = np.where(old, 0, np.where(late, 2, 1))
-        return np.lexsort((head.id, np.where(old, head.arrival, start), rank))
+        rank = np.where(late, 2, 1)
+        rank[old] = 0
+        begin = np.where(old, head.arrival, start)
+        return np.lexsort((head.id, begin, rank))
 
     def shape(self, load: Load, now: float) -> StepShape:
-        took, self.last = now - self.last, now
+        took = now - self.last
+        self.last = now
         top = self.ctx.max_num_batched_tokens
         if load.tpot_slack == np.inf:
             self.cap = float(top)
@@ -68,4 +72,5 @@ class Deadline(SchedulerPolicy):
 
     def victim(self, candidates: QueueView, need: int) -> int:
         due = np.where(candidates.known > candidates.prompt, candidates.tpot_due, candidates.ttft_due)
-        return int(np.lexsort((candidates.id, candidates.arrival, due))[-1])
+        order = np.lexsort((candidates.id, candidates.arrival, due))
+        return int(order[-1])

@@ -1,13 +1,13 @@
-"""Fair shares among tenants: a counter of service for each, and the one with the least is served next.
+"""Give tenants fair shares: serve the tenant with the least counter of service next.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024, arXiv:2401.00588
-(algorithms 2 and 4): tokens of prompts count when a request is admitted, generated tokens as they come; a tenant that
-comes back to the queue is lifted to the least counter there, so that nobody saves up service by staying away.  While
-two tenants wait, what they have been served differs by a bound that does not grow with time (theorem 4.4).
+(algorithms 2 and 4).  Tokens of a prompt count when its request is admitted, generated tokens when they are generated.
+A tenant that returns to the queue is raised to the least counter in the queue, so that absence saves up no service.
+While two tenants wait, the difference of their service has a bound that does not grow with time (theorem 4.4).
 
-Two things differ from the paper.  A tenant is lifted when its request arrives, to the least counter of those that were
-shown to ``order`` last.  And a request that has waited ``max_wait`` seconds goes first: with counters alone a stream of
-ever new tenants, each lifted to the least, starves those that are above it.
+Two rules differ from the paper.  A tenant is raised when its request arrives, to the least counter of the tenants in
+the last call of ``order``.  A request that has waited ``max_wait`` seconds precedes all others.  With counters alone, a
+stream of new tenants, which start at the least counter, would starve the tenants above it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .options import FairOptions
 if TYPE_CHECKING:
     from typing import Any
 
-FEW = 65536  # comparisons that are made sooner than a table is sorted
-SPARE = 1024  # tenants that neither wait nor run whose counters are remembered
+FEW = 65536  # up to this number of comparisons, comparing is faster than sorting
+SPARE = 1024  # stored counters of tenants that neither wait nor run
 
 
 class Fair(SchedulerPolicy):
-    """Each tenant has a lane of the queue, so that a flood of one hides nobody; inside a lane it is by arrival.
+    """A policy with a part of the queue (``lane``) for each tenant, in order of arrival.
 
-    Invariant: ``counter[place[t]]`` is the service of tenant t plus what it was lifted by; ``paid`` is the part of it
-    that is due to each sequence of ``ids``, those that were admitted and have not ended, and ``owner`` the
-    place of each one's tenant.
+    Many requests of a tenant therefore cannot hide those of others.  Invariant: ``counter[place[t]]`` is the service of
+    tenant t plus the amounts by which it was raised.  ``ids`` are the admitted sequences that have not ended, ``paid``
+    is the part of the counter that each has caused, and ``owner`` is the place of its tenant.
     """
 
     options: FairOptions
@@ -43,9 +43,11 @@ class Fair(SchedulerPolicy):
         super().__init__(options or FairOptions(), ctx)
         self.place: dict[int, int] = {}  # tenant -> index into counter
         self.counter = np.zeros(64)
-        self.ids, self.paid, self.owner = np.empty(0, np.int64), np.empty(0), np.empty(0, np.int64)
-        self.active: set[int] = set()  # tenants that wait, as far as is known
-        self.floor = 0.0  # the least counter of those that wait, or waited last
+        self.ids = np.empty(0, np.int64)
+        self.paid = np.empty(0)
+        self.owner = np.empty(0, np.int64)
+        self.active: set[int] = set()  # tenants that are known to have a waiting request
+        self.floor = 0.0  # least counter of the tenants that wait, or waited last
 
     def key(self, new: QueueView) -> np.ndarray:
         for tenant in new.tenant.tolist():
@@ -60,84 +62,110 @@ class Fair(SchedulerPolicy):
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
         self._charge(running)
-        line = np.lexsort((head.id, head.arrival, head.tenant))  # tenant after tenant, each by age
+        line = np.lexsort((head.id, head.arrival, head.tenant))  # grouped by tenant, each by age
         tenant = head.tenant[line]
-        edges = np.flatnonzero(np.concatenate(([True], tenant[1:] != tenant[:-1])))
-        names, start, end = tenant[edges].tolist(), edges.tolist(), [*edges[1:].tolist(), len(line)]
-        if len(names) < self.window:  # else there may be tenants whom we have not been shown
+        is_first = np.ones(len(line), bool)
+        is_first[1:] = tenant[1:] != tenant[:-1]
+        edges = np.flatnonzero(is_first)
+        tenants = tenant[edges]
+        names = tenants.tolist()
+        start = edges.tolist()
+        end = [*start[1:], len(line)]
+        if len(names) < self.window:  # else ``head`` may lack tenants
             self.active = set(names)
         self._forget()
-        counters = self.counter[[self.place[t] if t in self.place else self._place(t) for t in names]].tolist()
+        places = [self.place[t] if t in self.place else self._place(t) for t in names]
+        counters = self.counter[places].tolist()
         self.floor = min(counters)
         cost = self.options.input_cost * head.prompt
         again = np.flatnonzero(head.preempted)
-        cost[again[self._find(head.id[again])[1]]] = 0.0  # what is preempted has been charged for its prompt
-        chosen, old = [], now - head.arrival > self.options.max_wait
-        if old.any():
-            chosen = np.flatnonzero(old)[np.lexsort((head.id[old], head.arrival[old]))].tolist()
-            for i, g in zip(chosen, np.searchsorted(tenant[edges], head.tenant[chosen]).tolist(), strict=True):
-                start[g] += 1  # the oldest of a tenant are its next ones
+        _, charged = self._find(head.id[again])
+        cost[again[charged]] = 0.0  # the prompt of a preempted request has been charged
+        chosen: list[int] = []
+        old = np.flatnonzero(now - head.arrival > self.options.max_wait)
+        if len(old):
+            late = head.take(old)  # requests that have waited too long
+            oldest_first = np.lexsort((late.id, late.arrival))
+            chosen = old[oldest_first].tolist()
+            groups = np.searchsorted(tenants, head.tenant[chosen])
+            for i, g in zip(chosen, groups.tolist(), strict=True):
+                start[g] += 1  # the oldest requests of a tenant are its next ones
                 counters[g] += cost[i]
-        next_up = [(c, g) for g, c in enumerate(counters) if start[g] < end[g]]
+        next_up = []
+        for g, counter in enumerate(counters):
+            if start[g] < end[g]:
+                next_up.append((counter, g))
         heapq.heapify(next_up)
         rows = max(self.ctx.max_num_seqs - len(running), 1)
-        while next_up and len(chosen) < rows:  # more than there are rows cannot be admitted
+        while next_up and len(chosen) < rows:  # a step cannot admit more requests than rows
             counter, g = next_up[0]
-            chosen.append(int(line[start[g]]))
+            at = int(line[start[g]])
+            chosen.append(at)
             start[g] += 1
             if start[g] < end[g]:
-                heapq.heapreplace(next_up, (counter + cost[chosen[-1]], g))
+                heapq.heapreplace(next_up, (counter + cost[at], g))
             else:
                 heapq.heappop(next_up)
         return np.array(chosen, np.int64)
 
     def ended(self, gone: QueueView) -> None:
-        ran = self._find(gone.id)[1] | (gone.known > gone.prompt)  # the others have never been served
+        _, charged = self._find(gone.id)
+        ran = charged | (gone.known > gone.prompt)  # other requests have never been served
         at = self._charge(gone if ran.all() else gone.take(ran))
         stay = np.ones(len(self.ids), bool)
         stay[at] = False
-        self.ids, self.paid, self.owner = self.ids[stay], self.paid[stay], self.owner[stay]
+        self.ids = self.ids[stay]
+        self.paid = self.paid[stay]
+        self.owner = self.owner[stay]
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        at = self._charge(candidates)  # which may make ``owner`` longer
+        at = self._charge(candidates)  # before ``owner`` is read, which this call may extend
         had = self.counter[self.owner[at]]
-        return int(np.lexsort((candidates.id, candidates.arrival, had))[-1])
+        order = np.lexsort((candidates.id, candidates.arrival, had))
+        return int(order[-1])
 
     def figures(self) -> Mapping[str, float]:
         """Return ``tenants``, the number of tenants with a counter; ``waiting``, how many of them are known to have
         a waiting request; ``floor``, the smallest counter, in tokens of service, of the tenants that wait or waited
         last; and ``lead``, by how many tokens the largest counter exceeds the floor."""
         counters = self.counter[list(self.place.values())]
-        lead = max(float(counters.max(initial=0.0)) - self.floor, 0.0)
+        largest = float(counters.max(initial=0.0))
+        lead = max(largest - self.floor, 0.0)
         return {"tenants": len(self.place), "waiting": len(self.active), "floor": self.floor, "lead": lead}
 
     def _charge(self, view: QueueView) -> np.ndarray:
-        """Count what these sequences have been served since they were charged last.  Returns where they are in
-        ``ids``."""
+        """Count the service of these sequences since they were charged last, and return their places in ``ids``."""
         at, known = self._find(view.id)
         fresh = np.flatnonzero(~known)
-        if len(fresh):
-            owner = np.array([self._place(t) for t in view.tenant[fresh].tolist()], np.int64)
-            at[fresh] = len(self.ids) + np.arange(len(fresh))
-            self.ids = np.concatenate((self.ids, view.id[fresh]))
-            self.paid, self.owner = np.append(self.paid, np.zeros(len(fresh))), np.append(self.owner, owner)
-        total = self.options.input_cost * view.prompt + self.options.output_cost * (view.known - view.prompt)
+        new = len(fresh)
+        if new:
+            places = [self._place(t) for t in view.tenant[fresh].tolist()]
+            at[fresh] = len(self.ids) + np.arange(new)
+            self.ids = np.append(self.ids, view.id[fresh])
+            self.paid = np.append(self.paid, np.zeros(new))
+            self.owner = np.append(self.owner, np.array(places, np.int64))
+        output = view.known - view.prompt
+        total = self.options.input_cost * view.prompt + self.options.output_cost * output
         more = np.maximum(total - self.paid[at], 0)
         self.paid[at] += more
-        self.counter += np.bincount(self.owner[at], more, len(self.counter))
+        owners = self.owner[at]
+        self.counter += np.bincount(owners, more, len(self.counter))
         return at
 
     def _find(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the place in ``ids`` of each sequence, and bool [n] whether it is there, which means that it has
         been charged."""
-        n, m = len(self.ids), len(ids)
-        if n <= m and (ids[:n] == self.ids).all():  # the rows that run, nearly always: newcomers are the last of them
-            return np.arange(m), np.arange(m) < n
+        n = len(self.ids)
+        m = len(ids)
+        if n <= m and (ids[:n] == self.ids).all():  # usual for running rows, since new requests are the last of them
+            every = np.arange(m)
+            return every, every < n
         if n * m <= FEW:
             same = ids[:, None] == self.ids
             return same.argmax(axis=1), same.any(axis=1)
         by_id = np.argsort(self.ids)
-        at = by_id[np.minimum(np.searchsorted(self.ids, ids, sorter=by_id), n - 1)]
+        rank = np.searchsorted(self.ids, ids, sorter=by_id)
+        at = by_id[np.minimum(rank, n - 1)]
         return at, self.ids[at] == ids
 
     def _place(self, tenant: int) -> int:
@@ -152,14 +180,23 @@ class Fair(SchedulerPolicy):
 
     def _forget(self) -> None:
         """Drop counters of tenants that neither wait nor run, and keep those that are furthest above the floor."""
-        if len(self.place) <= len(self.active) + len(self.ids) + 2 * SPARE:
+        used = len(self.active) + len(self.ids)
+        if len(self.place) <= used + 2 * SPARE:
             return
-        stay, runs = self.active, set(self.owner.tolist())
-        away = [(self.counter[at], t) for t, at in self.place.items() if t not in stay and at not in runs]
-        drop = {t for _, t in heapq.nsmallest(len(away) - SPARE, away)}
-        kept = [(t, at) for t, at in self.place.items() if t not in drop]
+        running = set(self.owner.tolist())
+        idle = []
+        for tenant, at in self.place.items():
+            if tenant not in self.active and at not in running:
+                idle.append((self.counter[at], tenant))
+        kept = dict(self.place)
+        for _, tenant in heapq.nsmallest(len(idle) - SPARE, idle):
+            del kept[tenant]
+        old_places = list(kept.values())
+        n = len(kept)
         moved = np.zeros(len(self.place), np.int64)
-        moved[[at for _, at in kept]] = np.arange(len(kept))
-        counter = np.zeros(max(64, len(kept)))
-        counter[: len(kept)] = self.counter[[at for _, at in kept]]
-        self.place, self.counter, self.owner = {t: i for i, (t, _) in enumerate(kept)}, counter, moved[self.owner]
+        moved[old_places] = np.arange(n)
+        counter = np.zeros(max(64, n))
+        counter[:n] = self.counter[old_places]
+        self.place = {tenant: i for i, tenant in enumerate(kept)}
+        self.counter = counter
+        self.owner = moved[self.owner]

@@ -1,4 +1,4 @@
-"""First come, first served: by arrival; the youngest is preempted first."""
+"""Serve requests in order of arrival, and preempt the youngest first."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from minivllm.core.interfaces.scheduler import SchedulerPolicy
 
 
 class Fcfs(SchedulerPolicy):
-    """The defaults of ``SchedulerPolicy`` are this policy: key = arrival, victim = the latest arrival.
+    """The policy of the defaults of ``SchedulerPolicy``: the key is the arrival, the victim the latest arrival.
 
-    No starvation: nothing is ever admitted before an older request that waits.
+    No request starves, since no request is admitted before an older one.
     """

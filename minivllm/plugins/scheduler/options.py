@@ -8,7 +8,7 @@ CLOSED = ConfigDict(extra="forbid", frozen=True)
 
 
 class AdaptiveOptions(BaseModel):
-    """How long newcomers may be held back, so that they enter together."""
+    """Bounds on the time for which new requests may be held back, so that they are admitted together."""
 
     model_config = CLOSED
 
@@ -22,7 +22,7 @@ class AdaptiveOptions(BaseModel):
 
 
 class PriorityOptions(BaseModel):
-    """How fast waiting makes up for priority."""
+    """The rate at which waiting raises the priority."""
 
     model_config = CLOSED
 
@@ -33,7 +33,7 @@ class PriorityOptions(BaseModel):
 
 
 class ShortestJobOptions(BaseModel):
-    """What a token of work costs, and how long a long job may be overtaken."""
+    """The cost of a token of work, and a bound on the delay of long jobs."""
 
     model_config = CLOSED
 
@@ -47,7 +47,7 @@ class ShortestJobOptions(BaseModel):
 
 
 class DeadlineOptions(BaseModel):
-    """Targets where a request has none, the device's speed, and how long a lost cause may wait."""
+    """Default targets, the device's speed, and a bound on the wait of late requests."""
 
     model_config = CLOSED
 
@@ -64,7 +64,7 @@ class DeadlineOptions(BaseModel):
 
 
 class PrefixAwareOptions(BaseModel):
-    """How long a request may be overtaken by those with a longer cached prefix."""
+    """A bound on the time for which requests with a longer cached prefix may overtake a request."""
 
     model_config = CLOSED
 
@@ -72,7 +72,7 @@ class PrefixAwareOptions(BaseModel):
 
 
 class FairOptions(BaseModel):
-    """What counts as service, and when somebody goes first whatever his tenant has had."""
+    """The service of a token, and a bound on the wait of a request."""
 
     model_config = CLOSED
 
@@ -84,7 +84,7 @@ class FairOptions(BaseModel):
 
 
 class PrefillFirstOptions(BaseModel):
-    """How newcomers are gathered into a prefill phase."""
+    """The conditions under which new requests start a prefill phase."""
 
     model_config = CLOSED
 
@@ -99,7 +99,7 @@ class PrefillFirstOptions(BaseModel):
 
 
 class StaticOptions(BaseModel):
-    """When a batch is large enough to start."""
+    """The size at which a batch starts."""
 
     model_config = CLOSED
 

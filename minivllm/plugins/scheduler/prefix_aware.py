@@ -1,8 +1,8 @@
-"""Longest cached prefix first, with a bounded wait.
+"""Serve the request with the longest cached prefix first, with a bounded wait.
 
-The cache-aware order of SGLang's RadixAttention (Zheng et al., "SGLang: Efficient Execution of Structured Language
-Model Programs", NeurIPS 2024, arXiv:2312.07104, section 3): requests that share a prefix run one after the other,
-before the prefix is evicted.  The paper's order lets others starve; ``max_wait`` bounds it.
+SGLang's RadixAttention has this order (Zheng et al., "SGLang: Efficient Execution of Structured Language Model
+Programs", NeurIPS 2024, arXiv:2312.07104, section 3).  Requests that share a prefix run one after another, before the
+prefix is evicted.  In the paper's order other requests may starve; ``max_wait`` bounds their wait.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class PrefixAware(SchedulerPolicy):
-    """Keys are times of arrival, so the ``window`` oldest are compared by what the cache holds of them.
+    """A policy that compares the cached prefixes of the ``window`` oldest requests, since keys are times of arrival.
 
-    No starvation: who has waited ``max_wait`` seconds goes before all that have waited less, by arrival.
+    No request starves: requests that have waited ``max_wait`` seconds precede all others, by arrival.
     """
 
     options: PrefixAwareOptions

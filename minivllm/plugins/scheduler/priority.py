@@ -1,8 +1,8 @@
-"""Priority with static ageing: smaller goes first, and each level is worth some seconds of waiting.
+"""Serve by priority with static ageing: smaller first, and a level is worth some seconds of waiting.
 
-The ageing priority of operating systems (Silberschatz et al., "Operating System Concepts", chapter 5), in the form
-that needs no clock: all waiting requests age alike, so arrival + ageing x priority keeps its order for ever and is a
-sort key.
+This is the ageing priority of operating systems (Silberschatz et al., "Operating System Concepts", chapter 5) in a form
+without a clock.  All waiting requests age equally, so the order of arrival + ageing x priority never changes, and it is
+a sort key.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class Priority(SchedulerPolicy):
-    """Who is served first is also preempted last; a request that waits takes nobody's row.
+    """A policy whose order of service is also the reverse order of preemption.  A waiting request preempts no row.
 
-    No starvation: a request of level p is overtaken only by those of level q < p that come less than ageing x (p - q)
-    seconds after it, so for 2 x ageing x levels seconds at most.
+    No request starves: a request of level p is overtaken only by requests of level q < p that arrive less than
+    ageing x (p - q) seconds after it, so for at most 2 x ageing x levels seconds.
     """
 
     options: PriorityOptions
@@ -36,4 +36,5 @@ class Priority(SchedulerPolicy):
         return new.arrival + self.options.ageing * np.clip(new.priority, -levels, levels)
 
     def victim(self, candidates: QueueView, need: int) -> int:
-        return int(np.lexsort((candidates.id, self.key(candidates)))[-1])
+        order = np.lexsort((candidates.id, self.key(candidates)))
+        return int(order[-1])

@@ -1,7 +1,7 @@
-"""Static batching: a batch is filled, runs until its last sequence has ended, and then comes the next one.
+"""Run static batches: a batch is filled and runs until its last sequence has ended, then the next batch starts.
 
-The baseline that continuous batching is measured against (Yu et al., "Orca", OSDI 2022, figures 3 and 4): rows that end
-early stay empty, and newcomers wait for the longest answer of a batch that they are not in.
+This is the baseline of continuous batching (Yu et al., "Orca", OSDI 2022, figures 3 and 4).  Rows that end early stay
+empty, and new requests wait for the longest answer of the running batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class Static(SchedulerPolicy):
-    """All of a batch are admitted in one step; their prompts are computed first, then all decode together.
+    """A policy that admits a whole batch in one step.  Its prompts are computed first, then all rows decode together.
 
-    A batch is smaller than asked for if fewer wait after ``max_hold`` seconds, or if the cache has no room for more.
-    No starvation: by arrival, and each batch ends.
+    A batch is smaller than ``batch`` if fewer requests wait after ``max_hold`` seconds, or if the cache is too small.
+    No request starves, since the order is by arrival and each batch ends.
     """
 
     options: StaticOptions
@@ -32,8 +32,11 @@ class Static(SchedulerPolicy):
         self.batch = min(self.options.batch or ctx.max_num_seqs, ctx.max_num_seqs)
 
     def shape(self, load: Load, now: float) -> StepShape:
-        fill = not load.running and load.waiting < self.batch and load.oldest_wait < self.options.max_hold
-        return StepShape("static", None, now + self.options.max_hold - load.oldest_wait if fill else 0.0)
+        most = self.options.max_hold
+        if load.running or load.waiting >= self.batch or load.oldest_wait >= most:
+            return StepShape("static")
+        return StepShape("static", hold_until=now + most - load.oldest_wait)
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:
-        return np.lexsort((head.id, head.arrival))[: max(self.batch - len(running), 0)]
+        free = max(self.batch - len(running), 0)
+        return np.lexsort((head.id, head.arrival))[:free]

@@ -1,15 +1,15 @@
-"""Beam search with transformers' rules: after each step the ``beam_width`` likeliest continuations go on.
+"""Search with beams by the rules of transformers: each step keeps the ``beam_width`` most likely continuations.
 
     score of an output = sum of its log-probabilities / its tokens ** length_penalty      (end-of-sequence counts)
 
-Of equal sums the one of the earlier beam goes first, in a beam the lower id; of equal scores the output found first.
-A continuation that ends is an output perhaps if it is among the ``beam_width`` likeliest of all, those that end
-included; the best ``beam_width`` outputs are kept.  The search ends once none of the beams can better them:
+Among equal sums the earlier beam precedes, and within a beam the lower token id.  Among equal scores the output that
+was found first precedes.  A continuation that ends becomes an output if it is among the ``beam_width`` most likely of
+all continuations.  The best ``beam_width`` outputs are kept.  ``early_stopping`` decides when the search ends:
 
-    early_stopping=True       as soon as there are ``beam_width`` outputs
-    early_stopping=False      when the best beam, ended now, would score no better than the worst of them (a heuristic:
-                              with length_penalty > 0 it might still come to more)
-    early_stopping="never"    the same, but ended at its full length where length_penalty > 0, which rewards length
+    True       as soon as there are ``beam_width`` outputs
+    False      when the best beam, if it ended now, would score no better than the worst of the kept outputs.  This is a
+               heuristic, since with length_penalty > 0 the beam may still reach a better score
+    "never"    the same, but with the score at full length if length_penalty > 0, which rewards length
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Beam(DecodingStrategy):
-    """Takes requests with ``beam_width``."""
+    """The strategy of requests with ``beam_width``."""
 
     mode = "stepwise"
     reads = frozenset({"beam_width"})
@@ -48,35 +48,46 @@ class Beam(DecodingStrategy):
 
 
 class BeamSearch(Search):
-    """``sums`` are those of the beams; ``best`` holds (score, number) of the outputs, best first."""
+    """The state of a search.
+
+    ``sums`` are the sums of log-probabilities of the beams.  ``best`` holds the score and the number of each kept
+    output, best first.
+    """
 
     def __init__(self, width: int, penalty: float, early: bool | str, most: int) -> None:
-        self.width, self.penalty, self.early, self.most = width, penalty, early, most
+        self.width = width
+        self.penalty = penalty
+        self.early = early
+        self.most = most
         self.sums = np.zeros(1)
         self.best: list[tuple[float, int]] = []
         self.kept = 0
 
     def advance(self, grown: Sequence[Grown], ends: Callable[[int, int], bool]) -> Moves:
         total = np.concatenate([before + g.logprobs for before, g in zip(self.sums, grown, strict=True)])
-        token = np.concatenate([g.tokens for g in grown])
-        branch = np.repeat(np.arange(len(grown)), [len(g.tokens) for g in grown])
+        tokens = [g.tokens for g in grown]
+        token = np.concatenate(tokens)
+        branch = np.repeat(np.arange(len(grown)), list(map(len, tokens)))
         length = grown[0].length + 1
         go_on: list[Pick] = []
         sums: list[float] = []
         keep: list[Pick] = []
-        for rank, at in enumerate(np.argsort(-total, kind="stable").tolist()):
+        order = np.argsort(-total, kind="stable")
+        for rank, at in enumerate(order.tolist()):
             if len(go_on) == self.width and rank >= self.width:
                 break
-            b, t = int(branch[at]), int(token[at])
+            b = int(branch[at])
+            t = int(token[at])
+            logprob = float(total[at])
             if not ends(b, t):
                 if len(go_on) < self.width:
                     go_on.append(Pick(b, t))
-                    sums.append(float(total[at]))
+                    sums.append(logprob)
             elif rank < self.width:
-                keep.append(Pick(b, t, float(total[at]) / length**self.penalty))
+                keep.append(Pick(b, t, logprob / length**self.penalty))
         self.sums = np.array(sums)
-        self.best += [(p.score, self.kept + i) for i, p in enumerate(keep)]
-        self.best.sort(key=lambda found: (-found[0], found[1]))
+        self.best += [(pick.score, number) for number, pick in enumerate(keep, self.kept)]
+        self.best.sort(key=lambda output: (-output[0], output[1]))
         del self.best[self.width :]
         self.kept += len(keep)
         return Moves(go_on, keep, done=not go_on or not self._may_improve(length))
@@ -86,8 +97,10 @@ class BeamSearch(Search):
             return True
         if self.early is True:
             return False
-        reach = self.most if self.early == "never" and self.penalty > 0 else length
-        return float(self.sums[0]) / reach**self.penalty > self.best[-1][0]
+        if self.early == "never" and self.penalty > 0:
+            length = self.most
+        worst, _ = self.best[-1]
+        return float(self.sums[0]) / length**self.penalty > worst
 
     def result(self) -> Sequence[int]:
         return [number for _, number in self.best]

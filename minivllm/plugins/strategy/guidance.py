@@ -1,11 +1,10 @@
-"""Classifier-free guidance: the answer is drawn towards the prompt, away from a negative prompt (transformers'
-``guidance_scale``)::
+"""Guide an answer towards the prompt and away from a negative prompt (transformers' ``guidance_scale``)::
 
     p, q = log_softmax(logits after the prompt), log_softmax(logits after the negative prompt)
     logits = guidance_scale * (p - q) + q
 
-Above 1 the prompt counts for more than it does by itself, at 1 nothing changes, and at 0 the negative prompt alone
-speaks.  Without a negative prompt the other side has the last token of the prompt, so that what came before it counts.
+A scale above 1 strengthens the prompt, 1 changes nothing, and 0 uses the negative prompt alone.  Without a negative
+prompt, q follows the last token of the prompt, so that the guidance strengthens all tokens before it.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SCALE, TEXT, IDS = "guidance_scale", "negative_prompt", "negative_prompt_token_i
 
 
 class Guidance(Parallel):
-    """Takes requests with ``guidance_scale``; each of n samples, or of best_of, has a guide."""
+    """The strategy of requests with ``guidance_scale``.  Each of the n, or best_of, samples has a guide."""
 
     reads = GUIDANCE.reads | {"best_of"}
 
@@ -39,19 +38,21 @@ class Guidance(Parallel):
         if (fault := _fault(params)) is not None:
             raise fault
         ids = params.negative_prompt_token_ids
-        guide = Guide(params.guidance_scale, tuple(map(int, ids or ())), SCALE if ids is None else IDS)
+        field = SCALE if ids is None else IDS
+        guide = Guide(params.guidance_scale, tuple(map(int, ids or ())), field)
         return tuple(Branch(branch.sample, guide) for branch in super().start(params))
 
 
 def _fault(params: SamplingParams) -> RequestError | None:
     """Return the reason why the strategy cannot serve a request, or None."""
-    scale, text, ids = params.guidance_scale, params.negative_prompt, params.negative_prompt_token_ids
-    given = IDS if ids is not None else TEXT if text else ""
+    scale = params.guidance_scale
+    text = params.negative_prompt
+    ids = params.negative_prompt_token_ids
     if scale == 1.0:
-        if given:
-            return RequestError(
-                f"{given} without {SCALE}, or with {SCALE}=1, changes nothing: set another {SCALE}", given
-            )
+        if text or ids is not None:
+            field = TEXT if ids is None else IDS
+            problem = f"{field} without {SCALE}, or with {SCALE}=1, changes nothing: set another {SCALE}"
+            return RequestError(problem, field)
         return RequestError(f"{SCALE} is not set: the strategy 'guidance' is for requests that set it", SCALE)
     if (width := params.beam_width) is not None:
         return RequestError(f"beam_width={width}: expected no beam_width beside {SCALE}={scale:g}", "beam_width")

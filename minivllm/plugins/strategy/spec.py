@@ -1,4 +1,4 @@
-"""What the built-in decoding strategies say about themselves."""
+"""Describe the built-in decoding strategies."""
 
 from minivllm.registration.spec import Param, Spec
 
@@ -21,14 +21,14 @@ GUIDANCE = Spec(
             ge=0,
             le=MOST_SCALE,
             wanted=f"a number from 0 to {MOST_SCALE:g}",
-            summary="above 1 the prompt counts for more, against the negative prompt; 1: off",
+            summary="values above 1 move tokens towards the prompt and away from the negative prompt; 1 means off",
         ),
-        Param("negative_prompt", str, "", summary="beside guidance_scale: a text to stay away from"),
+        Param("negative_prompt", str, "", summary="with guidance_scale: a text to move away from"),
         Param(
             "negative_prompt_token_ids",
             list,
             wanted="a list of token ids",
-            summary="the same as token ids; without either: the last token of the prompt",
+            summary="the negative prompt as token ids; without either, the last token of the prompt",
         ),
     ),
 )
