@@ -1,4 +1,4 @@
-"""Sets of code points as ranges that go up and do not touch, and the sets that regular expressions have names for."""
+"""Represent sets of code points as sorted ranges that do not touch, with the named sets of regular expressions."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ CATEGORIES = frozenset((*KINDS, *(kind + more for kind, inner in KINDS.items() f
 
 
 def union(*sets: Ranges) -> Ranges:
+    """Return the union of some sets."""
     made: list[tuple[int, int]] = []
     for low, high in sorted(r for ranges in sets for r in ranges):
         if made and low <= made[-1][1] + 1:
@@ -37,6 +38,7 @@ def union(*sets: Ranges) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
+    """Return all code points outside a set."""
     made, at = [], 0
     for low, high in union(ranges):
         if at < low:
@@ -46,27 +48,28 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
+    """Return the code points that are in both sets."""
     made = [(max(a, c), min(b, d)) for a, b in one for c, d in other if a <= d and c <= b]
     return union(tuple(made)) if len(made) > 1 else tuple(made)
 
 
 def space(python: bool) -> Ranges:
-    """What ECMA's ``\\s`` holds; with ``python`` also what that of Python's ``re`` holds."""
+    r"""Return the code points of ECMA's ``\\s``, with ``python`` also those of ``\\s`` in Python's ``re``."""
     return union(ECMA_SPACE, PYTHON_SPACE) if python else ECMA_SPACE
 
 
 def decimals() -> Ranges:
-    """What ``\\d`` of Python's ``re`` holds."""
+    r"""Return the code points of ``\\d`` in Python's ``re``."""
     return category("Nd") or ()
 
 
 def words() -> Ranges:
-    """What ``\\w`` of Python's ``re`` holds."""
+    r"""Return the code points of ``\\w`` in Python's ``re``."""
     return tables()[1]
 
 
 def category(name: str) -> Ranges | None:
-    """A general category of Unicode by its short or long name; None if there is none of that name."""
+    """Return a general category of Unicode by its short or long name, None for an unknown name."""
     name = name.removeprefix("General_Category=").removeprefix("gc=")
     name = LONG.get(name, name)
     return tables()[0].get(name, ()) if name in CATEGORIES else None
@@ -74,8 +77,11 @@ def category(name: str) -> Ranges | None:
 
 @cache
 def tables() -> tuple[dict[str, Ranges], Ranges]:
-    """The general categories, and what ``\\w`` of Python's ``re`` holds.  All at once, and before the first grammar
-    comes: a set that is made when it is first used tells everybody afterwards that somebody has used it."""
+    r"""Return the general categories, and the code points of ``\\w`` in Python's ``re``.
+
+    All sets are computed together, before the first grammar is compiled.  If they were computed at their first use, the
+    time of a request would reveal whether an earlier request had used a set.
+    """
     spans = [(0, UNASSIGNED[0] - 1), (UNASSIGNED[1] + 1, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST)]
     blocks = (UNASSIGNED, (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
     found: dict[str, list[tuple[int, int]]] = {"": []}
@@ -96,7 +102,9 @@ def tables() -> tuple[dict[str, Ranges], Ranges]:
 
 
 def folded(ranges: Ranges, wide: bool) -> Ranges:
-    """With the other case of ASCII letters; ``wide``: and with whatever else folds to one."""
+    """Return a set with the other case of its ASCII letters, and with ``wide`` also all characters that fold to a
+    letter.
+    """
     found = [ranges]
     for code in (*range(65, 91), *range(97, 123)):
         if any(low <= code <= high for low, high in ranges):

@@ -69,12 +69,17 @@ ANYTHING = Repeat(Chars(EVERYTHING), 0, None)
 
 
 def whole(pattern: str) -> Node:
-    """The texts that a pattern matches from their first character to the last.  ValueError if it is refused."""
+    """Return the node of the texts that match a pattern from their first to their last character.
+
+    Raise ValueError for a refused pattern.
+    """
     return _resolve(pattern, _Reader(pattern, False).read(), EMPTY)
 
 
 def search(pattern: str, *, exact: bool = False) -> Node:
-    """The texts in which a pattern is found, as ``pattern`` and ``patternProperties`` want it."""
+    """Return the node of the texts that contain a match, as ``pattern`` and ``patternProperties`` of JSON Schema
+    require.
+    """
     return _resolve(pattern, _Reader(pattern, exact).read(), ANYTHING)
 
 
@@ -133,7 +138,7 @@ class _Reader:
         return EMPTY if node == EMPTY else Repeat(node, *bounds)
 
     def _bounds(self) -> tuple[int, int | None] | None:
-        """Of the quantifier that is next, if one is."""
+        """Read the quantifier at this place, and return its bounds, or None if there is no quantifier."""
         for sign, bounds in (("*", (0, None)), ("+", (1, None)), ("?", (0, 1))):
             if self._take(sign):
                 return bounds
@@ -197,7 +202,9 @@ class _Reader:
         return node
 
     def _opening(self) -> bool:
-        """What follows ``(?``; True if it is flags for the whole pattern, as Python has them at its beginning."""
+        """Read the text behind ``(?``, and return True for flags of the whole pattern, which Python allows at its
+        beginning.
+        """
         for sign in ("=", "!", "<=", "<!"):
             if self.pattern.startswith(sign, self.at):
                 self._refuse(f"the look-around (?{sign}", "say what the text is, not what is around it")
@@ -221,7 +228,11 @@ class _Reader:
         self._refuse(f"(?{self._next()}", "there are (?:, (?<name>, (?i: and (?s:")
 
     def _escape(self) -> int | Callable[[bool], Ranges]:
-        """What follows a backslash: a code point, or a class, which is asked whether it is to hold what is doubtful."""
+        """Return the code point or the class behind a backslash.
+
+        A class is a function, whose argument decides whether the set includes characters that implementations treat
+        differently.
+        """
         c = self._next()
         self.at += 1
         if c in CONTROL:
@@ -312,7 +323,7 @@ class _Reader:
         return self._escape()
 
     def _fold(self, ranges: Ranges, wide: bool) -> Ranges:
-        """With the other case, where case is ignored."""
+        """Return a set with the other case of its letters if the pattern ignores case."""
         if not self.ignore_case:
             return ranges
         if self.exact:
@@ -334,7 +345,7 @@ def _is_hexadecimal(digits: str) -> bool:
 
 
 def _resolve(pattern: str, node: Node, around: Node) -> Node:
-    """Without anchors: what stands where there is none at an edge is ``around``."""
+    """Return a node without anchors, with ``around`` at each edge of the text that had no anchor."""
     node = _bound(node, True, True, around)
     if _anchored(node):
         shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
@@ -358,7 +369,7 @@ def _bound(node: Node, left: bool, right: bool, around: Node) -> Node:
 
 
 def _edge(parts: list[Node], anchor: _Anchor, around: Node) -> list[Node]:
-    """The parts, of which the first is at an edge of the text."""
+    """Return the parts of a sequence whose first part is at an edge of the text, with their anchor applied."""
     if parts and parts[0] is anchor:
         while parts and parts[0] is anchor:
             parts = parts[1:]
@@ -378,7 +389,7 @@ def _anchored(node: Node) -> bool:
 
 
 def within(node: Node, ranges: Ranges) -> Node | None:
-    """The texts of such characters only; None if there are none."""
+    """Return the node of the texts that consist of the given characters only, None if there are none."""
     if isinstance(node, Chars):
         kept = intersection(node.ranges, ranges)
         return Chars(kept) if kept else None
@@ -396,7 +407,7 @@ def within(node: Node, ranges: Ranges) -> Node | None:
 
 
 def spelled(node: Node) -> Node:
-    """How a string of JSON spells the texts, each character in one way."""
+    """Return the node of the spellings of the texts in a JSON string, with one spelling for each character."""
     if isinstance(node, Chars):
         short = intersection(node.ranges, SHORT_CODES)
         raw = intersection(node.ranges, complement(SHORT_CODES))
@@ -412,12 +423,12 @@ def spelled(node: Node) -> Node:
 
 
 def pattern(node: Node) -> str:
-    """For a library, of the texts from their first character to the last."""
+    """Return a regular expression of the whole texts for a grammar library."""
     return f"^(?:{write(node)})$"
 
 
 def write(node: Node) -> str:
-    """For a library."""
+    """Return a regular expression of the texts for a grammar library."""
     sets: dict[Ranges, str] = {}  # of this text alone: one that lives longer would tell what others have sent
 
     def part(node: Node) -> str:

@@ -55,8 +55,11 @@ Formats = Mapping[str, tuple[str, ...]]
 
 
 def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMATS) -> Any:
-    """The schema, which is changed in place; ``write`` writes a ``pattern`` for the library, and ``formats`` are those
-    that it holds.  ValueError if it is refused, or nothing fits it."""
+    """Change a schema in place to one that libraries enforce exactly, and return it.
+
+    ``write`` returns a ``pattern`` in the syntax of the library.  ``formats`` are the formats that the library
+    enforces.  Raise ValueError if the schema is refused or no value fits it.
+    """
     if schema is False:
         raise ValueError("nothing fits the schema false")
     if schema is True:
@@ -85,7 +88,7 @@ def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMAT
 
 
 def children(node: dict[str, Any]) -> Iterator[Any]:
-    """The schemas right within a schema."""
+    """Yield the schemas directly inside a schema."""
     for key in MAPS:
         if isinstance(node.get(key), dict):
             yield from node[key].values()
@@ -125,7 +128,7 @@ class Nodes:
                     self._ending.add(id(node))
 
     def _find(self, reference: Any) -> Any:
-        """What a reference within the schema leads to, once; None if it leads elsewhere, or nowhere."""
+        """Return the target of a reference within the schema at its first occurrence, None for other references."""
         if not isinstance(reference, str) or reference in self._targets:
             return None
         found = find(self.root, reference)
@@ -134,7 +137,9 @@ class Nodes:
         return found
 
     def ends(self, node: Any) -> bool:
-        """Whether a finite value may fit, as far as is known: more is when this has been asked of all nodes again."""
+        """Return whether a finite value is known to fit a node.  More nodes are known after all of them have been
+        visited again.
+        """
         if not isinstance(node, dict):
             return node is not False
         if id(node) in self._ending:
@@ -203,7 +208,7 @@ def _refuse_unheld(node: dict[str, Any]) -> None:
 
 
 def _hold_values(node: dict[str, Any]) -> None:
-    """``const`` and ``enum``: values of the right type, which can be written."""
+    """Keep the values of ``const`` and ``enum`` that have the right type and can be written."""
     types = node.get("type")
     tests = [TYPES[t] for t in (types if isinstance(types, list) else [types]) if isinstance(t, str) and t in TYPES]
     for key in ("const", "enum"):
@@ -220,7 +225,7 @@ def _hold_values(node: dict[str, Any]) -> None:
 
 
 def unwritable(character: str) -> bool:
-    """Whether it is a control character that is not written in values."""
+    """Return whether values cannot contain a character, because it is a control character without an escape."""
     return (character < " " and character not in "\b\t\n\f\r") or character == "\x7f"
 
 
@@ -239,7 +244,7 @@ def _refuse_unwritable(key: str, value: Any) -> None:
 
 
 def exactly_read(number: float) -> bool:
-    """Whether every parser reads it as the same double: it has few digits, and they are not far from the point."""
+    """Return whether every parser reads a number as the same double, since it has few digits close to the point."""
     _, digits, exponent = Decimal(repr(number)).as_tuple()
     few = len(digits) <= 15 or int("".join(map(str, digits))) <= LARGEST
     return few and abs(number) <= LARGEST and isinstance(exponent, int) and abs(exponent) <= 22
@@ -250,8 +255,10 @@ def _number(value: Any) -> TypeGuard[float]:
 
 
 def _hold_numbers(node: dict[str, Any], merged: bool) -> None:
-    """Bounds that libraries hold: an answer within them is also within those that were asked for.  ``merged``: a node
-    may have bounds of another beside its own."""
+    """Replace bounds by close bounds that libraries enforce exactly, so that answers satisfy the original bounds too.
+
+    ``merged`` means that a node may also get the bounds of another node.
+    """
     if _number(factor := node.get("multipleOf")) and not exactly_read(factor):
         raise ValueError(f"multipleOf={factor!r:.30}: answers are held to factors of at most 15 digits")
     for keys, sign in ((LOWER, 1), (UPPER, -1)):

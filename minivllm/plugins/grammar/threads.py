@@ -1,8 +1,8 @@
-"""Over how many threads a call is spread, as measured.
+"""Choose the number of threads of a call by measurement.
 
-To wake a thread and wait for it takes as long as several masks of a JSON schema, and a mask of a regular expression may
-take a thousand times as long as those: no fixed number is right.  So a call of a given size is made with the number
-that took the least time so far, and now and then, ever more rarely, with half or twice as many.
+Waking a thread and waiting for it takes as long as several masks of a JSON schema.  A mask of a regular expression may
+take a thousand times as long, so no fixed number is right.  A call of a given size uses the number of threads with the
+least mean time so far.  In increasing intervals a call tries half or twice the number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOST = 3.0  # times the mean that one measurement counts at most
 
 
 class Hill:
-    """Seconds of a call by number of threads, and the best of them so far."""
+    """The mean time in seconds of a call by number of threads, and the best number so far."""
 
     def __init__(self, sizes: int) -> None:
         self.seconds: list[float | None] = [None] * sizes
@@ -26,7 +26,7 @@ class Hill:
         self.calls, self.every = 0, SOON
 
     def pick(self) -> int:
-        """What the next call is to use: an index of the numbers of threads."""
+        """Return the index of the number of threads for the next call."""
         near = [i for i in (self.best - 1, self.best + 1) if 0 <= i < len(self.seconds)]
         self.calls += 1
         if self.seconds[self.best] is not None:
@@ -39,7 +39,8 @@ class Hill:
                 return near[-1] if self._up else near[0]
         return self.best
 
-    def told(self, at: int, seconds: float) -> None:
+    def record(self, at: int, seconds: float) -> None:
+        """Add the time of a call with the number of threads at an index."""
         mean = self.seconds[at]
         if mean is None:
             self.seconds[at] = seconds
@@ -52,8 +53,10 @@ class Hill:
 
 
 class Threads:
-    """Pools of 1, 2, 4 ... ``most`` threads, each made when it is first used; ``make(n)`` makes one, and None stands
-    for the caller's own thread.  One caller at a time."""
+    """Pools of 1, 2, 4 ... ``most`` threads, each created at its first use by ``make(n)``.
+
+    The pool None means the caller's own thread.  Only one call may run at a time.
+    """
 
     def __init__(self, most: int, make: Callable[[int], Any]) -> None:
         self.sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i < most} | {max(1, most)})
@@ -61,20 +64,20 @@ class Threads:
         self._pools: dict[int, Any] = {1: None}
         self._hills: dict[tuple[str, int], Hill] = {}
 
-    def run(self, what: str, n: int, call: Callable[[Any], Any]) -> Any:
-        """``call(pool)``, which does ``what`` for n rows."""
+    def run(self, kind: str, n: int, call: Callable[[Any], Any]) -> Any:
+        """Return ``call(pool)`` for a pool of the best size; ``kind`` names the work, which concerns n rows."""
         if len(self.sizes) == 1 or n == 1:
             return call(None)
-        hill = self._hills.setdefault((what, n.bit_length()), Hill(len(self.sizes)))
+        hill = self._hills.setdefault((kind, n.bit_length()), Hill(len(self.sizes)))
         at = hill.pick()
         size = self.sizes[at]
         if size not in self._pools:
             self._pools[size] = self._make(size)
         start = perf_counter()
         out = call(self._pools[size])
-        hill.told(at, (perf_counter() - start) / n)
+        hill.record(at, (perf_counter() - start) / n)
         return out
 
     def used(self) -> dict[str, int]:
-        """Threads that each kind of call has come to, by what it is for and for how many rows at most."""
-        return {f"{what} {2**bits - 1}": self.sizes[h.best] for (what, bits), h in sorted(self._hills.items())}
+        """Return the current number of threads of each kind of call, by its kind and its largest number of rows."""
+        return {f"{kind} {2**bits - 1}": self.sizes[h.best] for (kind, bits), h in sorted(self._hills.items())}

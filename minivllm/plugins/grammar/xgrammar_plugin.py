@@ -50,7 +50,7 @@ class XGrammar(Grammar):
         self._after_ed = self._without(HALF.match)
 
     def _without(self, found: Callable[[bytes], Any]) -> np.ndarray:
-        """A mask of the tokens in which a pattern is not found."""
+        """Return a mask of the tokens that do not contain a pattern."""
         bits = np.ones(-(-self.ctx.vocab_size // 32) * 32, bool)
         bits[: len(self.ctx.tokens)] = [found(token) is None for token in self.ctx.tokens]
         return np.packbits(bits, bitorder="little").view("<i4")

@@ -31,7 +31,7 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions")
 
 
 def unheld(schema: Any) -> Iterator[str]:
-    """What an answer need not keep to, in words."""
+    """Yield descriptions of the rules that an answer need not satisfy."""
     if not isinstance(schema, dict):
         return
     own = set(schema) - NOTES
@@ -78,7 +78,9 @@ class Patterns:
         return f"^p{len(self._nodes) - 1}p$"
 
     def exactly(self, ebnf: str) -> str:
-        """The library's grammar of the schema with what the expressions are.  ValueError if it is not as expected."""
+        """Return the library's grammar of the schema with the exact expressions.  Raise ValueError for an unexpected
+        grammar.
+        """
         ebnf = NAMED_PATTERN.sub(lambda m: f"({rule(ecma_regex.spelled(self._nodes[int(m[1])]))})", ebnf)
         ebnf = HEXADECIMAL.sub(lambda m: rf"\u00{m[1]}" if m[1] else m[0], ebnf)
         ebnf = ESCAPES.sub(r'basic_escape ::= (["\\\\bfnrt])', ebnf)
@@ -94,7 +96,7 @@ ESCAPES = re.compile(r"(?m)^basic_escape ::= .*$")
 
 
 def rule(node: Node) -> str:
-    """An expression in the notation of the library's grammars."""
+    """Return an expression in the notation of the library's grammars."""
     if isinstance(node, Chars):
         return _class(node.ranges)
     if isinstance(node, Alternatives):

@@ -1,9 +1,9 @@
-"""The default sampler: greedy, temperature, min-p, top-k and top-p, one pass over all rows of a step.
+"""Sample tokens: greedy, temperature, min-p, top-k and top-p, in one pass over all rows of a step.
 
-What is here runs everywhere and is the reference; on a GPU kernels that sort nothing take its place (``_draw_fused``).
-Every restriction is turned into one number per row, the smallest value that may still be drawn; tokens that tie with
-it stay in.  That number is a function of the row's multiset of values, never of the batch or of the path that found
-it, and the mass for top-p is summed in integers, whose sum does not depend on the order.
+The code in this file runs on every device and is the reference.  On a GPU, kernels that sort nothing replace it
+(``_draw_fused``). All restrictions of a row become a single number, the smallest value that may be drawn; tokens equal
+to it are kept.  The number depends only on the multiset of the row's values, not on the batch or the kernel.  The mass
+for top-p is summed in integers, so the sum does not depend on the order.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ CHUNK = 1 << 23  # logits that are sorted at a time: bounds the temporary memory
 
 
 class DefaultSampler(Sampler):
-    """Order of the restrictions as in vLLM: temperature, min-p, top-k, top-p (Holtzman et al., arXiv:1904.09751; min-p:
-    Nguyen et al., arXiv:2407.01082).  The draw is Gumbel-max: argmax(logits / T + gumbel)."""
+    """The default sampler, with the order of restrictions of vLLM: temperature, min-p, top-k, top-p.
+
+    Top-p is from Holtzman et al.  (arXiv:1904.09751), min-p from Nguyen et al.  (arXiv:2407.01082). Tokens are drawn by
+    Gumbel-max: argmax(logits / T + gumbel).
+    """
 
     native = (
         GREEDY | DRAWN
@@ -90,8 +93,10 @@ class DefaultSampler(Sampler):
         return x
 
     def _draw_fused(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
-        """The same without a sort, in a few kernels; logits of any dtype.  Which of them a row goes through depends on
-        its own parameters alone."""
+        """Draw tokens with kernels that do not sort, from logits of any dtype.
+
+        The kernels of a row depend only on its own parameters.
+        """
         from . import triton_draw, triton_nucleus, triton_search, triton_topk
 
         variant, columns = rows.variant, tuple(state[name] for name in COLUMNS)
@@ -108,7 +113,9 @@ class DefaultSampler(Sampler):
             triton_search.search(logits, work, out.tokens)
 
     def _limit(self, x: Tensor, rows: Rows, state: State, floor: Tensor | None) -> Tensor:
-        """The floor [N] after top-k and top-p of ``x`` [N, V]; ``floor`` is that of min-p."""
+        """Return the smallest value [N] that top-k and top-p keep of ``x`` [N, V]; ``floor`` is the smallest that min-p
+        keeps.
+        """
         n, width = x.shape
         if floor is None:
             floor = x.new_full((n,), float("-inf"))
@@ -128,7 +135,8 @@ class DefaultSampler(Sampler):
 
 
 def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """The smallest value [N] that top-k and then top-p keep, given values descending [N, M] relative to the largest.
+    """Return the smallest value [N] that top-k and then top-p keep of descending values [N, M], relative to the
+    largest.
 
     A value is kept while the mass before it is less than top_p of the mass of the top_k values at or above ``floor``.
     """

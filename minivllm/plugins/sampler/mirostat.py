@@ -1,4 +1,4 @@
-"""Mirostat 2.0: sampling that holds the surprise of its tokens at a target."""
+"""Sample with mirostat 2.0, which keeps the surprise of tokens at a target."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ MIROSTAT = 1 << 40  # variant bit, above those of the default sampler
 
 
 class MirostatSampler(DefaultSampler):
-    """``mirostat_tau`` bits of surprise (Basu et al., arXiv:2007.14966, algorithm 2).  Tokens whose surprise -log2 p is
-    above mu are left out, the best never; then mu -= ``mirostat_eta`` * (surprise of the token - tau).  p is the
-    model's, after temperature and before anything is left out, as in the paper.  mu starts at 2 tau.  Without
-    ``mirostat_tau`` this is the default sampler; with it top-k, top-p and min-p have no say and are refused.
+    """The sampler of requests with ``mirostat_tau``, a target surprise in bits (Basu et al., arXiv:2007.14966,
+    algorithm 2).
 
-    Column ``mu`` is kept: it is made of probabilities, which accepted tokens do not tell.  ``error``, surprise - tau of
-    the token that was drawn, goes from ``draw`` to the ``commit`` that accepts it and is 0 otherwise.
+    Tokens whose surprise -log2 p is above mu are excluded, except the best.  After each token, mu -= ``mirostat_eta`` *
+    (surprise of the token - tau). p is the model's probability after temperature and before all restrictions, as in the
+    paper.  mu starts at 2 tau.  Requests without ``mirostat_tau`` use the default sampler.  Requests with it may not
+    set top-k, top-p or min-p.
+
+    Column ``mu`` is kept when a row is preempted, because it cannot be computed from the accepted tokens.  Column
+    ``error`` is surprise - tau of the drawn token from ``draw`` to the ``commit`` that accepts it, and otherwise 0.
     """
 
     keeps_logits = False
@@ -84,7 +87,9 @@ class MirostatSampler(DefaultSampler):
 
 
 def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
-    """Leave tokens out of ``logits`` [N, V], in place; the surprise of all of them before, in bits f32 [N, V]."""
+    """Set excluded tokens of ``logits`` [N, V] to -inf, in place, and return the surprise of all tokens, in bits f32
+    [N, V].
+    """
     x, mass = masses(logits, state["temperature"][rows.slots])
     total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]
     best = x == 0

@@ -1,4 +1,4 @@
-"""What the built-in samplers say about themselves."""
+"""Describe the built-in samplers."""
 
 from minivllm.registration.spec import ANY, Param, Spec
 

@@ -1,15 +1,15 @@
-"""A draw without a sort: Gumbel-max in one pass over the logits, and what the kernels of the limits share.
+"""Draw tokens by Gumbel-max in one pass over the logits, without a sort, and share code with the kernels of the limits.
 
-    _first   grid (N, tiles)   peak of each tile; (score, index) of its best token, argmax((x - peak) / T + noise).
-                               Rows with top-k are not drawn here: they get the maxima of groups of lanes
-    _pick    grid (N,)         joins the tiles: score + (peak - row's peak) / T, and says what is left to do for a row
+    _first   grid (N, tiles)   compute the peak of each tile, and score and index of its best token,
+                               argmax((x - peak) / T + noise).  For rows with top-k, compute maxima of groups instead
+    _pick    grid (N,)         join the tiles by score + (peak - row's peak) / T, and set the state of the row
 
-Bytes: the logits once.  At 256 x 151,936 in bfloat16 these are 78 MB, 18 us; the noise takes longer than that.
-A row without a limit is done after ``_pick``.  With min-p or top-p its token is a *candidate*: if the limits keep it,
-it is the best of all that they keep, so it is the draw (``triton_nucleus``); top-k is for ``triton_topk``.
+The logits are read once.  At 256 x 151,936 in bfloat16 they have 78 MB and take 18 us; the noise takes longer.  A row
+without a limit is done after ``_pick``. For min-p or top-p the token is a *candidate*: if the limits keep it, it is the
+best of all tokens that they keep, and so it is the draw (``triton_nucleus``). ``triton_topk`` handles top-k.
 
-One compiled kernel serves all rows, and sums of probability are sums of whole numbers, so that what a row draws depends
-neither on what its neighbours ask for nor on the dtype of the step's logits.  Reference: ``DefaultSampler.draw``.
+One compiled kernel serves all rows, and sums of probability are sums of whole numbers.  The token of a row therefore
+depends neither on other rows nor on the dtype of the logits.  The reference is ``DefaultSampler.draw``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ OPEN, DONE, WAITS = (tl.constexpr(i) for i in range(3))  # a candidate is to be 
 
 @triton.jit
 def load_row(base, at, V):
+    """Load logits at some places as float32, -inf beyond the vocabulary."""
     return tl.load(base + at, mask=at < V, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def load_tile(base, tile, V, TILE: tl.constexpr):
-    """The tile's logits; all but the last need no mask."""
+    """Load the logits of a tile as float32.  Only the last tile needs a mask."""
     at = tile * TILE + tl.arange(0, TILE)
     if tile * TILE + TILE <= V:
         x = tl.load(base + at)
@@ -48,20 +49,22 @@ def load_tile(base, tile, V, TILE: tl.constexpr):
 
 @triton.jit
 def first_best(y, at):
-    """(largest y, the least of its places ``at``): fewer instructions than a reduction of pairs."""
+    """Return the largest y and the least of its places ``at``, with fewer instructions than a reduction of pairs."""
     best = tl.max(y, 0)
     return best, tl.min(tl.where(y == best, at, 2147483647), 0)
 
 
 @triton.jit
 def scale_of(known, row):
-    """(largest logit, 1 / T or 0 for greedy, the smallest (logit - largest) / T that min-p keeps) of a row."""
+    """Return the largest logit of a row, 1 / T or 0 for greedy, and the least (logit - largest) / T that min-p
+    keeps.
+    """
     return tl.load(known + row * 8), tl.load(known + row * 8 + 1), tl.load(known + row * 8 + 2)
 
 
 @triton.jit
 def mass_of(rel):
-    """exp(rel), rel <= 0, as a whole number int32 in units of 2**-30."""
+    """Return exp(rel) for rel <= 0 as a whole number int32, in units of 2**-30."""
     return (tl.exp(rel) * 1073741824.0 + 0.5).to(tl.int32)
 
 
@@ -132,7 +135,7 @@ def _pick(
 
 @dataclass
 class DrawWork:
-    """What the kernels of one call hand on; N rows of V logits in ``tiles`` tiles."""
+    """The tensors that the kernels of a call share, for N rows of V logits in ``tiles`` tiles."""
 
     peak: Tensor  # f32 [N, tiles] largest logit, inf where a NaN is
     score: Tensor  # f32 [N, tiles] of the best token of a tile; -inf: none
@@ -155,15 +158,17 @@ class DrawWork:
 
 
 def group_size(width: int) -> int:
-    """Lanes of a group: a power of two, so that at most GROUPS of them are a row."""
+    """Return the lanes of a group, a power of two such that a row has at most GROUPS groups."""
     return max(16, triton.next_power_of_2(triton.cdiv(width, GROUPS)))
 
 
 def first(
     logits: Tensor, slots: Tensor, rows: tuple[Tensor, ...], columns: tuple[Tensor, ...], tokens: Tensor, few: bool
 ) -> DrawWork:
-    """Write ``tokens`` i64 [N] of the rows without a limit, candidates of the others; ``logits`` [N, V] of any dtype.
-    ``few``: some row has top-k."""
+    """Draw ``tokens`` i64 [N] of the rows without a limit, and candidates of other rows, and return the shared tensors.
+
+    ``logits`` is [N, V] of any dtype.  ``few`` means that a row has top-k.
+    """
     n, width = logits.shape
     tiles, group = triton.cdiv(width, TILE), group_size(width)
     make = lambda *shape, dtype=torch.float32: torch.empty(shape, dtype=dtype, device=logits.device)  # noqa: E731
@@ -204,7 +209,7 @@ def first(
 
 
 def pick(logits: Tensor, w: DrawWork, tokens: Tensor, first: bool) -> None:
-    """The candidate of each row that is OPEN; ``first``: of all rows, whatever ``state`` holds."""
+    """Write the candidate of each row that is OPEN, or with ``first`` of all rows, whose ``state`` is then ignored."""
     _pick[(len(logits),)](
         logits,
         w.peak,

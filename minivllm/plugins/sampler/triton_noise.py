@@ -1,6 +1,6 @@
-"""The noise in kernels: ``device.worker.sampling.gumbel``, bit for bit in its hash.
+"""Compute noise in kernels, with the hash of ``device.worker.sampling.gumbel`` bit for bit.
 
-About 30 instructions a lane, two of them logarithms: more than its logit takes to come from memory.
+A lane takes about 30 instructions, two of them logarithms, which is longer than loading its logit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _INIT, _A, _B, _M1, _M2 = (tl.constexpr(x) for x in (INIT, FOLD_A, FOLD_B, MIX_1
 
 @triton.jit
 def row_keys(seed, position, sample):
-    """Two 32-bit words of a row; see ``device.worker.sampling.noise_bits``."""
+    """Return the two 32-bit words of a row; see ``device.worker.sampling.noise_bits``."""
     a = tl.full((), _INIT, tl.uint32)
     b = tl.full((), 0, tl.uint32)
     for i in tl.static_range(4):
@@ -35,7 +35,7 @@ def row_keys(seed, position, sample):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """The special function unit's logarithm (22 bits) where there is one."""
+    """Return the binary logarithm, by the special function unit (22 bits) if the device has one."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
@@ -44,7 +44,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_noise(a, b, lane, FAST: tl.constexpr):
-    """Standard Gumbel noise float32 of unsigned 32-bit lanes."""
+    """Return standard Gumbel noise float32 of unsigned 32-bit lanes."""
     x = lane * tl.full((), _INIT, tl.uint32)
     x = (x ^ (x >> 15)) ^ a
     x = (x ^ (x >> 16)) * tl.full((), _M1, tl.uint32) + b

@@ -1,16 +1,18 @@
-"""min-p and top-p by rejection: a candidate that the limits keep is the draw; one that they do not takes with it all
-that is not larger, and the best-scored token of the rest, with the same noise, is the next candidate.
+"""Apply min-p and top-p by rejection.
 
-    _check    grid (stripes, N)   probability above the candidate and in all, of ``TILES_A_STRIPE`` tiles
-    _redraw   grid (stripes, N)   candidate kept: done.  Else (score, index) of the best larger token of each tile
-    ``triton_draw._pick``         the next candidate
+A candidate that the limits keep is the draw.  A rejected candidate excludes itself and all tokens that are not larger.
+The best-scored of the remaining tokens, with the same noise, is the next candidate.
 
-top-p keeps a value if the probability of all that are larger is less than top_p of the whole.  A candidate's place in
-the distribution is even between 0 and the last rejected one's, so the number of rejections is Poisson with mean
-log(1 / top_p): 0.05 at 0.95, 0.7 at 0.5.  After ``ROUNDS`` of them over all rows at once ``triton_search`` ends what is
-left.  Programs of rows that are done return at once.
+    _check    grid (stripes, N)   sum the probability above the candidate and of all, of ``TILES_A_STRIPE`` tiles
+    _redraw   grid (stripes, N)   end the row if its candidate is kept, else find the best larger token of each tile
+    ``triton_draw._pick``         choose the next candidate
 
-Bytes: of rows that are open the logits once in each kernel.  Reference: ``default._nucleus``.
+Top-p keeps a value if the probability of all larger values is less than top_p of the whole.  A candidate's place in the
+distribution is uniform between 0 and the last rejected candidate's, so the number of rejections is Poisson with mean
+log(1 / top_p): 0.05 at 0.95, 0.7 at 0.5. After ``ROUNDS`` rounds over all rows ``triton_search`` ends the other rows.
+Programs of rows that are done return at once.
+
+Each kernel reads the logits of open rows once.  The reference is ``default._nucleus``.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ def _redraw(
 
 
 def nucleus(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
-    """Check and redraw the candidates of ``first``; what is still OPEN has its next candidate."""
+    """Check and redraw the candidates of ``first``.  Rows that are still OPEN then have their next candidate."""
     n, width = logits.shape
     stripes = triton.cdiv(w.tiles, TILES_A_STRIPE)
     mass = torch.empty(n, stripes, 2, dtype=torch.int64, device=logits.device)  # units of 2**-30

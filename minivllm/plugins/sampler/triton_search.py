@@ -1,14 +1,14 @@
-"""Whatever is left after the quick ways, one program a row until it is drawn: rare, so it may be slow, never wrong.
+"""Draw the rows that the faster kernels have left, with one program per row.  These rows are rare.
 
     _search   grid (N,)   rows that are not DONE
 
-A row comes here with a top-k above ``triton_topk.MOST``, with a top-k of which too much ties, or with a candidate that
-top-p rejected ``triton_nucleus.ROUNDS`` times.  top-k: bisection of the bits of the k-th largest logit, a pass over the
-row a bit.  top-p: the rejection of ``triton_nucleus``, round by round; each raises the bound, and the best token is
-always kept, so it ends.  Loops whose length depends on data are fine in a captured graph.
+They are rows with a top-k above ``triton_topk.MOST``, with a top-k at which too many logits are equal, or with a
+candidate that top-p rejected ``triton_nucleus.ROUNDS`` times.  Top-k bisects the bits of the k-th largest logit, with a
+pass over the row per bit.  Top-p uses the rejection of ``triton_nucleus`` in rounds.  Each round raises the bound and
+the best token is always kept, so the loop ends.  Loops of data-dependent length are allowed in a captured graph.
 
-Bytes: the row's logits (300 KB, in L2) 16 times (bfloat16) or 32 times for top-k, twice a round.  Reference:
-``default._nucleus``.
+The row's logits (300 KB, in L2) are read 16 times (bfloat16) or 32 times for top-k, and twice per round.  The reference
+is ``default._nucleus``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CHUNK = 4096
 
 @triton.jit
 def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """``triton_topk.kth_largest`` of a whole row."""
+    """Return ``triton_topk.kth_largest`` of a whole row."""
     lane = tl.arange(0, CHUNK)
     bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
     for _ in range(BITS):
@@ -44,7 +44,7 @@ def _kth(base, k, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr):
-    """(the largest logit below top-k, or -inf; the probability of top-k int64)."""
+    """Return the largest logit below the top k, or -inf, and the probability of the top k, int64."""
     lane = tl.arange(0, CHUNK)
     bound = _kth(base, k, V, CHUNK, BITS)
     n, edge = tl.zeros((CHUNK,), tl.int32), tl.zeros((CHUNK,), tl.int32)
@@ -64,7 +64,7 @@ def _top_k(base, k, best, inv, floor, V, CHUNK: tl.constexpr, BITS: tl.constexpr
 
 @triton.jit
 def _masses(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
-    """Probability int64 that min-p keeps: of logits above ``cut``, and of all."""
+    """Sum the probability int64 that min-p keeps, of logits above ``cut`` and of all logits."""
     lane = tl.arange(0, CHUNK)
     above, whole = tl.zeros((CHUNK,), tl.int64), tl.zeros((CHUNK,), tl.int64)
     for start in range(0, V, CHUNK):
@@ -78,7 +78,7 @@ def _masses(base, cut, best, inv, floor, V, CHUNK: tl.constexpr):
 
 @triton.jit
 def _best_above(base, cut, best, inv, floor, a, b, V, CHUNK: tl.constexpr, FAST: tl.constexpr):
-    """The best-scored token int32 of logits above ``cut`` that min-p keeps."""
+    """Return the best-scored token int32 among the logits above ``cut`` that min-p keeps."""
     lane = tl.arange(0, CHUNK)
     score = tl.full((CHUNK,), float("-inf"), tl.float32)
     index = tl.zeros((CHUNK,), tl.int32) + lane
@@ -126,7 +126,7 @@ def _search(
 
 
 def search(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
-    """Draw all rows that are not DONE; ``tokens`` holds the candidates of those that are OPEN."""
+    """Draw all rows that are not DONE; ``tokens`` holds the candidates of rows that are OPEN."""
     n, width = logits.shape
     _search[(n,)](
         logits,

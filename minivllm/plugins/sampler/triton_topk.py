@@ -1,15 +1,16 @@
-"""top-k up to ``MOST`` (then top-p, and min-p before both) among the few logits that can be in it.
+"""Apply top-k up to ``MOST``, with min-p before and top-p after it, to the few logits that can be among the k largest.
 
-    _few    grid (N,)   one program a row, of rows with top-k
+    _few    grid (N,)   one program per row with top-k
 
-``_first`` left the largest logit of each group of lanes.  The k-th largest of these bounds the k-th largest logit from
-below, because k groups hold a logit that is not smaller.  Only groups that reach the bound are read, only logits that
-reach it are kept: about k, of k groups.  Among them both limits are found by bisection of the bits of their order
-(``ordered``), counts for top-k, probability in whole numbers for top-p, and only what they keep gets noise.
+``_first`` has stored the largest logit of each group of lanes.  The k-th largest of these is a lower bound of the k-th
+largest logit, because k groups have a logit that is not smaller.  Only groups that reach the bound are read, and only
+logits that reach it are kept: about k logits of k groups.  Both limits are then found by bisection of the bits of the
+order of logits (``ordered``), with counts for top-k and whole-number probabilities for top-p.  Noise is computed for
+the kept logits only.
 
-If more than ``ROOM`` logits reach the bound (most of a vocabulary ties) the row stays as it is, for ``triton_search``.
+If more than ``ROOM`` logits reach the bound, since most of a vocabulary is equal, ``triton_search`` draws the row.
 
-Bytes: 8 KB of maxima and k groups of up to 256 bytes a row.  Reference: ``default._nucleus``.
+A row takes 8 KB of maxima and k groups of up to 256 bytes.  The reference is ``default._nucleus``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ ROOM = 4096  # candidates of a row
 
 @triton.jit
 def ordered(x, BITS: tl.constexpr):
-    """float32 as uint32 in the same order, -0 equal to 0; BITS=16: of what came from bfloat16 the bits that differ."""
+    """Return float32 values as uint32 in the same order, with -0 equal to 0.
+
+    BITS=16 returns the bits that differ among values that were bfloat16.
+    """
     bits = (x + 0.0).to(tl.uint32, bitcast=True)
     flip = tl.where(bits >> 31 != 0, tl.full((), 0xFFFFFFFF, tl.uint32), tl.full((), 0x80000000, tl.uint32))
     return (bits ^ flip) >> (32 - BITS)
@@ -38,12 +42,13 @@ def ordered(x, BITS: tl.constexpr):
 
 @triton.jit
 def top_bit(BITS: tl.constexpr):
+    """Return the highest of BITS bits."""
     return tl.full((), 1 << (BITS - 1), tl.uint32)
 
 
 @triton.jit
 def kth_largest(key, k, BITS: tl.constexpr):
-    """The largest bound that at least k of ``key`` reach; 0 if there are fewer."""
+    """Return the largest bound that at least k of ``key`` reach, 0 if there are fewer keys."""
     bound, bit = tl.full((), 0, tl.uint32), top_bit(BITS)
     for _ in range(BITS):
         trial = bound | bit
@@ -54,8 +59,10 @@ def kth_largest(key, k, BITS: tl.constexpr):
 
 @triton.jit
 def _collect(base, hits, n, bound, value, column, V, GROUP: tl.constexpr, ROOM: tl.constexpr, BITS: tl.constexpr):
-    """Write the logits of groups ``hits[:n]`` that reach ``bound``, and their columns; returns how many there are, or,
-    if they are more than ROOM, how many were seen until then."""
+    """Write the logits of groups ``hits[:n]`` that reach ``bound``, and their columns, and return their number.
+
+    The search stops when more than ROOM logits are found, and then returns their number so far.
+    """
     PART: tl.constexpr = 4096 // GROUP
     found = tl.full((), 0, tl.int32)
     i = tl.full((), 0, tl.int32)
@@ -76,8 +83,10 @@ def _collect(base, hits, n, bound, value, column, V, GROUP: tl.constexpr, ROOM: 
 
 @triton.jit
 def _edge(key, bound, m, k, p, BITS: tl.constexpr):
-    """The key of the smallest value that top-p keeps of the ``k`` best, the k-th of which has key ``bound``; ``m`` i32
-    are their probabilities.  Of what ties with the k-th only so many count as top-k has room for."""
+    """Return the key of the smallest value that top-p keeps of the ``k`` best, the k-th of which has key ``bound``.
+
+    ``m`` i32 are their probabilities.  Of values equal to the k-th, only as many count as top-k includes.
+    """
     room = k - tl.sum((key > bound).to(tl.int32), 0)
     whole = tl.sum(tl.where(key > bound, m, 0).to(tl.int64), 0)
     whole += room.to(tl.int64) * tl.max(tl.where(key == bound, m, 0), 0).to(tl.int64)
@@ -131,7 +140,7 @@ def _few(
 
 
 def few(logits: Tensor, w: DrawWork, tokens: Tensor) -> None:
-    """Draw the rows whose top-k is at most MOST; a row whose candidates are too many stays WAITS."""
+    """Draw the rows whose top-k is at most MOST.  A row with too many candidates keeps the state WAITS."""
     n, width = logits.shape
     groups = w.tiles * (TILE // w.group)
     g, room = triton.next_power_of_2(groups), min(ROOM, triton.next_power_of_2(width))

@@ -1,4 +1,4 @@
-"""Locally typical sampling, beside what the default sampler does."""
+"""Sample from locally typical tokens, in addition to the restrictions of the default sampler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ TYPICAL = 1 << 40  # variant bit, above those of the default sampler
 
 
 class TypicalSampler(DefaultSampler):
-    """``typical_p`` (Meister et al., arXiv:2202.00666): of the tokens whose surprise -log p is nearest to its mean, the
-    entropy, as many as it takes to reach that probability.  After temperature and before min-p, top-k and top-p, which
-    see only what it leaves; ties at the edge stay in.  1 is off, and then this is the default sampler.
+    """The sampler of requests with ``typical_p`` (Meister et al., arXiv:2202.00666).
 
-    -log p - H = mean(x) - x for logits x, so the order needs no logarithm, and one number of a row decides: the largest
-    distance that stays.
+    It keeps the tokens whose surprise -log p is nearest to its mean, the entropy, until they reach this probability.
+    This happens after temperature and before min-p, top-k and top-p, which see only the kept tokens.  Tokens equal to
+    the last kept token are kept too.  The value 1 means the default sampler.
+
+    The distance of a token is -log p - H = mean(x) - x for logits x, so the order needs no logarithm.  A single number
+    per row decides, the largest distance that is kept.
     """
 
     keeps_logits = False
@@ -57,7 +59,7 @@ class TypicalSampler(DefaultSampler):
 
 
 def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
-    """Restrict the logits of typical rows, in place; the rows as the default sampler takes them."""
+    """Exclude untypical tokens of typical rows, in place, and return the rows for the default sampler."""
     if rows.variant & TYPICAL:
         chunk = max(CHUNK // logits.shape[1], 1)
         temperature, typical_p = state["temperature"][rows.slots], state["typical_p"][rows.slots]
@@ -68,7 +70,7 @@ def _leave(logits: Tensor, rows: Rows, state: State) -> Rows:
 
 
 def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
-    """-inf, in place, for the tokens of ``logits`` [N, V] that are not typical; rows with a NaN keep it."""
+    """Set the tokens of ``logits`` [N, V] that are not typical to -inf, in place.  Rows with a NaN keep it."""
     x, mass = masses(logits, temperature)
     far = (x - mean(x, mass)[:, None]).abs()
     near = far.nan_to_num(torch.inf).sort(dim=1)
