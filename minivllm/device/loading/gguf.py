@@ -55,7 +55,10 @@ _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """What config.json would say.  ModelError for what is not read here."""
+    """Return the config.json that describes the model of a GGUF file.
+
+    Raise ModelError for a model that is not supported.
+    """
     file = read_gguf(path)
     if file.architecture not in KNOWN:
         raise file.refuse(f"architecture {shown(file.architecture)}: expected one of {', '.join(KNOWN)}")
@@ -114,7 +117,7 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
 
 
 def _check_fixed(file: GgufFile, head_dim: int) -> None:
-    """ModelError for values that are not read, and would change the result."""
+    """Raise ModelError for values that would change the result and are not implemented."""
     of_heads = dict.fromkeys(("attention.value_length", "rope.dimension_count"), (head_dim,))
     for key, allowed in {**of_heads, **FIXED_ROPE}.items():
         value = _number(file, key, allowed[-1])
@@ -125,7 +128,7 @@ def _check_fixed(file: GgufFile, head_dim: int) -> None:
 
 
 def _digits(value: float) -> float:
-    """A float32 as it was written in a text: 1e-06, not 9.999999974752427e-07."""
+    """Return a float32 with the digits that a text would have, such as 1e-06 instead of 9.999999974752427e-07."""
     return float(f"{value:.7g}")
 
 
@@ -200,7 +203,7 @@ def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
 
 
 def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
-    """(transformers' name of the module, "weight" or "bias")."""
+    """Return the name of a tensor's module in transformers, and "weight" or "bias"."""
     module, _, param = name.rpartition(".")
     if module in OUTSIDE and param in ("weight", "bias"):
         return OUTSIDE[module], param
@@ -212,12 +215,12 @@ def tensor_name(file: GgufFile, name: str) -> tuple[str, str]:
 
 
 def is_packed(module: str, found: GgufTensor) -> bool:
-    """Whether the tensor of a module stays in its bytes: all but embeddings, which are looked up."""
+    """Return whether a tensor keeps its packed bytes.  All do except embeddings, whose rows are looked up."""
     return found.kind not in FLOATS and len(found.shape) == 2 and module != OUTSIDE["token_embd"]
 
 
 def gguf_tensors(path: Path) -> Iterator[tuple[str, tuple[int, ...], str, Callable[[], Tensor]]]:
-    """(name, shape, dtype as safetensors calls it, what reads it) of each tensor."""
+    """Yield the name, shape, dtype as in safetensors, and a reader function of each tensor."""
     file = read_gguf(path)
     config_of(path)
     for name, found in file.tensors.items():

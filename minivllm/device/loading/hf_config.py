@@ -129,7 +129,7 @@ def open_checkpoint(
 
 
 def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What older checkpoints say in a file of its own, or by another name: how they are quantized."""
+    """Return the quantization of older checkpoints, which store it in another file or under another name."""
     if not raw.get("quantization_config") and isinstance(raw.get("compression_config"), dict):
         return {"quantization_config": {"quant_method": "compressed-tensors", **raw["compression_config"]}}
     for name, method in BESIDE.items():
@@ -168,9 +168,12 @@ def _context_named(cfg: Any) -> tuple[str, int | None]:
 
 
 def find_model(model: str, wanted: HubFiles = MODEL, hub: HubOptions = HubOptions()) -> Path:  # noqa: B008
-    """Where a model is: the words ``pocket`` and ``pocket-draft``, a directory, a GGUF file, or an id of the Hugging
-    Face hub, of which the ``wanted`` files are fetched where the cache lacks them.  ModelError; ConfigError for a
-    revision of what has none."""
+    """Return the path of a model, which is fetched if the cache lacks files.
+
+    ``model`` is ``pocket``, ``pocket-draft``, a directory, a GGUF file, or an id of the Hugging Face hub.  ``wanted``
+    names the files to fetch.  Raise ModelError if there is no such model, and ConfigError for a revision of a local
+    model.
+    """
     if model in IN_PACKAGE:
         hub.refuse_revision(model)
         folder = Path(__file__).parents[2] / "pocket" / IN_PACKAGE[model]

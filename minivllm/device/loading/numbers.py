@@ -30,7 +30,7 @@ class Whole:
     null: bool = False
 
     def refuse(self, value: Any) -> str | None:
-        """What was wanted, or None if it is that."""
+        """Return a description of the accepted values, or None if the value is accepted."""
         if (value is None and self.null) or (type(value) is int and self.least <= value <= self.most):
             return None
         return f"a whole number from {self.least} to {self.most}{' or null' if self.null else ''}"

@@ -53,8 +53,11 @@ class Component:
 def outline(
     arch: ModelArch, cfg: Any, quantizer: Quantizer, dtype: str, max_len: int, device: str, sm: int
 ) -> list[tuple[str, str]]:
-    """(what, sentence) of each component of the model, of the total, and of the rows that each kernel serves on the
-    device, whose compute capability ``sm`` is.  PluginError and ModelError as when the model is loaded."""
+    """Return a name and a sentence for each component of the model, for the total, and for the rows that each kernel
+    serves.
+
+    ``sm`` is the compute capability of the device.  Raise PluginError and ModelError as when the model is loaded.
+    """
     parts = _Outline(dtype, quantizer, max_len)
     plan = blueprint(arch, cfg, parts)
     if plan is not None:
@@ -70,7 +73,7 @@ def outline(
 
 
 def _read_natively(module: Module) -> bool:
-    """Whether captured steps of a CPU, which read all weights of a model or none, read this one (``lowering``)."""
+    """Return whether captured steps of a CPU can read a module's weights; they read all weights of a model or none."""
     scheme = getattr(module, "scheme", None)
     return scheme is None or (not isinstance(module, Embedding) and stored_by(scheme) is not None)
 
@@ -80,7 +83,10 @@ def _without(key: str, served: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) -> dict[str, Component]:
-    """By what follows "layers.0." in the names of modules, in their order; all norms are one."""
+    """Return the components by the part of module names behind "layers.0.", in order of the modules.
+
+    All norms are one.
+    """
     found: dict[str, Component] = {}
     each = getattr(torch, dtype).itemsize
     for name, module in modules.items():
@@ -108,7 +114,7 @@ def components(modules: Mapping[str, Module], dtype: str, device: str, sm: int) 
 
 
 def _form(tensors: Mapping[str, Tensor]) -> str:
-    """The dtypes of its tensors, each once: "uint8 and float32"."""
+    """Return the distinct dtypes of tensors as a text such as "uint8 and float32"."""
     return " and ".join(dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors.values())) or "nothing"
 
 

@@ -69,7 +69,7 @@ class Blueprint(ModelParts):
         return self._tables[key]
 
     def bytes(self, quantized: bool) -> int:
-        """At least what the weights and tables take."""
+        """Return the least number of bytes of the weights and tables."""
         total = self.tables
         for module in self.modules.values():
             matrix = quantized and not isinstance(module, (LayerNorm, RMSNorm))
@@ -80,8 +80,11 @@ class Blueprint(ModelParts):
 
 
 def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
-    """The whole model without memory.  None if the architecture computes with values while it is built: then each
-    tensor is checked when it is loaded, and not before.  ModelError on a config value that is not implemented."""
+    """Return the whole model without memory.
+
+    None means that the architecture computes with values while it is built.  Its tensors are then checked only when
+    they are loaded.  Raise ModelError for a config value that is not implemented.
+    """
     made = Blueprint(parts)
     try:
         arch.build(cfg, made)
@@ -95,10 +98,13 @@ def blueprint(arch: ModelArch, cfg: Any, parts: ModelParts) -> Blueprint | None:
 def check(
     folder: str, arch: ModelArch, cfg: Any, parts: ModelParts, load_format: str, quantized: bool, free: int
 ) -> Found:
-    """ModelError naming the key of config.json that the checkpoint's tensors contradict, ResourceError for weights that
-    take more than the ``free`` bytes.  ``quantized``: they are made smaller while they are loaded, nobody says here how
-    much.  Returns what the checkpoint has for each module by its parts; no sources where nobody can say: of random
-    weights, and of an architecture that computes with values while it is built."""
+    """Check a checkpoint's tensors against config.json, and return the tensors of each module by its parts.
+
+    ``quantized`` means that weights become smaller while they are loaded, by an unknown factor.  ``free`` is in bytes.
+    The result has no sources for random weights, and for an architecture that computes with values while it is built.
+    Raise ModelError, which names the key of config.json that the tensors contradict, and ResourceError for weights that
+    take more than ``free`` bytes.
+    """
     headers: Mapping[str, Header] = (
         {} if load_format == "dummy" else checkpoint_headers(Path(folder), load_format == "pt")
     )
@@ -124,7 +130,7 @@ def check(
 def names_of(
     arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target]
 ) -> Mapping[str, Mapping[str, str]]:
-    """module -> part -> what a checkpoint calls its weight, or that of all experts."""
+    """Return the name of each part's weight in a checkpoint, or of the weight of all experts, by module and part."""
     found: dict[str, dict[str, str]] = {}
     for name, target in targets.items():
         if target.param == "weight":
@@ -141,8 +147,10 @@ def names_of(
 def sources_of(
     arch: ModelArch, cfg: Any, plan: Blueprint, targets: Mapping[str, Target], headers: Mapping[str, Header]
 ) -> Mapping[str, Mapping[str, PartSource]]:
-    """module -> part -> what the headers have for it; a head that is tied has the tensors of its own, if there are
-    any."""
+    """Return the tensors of each part in the headers, by module and part.
+
+    A tied head has the tensors of its own weight if the checkpoint has them.
+    """
     stems = {
         name.removesuffix(".weight"): [(target.module.name, part) for part in target.parts]
         for name, target in targets.items()
@@ -186,7 +194,7 @@ def _contradiction(folder: str, cfg: Any, name: str, wanted: tuple[int, ...], ha
 
 
 def _said(cfg: Any, size: int) -> list[str]:
-    """The keys that give a size, or whose product does, with their values."""
+    """Return the keys of config.json, with their values, that equal a size or whose product does."""
     found = []
     for keys in (*KEYS, (expert_key(cfg),), ("moe_intermediate_size",), ("shared_expert_intermediate_size",)):
         values = [value for value in (getattr(cfg, key, None) for key in keys) if type(value) is int]
@@ -196,7 +204,7 @@ def _said(cfg: Any, size: int) -> list[str]:
 
 
 def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
-    """ModelError if config.json says another number of layers than the checkpoint has."""
+    """Raise ModelError if config.json has another number of layers than the checkpoint."""
     asked = getattr(cfg, "num_hidden_layers", None)
     # where layers differ each has rules of its own
     sources = {re.sub(r"\.\d+\.", ".{i}.", r.source) for r in rules if r.module}
@@ -222,7 +230,7 @@ def _check_layers(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping
 
 
 def _check_experts(folder: str, cfg: Any, rules: Sequence[Rule], headers: Mapping[str, Header]) -> None:
-    """ModelError if config.json says another number of experts than the checkpoint has tensors of."""
+    """Raise ModelError if config.json has another number of experts than the checkpoint has tensors for."""
     sources = {re.sub(r"\.\d+\.", ".{i}.", rule.source) for rule in rules if "{e}" in rule.source}
     if not sources:  # a config that is asked for what it has not becomes one of transformers
         return

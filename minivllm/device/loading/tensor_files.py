@@ -68,7 +68,7 @@ def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, in
 
 
 def check_unchanged(before: Mapping[Path, tuple[int, int, int]]) -> None:
-    """ModelError if a file is not the one of which ``file_stamps`` gave ``before``."""
+    """Raise ModelError if a file has changed since ``file_stamps`` returned ``before``."""
     for path, stamp in before.items():
         try:
             said = path.stat()

@@ -83,15 +83,19 @@ class Target:
 
 
 def as_halves(x: Tensor, dim: int, turned: int) -> Tensor:
-    """Rows of heads [heads * dim, ...], whose first ``turned`` are pairs (0, 1), (2, 3) ..., as halves: the even ones,
-    then the odd ones, then the rest."""
+    """Reorder rows of heads [heads * dim, ...] whose first ``turned`` rows are pairs (0, 1), (2, 3) ... to halves.
+
+    The even rows come first, then the odd rows, then the rows that are not rotated.
+    """
     return x.unflatten(0, (-1, dim))[:, order_of_halves(dim, turned)].flatten(0, 1)
 
 
 def build_model(arch: ModelArch, cfg: Any, parts: ModelParts, where: str | Path = "") -> Model:
-    """The model of the folder ``where`` with its memory taken and not yet filled.  ModelError on a config value that is
-    not implemented, and on sizes that no tensor can have; ResourceError where there is no memory; PluginError for what
-    is no model."""
+    """Build the model of the folder ``where`` with allocated and uninitialized memory.
+
+    Raise ModelError for a config value that is not implemented and for sizes that no tensor can have, ResourceError if
+    memory is too small, and PluginError if the result is not a model.
+    """
     try:
         model = arch.build(cfg, parts)
     except torch.OutOfMemoryError as e:
@@ -190,22 +194,23 @@ def tie(
 
 
 def own_names(arch: ModelArch, cfg: Any, parts: ModelParts) -> dict[TiedLMHead, str]:
-    """Heads that were built to share the embedding's weight, and what a checkpoint would call the weight of their
-    own."""
+    """Return the heads that share the embedding's weight, with the name that a checkpoint would give to a weight
+    of their own.
+    """
     heads = [module for module in parts.modules.values() if isinstance(module, TiedLMHead)]
     sources = {rule.module: rule.source for rule in _untied(arch, cfg)} if heads else {}
     return {head: sources[head.name] for head in heads if head.name in sources}
 
 
 def _untied(arch: ModelArch, cfg: Any) -> Sequence[Rule]:
-    """The rules for a head with a weight of its own."""
+    """Return the rules for a head with its own weight."""
     apart = copy.copy(cfg)
     apart.tie_word_embeddings = False
     return arch.weights(apart)
 
 
 def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
-    """Whether two tensors of a checkpoint are equal in the dtype in which they are served."""
+    """Return whether two tensors of a checkpoint are equal in the dtype of the run."""
     if mine.shape != theirs.shape:
         return False
     with opened(mine.path) as left, opened(theirs.path) as right:
@@ -215,19 +220,21 @@ def _same(mine: Header, theirs: Header, dtype: torch.dtype) -> bool:
 
 
 def weight_bytes(parts: ModelParts) -> int:
-    """Bytes of all parameters on this process's device, shared ones once."""
+    """Return the bytes of all parameters on this process's device.  Shared parameters count once."""
     tensors = {t.data_ptr(): t for m in parts.modules.values() for t in m.tensors.values()}
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def several_forms(rules: Sequence[Rule], load_format: str) -> bool:
-    """Whether the checkpoint has to be asked which form it has."""
+    """Return whether the rules have several forms, so that the checkpoint's names decide between them."""
     return load_format != "dummy" and len({rule.form for rule in rules} - {""}) > 1
 
 
 def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
-    """Those of no form, and of one form: of the first of which there is a tensor, which other forms do not have, among
-    ``names``; else of the first."""
+    """Return the rules without a form and the rules of a single form.
+
+    This is the first form with a tensor among ``names`` that other forms do not have, else the first form.
+    """
     forms = list(dict.fromkeys(rule.form for rule in rules if rule.form))
     if len(forms) < 2:
         return list(rules)
@@ -244,7 +251,10 @@ def of_one_form(rules: Sequence[Rule], names: Iterable[str]) -> list[Rule]:
 
 
 def find_targets(rules: Sequence[Rule], parts: ModelParts) -> dict[str, Target]:
-    """Checkpoint name -> target, for every parameter of every module.  ModelError if no rule or two rules fill one."""
+    """Return the target of each checkpoint name, for every parameter of every module.
+
+    Raise ModelError if no rule or two rules fill a parameter.
+    """
     targets: dict[str, Target] = {}
     wanted = {name: module.wanted() for name, module in parts.modules.items()}
     filled: set[tuple[str, str, str]] = set()
@@ -275,7 +285,7 @@ def _targets_of(
     targets: dict[str, Target],
     filled: set[tuple[str, str, str]],
 ) -> None:
-    """What a rule fills of a module, whose layer has this number."""
+    """Add the targets of a rule in a module to ``targets`` and ``filled``; ``number`` is the module's layer."""
     parts_of = (rule.part,) if isinstance(rule.part, str) else rule.part
     first, stacked = rule_pattern(parts_of[0]), "{e}" in parts_of[0] and "{e}" not in rule.source
     experts: dict[str, int] = {}  # of each parameter
@@ -340,19 +350,24 @@ def _target(
 
 
 def roots_of(targets: Mapping[str, Target]) -> list[str]:
-    """What the names of a model's tensors begin with, as "model." in "model.layers.0.mlp.up_proj.weight"."""
+    """Return the first parts of the names of a model's tensors, such as "model."  in
+    "model.layers.0.mlp.up_proj.weight".
+    """
     return sorted({name.partition(".")[0] + "." for name in targets})
 
 
 def whole_name(name: str, targets: Mapping[str, Target], roots: Sequence[str]) -> str:
-    """Which target a checkpoint's tensor is.  One that was saved from a model without its head ("layers.0...", as
-    GPT-2's on the hub) lacks the root; transformers reads it all the same."""
+    """Return the target of a checkpoint's tensor.
+
+    Checkpoints that were saved from a model without its head, such as GPT-2's on the hub, lack the first part of names
+    ("layers.0..."). transformers accepts them too.
+    """
     found = (root + name for root in roots if root + name in targets)
     return name if name in targets else next(found, name)
 
 
 def rule_pattern(text: str) -> re.Pattern:
-    """A rule's name with ``{i}`` for one number, the same wherever it stands, and ``{e}`` for another."""
+    """Return the pattern of a rule's name: ``{i}`` is the same number at all its places, and ``{e}`` another number."""
     met: set[str] = set()
 
     def number(match: re.Match) -> str:
@@ -413,8 +428,10 @@ def _refuse_missing(missing: Sequence[str], where: str) -> None:
 
 
 def dummy_tensors(targets: dict[str, Target], parts: ModelParts, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Normal weights of standard deviation 0.02, norms of one, biases of zero; each depends on (seed, name) alone, so
-    it does not matter how many processes share the model."""
+    """Yield normal weights of standard deviation 0.02, norms of one and biases of zero.
+
+    Each tensor depends on ``seed`` and its name only, so the number of processes that share the model has no effect.
+    """
     generator = torch.Generator(parts.device)
     for name, target in targets.items():
         if target.shape is None:

@@ -20,11 +20,11 @@ class Llama(ModelArch):
     partial = False  # ``partial_rotary_factor`` says how much of a head rotates
 
     def biases(self, cfg: Any) -> tuple[bool, bool, bool]:
-        """Whether there are biases on q, k, v; on the attention's output; in the MLP."""
+        """Return whether q, k and v, the attention's output, and the MLP have biases."""
         return cfg.attention_bias, cfg.attention_bias, cfg.mlp_bias
 
     def windows(self, cfg: Any) -> list[int | None]:
-        """Attention window of each layer (None: all that came before)."""
+        """Return the attention window of each layer; None means all earlier tokens."""
         if getattr(cfg, "sliding_window", None):
             raise ModelError(f"sliding_window={cfg.sliding_window}: Llama has no window; remove it from config.json")
         return fields.windows(cfg, None)

@@ -17,7 +17,10 @@ class Qwen2(Llama):
         return True, False, False
 
     def windows(self, cfg: Any) -> list[int | None]:
-        """``layer_types`` says which layers have the window; without it they are those from max_window_layers on."""
+        """Return the attention window of each layer.
+
+        ``layer_types`` names the layers with a window.  Without it, these are the layers from max_window_layers on.
+        """
         layers, types = cfg.num_hidden_layers, getattr(cfg, "layer_types", None)
         if types is None:
             window = getattr(cfg, "sliding_window", None)

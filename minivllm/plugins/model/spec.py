@@ -1,4 +1,4 @@
-"""What the built-in model architectures say about themselves."""
+"""Describe the built-in model architectures."""
 
 from collections.abc import Callable
 
@@ -25,8 +25,11 @@ def family(
     ignores: tuple[str, ...] = (),
     check: Callable[[PluginQuery], list[Reason]] | None = None,
 ) -> Spec:
-    """``architecture`` is what config.json calls it, ``model_type`` names transformers' config class; ``ignores`` are
-    fields of that class which change nothing."""
+    """Return the spec of a model family.
+
+    ``architecture`` is its name in config.json, ``model_type`` that of the config class of transformers.  ``ignores``
+    are fields of this class that have no effect.
+    """
     return Spec(
         impl=f"minivllm.plugins.model.{target}",
         api=(2, 5),
@@ -128,7 +131,9 @@ STARCODER2 = family(
 
 
 def _asked_for_any(query: PluginQuery) -> list[Reason]:
-    """An architecture that a plug-in names is that plug-in's, also where another package brings it."""
+    """Return why the fallback is not chosen: plug-ins that name an architecture precede it, also those of other
+    packages.
+    """
     if "architecture" not in query.facts or "any_architecture" in query.features:
         return []
     return [Reason("is asked where no other serves the model", fix="or always with model_impl=transformers")]

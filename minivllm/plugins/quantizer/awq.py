@@ -51,7 +51,7 @@ class AwqLayout(PartLayout):
         return Numbers(codes[:, share.columns], scale, zero.float(), share.group_of(self.size), 4, forms.CENTRE)
 
     def _outputs(self, words: Tensor) -> Tensor:
-        """This process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
+        """Return this process's outputs u8 [outputs, n] of words [n, all outputs / 8]."""
         rows = self.share.rows
         if not isinstance(rows, slice):
             return self._unpacked(words)[:, rows].t()

@@ -72,7 +72,7 @@ class FourBits(PartLayout):
         return Numbers(codes[:, share.columns], scale, None, share.group_of(block), 4, table=table)
 
     def _sizes(self, given: Mapping[str, Tensor]) -> tuple[int, Tensor]:
-        """(codes of a block, the largest number of each, f32)."""
+        """Return the codes of a block, and the largest number of each block, f32."""
         share = self.share
         try:
             state = json.loads(bytes(given[STATE + self.kind].tolist()))
@@ -97,7 +97,7 @@ class FourBits(PartLayout):
 
 
 def _codes(raw: Tensor) -> Tensor:
-    """u8 [..., n] -> [..., 2 n], the high half first."""
+    """Unpack bytes u8 [..., n] to codes [..., 2 n], the high half first."""
     return torch.stack((raw >> 4, raw & 15), dim=-1).flatten(-2)
 
 

@@ -58,7 +58,7 @@ class ConfigGroup(NamedTuple):
 
 
 def config_group(settings: Settings, outer: str) -> ConfigGroup | None:
-    """None: its weights are not quantized."""
+    """Return the settings of a group of modules, None if its weights are not quantized."""
     written = settings.one_of("format", (None, *FORMATS), None) or outer
     if settings.given.get("weights") is None or written == "dense":
         return None
@@ -194,7 +194,10 @@ class CompressedTensors(CheckpointQuantizer):
         return made
 
     def _group(self, m: ModuleInfo, name: str | None) -> ConfigGroup | None:
-        """Names come before patterns, and both before classes."""
+        """Return the group of a module, None for a module that is not quantized.
+
+        Names precede patterns, and both precede classes.
+        """
         if name is None:
             names = [one for group in self.groups for one in (*group.targets, *self.ignore)]
             if any(one.startswith("re:") or "." in one for one in names):

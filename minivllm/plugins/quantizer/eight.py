@@ -25,7 +25,7 @@ from .options import LlmInt8Options
 
 
 def quantized_rows(x: Tensor, dtype: torch.dtype, top: float) -> Tensor:
-    """x [T, in] as it is after it was rounded to the 8-bit dtype, row by row."""
+    """Round x [T, in] to the 8-bit dtype, row by row, and return the rounded numbers in the dtype of x."""
     wide = x.float()
     scale = wide.abs().amax(1, keepdim=True) / top
     steps = wide / torch.where(scale > 0, scale, 1)

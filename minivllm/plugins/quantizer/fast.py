@@ -20,8 +20,10 @@ OTHERS = (8, 0)
 def kernels_of(
     weight: Tensor, scale: Tensor, zero: Tensor | None = None, group: int = 0, table: Tensor | None = None
 ) -> Any:
-    """``Quantized`` for a weight as in ``StoredWeight``, or of codes that stand for what ``table`` has; None where
-    there is no Triton, or no GPU for it, or where 4 bits come in groups of another size than GROUPS."""
+    """Return ``Quantized`` for a weight as in ``StoredWeight``, or for codes that ``table`` maps to numbers.
+
+    None means that Triton or a suitable GPU is missing, or that 4-bit groups have a size outside GROUPS.
+    """
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)) or (weight.dtype == torch.uint8 and group not in GROUPS):
         return None
     from minivllm.device.kernels.quant import Quantized
@@ -30,7 +32,7 @@ def kernels_of(
 
 
 def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> Any:
-    """``GroupedProduct``, likewise."""
+    """Return ``GroupedProduct`` for a weight, None if Triton or a suitable GPU is missing."""
     if not _served(weight, LEAST.get(weight.dtype, OTHERS)):
         return None
     from minivllm.device.kernels.grouped import GroupedProduct
@@ -39,7 +41,10 @@ def grouped_kernels_of(weight: Tensor, scale: Tensor, zero: Tensor | None) -> An
 
 
 def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
-    """``ScaledProduct``, likewise; its tiles come by the copy engine of a Hopper, and are large."""
+    """Return ``ScaledProduct`` for a weight, None if the device cannot run it.
+
+    Its large tiles are loaded by the copy engine of Hopper GPUs.
+    """
     if not _served(weight, (9, 0)):
         return None
     from minivllm.device.kernels.launch import roomy
@@ -49,7 +54,7 @@ def scaled_kernels_of(weight: Tensor, scale: Tensor) -> Any:
 
 
 def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """``JoinedProduct`` of what ``kernels_of`` gave; None of None."""
+    """Return ``JoinedProduct`` of the kernels from ``kernels_of``, None for None."""
     if kernels is None:
         return None
     from minivllm.device.kernels.quant_joined import JoinedProduct
@@ -58,7 +63,7 @@ def joined(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
 
 
 def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
-    """Likewise, of what ``scaled_kernels_of`` gave."""
+    """Return ``JoinedProduct`` of the kernels from ``scaled_kernels_of``, None for None."""
     if kernels is None:
         return None
     from minivllm.device.kernels.quant_joined import JoinedProduct
@@ -69,8 +74,10 @@ def joined_scaled(kernels: Any, bias: Any, mode: int, activation: str) -> Any:
 def served_by(
     dtype: torch.dtype, device: str, sm: int, table: bool = False, rounded: torch.dtype | None = None
 ) -> Mapping[str, str]:
-    """As ``WeightScheme.served``, of a weight of this dtype, or of codes with a table; ``rounded``: to what rows of x
-    are."""
+    """Return the kernels that serve a weight of this dtype, by numbers of rows, as ``WeightScheme.served``.
+
+    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
+    """
     least = LEAST.get(dtype, OTHERS) if rounded is None else (9, 0)
     beyond = rounded is not None and sm >= 120  # ``scaled_kernels_of``
     if not device.startswith("cuda") or sm < 10 * least[0] + least[1] or beyond or find_spec("triton") is None:

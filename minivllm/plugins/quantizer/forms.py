@@ -59,7 +59,10 @@ class HeldRows(NamedTuple):
 
 
 def fields(words: Tensor, bits: int, count: int) -> Tensor:
-    """The first ``count`` fields of each row of words i32 [rows, W], as u8; low first, across the ends of words."""
+    """Return the first ``count`` fields of each row of words i32 [rows, W], as u8.
+
+    Fields start at the low bits and continue across words.
+    """
     # flat first: a single column may have any stride and be contiguous
     raw = words.contiguous().view(-1).view(torch.uint8).view(len(words), -1)
     if bits == 8:
@@ -82,7 +85,7 @@ def fields_within(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
-    """The form with the fewest bits that has these numbers exactly; ``plain`` is rounded to ``dtype``."""
+    """Return the form with the fewest bits that holds these numbers exactly.  Only ``plain`` rounds, to ``dtype``."""
     if part.zero is not None and bool((part.zero == part.centre).all()):
         part = part._replace(zero=None)
     unit, order = arranged(part.group_of, INT4_LEAST) if part.bits <= 4 else (0, None)
@@ -111,15 +114,18 @@ def piece_of(part: Numbers, dtype: torch.dtype) -> HeldRows:
 
 
 def _signed(part: Numbers) -> Tensor:
-    """The codes around 0, where unsigned ones have ``centre``."""
+    """Return codes around 0; unsigned codes are around ``centre``."""
     if part.codes.dtype != torch.uint8:
         return part.codes.contiguous()
     return (part.codes ^ 128).view(torch.int8) + (128 - part.centre)
 
 
 def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
-    """(how many neighbouring inputs share a scale, the order in which they do; None: as they lie).  (0, None) if they
-    are fewer than ``least`` in any order."""
+    """Return the number of neighbouring inputs that share a scale, and the order of inputs in which they do.
+
+    The order None means that no reordering is needed.  Return (0, None) if fewer than ``least`` inputs share a scale in
+    any order.
+    """
     unit = _unit(group_of)
     if unit >= least:
         return unit, None
@@ -129,14 +135,14 @@ def arranged(group_of: Tensor, least: int) -> tuple[int, Tensor | None]:
 
 
 def _unit(group_of: Tensor) -> int:
-    """The largest of GROUPS that divides every run of equal numbers; 0: none does."""
+    """Return the largest of GROUPS that divides every run of equal numbers, 0 if none does."""
     ends = (group_of[1:] != group_of[:-1]).nonzero().flatten() + 1
     common = math.gcd(len(group_of), *ends.tolist())
     return next((n for n in GROUPS if common % n == 0), 0)
 
 
 def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
-    """[n, k]; computed in float32 and rounded."""
+    """Return the numbers [n, k], computed in float32 and rounded to ``dtype``."""
     out = torch.empty(part.codes.shape, dtype=dtype, device=part.codes.device)
     at = part.group_of.to(part.codes.device)
     for i in range(0, len(out), ROWS_AT_ONCE):
@@ -149,7 +155,7 @@ def dequantized(part: Numbers, dtype: torch.dtype) -> Tensor:
 
 
 def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
-    """The pieces one below another as one; None if they differ in more than the number of their scales."""
+    """Join pieces along their rows, and return None if they differ in more than the number of their scales."""
     first = pieces[0]
     for one in pieces[1:]:
         if (one.form, one.weight.dtype) != (first.form, first.weight.dtype):
@@ -174,7 +180,7 @@ def merged(pieces: Sequence[HeldRows]) -> HeldRows | None:
 
 
 def _zero(piece: HeldRows) -> Tensor:
-    """That of one that has none is 8 in int4, and 0 in signed bytes; unsigned ones have it."""
+    """Return the zero points of a piece.  Without its own, they are 8 in int4 and 0 in signed bytes."""
     assert piece.scale is not None
     none = CENTRE if piece.form == "int4" else 0
     return torch.full_like(piece.scale, none) if piece.zero is None else piece.zero
@@ -242,7 +248,7 @@ class PlainRows(WholeWeight):
 
 
 def scheme_of(piece: HeldRows, info: ModuleInfo) -> WeightScheme:
-    """What multiplies by a piece, which holds all rows of ``info``."""
+    """Return the scheme that multiplies by a piece with all rows of ``info``."""
     given: Any = piece
     if piece.form == "int4":
         return Int4Rows(info, given.weight, given.scale.contiguous(), _whole(given.zero), given.group)

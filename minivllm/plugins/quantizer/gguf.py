@@ -43,7 +43,7 @@ class Blocks(NamedTuple):
 
 
 def _halves(raw: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of each block, as float32 [rows, blocks]."""
+    """Return the float16 at a byte of each block, as float32 [rows, blocks]."""
     return raw[..., at : at + HALF].contiguous().view(torch.float16)[..., 0].float()
 
 
@@ -117,7 +117,7 @@ class GgufLayout(PartLayout):
 
 
 def _block(kind: str) -> tuple[int, int]:
-    """(inputs, bytes) of a block."""
+    """Return the inputs and the bytes of a block."""
     if kind in KEPT:
         return KEPT[kind][:2]
     import gguf

@@ -98,7 +98,7 @@ class GptqLayout(PartLayout):
         return Numbers(codes, scale, zero.float(), group_of, bits, centre)
 
     def _check_groups(self, index: Tensor) -> None:
-        """ModelError for groups that have no scale, or that have another number of inputs than any quantizer gives."""
+        """Raise ModelError for groups without a scale, and for groups with an unexpected number of inputs."""
         if bool(((index < 0) | (index >= self.groups)).any()):
             raise ModelError(f"g_idx has groups beyond 0 to {self.groups - 1}: expected as many as there are scales")
         counts = torch.bincount(index, minlength=self.groups)
@@ -154,8 +154,11 @@ def _keys(settings: Settings) -> list[str]:
 
 
 def _override(key: str, dynamic: Settings, default: GptqKind) -> tuple[re.Pattern[str], GptqKind | None]:
-    """A pattern of names as GPTQModel reads it, "-:" before one that leaves modules out, "+:" or nothing before others;
-    and how those are quantized."""
+    """Return the pattern of names of a key of GPTQModel, and the quantization of these modules, None for modules left
+    out.
+
+    "-:" before a pattern leaves its modules out; "+:" or no sign includes them.
+    """
     try:
         pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
     except re.error as e:

@@ -33,15 +33,19 @@ FLAT = 2.0**-20  # of a group's largest element: the least step, where all of th
 
 
 def pack(q: Tensor) -> Tensor:
-    """Codes u8 [n, in] -> [n, in / 2]: byte j of a block of 16 holds input j of its 32 in the low half, input 16 + j
-    in the high half."""
+    """Pack codes u8 [n, in] to [n, in / 2].
+
+    Byte j of a block of 16 has input j of 32 in its low half and input 16 + j in its high half.
+    """
     halves = q.view(len(q), -1, 2, BLOCK // 2)
     return (halves[:, :, 0] | halves[:, :, 1] << 4).view(len(q), -1)
 
 
 def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """weight u8 [n, in / 2], scale f32 [n, in / group], zero likewise (None: 8 everywhere) -> [n, in], computed in
-    float32 and rounded to ``dtype``."""
+    """Return the numbers [n, in] of a weight u8 [n, in / 2], computed in float32 and rounded to ``dtype``.
+
+    ``scale`` and ``zero`` are f32 [n, in / group]. ``zero`` None means 8 for all groups.
+    """
     rows, halves = len(weight), weight.view(len(weight), -1, 1, BLOCK // 2)
     q = torch.cat((halves & 15, halves >> 4), dim=2).view(*scale.shape, -1)
     steps = q.view(torch.int8).sub_(CENTRE).float() if zero is None else q.float().sub_(zero[..., None])
@@ -49,8 +53,10 @@ def dequantize(weight: Tensor, scale: Tensor, zero: Tensor | None, dtype: torch.
 
 
 def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Groups w f32 [group, n] -> codes u8 [group, n], scale f32 [n], zero f32 [n].  A group with an element that is no
-    finite number gets a scale that is none."""
+    """Quantize groups w f32 [group, n], and return codes u8 [group, n], scale f32 [n] and zero f32 [n].
+
+    A group with an element that is not finite gets a scale that is not finite.
+    """
     size = w.abs().amax(0)
     w = w / torch.where(size > 0, size, 1)  # squares of what is small would be 0
     middle, half = torch.zeros_like(size), 0.0
@@ -74,12 +80,12 @@ def fit(w: Tensor, symmetric: bool, clip: bool) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _codes(w: Tensor, times: Tensor | float, out: Tensor) -> Tensor:
-    """The nearest of -8 to 7 steps to w * times."""
+    """Return the nearest of the steps -8 to 7 to w * times."""
     return torch.mul(w, times, out=out).round_().clamp_(-CENTRE, CENTRE - 1)
 
 
 def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, list[float]]]:
-    """(a step [n] whose grid holds all elements, the factors that it is tried with)."""
+    """Yield a step [n] whose grid holds all elements, and the factors to try with it."""
     low, high = w.amin(0), w.amax(0)
     wholes = [(high - low) / 15]
     if symmetric:
@@ -150,7 +156,9 @@ class Int4(OnlineQuantizer):
 
 
 def does_not_divide(quantizer: str, m: ModuleInfo, group: int, groups: Sequence[int]) -> OptionError:
-    """What is wrong with ``group`` inputs that share a scale, of which one of ``groups`` may be asked for."""
+    """Return the error for ``group`` inputs per scale, which do not divide a module's inputs; ``groups`` are
+    possible values.
+    """
     fits = " or ".join(str(n) for n in groups if m.in_features % n == 0)
     instead = f"group_size={fits}" if fits else f"a multiple of {BLOCK}"
     return OptionError(

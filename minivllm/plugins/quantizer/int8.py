@@ -75,7 +75,7 @@ class Int8Weight(ByteRows):
         self.weight[rows] = self.codes(w / scale[:, None])
 
     def codes(self, steps: Tensor) -> Tensor:
-        """Multiples of the scales, float32, as they are held."""
+        """Round multiples of the scales, float32, to stored codes."""
         return steps.round_().clamp_(-self.top, self.top).to(self.dtype)
 
     def stored(self) -> StoredWeight:

@@ -28,7 +28,7 @@ VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
-    """blocks u8 [rows, groups, 16], scales u8 [rows, groups] -> float32 [rows, groups * 32]."""
+    """Unpack blocks u8 [rows, groups, 16] with scales u8 [rows, groups] to float32 [rows, groups * 32]."""
     table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=blocks.device)
     elements = torch.stack([blocks & 15, blocks >> 4], dim=-1).flatten(-2)
     return torch.ldexp(table[elements.long()], (scales.int() - 127)[..., None]).flatten(1)
@@ -81,7 +81,7 @@ def packed_shapes(info: ModuleInfo) -> dict[str, tuple[int, ...]]:
 
 
 def checked_rows(info: ModuleInfo, param: str, tensor: Tensor, part: str) -> slice:
-    """The rows of a part; ModelError if the tensor is not what they want."""
+    """Return the rows of a part.  Raise ModelError if the tensor has another shape or dtype."""
     rows = part_rows(info, part)
     want = (rows.stop - rows.start, *packed_shapes(info)[param][1:])
     if tuple(tensor.shape) != want or tensor.dtype != torch.uint8:

@@ -10,7 +10,7 @@ from minivllm.errors import ModelError
 
 
 def refuse_quantized(checkpoint: Mapping[str, Any] | None, name: str) -> None:
-    """ModelError if the checkpoint itself is quantized: its tensors are not weights that ``name`` could read."""
+    """Raise ModelError for a quantized checkpoint, whose tensors ``name`` cannot read."""
     if checkpoint:
         method = checkpoint.get("quant_method", "an unnamed method")
         raise ModelError(

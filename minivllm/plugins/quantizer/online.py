@@ -52,7 +52,7 @@ class OnlineQuantizer(Quantizer):
 
     @abstractmethod
     def made(self, m: ModuleInfo) -> WeightScheme:
-        """The weight of a module.  OptionError if its sizes do not suit the options."""
+        """Return the quantized weight of a module.  Raise OptionError if its sizes do not suit the options."""
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         self._met_embedding |= m.kind == "embedding"
@@ -74,7 +74,7 @@ class OnlineQuantizer(Quantizer):
         return split
 
     def _wanted(self, m: ModuleInfo, part: str) -> str:
-        """The name of a quantizer."""
+        """Return the name of the quantizer of a part."""
         names = names_of(m, part)
         left_out = self._skip.naming(*names)
         if not self._takes(m):
@@ -90,7 +90,10 @@ class OnlineQuantizer(Quantizer):
         return m.kind in ("linear", "experts") or of_choice.get(m.kind, False)
 
     def _of(self, kind: str, m: ModuleInfo, rule: str = "") -> WeightScheme:
-        """``rule``: what is told of a module that gets something else than others."""
+        """Return the scheme of a quantizer for a module.
+
+        ``rule`` describes the choice for a module that differs from the others.
+        """
         if kind == self.name:
             return self.made(m)
         if kind in FLOAT8 and m.device.startswith("cuda") and torch.cuda.get_device_capability(m.device) < FLOAT8_LEAST:

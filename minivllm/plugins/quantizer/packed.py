@@ -35,7 +35,7 @@ class Want(NamedTuple):
     shapes: tuple[tuple[int, ...], ...]  # one of these
 
     def refuse(self, shape: tuple[int, ...], dtype: str, why: str) -> None:
-        """ModelError if it is something else."""
+        """Raise ModelError for a tensor of another shape or dtype."""
         if shape not in self.shapes or dtype not in self.dtypes:
             shapes = " or ".join(str(list(s)) for s in self.shapes)
             raise ModelError(
@@ -85,7 +85,7 @@ class Share:
         )
 
     def taken(self, words: Tensor, bits: int) -> Tensor:
-        """This process's columns u8 of rows of words, which have fields of all ``inputs``."""
+        """Return this process's columns u8 of rows of words, whose fields are all ``inputs``."""
         first = self.columns.start * bits // 32
         last = -(-self.columns.stop * bits // 32)
         at = first * 32 // bits if 32 % bits == 0 else 0
@@ -94,12 +94,12 @@ class Share:
         return found[:, self.columns.start - at :]
 
     def group_of(self, size: int) -> Tensor:
-        """The group of each of this process's inputs, ``size`` of which follow each other."""
+        """Return the group of each of this process's inputs; ``size`` consecutive inputs are a group."""
         return torch.arange(self.columns.start, self.columns.stop) // size
 
 
 def _beside(m: ModuleInfo, part: str) -> list[str]:
-    """The parts that lie in one tensor of the checkpoint, in their order."""
+    """Return the parts that share a tensor of the checkpoint, in their order."""
     if m.sources is None or part not in m.sources:
         return [part]
     mine = m.sources[part].name
@@ -117,7 +117,7 @@ class PartLayout(ABC):
 
     @abstractmethod
     def numbers(self, given: Mapping[str, Tensor]) -> Numbers | Tensor:
-        """This process's share of the tensors, on its device; a Tensor: the weight itself."""
+        """Return this process's share of the tensors, on its device, or the weight itself as a Tensor."""
 
 
 class PlainLayout(PartLayout):
@@ -174,7 +174,7 @@ class PackedWeight(WeightScheme):
         return found
 
     def slice(self, param: str, tensor: Tensor, split: str | None, shard: Shard) -> Tensor:
-        """All of it: where a share of fields and their scales lies, ``load`` knows."""
+        """Return the whole tensor, since ``load`` computes the share of fields and scales."""
         return tensor
 
     def load(self, param: str, tensor: Tensor, part: str) -> None:
@@ -249,7 +249,7 @@ class PackedWeight(WeightScheme):
         return None if whole is None else joined_by(whole, bias, mode, activation)
 
     def _whole(self) -> WeightScheme | None:
-        """What holds all of the module and multiplies x as it comes."""
+        """Return the scheme that holds the whole module and multiplies x without reordering, None if there is none."""
         return self._held[0].scheme if len(self._held) == 1 and self._held[0].order is None else None
 
 
@@ -288,14 +288,14 @@ class Settings:
         return self.one_of(key, (True, False), default)
 
     def group(self, key: str, default: int | None = None) -> int:
-        """Inputs that share a scale; -1: all."""
+        """Return the number of inputs that share a scale, -1 for all inputs."""
         value = self.given.get(key, default)
         if type(value) is not int or (value != -1 and value < 1):
             raise self.refuse(key, "a number of inputs, or -1 for all")
         return value
 
     def pair(self, key: str) -> tuple[int, int]:
-        """Outputs and inputs of a block that shares a scale."""
+        """Return the outputs and inputs of a block that shares a scale."""
         value = self.given.get(key)
         if not isinstance(value, (list, tuple)) or len(value) != 2 or any(type(n) is not int or n < 1 for n in value):
             raise self.refuse(key, "two numbers, of outputs and inputs that share a scale")
@@ -332,7 +332,10 @@ class CheckpointQuantizer(Quantizer):
 
     @abstractmethod
     def layout(self, m: ModuleInfo, source: PartSource | None, share: Share) -> PartLayout | None:
-        """How a part lies; None: it is not quantized.  ``source`` None: nobody has looked."""
+        """Return the layout of a part, None if it is not quantized.
+
+        ``source`` None means that no checkpoint was read.
+        """
 
     def scheme(self, m: ModuleInfo) -> WeightScheme | None:
         if m.kind == "embedding":
@@ -373,7 +376,7 @@ class CheckpointQuantizer(Quantizer):
         return made
 
     def tell(self, what: str, module: str) -> None:
-        """A note for the user, once for all the modules that it holds for."""
+        """Add a note for the user, once for all modules that it concerns."""
         self._met.setdefault(what, []).append(module)
         self.notes[:] = [f"{said}: {_listed(modules)}" for said, modules in self._met.items()]
 

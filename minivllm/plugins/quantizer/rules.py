@@ -34,13 +34,13 @@ class NamePatterns:
         return lambda name: expression.fullmatch(name) is not None
 
     def naming(self, *names: str) -> list[str]:
-        """Those that fit one of the names of a module or part, in their order."""
+        """Return the patterns that match one of the names of a module or part, in their order."""
         found = [pattern for pattern in self.patterns if any(map(self._fits[pattern], names))]
         self.unused -= set(found)
         return found
 
     def refuse_unused(self, quantizer: str, what: str = "module") -> None:
-        """OptionError if a pattern named none of the modules that were asked about."""
+        """Raise OptionError if a pattern matched none of the modules."""
         if self.unused:
             raise OptionError(
                 f"{quantizer}: {self.option}={sorted(self.unused)} names no {what}; names look like "
@@ -49,6 +49,6 @@ class NamePatterns:
 
 
 def names_of(m: ModuleInfo, part: str) -> list[str]:
-    """What a part of a module is called: the module, the part, and the weight in the checkpoint, where it is known."""
+    """Return the names of a part: the module, the part, and if known the weight in the checkpoint."""
     names = [m.name, f"{m.name}.{part}"] if part else [m.name]
     return [*names, m.names[part]] if part in m.names else names

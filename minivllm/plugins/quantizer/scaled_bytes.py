@@ -16,22 +16,27 @@ SCALES = (*FLOATS, "F8_E8M0")
 
 
 def scale_shapes(share: Share, rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
-    """Of scales that ``rows`` outputs and ``columns`` inputs share each; one of all may come in other shapes."""
+    """Return the accepted shapes of scales that ``rows`` outputs and ``columns`` inputs share.
+
+    A single scale for all elements may have several shapes.
+    """
     shape = (-(-share.outputs // rows), -(-share.inputs // columns))
     one = rows == share.outputs and columns == share.inputs
     return ((1,), (1, 1), ()) if one else (shape,)
 
 
 def by_row(scales: Tensor, share: Share, rows: int) -> Tensor:
-    """Scales or zero points of blocks, as float32 [this process's outputs, groups]."""
+    """Return scales or zero points of blocks as float32 [this process's outputs, groups]."""
     table = scales.to(share.device).float().reshape(-(-share.outputs // rows), -1)
     at = torch.arange(share.outputs)[share.rows] // rows
     return table[at.to(table.device)]
 
 
 def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
-    """The group of each of this process's inputs, i64, of groups of ``columns``: by ``weight_g_idx``, where the groups
-    were made of inputs in another order."""
+    """Return the group of each of this process's inputs, i64, for groups of ``columns`` inputs.
+
+    ``weight_g_idx`` has the groups if they were formed in another order of the inputs.
+    """
     plain = share.group_of(columns)
     if "weight_g_idx" not in given:
         return plain
@@ -45,7 +50,7 @@ def group_of(given: Mapping[str, Tensor], share: Share, columns: int) -> Tensor:
 
 
 def want_symmetric(zero: Tensor | None) -> None:
-    """ModelError for zero points other than 0, of a weight of which the configuration says that it has none."""
+    """Raise ModelError for zero points other than 0 of a weight that is symmetric by its configuration."""
     if zero is not None and bool((zero.float() != 0).any()):
         raise ModelError("weight_zero_point is not 0, where config.json says symmetric=true: expected symmetric=false")
 

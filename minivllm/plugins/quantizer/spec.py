@@ -1,7 +1,4 @@
-"""What the built-in quantizers say about themselves.
-
-``checkpoint`` is the quantization method that the checkpoint names, "none" if it names none.
-"""
+"""Describe the built-in quantizers."""
 
 from minivllm.registration.spec import ANY, AtLeast, Spec
 

@@ -34,7 +34,7 @@ class WholeWeight(WeightScheme):
 
     @abstractmethod
     def _product(self, x: Tensor, rows: slice, out: Tensor | None = None) -> Tensor:
-        """x [T, in] times rows of the weight: [T, rows]."""
+        """Return the product of x [T, in] and rows of the weight, [T, rows]."""
 
     def apply(self, x: Tensor, out: Tensor | None = None, adapter: Any = None) -> Tensor:
         no_adapter(self, adapter)
@@ -59,7 +59,7 @@ class Tiled(WholeWeight):
 
     @abstractmethod
     def numbers(self, rows: slice | Tensor, dtype: torch.dtype) -> Tensor:
-        """Those rows of the weight [rows, in], some in their order or any by their numbers i64 [rows]."""
+        """Return rows of the weight [rows, in], as a slice or by their numbers i64 [rows]."""
 
     def gather(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
         return self.numbers(ids, dtype)

@@ -26,7 +26,11 @@ def register() -> None:
 def attend(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """query [1, heads, T, dim_qk], key and value [1, kv_heads, T, dim] -> ([1, T, heads, dim_v], None)."""
+    """Compute attention for a module of transformers.
+
+    ``query`` is [1, heads, T, dim_qk], ``key`` and ``value`` are [1, kv_heads, T, dim]. The output is [1, T, heads,
+    dim_v], and the second result None, as transformers expects.
+    """
     found = module.__dict__.get(SLOT)
     if found is None:
         return _listener.get()(module, query, key, value, attention_mask, kwargs)
@@ -35,7 +39,7 @@ def attend(
 
 @contextmanager
 def listening(listener: Callable[..., Any]) -> Iterator[None]:
-    """Calls of modules that have nothing of their own to call come to ``listener``."""
+    """Send the calls of modules without their own function to ``listener`` inside this context."""
     token = _listener.set(listener)
     try:
         yield

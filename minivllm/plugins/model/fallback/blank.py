@@ -29,12 +29,15 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "attention"}
 
 
 def config_of(cfg: Any) -> Any:
-    """Transformers' configuration object, also of one that was read without it."""
+    """Return the configuration object of transformers, also for a configuration that was read without transformers."""
     return cfg.made() if hasattr(type(cfg), "made") else cfg
 
 
 def class_of(cfg: Any) -> type:
-    """The class of transformers that has the model's forward.  ModelError if it has none, or none that can run here."""
+    """Return the class of transformers with the model's forward.
+
+    Raise ModelError if none exists or none can run here.
+    """
     named = getattr(cfg, "architectures", None) or []
     kind = str(getattr(cfg, "model_type", "") or "")
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -140,7 +143,7 @@ def _no_warning(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without transformers' remarks on a model that is built and not loaded."""
+    """Suppress warnings of transformers about a model that is built and not loaded, inside this context."""
     level = hf_logging.get_verbosity()
     hf_logging.set_verbosity(logging.ERROR)
     try:

@@ -30,7 +30,7 @@ class Projection(Replaced):
 
     @property
     def weight(self) -> Tensor:
-        """For what reads its dtype, or multiplies by itself."""
+        """Return the weight, for code that reads its dtype or multiplies by it."""
         return self.linear.tensors["weight"]
 
     @property
@@ -89,7 +89,7 @@ class Routed:
         self.products: Any = None
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """x [T, H], ids [T, k], weights [T, k] -> [T, H]."""
+        """Return the sum of the experts' weighted outputs [T, H] for x [T, H], ids [T, k] and weights [T, k]."""
         if self.products is None:  # made once the weights are loaded
             from minivllm.device.kernels.experts import ExpertProducts
 

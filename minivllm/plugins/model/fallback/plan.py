@@ -58,7 +58,7 @@ class Plan:
     layers: int = 0
 
     def rules(self, tied: bool) -> list[Rule]:
-        """``tied``: what config.json says of the head's weight."""
+        """Return the rules of the checkpoint; ``tied`` means that config.json ties the head's weight."""
         found = [Rule(name, name) for name in (*self.norms, *self.embeddings)]
         together = {name: whole for whole, names in self.merged.items() for name in names}
         for name, matrix in self.matrices.items():
@@ -72,12 +72,12 @@ class Plan:
 
 
 def rest_name(name: str) -> str:
-    """Of the weights that a module keeps: the module itself may be replaced all the same."""
+    """Return the name of the weights that a module keeps.  The module itself may still be replaced."""
     return f"{name}.own"
 
 
 def _short(rule: Rule) -> Rule:
-    """One rule for the modules of all layers."""
+    """Return a rule for the modules of all layers."""
     if rule.module is None or not rule.module.startswith(rule.source.rpartition(".")[0]):
         return rule
     names = (re.sub(r"\.\d+(?=\.|$)", ".{i}", name, count=1) for name in (rule.source, rule.module))
@@ -85,7 +85,7 @@ def _short(rule: Rule) -> Rule:
 
 
 def make_plan(cfg: Any) -> Plan:
-    """ModelError, in one line, for a model that does not fit."""
+    """Return the plan for a model.  Raise ModelError with a single line for a model that cannot run."""
     cls = class_of(cfg)
     check_config(cfg)
     try:
@@ -117,7 +117,7 @@ def make_plan(cfg: Any) -> Plan:
 
 
 def _exact(model: Any) -> list[re.Pattern]:
-    """Of the names of weights that are float32 whatever the dtype of the model."""
+    """Return patterns of the names of weights that are always float32."""
     words = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
     return [re.compile(re.escape(word).replace(r"\*", ".*")) for word in words]
 
@@ -172,7 +172,9 @@ def _choose_merged(plan: Plan, model: nn.Module, inputs: dict[str, Any], often: 
 
 @torch.no_grad()
 def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
-    """The activation of an MLP that is ``down(activation(gate(x)) * up(x))``, by what it gives with small matrices."""
+    """Return the activation of an MLP that computes ``down(activation(gate(x)) * up(x))``, found by a test with
+    small matrices.
+    """
     if {name for name, _ in module.named_children()} - {"act_fn", "act", "activation_fn", *names}:
         return None
     if list(module.parameters(recurse=False)) or list(module.buffers()):
@@ -198,8 +200,11 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
 
 @torch.no_grad()
 def experts_of(module: Any) -> str | None:
-    """The activation of a layer's experts, if each is ``down(activation(gate) * up)`` of matrices as
-    ``device.kernels.experts`` reads them, by what their gate gives for random numbers."""
+    """Return the activation of a layer's experts, found by a test of their gate with random numbers.
+
+    None means that the experts do not compute ``down(activation(gate) * up)`` of matrices in the layout of
+    ``device.kernels.experts``.
+    """
     params = {name: tuple(param.shape) for name, param in module.named_parameters(recurse=False)}
     up, down = params.get("gate_up_proj", ()), params.get("down_proj", ())
     if not hasattr(module, "_apply_gate") or len(up) != 3 or len(down) != 3:
@@ -226,7 +231,7 @@ def experts_of(module: Any) -> str | None:
 
 
 def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
-    """What norm a leaf is, if it is one."""
+    """Return the norm that a leaf computes, None if it is no norm."""
     params = dict(module.named_parameters(recurse=False))
     vectors = params.keys() <= {"weight", "bias"} and "weight" in params and all(p.dim() == 1 for p in params.values())
     if not vectors or list(module.children()) or list(module.buffers(recurse=False)):
@@ -240,8 +245,11 @@ def _norm(module: nn.Module, known: dict[Any, Norm | None]) -> Norm | None:
 
 @torch.no_grad()
 def norm_of(module: nn.Module) -> Norm | None:
-    """RMSNorm or LayerNorm, by what a leaf with vectors of parameters gives for random numbers, of usual size and so
-    small that epsilon counts."""
+    """Return the RMSNorm or LayerNorm that a leaf with vectors of parameters computes, None if it computes another
+    function.
+
+    The test uses random numbers of usual size, and small numbers whose results depend on epsilon.
+    """
     twin = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
     for param in twin.parameters():
@@ -278,7 +286,7 @@ def _candidates(module: nn.Module, bias: bool) -> Iterator[Norm]:
 
 
 def _choose_rest(plan: Plan, model: Any, exact: Sequence[re.Pattern]) -> None:
-    """Parameters, and buffers that a checkpoint has, of modules that stay."""
+    """Add parameters, and buffers of checkpoints, of modules that are not replaced to the plan."""
     taken = {*plan.matrices, *plan.norms, *plan.embeddings}
     sinks = {f"{call.module}.{call.sinks}" for call in plan.calls if call.sinks}
     seen: dict[int, str] = {}

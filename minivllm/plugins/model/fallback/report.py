@@ -9,7 +9,7 @@ from .plan import Plan
 
 
 def report(plan: Plan) -> Mapping[str, str]:
-    """By a word that says of what; only of what there is."""
+    """Return what the engine replaced in the model, by kind.  Kinds without a module are left out."""
     together = {name for names in plan.merged.values() for name in names}
     alone = [name for name in plan.matrices if name not in together]
     turned = [call.module for call in plan.calls if call.rotation is not None]
@@ -32,7 +32,7 @@ def report(plan: Plan) -> Mapping[str, str]:
 
 
 def names_of(names: Iterable[str]) -> str:
-    """Names with * for the number of the layer, and how many each stands for."""
+    """Join names, with * for the number of the layer and the number of modules of each name."""
     counts: dict[str, int] = {}
     for name in names:
         short = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)

@@ -80,7 +80,7 @@ class Ropes:
         return apply
 
     def of(self, module: nn.Module, query: Tensor, key: Tensor) -> Rotation | None:
-        """What the attention of a layer may do in its place; None: the layer does it itself."""
+        """Return the rotation that the attention of a layer can do itself, None if the layer must do it."""
         q, k, cos, more = self.turned.get(module, (None, None, None, {}))
         made = self.made.get(id(cos))
         if q is not query or k is not key or made is None or made[3][1] is not more["sin"]:
@@ -95,13 +95,12 @@ class Ropes:
         return Rotation(name, values[0], tuple(values[1].items()), cos.shape[2]) if self.known[key_] else None
 
     def given(self, module: nn.Module) -> tuple[Tensor, Tensor]:
-        """q and k of a layer before they were rotated."""
+        """Return q and k of a layer before their rotation."""
         return self.turned[module][3]["given"]
 
 
 def applies(module: nn.Module) -> bool:
-    """Whether the forward of a module, without decorators, is a function that calls its file's
-    ``apply_rotary_pos_emb``."""
+    """Return whether the forward of a module, without decorators, is a function that calls ``apply_rotary_pos_emb``."""
     forward = inspect.unwrap(type(module).forward)
     return isinstance(forward, types.FunctionType) and (
         APPLY in forward.__code__.co_names and not forward.__code__.co_freevars and APPLY in forward.__globals__
@@ -109,7 +108,7 @@ def applies(module: nn.Module) -> bool:
 
 
 def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a module with ``function`` for its ``apply_rotary_pos_emb``; the module's file stays as it is."""
+    """Return the forward of a module that calls ``function`` instead of ``apply_rotary_pos_emb`` of its file."""
 
     def remade(old: types.FunctionType) -> types.FunctionType:
         inner, names, closure = getattr(old, "__wrapped__", None), old.__globals__, old.__closure__
@@ -127,12 +126,12 @@ def with_apply(module: nn.Module, function: Callable[..., Any]) -> Callable[...,
 
 
 def leave(q: Tensor, k: Tensor, cos: Any, sin: Any) -> tuple[Tensor, Tensor]:
-    """In place of ``apply_rotary_pos_emb``."""
+    """Return q and k unchanged, in place of ``apply_rotary_pos_emb``."""
     return q, k
 
 
 def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
-    """Whether ``apply_rotary_pos_emb`` rotates the first ``turned`` of ``dim`` elements as the engine does."""
+    """Return whether ``apply_rotary_pos_emb`` rotates the first ``turned`` of ``dim`` elements as the engine does."""
     if turned > dim or turned % 2:
         return False
     generator = torch.Generator().manual_seed(0)
@@ -150,7 +149,7 @@ def turns_as_here(function: Callable[..., Any], dim: int, turned: int) -> bool:
 
 @torch.no_grad()
 def tables(model: nn.Module, rotation: Rotation, length: int, device: str) -> tuple[Tensor, Tensor]:
-    """cos and sin float32 [length, dim] of all positions, as the model makes them."""
+    """Return the model's cos and sin of all positions, float32 [length, dim]."""
     module = model.get_submodule(rotation.source)
     position = torch.arange(length, device=device)[None]
     cos, sin = module(torch.zeros(1, 1, 1, device=device), position, *rotation.args, **dict(rotation.kwargs))

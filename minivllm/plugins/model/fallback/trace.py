@@ -86,14 +86,16 @@ class _Listener:
         return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
 
     def leave_shared(self) -> None:
-        """Keys that several layers read are made by the model, to the end."""
+        """Let the model itself compute keys that several layers read."""
         made = [_memory(key) for key in self.keys]
         for i, call in enumerate(self.trace.calls):
             if made.count(made[i]) > 1:
                 self.trace.calls[i] = replace(call, rotation=None, before=None)
 
     def _maker(self, name: str, x: Tensor) -> str | None:
-        """The leaf of an attention module whose output is x [1, heads, T, dim], or is it as [1, T, heads, dim]."""
+        """Return the leaf of an attention module whose output is x [1, heads, T, dim], or is x as [1, T, heads,
+        dim].
+        """
         for leaf, out in self.trace.outputs.items():
             if leaf.rpartition(".")[0] != name or not isinstance(out, Tensor) or out.dim() != 4:
                 continue
@@ -147,7 +149,10 @@ class _Counting(TorchFunctionMode):
 
 
 def trace_model(model: Any, cfg: Any) -> ModelTrace:
-    """ModelError that names the module or field for what the engine cannot serve."""
+    """Run a model without values and return its calls and shapes.
+
+    Raise ModelError, which names the module or field, for a model that the engine cannot serve.
+    """
     found, ropes = ModelTrace(), Ropes(model)
     listener, counting = _Listener(model, found, ropes), _Counting()
     said = f"transformers' {type(model).__name__}"
@@ -182,7 +187,7 @@ def trace_model(model: Any, cfg: Any) -> ModelTrace:
 
 
 def _logits(model: Any, hidden: Tensor) -> Tensor:
-    """What the model makes of hidden states."""
+    """Return the model's logits of hidden states."""
     body, stand_in = model.base_model, GivenBody(model.base_model)
     stand_in.hidden = hidden
     place(model, model.base_model_prefix, stand_in)
@@ -197,7 +202,7 @@ def _wants_values(exc: Exception) -> bool:
 
 
 def _hooks(model: nn.Module, found: ModelTrace) -> list[Any]:
-    """They note what each leaf is given, and gives."""
+    """Register hooks that record the input and the output of each leaf, and return the hooks."""
 
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
