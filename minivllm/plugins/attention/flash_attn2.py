@@ -61,7 +61,7 @@ class FlashAttn2(Paged):
     def _longer(
         self, layer: AttnLayer, q: Tensor, meta: AttnMeta, first: int, how: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """Rows from ``first`` on: out [T, heads, D] and lse [heads, T]."""
+        """Compute attention for rows from ``first`` on, and return the outputs [T, heads, D] and lse [heads, T]."""
         g, pages = layer.group, dense_pages(meta, layer.group, first, len(meta.slots))
         key = ("starts", g)
         if key not in meta.work:

@@ -99,7 +99,7 @@ class FlashInfer(Paged):
         )
 
     def _planned(self, layer: AttnLayer, dtype: torch.dtype, meta: AttnMeta) -> Any:
-        """The wrapper that is planned for this step and layers such as this."""
+        """Return the wrapper that is planned for this step and for layers of this kind."""
         spec = layer.spec
         kind = (layer.group, spec.heads, spec.kv_heads, spec.dim_qk, spec.window, spec.softmax_scale)
         key = ("planned", kind)
@@ -128,7 +128,7 @@ class FlashInfer(Paged):
         return found
 
     def _next(self, kind: tuple) -> Planned:
-        """A wrapper of this kind whose last plan has reached the device."""
+        """Return a wrapper of this kind whose last plan has reached the device."""
         mine = self._planners.setdefault(kind, deque())
         if len(mine) < PLANS:
             made = BatchPrefillWithPagedKVCacheWrapper(self._prefill_space, "NHD", backend=self.options.prefill)
@@ -140,5 +140,5 @@ class FlashInfer(Paged):
 
 
 def _left(spec: AttnSpec) -> int:
-    """Positions that a query sees before its own; -1 is all of them."""
+    """Return the number of positions before a query that it sees, -1 for all of them."""
     return -1 if spec.window is None else spec.window - 1

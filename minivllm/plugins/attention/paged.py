@@ -78,13 +78,15 @@ class Paged(AttentionBackend):
         meta.work["key"] = key
 
     def refuse(self, what: str, value: Tensor | None) -> None:
-        """PluginError unless an output that is not claimed was not asked for."""
+        """Raise PluginError if a caller requests an output that the plug-in does not declare."""
         if value is not None:
             raise PluginError(f"{self.name} gives no {what}: expected {what}=None")
 
 
 def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:
-    """Pages i32 [last - first, n] of rows [first, last): n is what the host's bound on their lengths needs."""
+    """Return the pages i32 [last - first, n] of rows [first, last), where n suffices for the host's bound on their
+    lengths.
+    """
     key = ("pages", group, first, last)
     found = meta.work.get(key)
     if found is None:
@@ -95,8 +97,11 @@ def dense_pages(meta: AttnMeta, group: int, first: int, last: int) -> Tensor:
 
 
 def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages of the rows from ``first`` on, which bring several tokens, so that the host knows their lengths exactly:
-    indptr i32 [rows + 1] and last i32 [rows] on the host, indices i32 on the device."""
+    """Return the pages of the rows from ``first`` on, as indptr i32 [rows + 1], last i32 [rows] and indices i32.
+
+    The first two are on the host, ``indices`` on the device.  These rows have several tokens in the step, so the host
+    has their exact lengths.
+    """
     key = ("ragged", group, first)
     found = meta.work.get(key)
     if found is None:
@@ -113,7 +118,7 @@ def ragged_pages(meta: AttnMeta, group: int, first: int) -> tuple[Tensor, Tensor
 
 
 def starts(lengths: Tensor) -> Tensor:
-    """Cumulative lengths i32 [rows + 1], starting at 0, of lengths i32 [rows], on their device."""
+    """Return cumulative lengths i32 [rows + 1] that start at 0, on the device of the lengths i32 [rows]."""
     out = lengths.new_zeros(len(lengths) + 1)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=out[1:])
     return out

@@ -138,7 +138,9 @@ class Sdpa(AttentionBackend):
             _put(out, b, o)
 
     def _load(self, layer: AttnLayer, slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k [B, Lk, kv_heads, dim_qk] and v [B, Lk, kv_heads, dim_v]: the cache seen as blocks of one token."""
+        """Return k [B, Lk, kv_heads, dim_qk] and v [B, Lk, kv_heads, dim_v] of a cache that is viewed as blocks of
+        one token.
+        """
         cache = {name: t.view(-1, 1, *t.shape[2:]) for name, t in layer.cache.items()}
         k, v = self.ctx.kv_format.load(cache, slots, dtype)
         return k, v[..., : layer.spec.dim_v] if layer.spec.v_in_k else v
@@ -156,7 +158,10 @@ def _put(out: Tensor, b: Batch, x: Tensor) -> None:
 
 
 def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
-    """One query a row: the heads that share a KV head stand as that head's queries, so nothing is repeated."""
+    """Compute attention of one query per row.
+
+    Query heads that share a KV head become the queries of a single head, so KV heads are not repeated.
+    """
     rows = q.shape[0]
     q = q.view(rows, spec.kv_heads, -1, spec.dim_qk)
     o = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask, scale=spec.softmax_scale)
@@ -164,7 +169,10 @@ def attend_one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnS
 
 
 def attend_many(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttnSpec) -> Tensor:
-    """Several queries a row; KV heads are repeated, because the fused kernels of CPU and float32 know no GQA."""
+    """Compute attention of several queries per row.
+
+    KV heads are repeated, because the fused kernels for CPUs and float32 do not support grouped queries.
+    """
     if spec.heads != spec.kv_heads:
         k, v = (x.repeat_interleave(spec.heads // spec.kv_heads, dim=2) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -231,8 +239,10 @@ def make_batches(
 
 
 def split_by_length(lens: np.ndarray, token_bytes: int, limits: Limits) -> list[tuple[slice | np.ndarray, int]]:
-    """Groups of rows of similar length, (rows, longest): one more group must save more copying than it costs, and none
-    gathers more than the limit."""
+    """Return groups of rows of similar length, each as rows and longest length.
+
+    A group is added only if it saves more copying than it costs.  No group gathers more than the limit.
+    """
     longest = int(lens.max())
     waste = int(longest * len(lens) - lens.sum()) * token_bytes
     if waste <= limits.batch_bytes:
@@ -271,13 +281,13 @@ def decode_batch(
 
 
 def slots_of(meta: AttnMeta, group: int, rows: Tensor, pos: Tensor) -> Tensor:
-    """Flat cache slots i64 [B, L] of positions i64 [B, L] of the sequences in slots ``rows`` i64 [B]."""
+    """Return the flat cache slots i64 [B, L] of positions i64 [B, L] of the sequences in slots ``rows`` i64 [B]."""
     blocks = meta.table[group].index_select(0, rows).gather(1, pos // meta.block)
     return blocks.long() * meta.block + pos % meta.block
 
 
 def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool, pairs: int) -> list[KVPiece]:
-    """The rows behind the decode rows, cut where a row by itself has too many query-key pairs for one mask."""
+    """Return the rows behind the decode rows, split if a row has too many query-key pairs for one mask."""
     first_row = meta.decode_rows
     start, pieces = first_row, []
     lens = zip(meta.host_q_len[first_row:].tolist(), meta.host_kv_len[group, first_row:].tolist(), strict=True)
@@ -293,8 +303,11 @@ def prefill_pieces(meta: AttnMeta, group: int, window: int | None, causal: bool,
 
 
 def join(pieces: list[KVPiece], price: int, pairs: int, tokens: int) -> list[list[KVPiece]]:
-    """Pieces of similar size together: padding must cost less than the ``price`` of one more batch, and a batch holds
-    at most so many query-key ``pairs`` and gathered ``tokens``."""
+    """Join pieces of similar size to batches.
+
+    The padding of a batch must cost less than the ``price`` of another batch.  A batch has at most ``pairs`` query-key
+    pairs and gathers at most ``tokens`` tokens.
+    """
     groups: list[list[KVPiece]] = []
     exact = queries = keys = 0
     for piece in sorted(pieces, key=lambda p: (p.n, p.keys), reverse=True):

@@ -87,7 +87,7 @@ def _slots(
     low: np.ndarray,
     last: np.ndarray,
 ) -> Tensor:
-    """Slots of the cache [T, KEYS] of the tiles of these rows; nothing outside [low, last] of a row is read."""
+    """Return the cache slots [T, KEYS] of the tiles of these rows, clipped to the positions [low, last] of each row."""
     row = np.repeat(np.arange(len(rows)), tiles)
     tile = np.arange(len(row)) - np.repeat(np.cumsum(tiles) - tiles, tiles) + begin[row]
     key = tile[:, None] * KEYS + np.arange(KEYS)
@@ -164,7 +164,7 @@ def _items(
 
 
 def attend(fmt: KVFormat, layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None) -> None:
-    """As ``AttentionBackend.forward``."""
+    """Compute attention as ``AttentionBackend.forward``."""
     spec = layer.spec
     key = ("invariant", layer.group, spec.window, spec.heads, spec.alibi is None)
     every = meta.work.get(key)
@@ -211,7 +211,7 @@ def _tiles(
 
 
 def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: Items) -> tuple[Tensor, Tensor]:
-    """k and v: what ``_tiles`` gives -> result [I, kv_heads, LINES, dim_v], lse [I, kv_heads, LINES]."""
+    """Return the outputs [I, kv_heads, LINES, dim_v] and lse [I, kv_heads, LINES]; k and v are those of ``_tiles``."""
     spec, (n, lines) = layer.spec, items.token.shape
     tiles, kvh = items.hidden.shape[2], spec.kv_heads
     pairs = (items.tile[:, None] + np.arange(kvh)[:, None] * (len(k) // kvh)).reshape(-1)
@@ -244,8 +244,11 @@ def _softmax_product(layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, items: I
 
 
 def width(dim: int) -> int:
-    """Columns of the values, the one of ones included: libraries treat the columns behind a multiple of 16 otherwise,
-    and with them, in narrow matrices, the lines."""
+    """Return the columns of the values, with the column of ones, rounded up to a multiple of 16.
+
+    Libraries compute the columns behind a multiple of 16 in another way, which in narrow matrices changes other
+    columns.
+    """
     return -(-(dim + 1) // 16) * 16
 
 

@@ -1,4 +1,4 @@
-"""What the built-in attention back ends say about themselves."""
+"""Describe the built-in attention back ends."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from minivllm.registration.spec import ANY, AtLeast, MultipleOf, Needs, PluginQu
 
 
 def invariant_on_cpu(request: PluginQuery) -> Sequence[Reason]:
-    """torch's kernels on a GPU are chosen by the size of the step."""
+    """Refuse batch invariance on a GPU, where torch chooses kernels by the size of the step."""
     device = request.facts.get("device", "cpu")
     if "batch_invariant" in request.features and device != "cpu":
         return [Reason("device with batch_invariant", plain(device), "{cpu}", "take the back end triton")]
@@ -35,7 +35,7 @@ SDPA = Spec(
 
 
 def float8_on(request: PluginQuery) -> Sequence[Reason]:
-    """Older devices have no instructions that read it."""
+    """Refuse float8 on GPUs without instructions that read it."""
     facts = request.facts
     if facts.get("kv_format") == "fp8" and facts.get("device") == "cuda" and facts.get("sm", 89) < 89:
         return [Reason("kv_format with sm", f"fp8 with {facts.get('sm')}", "sm 89 or later", "take kv_format=int8")]
@@ -72,7 +72,7 @@ HALVES = {"bfloat16": "bf16", "float16": "fp16"}  # dtype -> the KV format that 
 
 
 def plainly(request: PluginQuery) -> Sequence[Reason]:
-    """What limits cannot say: keys, values and queries are of one size and one dtype."""
+    """Refuse keys and values of different sizes, and a KV format of another dtype than the model's."""
     facts, reasons = request.facts, []
     if "dim_qk" in facts and "dim_v" in facts and _set(facts["dim_qk"]) != _set(facts["dim_v"]):
         reasons.append(Reason("dim_v", plain(facts["dim_v"]), f"that of dim_qk, {plain(facts['dim_qk'])}"))

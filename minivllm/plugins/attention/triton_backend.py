@@ -80,7 +80,7 @@ class Triton(AttentionBackend):
             prefill(layer, q, meta, out, lse, tiles)
 
     def _work(self, meta: AttnMeta, layer: AttnLayer, rows: int, mixed: bool, exact: bool) -> tuple[DecodeWork, bool]:
-        """The work of a layer's rows, and whether a layer before had the same."""
+        """Return the work of a layer's rows, and whether an earlier layer had the same work."""
         spec = layer.spec
         key = ("work", layer.group, spec.window, spec.heads, spec.kv_heads, spec.dim_qk, spec.dim_v)
         known = key in meta.work
@@ -108,7 +108,7 @@ class Triton(AttentionBackend):
         return found
 
     def _fixed_tiles(self, meta: AttnMeta, spec: AttnSpec, q: Tensor) -> tuple[Tensor, Tensor, int]:
-        """Tiles of ``FIXED_LINES`` over all rows, those of one token too."""
+        """Return tiles of ``FIXED_LINES`` lines over all rows, including rows of one token."""
         tokens = FIXED_LINES // (spec.heads // spec.kv_heads)
         found, captured = meta.work.get(("fixed", tokens)), meta.work.get("key", EAGER)
         if found is None:

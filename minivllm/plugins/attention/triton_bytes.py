@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def numbers(q, ASM: tl.constexpr):
-    """int8 or float8 -> float16."""
+    """Convert int8 or float8 to float16."""
     if not ASM:
         return q.to(tl.float16)
     elif q.dtype == tl.int8:
@@ -65,7 +65,7 @@ def _byte(word, PLACE: tl.constexpr, FLOAT8: tl.constexpr):
 
 @triton.jit
 def quarters(words, FLOAT8: tl.constexpr, ASM: tl.constexpr):
-    """int32 words of four int8 or float8 -> the first, second, third and fourth of each in float16."""
+    """Return the first, second, third and fourth int8 or float8 of int32 words, in float16."""
     if not ASM:
         first, second = _byte(words, 0, FLOAT8), _byte(words, 1, FLOAT8)
         third, fourth = _byte(words, 2, FLOAT8), _byte(words, 3, FLOAT8)
@@ -119,5 +119,5 @@ def quarters(words, FLOAT8: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def together(a, b, c, d, W: tl.constexpr, N: tl.constexpr):
-    """What ``quarters`` parted: four [W, N] -> [4 W, N]."""
+    """Join the four [W, N] parts that ``quarters`` returns to [4 W, N]."""
     return tl.reshape(tl.permute(tl.join(tl.join(a, c), tl.join(b, d)), [0, 2, 3, 1]), [4 * W, N])

@@ -43,7 +43,7 @@ LONG = 8192  # tokens; contexts that may be longer are cut, however many rows th
 
 @triton.jit
 def base2(s, scale, softcap, SOFTCAP: tl.constexpr):
-    """Scores times ``scale``, capped if asked to (softcap * tanh(s / softcap)), for a softmax in base 2."""
+    """Scale scores for a softmax in base 2, with an optional cap softcap * tanh(s / softcap)."""
     if SOFTCAP:  # tanh by exp: libdevice's is not there under the interpreter
         e = tl.exp(-2.0 * tl.abs(s * scale) / softcap)
         t = (1.0 - e) / (1.0 + e)
@@ -54,7 +54,7 @@ def base2(s, scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
-    """acc + a b in ``dtype`` with float32 sums, or all of it in float32."""
+    """Return acc + a b in ``dtype`` with float32 sums, with IEEE entirely in float32."""
     if IEEE:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     else:
@@ -63,7 +63,10 @@ def dot(a, b, acc, dtype: tl.constexpr, IEEE: tl.constexpr):
 
 @triton.jit
 def _in_float16(queries):
-    """Queries [D, G] divided by a number for each of them, so that none is beyond float16: (float16, float32 [G])."""
+    """Divide each query of [D, G] by its largest magnitude, to the range of float16.
+
+    Return it with the divisors f32 [G].
+    """
     wide = queries.to(tl.float32)
     largest = tl.max(tl.abs(wide), 0)
     largest = tl.where(largest > 0, largest, 1.0)
@@ -72,14 +75,17 @@ def _in_float16(queries):
 
 @triton.jit
 def _exponent(x):
-    """The least whole number above the logarithm to base 2 of positive float32 x, but not below -100."""
+    """Return the least whole number above the binary logarithm of positive float32 x, at least -100."""
     return tl.maximum((x.to(tl.int32, bitcast=True) >> 23).to(tl.float32) - 126.0, -100.0)
 
 
 @triton.jit
 def scaled_values(v, p, by, V_ROWS: tl.constexpr, dtype: tl.constexpr):
-    """Values and probabilities, of which one is multiplied by the scales ``by`` [N] of the values: the probabilities,
-    which are few, where the dtype has the range for it.  V_ROWS: tokens are rows of v, else its columns."""
+    """Return values and probabilities, one of which is multiplied by the scales ``by`` [N] of the values.
+
+    The probabilities are fewer, so they are multiplied if the range of the dtype allows it.  V_ROWS means that tokens
+    are rows of v, otherwise its columns.
+    """
     if dtype == tl.float16:
         return (v.to(tl.float32) * _along(by, V_ROWS)).to(dtype), p
     else:
@@ -97,7 +103,7 @@ def page_of(blocks, token, on, last, BLOCK: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
-    """(first tile, tiles) of the keys that the last of ``length`` tokens sees."""
+    """Return the first tile and the number of tiles of the keys that the last of ``length`` tokens sees."""
     first = length * 0
     if WINDOW > 0:
         first = tl.maximum(length - WINDOW, 0) // N
@@ -106,9 +112,12 @@ def _tiles(length, WINDOW: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _part_of(tiles, most, at_once, capacity):
-    """Tiles a part, for rows of ``tiles`` [P], ``most`` in the longest, where ``at_once`` parts fill the device: the
-    size with the least time.  Times are in units of a tile's on a full device; on an empty one it takes 0.3.  Fitted
-    on an H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are 0 to 11 % slower than the best size."""
+    """Return the number of tiles per part with the least estimated time.
+
+    ``tiles`` [P] are the tiles of each row and ``most`` those of the longest; ``at_once`` parts fill the device.  The
+    unit of time is a tile's time on a full device; on an empty device a tile takes 0.3. The estimate was fitted on an
+    H200 to 1 to 48 rows of 200 to 4,096 tokens, where its choices are 0 to 11 % slower than the best size.
+    """
     total = tl.sum(tiles, 0).to(tl.float32) / at_once
     size, least = most, 1e30
     each = most
@@ -131,7 +140,7 @@ def _deal(
     kv_len, q_len, slots, entries, first, rows, at_once, capacity, N: tl.constexpr, WINDOW: tl.constexpr,
     P: tl.constexpr, WP: tl.constexpr, CUT: tl.constexpr, MIXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program ``row`` enters its parts behind those of all rows whose parts are longer."""
+    """Write the parts of row ``program_id`` behind the parts of all rows whose parts are longer."""
     wait(PDL)
     row, at = tl.program_id(0), tl.arange(0, P)
     length, slot = tl.load(kv_len + row), tl.load(slots + row).to(tl.int32)
@@ -172,8 +181,11 @@ def _decode(
     IEEE: tl.constexpr, SCALED: tl.constexpr, WORDS: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr,
     EARLY: tl.constexpr, ROOM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WORDS: keys and values are bytes, and ``v_cache`` has them by four (``triton_bytes``); VS is in its elements.
-    ROOM: not read, so that ``launch.keep_room`` has a variant of its own."""
+    """Compute a part of a row's attention.
+
+    WORDS means that keys and values are bytes and that ``v_cache`` has four in a word (``triton_bytes``); VS is in its
+    elements.  ROOM is not read.  It gives ``launch.keep_room`` its own variant.
+    """
     if not EARLY:  # before it releases: the merge and the layers to come read what the dealing wrote without waiting
         settle(PDL)
     release(PDL)
@@ -307,7 +319,7 @@ def _merge(
 
 @triton.jit
 def _along(x, ROWS: tl.constexpr):
-    """x [n] as a column of acc [n, DVP] (ROWS), or as a row of acc [DVP, n]."""
+    """Return x [n] as a column for acc [n, DVP] (ROWS), or as a row for acc [DVP, n]."""
     if ROWS:
         return x[:, None]
     else:
@@ -334,17 +346,23 @@ def finish(acc, m, total, at, on, heads, sinks, out, lse, DV: tl.constexpr, DVP:
 
 
 def power(n: int) -> int:
-    """The least power of two that is not below n."""
+    """Return the least power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def in_float32(q: Tensor) -> bool:
-    """Whether products are formed in float32: float32 itself, and under the interpreter, whose bfloat16 knows none."""
+    """Return whether products are computed in float32: for float32 itself, and under the interpreter.
+
+    The interpreter cannot multiply bfloat16.
+    """
     return q.element_size() == 4 or q.device.type == "cpu"
 
 
 def scales_of(layer: AttnLayer) -> tuple[Tensor, Tensor]:
-    """Those of keys and values, f32 [blocks, block, kv_heads]; of a cache without scales something that is not read."""
+    """Return the scales of keys and values, f32 [blocks, block, kv_heads].
+
+    Without scales, return other tensors of the cache, which the kernels do not read.
+    """
     cache = layer.cache
     k = cache.get("k_scale", cache["k"])
     return k, k if layer.spec.v_in_k else cache.get("v_scale", k)
@@ -367,8 +385,11 @@ class DecodeWork(NamedTuple):
 def deal(
     spec: AttnSpec, kv_len: Tensor, q_len: Tensor, slots: Tensor, rows: int, longest: int, mixed: bool, exact: bool
 ) -> DecodeWork:
-    """``kv_len``, ``q_len`` i32 and ``slots`` i64 [rows or more], on the device; no context is over ``longest``.
-    ``mixed``: rows that do not have exactly one token get no part."""
+    """Split rows to parts for the decode kernel.
+
+    ``kv_len`` and ``q_len`` are i32 and ``slots`` i64 [rows or more], on the device.  No context is longer than
+    ``longest``. With ``mixed``, only rows of exactly one token get parts.
+    """
     cut = rows * spec.kv_heads <= PROGRAMS or min(longest, spec.window or longest) > LONG
     at_once = max(1, PROGRAMS // spec.kv_heads)
     capacity = rows + (min(at_once, 31 * rows) if cut else 0)
@@ -405,8 +426,10 @@ def deal(
 def decode(
     layer: AttnLayer, q: Tensor, meta: AttnMeta, out: Tensor, lse: Tensor | None, work: DecodeWork, early: bool
 ) -> None:
-    """The rows of ``work``, whose queries are the first tokens of a step: q [T, heads, D] -> out [T, heads, DV].
-    ``early``: another layer's decode kernel has had this ``work`` before."""
+    """Compute the outputs [T, heads, DV] of the rows of ``work``, whose queries q are the first tokens of a step.
+
+    ``q`` is [T, heads, D]. ``early`` means that the decode kernel of an earlier layer has used this ``work``.
+    """
     spec = layer.spec
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     exact = in_float32(q)

@@ -35,8 +35,11 @@ def _load(
     k_cache, v_cache, page, key, head, low, end, KH: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, VS: tl.constexpr, DVP: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
-    """Keys [DP, N] and values [N, DVP] of the positions ``key`` [N] from ``low`` on and before ``end``, 0 elsewhere: a
-    probability of 0 times what nobody may read would be NaN if that is.  ALL: every position is inside."""
+    """Load keys [DP, N] and values [N, DVP] of the positions ``key`` [N] in [low, end), and 0 for other positions.
+
+    Other positions are not loaded, because a probability of 0 times a stale NaN would be NaN. ALL means that all
+    positions are inside.
+    """
     od, ov = tl.arange(0, DP), tl.arange(0, DVP)
     inside = (key >= low) & (key < end)
     at = page.to(tl.int64) * BLOCK + key % BLOCK
@@ -61,7 +64,7 @@ def _load(
 def _load_scales(
     k_scales, v_scales, page, key, head, low, end, KH: tl.constexpr, BLOCK: tl.constexpr, SCALED: tl.constexpr
 ):
-    """Of keys and values f32 [N], as ``_load`` does."""
+    """Load the scales of keys and values f32 [N] as ``_load`` does."""
     if SCALED:
         inside = (key >= low) & (key < end)
         at = (page.to(tl.int64) * BLOCK + key % BLOCK) * KH + head
@@ -201,14 +204,19 @@ def _prefill(
 
 
 def tile_lines(group: int, longest: int) -> int:
-    """Lines M of a tile: as many as pay for the longest row at hand.  64 by 32 keys, small enough for several programs
-    on a multiprocessor, was the fastest on an H200 (512 tokens: 186 us; 128 by 64: 216), and even at 4,096 tokens."""
+    """Return the lines M of a tile, at most 64, and fewer for short rows.
+
+    64 lines by 32 keys let several programs share a multiprocessor, and were fastest on an H200 (512 tokens: 186 us,
+    with 128 by 64: 216 us), also at 4,096 tokens.
+    """
     return max(16, power(group), min(64, power(longest * group)))
 
 
 def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row, first token within it) of each tile, i32: rows from ``first_row`` on, cut into tiles of ``tokens``; the
-    last tiles of each row come first, because they see the most keys."""
+    """Return the row and the first token in the row of each tile, i32, for the rows from ``first_row`` on.
+
+    A tile has ``tokens`` tokens.  The last tiles of each row come first, because they have the most keys.
+    """
     counts = -(-q_len[first_row:] // tokens)
     row = np.repeat(np.arange(first_row, len(q_len), dtype=np.int32), counts)
     nth = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -218,7 +226,7 @@ def make_tiles(q_len: np.ndarray, first_row: int, tokens: int) -> tuple[np.ndarr
 
 @kernel("q_len", "rows")
 def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.constexpr, LEAST: tl.constexpr):
-    """The tiles of row ``program_id`` behind those of the rows before it; a row of less than LEAST tokens has none."""
+    """Write the tiles of row ``program_id`` behind those of earlier rows.  A row of less than LEAST tokens has none."""
     row = tl.program_id(0)
     at = tl.arange(0, P)
     lens = tl.load(q_len + at, mask=at < row, other=0)
@@ -231,8 +239,10 @@ def _tiles(q_len, tile_row, tile_token, rows, TOKENS: tl.constexpr, P: tl.conste
 
 
 def tiles_on_device(q_len: Tensor, most: int, tokens: int, least: int = 2) -> tuple[Tensor, Tensor]:
-    """(row or -1, first token) i32 of ``most`` tiles, from q_len i32 [R] on the device: for a captured step.  Rows of
-    less than ``least`` tokens have none."""
+    """Return the row (-1 for none) and the first token i32 of ``most`` tiles, from q_len i32 [R] on the device.
+
+    It is used in captured steps.  Rows of less than ``least`` tokens have no tiles.
+    """
     row = torch.full((most,), -1, dtype=torch.int32, device=q_len.device)
     token = torch.zeros_like(row)
     _tiles[(len(q_len),)](q_len, row, token, len(q_len), TOKENS=tokens, P=power(len(q_len)), LEAST=least, num_warps=1)
@@ -241,8 +251,11 @@ def tiles_on_device(q_len: Tensor, most: int, tokens: int, least: int = 2) -> tu
 
 @lru_cache(maxsize=64)
 def by_tma(spec: AttnSpec, dtype: torch.dtype, device: torch.device, block: int) -> bool:
-    """Whether keys and values ``dtype`` that all queries of a tile see are copied by TMA: for heads of 128 elements,
-    where that was measured to pay.  On the CPU too, under the interpreter, so that it is tested there."""
+    """Return whether TMA copies keys and values that all queries of a tile see.
+
+    It does so for heads of 128 elements, for which it was measured to be faster.  It also does on the CPU under the
+    interpreter, so that tests cover it.
+    """
     if device.type != "cpu" and (capability(device) < 9 or dtype.itemsize != 2):
         return False
     return spec.dim_qk == spec.dim_v == 128 and spec.window is None and block % KEYS == 0
@@ -261,9 +274,12 @@ def prefill(
     tiles: tuple[Tensor, Tensor, int],
     fixed: bool = False,
 ) -> None:
-    """Rows named by ``tiles`` (row i32, first token i32, M): q [T, heads, D] -> their tokens of out [T, heads, DV].
-    ``fixed``: a tile of keys gives the same bits whether it is masked or not, which depends on where tiles of queries
-    begin; the compiler would make a multiply-add of scaled scores less their maximum only where no mask is between."""
+    """Compute the outputs [T, heads, DV] of the rows in ``tiles`` (row i32, first token i32, M) from q [T, heads, D].
+
+    With ``fixed``, a tile of keys gives the same bits with and without a mask, which depends on where tiles of queries
+    begin.  Otherwise the compiler fuses the scaling of scores with the subtraction of their maximum only without a
+    mask.
+    """
     spec = layer.spec
     (row, token, lines), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]

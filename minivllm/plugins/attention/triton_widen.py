@@ -34,7 +34,7 @@ CHUNK = 4096  # elements of a program
 
 @triton.jit
 def _copied(x, scales, to, block, place, at, E: tl.constexpr, D: tl.constexpr, SCALED: tl.constexpr):
-    """Elements ``at`` of a block of E, heads of D, into block ``place``."""
+    """Copy the elements ``at`` of a block of E elements, in heads of D, to block ``place``."""
     on = at < E
     value = tl.load(x + block * E + at, mask=on, other=0.0).to(tl.float32)
     if SCALED:
@@ -65,7 +65,7 @@ def _most_bytes(device: torch.device) -> int:
 
 
 def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
-    """Whether to copy what the rows from ``decode_rows`` on read."""
+    """Return whether to copy the keys and values of the rows from ``decode_rows`` on."""
     spec = layer.spec
     if layer.cache["k"].element_size() != 1 or q.element_size() != 2 or spec.v_in_k:
         return False
@@ -83,7 +83,7 @@ def pays(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> bool:
 
 
 def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
-    """i64 [R], of each row the block of its table that its first query's first tile of keys lies in."""
+    """Return for each row the block of its table with the first tile of keys of its first query, i64 [R]."""
     kv_len = meta.host_kv_len[layer.group].astype(np.int64)
     if layer.spec.window is None:
         return np.zeros_like(kv_len)
@@ -92,13 +92,12 @@ def _first_blocks(layer: AttnLayer, meta: AttnMeta) -> np.ndarray:
 
 
 def _room(blocks: int) -> int:
-    """Blocks that are allocated: a power of two, so that a context that grows by steps takes what was freed before."""
+    """Return the number of blocks to allocate, a power of two, so that a growing context can reuse freed memory."""
     return 1 << max(blocks - 1, 0).bit_length()
 
 
 def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The copy's table i32 [blocks], and i64: the row of each block, and by row where in the table its block 0 is, or
-    would be."""
+    """Return the copy's table i32 [blocks], the row of each block i64, and for each row the place of its block 0."""
     key = ("widened", layer.group)
     if key not in meta.work:
         first = _first_blocks(layer, meta)
@@ -114,8 +113,10 @@ def _places(layer: AttnLayer, meta: AttnMeta, device: torch.device) -> tuple[Ten
 
 
 def widened(layer: AttnLayer, q: Tensor, meta: AttnMeta) -> tuple[AttnLayer, AttnMeta]:
-    """The layer with a copy in the dtype of q for a cache, and the step with the copy's table, for the rows from
-    ``decode_rows`` on."""
+    """Return the layer with a copy of its cache in the dtype of q, and the step with the table of the copy.
+
+    They are for the rows from ``decode_rows`` on.
+    """
     table, row, starts = _places(layer, meta, q.device)
     k, v, room = layer.cache["k"], layer.cache["v"], _room(len(table))
     cache = {name: x.new_empty((room, *x.shape[1:]), dtype=q.dtype) for name, x in (("k", k), ("v", v))}

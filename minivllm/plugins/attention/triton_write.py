@@ -29,14 +29,19 @@ ROUND: tl.constexpr = tl.constexpr(12582912.0)  # 1.5 * 2 ** 23: what is added t
 
 @triton.jit
 def _scale(greatest, nothing, MOST: tl.constexpr):
-    """The scale of heads whose largest magnitudes are ``greatest`` [HB]; ``nothing``: 0, or NaN for NaN or infinity."""
+    """Return the scale of heads with largest magnitudes ``greatest`` [HB]; ``nothing`` is 0, or NaN for NaN and
+    infinity.
+    """
     return tl.div_rn(greatest, tl.full(greatest.shape, MOST, tl.float32)) + nothing
 
 
 @triton.jit
 def _scaled(x, by, MOST: tl.constexpr):
-    """x [HB, n] over its scales, within the range of the stored dtype; for int8 a whole number, ties to even.  Small
-    numbers are lifted, so that what ``divided`` leaves of them is normal."""
+    """Divide x [HB, n] by its scales, and clamp it to the range of the stored dtype.
+
+    For int8 the result is rounded to whole numbers, ties to even.  Small numbers are first raised to normal numbers,
+    which ``divided`` requires.
+    """
     by = tl.maximum(by, TINY)
     lift = tl.where(by < 1e-18, 1.2089258196146292e24, 1.0)  # 2 ** 80
     by = by * lift
@@ -56,8 +61,12 @@ def _write(
     DVP: tl.constexpr, HB: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
     HAS_V: tl.constexpr, MOST: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The first R elements of a head are turned in pairs (i, i + R / 2), the others pass: lane i holds two of them too.
-    EARLY: positions and slots are those of an earlier layer too, and read before q, k and v are there."""
+    """Rotate and store queries, keys and values of a token.
+
+    The first R elements of a head are rotated in pairs (i, i + R / 2), the others are copied; lane i also has two of
+    them.  EARLY means that an earlier layer used the same positions and slots, which are then loaded before q, k and v
+    are ready.
+    """
     if not EARLY:
         settle(PDL)
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -122,7 +131,9 @@ def _write(
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, pre: QKPre | None) -> bool:
-    """Whether the kernel does this: an even head, an even part of it turned, heads side by side within a token."""
+    """Return whether the kernel supports the inputs: heads and rotated parts of even size, and adjacent heads in a
+    token.
+    """
     dim = q.shape[2]
     packed = all(x.stride(2) == 1 and x.stride(1) == x.shape[2] for x in (q, k, v))
     if not packed or dim % 2:
@@ -136,15 +147,20 @@ FIXED = MANY  # tokens that the choice is made for if it must be the same for an
 
 
 def heads_each(tokens: int) -> tuple[int, int]:
-    """Heads of a program, and its warps: many programs while the device has room for them."""
+    """Return the heads and the warps of a program.
+
+    Small steps get many programs, while the device has room for them.
+    """
     return (1, 1) if tokens <= 16 else (8, 4) if tokens <= MANY else (16, 4)
 
 
 def write(
     layer: AttnLayer, q: Tensor, k: Tensor, v: Tensor, meta: AttnMeta, pre: QKPre | None, fixed: bool = False
 ) -> Tensor:
-    """As ``AttentionBackend.write`` where ``fits``; a new tensor [T, heads, D] comes back.  ``fixed``: the order of a
-    head's sum does not depend on T."""
+    """Write keys and values as ``AttentionBackend.write`` if ``fits``, and return new queries [T, heads, D].
+
+    With ``fixed`` the order of the sums in a head does not depend on T.
+    """
     tokens, heads, dim = q.shape
     kv_heads, dim_v = k.shape[1], v.shape[2]
     out = q.new_empty(tokens, heads, dim)

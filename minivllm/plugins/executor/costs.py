@@ -93,8 +93,12 @@ class StepCounter:
         self.before = (0, 0)  # tokens of the last two steps, 0 for one without prompts
 
     def count(self, plan: StepPlan, ends: int = 0, wake: bool = False) -> StepCounts:
-        """``wake``: behind a pause.  Rows of one token come first in a plan.  A plan that goes on from the last
-        one in the same rows (``StepPlan.further``) is made in a fraction of the time, and finds caches warm."""
+        """Return the counts of a step.
+
+        ``wake`` means that the step follows a pause.  Rows of one token come first in a plan.  A plan that continues
+        the last plan with the same rows (``StepPlan.further``) is built in a fraction of the time and finds warm
+        caches.
+        """
         q, n = plan.q_len, len(plan.q_len)
         joins = 0 if plan.delta.join is None else len(plan.delta.join.slot)
         if not n or q[-1] == 1:
@@ -109,14 +113,14 @@ class StepCounter:
         return StepCounts(rows, kv, prefill, pairs, n - rows, joins, ends, fresh, before, int(wake), prefill)
 
     def decodes(self, plan: StepPlan, kv: int, joins: int = 0, ends: int = 0, wake: bool = False) -> StepCounts:
-        """A step without prompts, of the plan's rows, which read ``kv`` tokens."""
+        """Return the counts of a step without prompts, whose rows read ``kv`` tokens."""
         fresh = int(self.last is None or plan.slots is not self.last.slots)
         before, self.last = max(self.before), plan
         self.before = (self.before[1], 0)
         return StepCounts(len(plan.slots), kv, 0, 0.0, 0, joins, ends, fresh, before, int(wake))
 
     def skip(self, plan: StepPlan) -> None:
-        """Steps of decodes were not counted, of which this was the last; it and the one before it had no prompts."""
+        """Skip uncounted decode steps, of which ``plan`` is the last.  At least two of them ran, without prompts."""
         self.last, self.before = plan, (0, 0)
 
 
@@ -161,7 +165,9 @@ class CostTable:
         return found + s["cold"] + s["cold_kv"] * c.kv if self.is_cold(c) else found
 
     def decode(self, rows: int, kv: int) -> float:
-        """Seconds of a step like the one before, of rows that decode and read so many tokens' KV."""
+        """Return the seconds of a step that repeats the last one, with ``rows`` decoding rows that read KV of
+        ``kv`` tokens.
+        """
         return self.rows(rows) + self.slopes["kv"] * kv
 
     def is_large(self, c: StepCounts) -> bool:
@@ -171,7 +177,7 @@ class CostTable:
         return c.before > self.limit > 0 and (not c.prefill or c.tokens <= self.limit)
 
     def scaled(self, by: float) -> CostTable:
-        """Of a machine that takes ``by`` times as long for everything."""
+        """Return the costs of a machine that takes ``by`` times as long for everything."""
         times = lambda costs: {name: by * x for name, x in costs.items()}  # noqa: E731
         line = lambda x: BrokenLine(x.at, [by * y for y in x.seconds])  # noqa: E731
         prompts = lambda x: PromptCosts(line(x.tokens), times(x.slopes))  # noqa: E731
@@ -203,7 +209,7 @@ class CostTable:
 
 
 def read_costs(path: str) -> CostTable:
-    """A file that ``minivllm calibrate`` wrote.  ConfigError says what is wrong with it."""
+    """Read a file that ``minivllm calibrate`` wrote.  Raise ConfigError for an invalid file."""
     expected = "a file that `minivllm calibrate` wrote"
     raw = files.read_json(path, files.SMALL, expected=expected)
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -227,7 +233,7 @@ def read_costs(path: str) -> CostTable:
 
 
 def _engine(raw: Any) -> dict[str, Any]:
-    """Sizes of the engine that was measured."""
+    """Return the sizes of the measured engine.  Raise ValueError for an invalid size."""
     for name, low in SIZES.items():
         if type(raw[name]) is not int or not low <= raw[name] < 2**31:
             raise ValueError(f"engine.{name}={raw[name]!r}: expected a whole number from {low} on, below 2**31")

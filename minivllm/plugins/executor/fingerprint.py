@@ -28,7 +28,9 @@ NONE = "none"
 
 
 def fingerprint(wiring: Wiring) -> dict[str, str]:
-    """By what it is of: "torch", "model file config.json", "plug-in package acme" ..."""
+    """Return the versions and files that all ranks must share, by a name such as "torch" or "model file
+    config.json".
+    """
     found = {"Python": f"{sys.version_info[0]}.{sys.version_info[1]}", "minivllm": minivllm.__version__}
     found |= {name: _version(name) for name in LIBRARIES}
     found["source of minivllm"] = _sources(Path(minivllm.__file__).parent)
@@ -42,7 +44,7 @@ def fingerprint(wiring: Wiring) -> dict[str, str]:
 
 
 def differences(first: Mapping[str, str], other: Mapping[str, str]) -> str:
-    """How ``other`` differs from rank 0's, in words; "" if it does not."""
+    """Describe how ``other`` differs from the fingerprint of rank 0, "" if they are equal."""
     names = [name for name in {**first, **other} if first.get(name) != other.get(name)]
     words = [f"{name} is {other.get(name, NONE)}, and rank 0 has {first.get(name, NONE)}" for name in names[:TOLD]]
     return "; ".join(words) + (f"; and {len(names) - TOLD} more" if len(names) > TOLD else "")
@@ -77,7 +79,7 @@ def _digest(pieces: Iterable[bytes]) -> str:
 
 
 def _sources(folder: Path) -> str:
-    """Names and bytes of the files of code in a folder and those below it."""
+    """Return a digest of the names and bytes of the files of code in a folder and its subfolders."""
     files = sorted(os.path.join(at, name) for at, _, names in os.walk(folder) for name in names if name.endswith(CODE))
     return _digest(piece for path in files for piece in (os.path.relpath(path, folder).encode(), _read(path)))
 
@@ -90,7 +92,7 @@ def _read(path: str) -> bytes:
 
 
 def _package(name: str) -> str:
-    """Of a top package or module, which is not imported."""
+    """Return a digest of a package or module, which is not imported."""
     try:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError):

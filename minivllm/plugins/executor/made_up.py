@@ -26,14 +26,14 @@ PROBED = 64  # best tokens that are looked at before all of a mask is
 
 
 def mixed(h: np.ndarray) -> np.ndarray:
-    """u64, of which every bit depends on every bit of ``h`` (the finalizer of MurmurHash3)."""
+    """Return hashes u64 of which every bit depends on every bit of ``h`` (the finalizer of MurmurHash3)."""
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xFF51AFD7ED558CCD)
     h = (h ^ (h >> np.uint64(33))) * np.uint64(0xC4CEB9FE1A85EC53)
     return h ^ (h >> np.uint64(33))
 
 
 def uniform(h: np.ndarray) -> np.ndarray:
-    """f64 in (0, 1) from mixed hashes."""
+    """Return f64 in (0, 1) from mixed hashes."""
     return ((h >> np.uint64(11)).astype(np.float64) + 0.5) / (1 << 53)
 
 
@@ -49,33 +49,36 @@ class MadeUpModel:
         self._inverse = np.array([pow(a, -1, vocab) if vocab > 1 else 0 for a in found], np.int64)
 
     def _order(self, h: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(which multiplier, the offset) of each history's order, i64."""
+        """Return the index of the multiplier and the offset of each history's order of tokens, i64."""
         m = mixed(h)
         return (m % np.uint64(len(self._a))).astype(np.int64), ((m >> np.uint64(8)) % np.uint64(self.vocab)).astype(
             np.int64
         )
 
     def decay(self, h: np.ndarray) -> np.ndarray:
-        """f64, the ratio q of the probabilities of one rank and the one before it, from 0.3 to 0.9."""
+        """Return the ratio q of the probabilities of a rank and the rank before it, f64 from 0.3 to 0.9."""
         return 0.3 + 0.6 * uniform(mixed(h ^ BASE))
 
     def at_rank(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """i64, the tokens of these ranks (0: the likeliest)."""
+        """Return the tokens of these ranks, i64.  Rank 0 is the most likely token."""
         which, offset = self._order(h)
         return (rank - offset) % self.vocab * self._inverse[which] % self.vocab
 
     def rank_of(self, h: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """i64."""
+        """Return the ranks of these tokens, i64."""
         which, offset = self._order(h)
         return (self._a[which] * tokens + offset) % self.vocab
 
     def log_prob(self, h: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """f32, logarithms of the probabilities of tokens by their rank."""
+        """Return the log-probabilities of tokens by their rank, f32."""
         q = self.decay(h)
         return (rank * np.log(q) + np.log1p(-q) - np.log1p(-(q**self.vocab))).astype(np.float32)
 
     def draw(self, h: np.ndarray, sample: np.ndarray) -> np.ndarray:
-        """i64 [N], the next token of each history, by the number of its sample: of 0 the likeliest one."""
+        """Return the next token of each history, i64 [N], by the number of its sample.
+
+        Sample 0 gets the most likely token.
+        """
         noise = mixed(h ^ (sample.astype(np.uint64) * SAMPLE))
         drawn = np.minimum(np.log(uniform(noise)) / np.log(self.decay(h)), self.vocab - 1).astype(np.int64)
         tokens = self.at_rank(h, np.where(sample == 0, 0, drawn))
@@ -85,21 +88,21 @@ class MadeUpModel:
         return tokens
 
     def logits(self, h: np.ndarray) -> np.ndarray:
-        """f32 [N, V], log-probabilities of all tokens."""
+        """Return the log-probabilities of all tokens, f32 [N, V]."""
         if not len(h):
             return np.empty((0, self.vocab), np.float32)
         each = h[:, None]
         return self.log_prob(each, self.rank_of(each, np.arange(self.vocab)[None]))
 
     def scores(self, h: np.ndarray, tokens: np.ndarray, k: int) -> LogProbs:
-        """Of the tokens [N] that follow these histories, and the ``k`` best of each."""
+        """Return the scores of the tokens [N] that follow these histories, and of the ``k`` best tokens of each."""
         rank, best = self.rank_of(h, tokens), np.arange(min(k, self.vocab))[None]
         each = h[:, None]
         ids = np.broadcast_to(self.at_rank(each, best), (len(h), best.shape[1])).astype(np.int32)
         return LogProbs(self.log_prob(h, rank), (rank + 1).astype(np.int32), ids, self.log_prob(each, best))
 
     def likeliest(self, h: np.uint64, words: np.ndarray) -> int:
-        """The best of the tokens that a mask allows: bit t % 32 of ``words[t // 32]``, i32 [ceil(V / 32)]."""
+        """Return the most likely token that a mask allows: bit t % 32 of ``words[t // 32]``, i32 [ceil(V / 32)]."""
         bits, one = words.view(np.uint32), np.array([h])
         best = self.at_rank(one, np.arange(min(PROBED, self.vocab)))
         allowed = bits[best >> 5] >> (best & 31).astype(np.uint32) & 1
@@ -113,7 +116,7 @@ class MadeUpModel:
 
 
 def scores_of(scores: LogProbs, rows: np.ndarray, logits: np.ndarray, tokens: np.ndarray) -> LogProbs:
-    """The scores of a step's ``tokens`` [N], of which ``rows`` [n] were drawn from ``logits`` f32 [n, V]."""
+    """Return the scores of a step's ``tokens`` [N], of which ``rows`` [n] were drawn from ``logits`` f32 [n, V]."""
     chosen, rank, ids, top = (np.array(x) for x in (scores.chosen, scores.rank, scores.top_ids, scores.top))
     peak = logits.max(axis=1, keepdims=True)
     found = logits - peak - np.log(np.exp(logits - peak).sum(axis=1, keepdims=True))
@@ -134,7 +137,7 @@ class Histories:
         self._up, self._down = powers(BASE, length + 2), powers(INVERSE, length + 2)
 
     def put(self, slot: int, tokens: np.ndarray) -> None:
-        """A history from its beginning."""
+        """Store the whole history of a slot."""
         n = len(tokens)
         self.tokens[slot, :n] = tokens
         terms = (tokens.astype(np.uint64) + np.uint64(1)) * self._down[1 : n + 1]
@@ -145,23 +148,23 @@ class Histories:
         self.prefix[slot, : n + 1] = self.prefix[source, : n + 1]
 
     def append(self, slots: np.ndarray, at: np.ndarray, tokens: np.ndarray) -> None:
-        """Token ``at`` of each slot; those behind it are no more."""
+        """Store token ``at`` of each slot.  Later tokens of the slots become invalid."""
         self.tokens[slots, at] = tokens
         self.prefix[slots, at + 1] = self.prefix[slots, at] * BASE + tokens.astype(np.uint64) + np.uint64(1)
 
 
 def powers(base: np.uint64, n: int) -> np.ndarray:
-    """u64 [n]: base ** i modulo 2 ** 64."""
+    """Return base ** i modulo 2 ** 64, u64 [n]."""
     return np.concatenate([np.ones(1, np.uint64), np.cumprod(np.full(n - 1, base, np.uint64), dtype=np.uint64)])
 
 
 def hash_of(tokens: np.ndarray) -> np.ndarray:
-    """u64 [1], the hash of a whole history."""
+    """Return the hash u64 [1] of a whole history."""
     found = Histories(1, len(tokens))
     found.put(0, np.asarray(tokens, np.int64))
     return found.prefix[0, len(tokens)][None]
 
 
 def logits_after(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """f32 [V], logits of the token that follows ``tokens``: what the executor sim computes."""
+    """Return the logits f32 [V] of the token after ``tokens``, as the executor sim computes them."""
     return MadeUpModel(vocab).logits(hash_of(np.asarray(tokens)))[0]

@@ -106,17 +106,20 @@ class Multiprocess(Process):
                 os.close(file)
 
     def _launch(self, wiring: Wiring, size: int) -> Iterator[Child]:
-        """The ranks in order, each of which is told what it is before the next one is made."""
+        """Yield the ranks in order.  Each receives its configuration before the next is launched."""
         for _ in range(size):
             yield Child(WORKER, self.options.timeout)
 
     def _begin(self, child: Child, rank: int, told: dict[str, Any], files: Sequence[int]) -> None:
-        """``files``: of the page of states, and to meet by."""
+        """Send a rank its configuration and two files: the page of states, and the file in which the ranks meet."""
         child.send(START, [json.dumps(told).encode()], files[0])
         child.send(START, [b""], files[1])
 
     def _compare_all(self, size: int) -> None:
-        """ResourceError if a rank has other files or versions than rank 0: it is what each says first."""
+        """Raise ResourceError if a rank has other files or versions than rank 0.
+
+        The fingerprint is the first message of each rank.
+        """
         said: dict[int, dict[str, str]] = {}
         end = time.monotonic() + self.options.start_timeout
         while len(said) < size:
@@ -142,7 +145,7 @@ class Multiprocess(Process):
 
     @contextlib.contextmanager
     def _named(self, rank: int) -> Iterator[None]:
-        """EngineDeadError says which one has ended."""
+        """Raise EngineDeadError with the name of a rank that has ended inside this context."""
         try:
             yield
         except ChildEnded as e:
@@ -153,7 +156,7 @@ class Multiprocess(Process):
             raise EngineDeadError(f"{self._name(rank)}: {ended}")
 
     def _ready_all(self, size: int) -> list[dict[str, Any]]:
-        """What each rank said of itself once it was ready.  The error of one, or how one ended."""
+        """Return the answers of all ranks when they are ready.  Raise the error of a rank that cannot start."""
         told: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + self.options.start_timeout
         failed: Exception | None = None  # of another rank than 0, whose error is the better one
@@ -301,7 +304,10 @@ class Multiprocess(Process):
         raise EngineDeadError(NOT_RUNNING)
 
     def _look(self) -> None:
-        """At the other ranks, and at the time.  EngineDeadError if one has died, has parted, or all stand still."""
+        """Check the other ranks and the time.
+
+        Raise EngineDeadError if a rank has ended, if ranks disagree about a step, or if no rank has made progress.
+        """
         self._looked = time.monotonic()
         self._gather()
         for rank, child in enumerate(self._ranks()):
@@ -321,7 +327,7 @@ class Multiprocess(Process):
             raise self._dead(f"no rank has gone on for {still:.0f} s.  Missing: {who}.  {where}")
 
     def _passed(self, step: int, said: Mapping[int, Mapping[str, Any]]) -> bool:
-        """Whether a rank is behind the place in a step at which others have failed."""
+        """Return whether a rank has passed the place in a step at which other ranks have failed."""
         page, least = self._page, min(one["calls"] for one in said.values())
         if page is None:
             return False
@@ -330,7 +336,7 @@ class Multiprocess(Process):
         return any(calls[rank] > least and page.get(rank, BEGUN) == step + 1 for rank in ranks)
 
     def _gather(self) -> None:
-        """What the other ranks said of steps that failed."""
+        """Collect the messages of other ranks about failed steps."""
         for rank, child in enumerate(self._others, 1):
             while child.ready():
                 try:
@@ -361,7 +367,10 @@ class Multiprocess(Process):
         return result
 
     def _agree(self, result: StepResult) -> None:
-        """A step that failed on rank 0 has failed on all at the same place.  EngineDeadError if it has not."""
+        """Check that a step that failed on rank 0 failed on all ranks at the same place.
+
+        Raise EngineDeadError otherwise.
+        """
         said, size = self._parted.get(result.id, {}), 1 + len(self._others)
         if not said:
             return  # drawing failed, of which the others need not know; or another step is meant
@@ -382,18 +391,18 @@ class Multiprocess(Process):
         return f"the ranks have parted in step {step}: {'; '.join(words)}"
 
     def _lost(self, rank: int, how: Exception) -> EngineDeadError:
-        """The error of the end of one, which says where it was."""
+        """Return the error for a rank that has ended, with its last place."""
         where = "" if self._page is None else f", {self._page.told(rank)}"
         return self._dead(f"{self._name(rank)}{where}: {how}")
 
     def _dead(self, words: str) -> EngineDeadError:
-        """The error of the end, in which no rank is of use any more."""
+        """Store and return the error with which the engine ends, and end all ranks."""
         self._fault = EngineDeadError(words)
         self._kill()
         return self._fault
 
     def _kill(self) -> None:
-        """All ranks: what they wait for will not come."""
+        """Kill all ranks, since they would wait for each other forever."""
         for seconds in (0.0, DYING):
             for child in self._ranks():
                 child.kill(seconds)

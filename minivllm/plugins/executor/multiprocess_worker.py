@@ -39,7 +39,7 @@ SAYS = 0.2  # seconds between two looks at how far the device is
 
 
 def main(sock: str, memory: str) -> None:
-    """``sock``, ``memory``: descriptors of the channel."""
+    """Run a rank; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
         with contextlib.suppress(ChannelClosed):  # nobody is there any more
@@ -63,15 +63,15 @@ class Rank:
         os.close(page)
 
     def _files(self) -> tuple[int, int]:
-        """For the page of states, and to meet by; -1: there is none."""
+        """Return the files of the page of states and of the meeting, -1 for a missing file."""
         return self.channel.file(), self.channel.file()
 
     def _meeting(self) -> Any:
-        """Where the ranks meet."""
+        """Return the path or store through which the ranks meet."""
         return f"/proc/self/fd/{self.store}"
 
     def _interface(self) -> str:
-        """The network between the ranks; "": torch finds one."""
+        """Return the network interface between the ranks; "" lets torch find one."""
         return "lo"  # ranks of one machine need no other
 
     def note(self, word: int, value: int) -> None:
@@ -141,7 +141,7 @@ class Rank:
             raise with_others(e, wiring.device) from e
 
     def _say_met(self, peers: PeerMemory) -> None:
-        """To the page, how far the device is: the host, which is ahead of it, does not know."""
+        """Write the progress of the device to the page of states, since the host is ahead of it."""
         with contextlib.suppress(ValueError):  # the page is closed
             while self.ranks is not None and self.ranks.peers is peers:
                 for word, value in zip((MET, LEFT), peers.reached(), strict=True):
@@ -154,7 +154,7 @@ class Rank:
         self.note(OPERATION, operation)
 
     def _failed(self, step: int, where: str, message: str) -> None:
-        """A step failed here: whether on the others too, who started the ranks finds out."""
+        """Report a failed step.  The engine finds out whether it failed on all ranks."""
         assert self.ranks is not None
         told = {"step": step, "where": where, "calls": self.ranks.calls, "message": message}
         self.channel.send(PARTED, [json.dumps(told | {"lost": self.ranks.lost is not None}).encode()])

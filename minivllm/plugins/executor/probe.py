@@ -18,7 +18,7 @@ REPEATS = 20
 
 
 def main(sock: str, memory: str) -> None:
-    """``sock``, ``memory``: descriptors of the channel."""
+    """Run the probe; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
         with contextlib.suppress(ChannelClosed):
@@ -40,7 +40,7 @@ def _serve(channel: Channel) -> None:
 
 
 def _meet(rank: int, size: int, device: str, seconds: float, store: int) -> dict[str, Any]:
-    """Meet the others, and sum: what the sums take, ms by shape."""
+    """Join the process group of the ranks, and return the time of sums of tensors in ms, by shape."""
     begun = time.monotonic()
     import torch
 
@@ -69,7 +69,7 @@ def _meet(rank: int, size: int, device: str, seconds: float, store: int) -> dict
 
 
 def _ms(call: Any, device: str) -> float:
-    """Of a call: the mean of several, behind some that are not counted."""
+    """Return the mean time of a call in ms, after some calls that are not measured."""
     import torch
 
     begun = 0.0

@@ -110,7 +110,7 @@ class Process(Executor):
         self._masked.discard(step)
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """Memory that is shared with the worker."""
+        """Return memory that is shared with the worker, i32 [rows, words]."""
         need = -(-rows * words * 4 // 64) * 64
         start, used, memory = self._memories[-1] if self._memories else (0, 0, b"")
         if used + need > len(memory):
@@ -164,8 +164,10 @@ class Process(Executor):
         return self._await(ANSWER, self._calls)
 
     def _await(self, kind: int, call: int) -> Any:
-        """The answer to a call, or its error; results that come before it are kept.  What an earlier call was not
-        there to hear is passed over."""
+        """Return the answer to a call, or raise its error.
+
+        Results that arrive before the answer are kept.  Answers to earlier, abandoned calls are dropped.
+        """
         while True:
             message = self._receive(wait=True)
             assert message is not None
@@ -210,7 +212,7 @@ class Process(Executor):
 
 
 def cannot_start(what: str, e: Exception) -> str:
-    """Why a worker could not be: what the system says, or its own last words."""
+    """Describe why a worker could not start, by the error of the system or its own last words."""
     if not isinstance(e, OSError):
         return str(e)
     limit = ""
@@ -220,7 +222,7 @@ def cannot_start(what: str, e: Exception) -> str:
 
 
 def capacity_of(told: dict[str, Any], wiring: Wiring) -> Capacity:
-    """What a worker told of itself; a step runs ahead of the engine also on a CPU."""
+    """Return the capacity that a worker has reported.  Steps run ahead of the engine on a CPU too."""
     told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
     fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
     return Capacity(**fields)

@@ -27,7 +27,7 @@ from .steps import NEXT, PLAN, Plans, Results
 
 
 def main(sock: str, memory: str) -> None:
-    """``sock``, ``memory``: descriptors of the channel."""
+    """Run the worker; ``sock`` and ``memory`` are file descriptors of the channel."""
     channel = attach(sock, memory)
     try:
         with contextlib.suppress(ChannelClosed):  # nobody is there any more
@@ -104,7 +104,7 @@ class WorkerLoop:
         self.executor.submit(plan)
 
     def _give_back(self, result: StepResult) -> None:
-        """The oldest step that is due is done."""
+        """Send the result of the oldest step."""
         self.channel.send(*self._results.encode(result, self._due.popleft().slots))
         self._rhythm.begin()
 

@@ -51,7 +51,7 @@ class RankDrafter(Drafter):
 
 
 def follower(wiring: Wiring) -> Wiring:
-    """What a rank that does not draw builds: no drafter, and no model beside the one that is shared."""
+    """Return the wiring of a rank that does not draw, without a drafter and without models that are not shared."""
     drafter = Part("minivllm/rank", "minivllm.plugins.executor.ranks:RankDrafter")
     return replace(
         wiring,
@@ -100,7 +100,7 @@ class RankRunner(Runner):
         return running
 
     def _meet(self, plan: StepPlan) -> None:
-        """The head of a step: the tokens of the step before it go from rank 0 to the others."""
+        """Share the tokens of the last step from rank 0 with the other ranks, at the head of a step."""
         drawn, self._drawn = self._drawn, None
         if self.ranks.size == 1:
             return
@@ -114,7 +114,7 @@ class RankRunner(Runner):
             self._compare(plan)
 
     def _compare(self, plan: StepPlan) -> None:
-        """RuntimeError unless all ranks have the same plans, columns and hidden states."""
+        """Raise RuntimeError unless all ranks have the same plans, columns and hidden states."""
         s = self.state
         self._seen[0] = zlib.crc32(b"".join(encode_plan(plan)), self._seen[0])
         newest = s.tokens[torch.arange(len(s.known), device=s.device), (s.known - 1).clamp(min=0)]
@@ -128,7 +128,7 @@ class RankRunner(Runner):
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 
     def sample(self, running: Running, late: LateInputs | None = None) -> None:
-        """On rank 0 as ever; the others give their part of the logits."""
+        """Draw tokens on rank 0; the other ranks send their part of the logits."""
         drew = running.hidden is not None and not running.errors and self.ranks.size > 1
         calls, whole = self.ranks.calls, self._whole(running) if drew else running.hidden
         if not self.leads:
@@ -143,14 +143,13 @@ class RankRunner(Runner):
             self._told(running.plan.id, "sample", str(words))
 
     def _whole(self, running: Running) -> Tensor | None:
-        """The hidden states of which all ranks make logits."""
+        """Return the hidden states of which all ranks compute logits."""
         if running.graph is None:
             return running.hidden
         return self.graphs.buffers[running.graph.rows].hidden
 
     def _sample_padded(self, running: Running, late: LateInputs | None, whole: Tensor) -> None:
-        """On rank 0: logits of the rows that draw are taken from those of ``whole``, if they are not drawn by a
-        capture."""
+        """Draw tokens on rank 0 from the logits of ``whole``, for rows without a captured SAMPLE."""
         model, samples = self.model, running.plan.samples
         assert running.hidden is not None
         self.model = _Padded(model, running.hidden, whole, lambda: self.state.to(samples).long())
@@ -232,11 +231,12 @@ class RankDrafting(Drafting):
 
 
 def rank_graphs(ranks: ProcessGroup) -> type:
-    """``Graphs`` of ranks: the same captures of FORWARD on each, of every size.  Which sizes a rank measures to be
-    useful, the others do not know.
+    """Return a class of ``Graphs`` for ranks, which all capture FORWARD for the same sizes.
 
-    SAMPLE is captured on rank 0, where logits come through memory that all GPUs reach: it waits there for the parts of
-    the others, whatever they run to send them.  The others have nothing to draw."""
+    Ranks do not choose sizes by measurement, because the others would not know the choice.  SAMPLE is captured on rank
+    0 if logits are in memory that all GPUs can reach.  The capture then waits for the other ranks' parts of the logits.
+    The other ranks draw nothing and capture no SAMPLE.
+    """
     from minivllm.device.worker.graphs import Graphs
 
     class RankGraphs(Graphs):
@@ -254,7 +254,7 @@ def rank_graphs(ranks: ProcessGroup) -> type:
             super().warm()
 
         def _capture_forward(self, key: Any) -> None:
-            """On all ranks or on none: how many rows are summed and gathered goes by it."""
+            """Capture a step on all ranks or on none, since its collective calls depend on it."""
             failed: BaseException | None = None
             try:
                 super()._capture_forward(key)

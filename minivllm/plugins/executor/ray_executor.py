@@ -64,7 +64,7 @@ class Ray(Multiprocess):
         return f"rank {rank} of {1 + len(self._others)} ({device} of {child.host}, process {child.pid})"
 
     def mask_memory(self, rows: int, words: int) -> np.ndarray:
-        """Masks go as messages to a machine that shares no memory with this one."""
+        """Return memory for masks, which is not shared if the rank runs on another machine."""
         child: Any = self._child
         return (
             super().mask_memory(rows, words) if child is None or child.here else Executor.mask_memory(self, rows, words)
@@ -107,7 +107,7 @@ class RayCluster:
     # ---- start ---------------------------------------------------------------------------------------------------
 
     def ranks(self, device: str, size: int, page: Any) -> list[PlacedRank]:
-        """All, in order.  ResourceError."""
+        """Return all ranks in order.  Raise ResourceError if they do not start."""
         secret, options = secrets.token_bytes(32), self.options
         given: dict[str, Any] = {
             "secret": secret.hex(),
@@ -139,7 +139,7 @@ class RayCluster:
         return self._ranks
 
     def _hear(self, kind: int, end: float) -> dict[str, Any]:
-        """What the launcher says, of this kind."""
+        """Return the launcher's next message of a kind."""
         while True:
             message = self._launcher.receive(wait=False)
             if message is None:
@@ -160,7 +160,7 @@ class RayCluster:
             self._placed = True
 
     def _all_in(self, gate: Gate, size: int, end: float) -> dict[int, dict[str, Guest]]:
-        """By place, what came for what."""
+        """Return the connections of each place, by their role."""
         guests: dict[int, dict[str, Guest]] = {place: {} for place in range(size)}
         while missing := [place for place in range(size) if not _complete(guests[place])]:
             with contextlib.suppress(queue.Empty):
@@ -179,7 +179,7 @@ class RayCluster:
         return guests
 
     def _order(self, guests: Mapping[int, Mapping[str, Guest]]) -> Any:
-        """Ranks of one machine stand together, by their GPUs, those of this machine first."""
+        """Return the sort key of places: those of this machine first, then by machine and GPU."""
 
         def key(place: int) -> tuple[Any, ...]:
             said = guests[place][CHANNEL].said
@@ -189,7 +189,7 @@ class RayCluster:
         return key
 
     def told(self, rank: int) -> dict[str, Any]:
-        """What a rank must know of the others."""
+        """Return a rank's configuration that depends on the other ranks."""
         mine = self._ranks[rank]
         gpus = [gpu for one in self._ranks if one.node == mine.node for gpu in one.gpus]
         device = gpus.index(mine.gpus[0]) if mine.gpus else 0
@@ -198,7 +198,7 @@ class RayCluster:
     # ---- later ---------------------------------------------------------------------------------------------------
 
     def ended(self) -> str | None:
-        """Why there are no ranks any more, if the launcher has ended."""
+        """Return why all ranks have ended if the launcher has ended, else None."""
         try:
             while (message := self._launcher.receive(wait=False)) is not None:
                 self._note(message.kind, json.loads(message.data))
@@ -208,7 +208,7 @@ class RayCluster:
         return None if ended is None else f"the process that keeps the ranks with Ray: {ended}"
 
     def said(self, place: int, seconds: float) -> str:
-        """What Ray says of the end of an actor, once it has noticed; "" if it does not in time."""
+        """Return Ray's description of the end of an actor, "" if Ray does not report it in time."""
         end = time.monotonic() + seconds
         while place not in self._said and self.ended() is None and time.monotonic() < end:
             self._launcher.rest(0.05)
@@ -216,7 +216,7 @@ class RayCluster:
         return f"Ray says: {said}" if said else self.ended() or ""
 
     def kill(self, place: int) -> None:
-        """By Ray: for an actor that is out of reach."""
+        """Kill an unreachable actor through Ray."""
         with contextlib.suppress(ChildEnded, ChannelClosed):
             self._launcher.send(KILL, [json.dumps(place).encode()])
 

@@ -51,7 +51,7 @@ TEMPORARY = "minivllm-ray-"  # folders of clusters that are started here; socket
 
 
 def main(sock: str, memory: str) -> None:
-    """``sock``, ``memory``: descriptors of the channel."""
+    """Run the launcher; ``sock`` and ``memory`` are file descriptors of the channel."""
     os.setsid()  # Ctrl-C is the engine's, and what is left of a cluster is found by its session
     launcher = Launcher()
     channel = attach(sock, memory, last=launcher.sweep)
@@ -70,7 +70,7 @@ class RankPlace:
     """The actor.  Its class travels as bytes and imports nothing before it says from where."""
 
     def serve(self, given: dict[str, Any]) -> str:
-        """Be a rank until the engine ends; why it could not be one."""
+        """Run a rank until the engine ends, and return the reason if it cannot run."""
         import importlib
         import os
         import sys
@@ -98,7 +98,7 @@ class NodeProbe(threading.Thread):
     """Asks nodes whether they are there, by connecting to them: Ray takes a minute to miss one."""
 
     def __init__(self, nodes: Mapping[int, tuple[str, int]]) -> None:
-        """``nodes``: place -> address and port of its node."""
+        """Store the address and the port of each place's node."""
         super().__init__(name="minivllm: asks the nodes", daemon=True)
         self.nodes, self.asks = nodes, True
         self.lost: dict[int, str] = {}  # place -> what is wrong with its node
@@ -181,7 +181,7 @@ class Launcher:
             raise ResourceError(said)
 
     def _place(self, opened: Mapping[str, Any], node: str, channel: Channel) -> dict[Any, int]:
-        """A rank in each place; by the reference of its end, which place."""
+        """Start a rank in each place, and return the place of each reference to a rank's end."""
         ray, size, want = self.ray, self.asked["size"], wants(self.asked["device"])
         util = ray.util
         self.group = util.placement_group([want] * size, strategy="PACK")
@@ -233,7 +233,7 @@ class Launcher:
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Actors, their places, and a cluster of its own."""
+        """End the actors, free their places, and stop the launcher's own cluster."""
         if self.ray is not None:
             with contextlib.suppress(Exception):  # the cluster may be gone
                 for actor in self.actors if not self.folder else ():
@@ -245,7 +245,7 @@ class Launcher:
         self.sweep()
 
     def sweep(self) -> None:
-        """What is left of a cluster that was started here."""
+        """Kill the remaining processes of a cluster that the launcher has started."""
         if self.folder:
             sweep(os.getpid(), self.folder)
 
@@ -263,7 +263,7 @@ def sweep(session: int, folder: str) -> None:
 
 
 def of_session(session: int) -> Iterable[int]:
-    """Other processes that belong to a session."""
+    """Yield the ids of other processes in a session."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it has just ended
             pid = int(stat.parent.name)
@@ -275,7 +275,7 @@ def of_session(session: int) -> Iterable[int]:
 
 
 def wants(device: str) -> dict[str, float]:
-    """The resources of a place."""
+    """Return the resources of a place."""
     return {"CPU": 1} if device == "cpu" else {"CPU": 1, "GPU": 1}
 
 
@@ -284,7 +284,7 @@ def shown_resources(found: Mapping[str, float]) -> str:
 
 
 def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Mapping[str, float]) -> str:
-    """Why a cluster of such nodes could never have so many places; "" if it could."""
+    """Describe why a cluster of such nodes could never hold so many places, "" if it could."""
     places = [int(min(have.get(what, 0) // n for what, n in want.items())) for _, have in nodes]
     if sum(places) >= size:
         return ""
@@ -300,7 +300,7 @@ def lacks(nodes: Sequence[tuple[str, Mapping[str, float]]], size: int, want: Map
 
 
 def check_address(address: str) -> None:
-    """ResourceError where nobody answers at host:port: Ray itself would try for minutes."""
+    """Raise ResourceError if nothing listens at host:port, since Ray itself would try for minutes."""
     found = re.fullmatch(ADDRESS, address)
     if address == "auto":
         return
@@ -329,7 +329,7 @@ def refused(address: str, e: Exception) -> str:
 
 
 def said_of_end(e: Exception) -> str:
-    """What Ray says of an actor that has ended, without its lines of advice."""
+    """Return Ray's description of an actor's end, without its advice."""
     text = " ".join(str(e).split())
     for mark in ("Worker exit detail: ", "worker exit detail: ", "The actor is dead because ", "has died"):
         if mark in text:

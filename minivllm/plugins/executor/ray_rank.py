@@ -67,12 +67,15 @@ class PlacedRank:
         return self.gpus[0] if self.gpus else "-"
 
     def show(self, page: StatusPage, rank: int) -> None:
-        """On the page of states, which a rank on this machine writes to itself."""
+        """Copy the states of a rank on another machine to the page of states.
+
+        A rank on this machine writes them itself.
+        """
         if self._state is not None:
             threading.Thread(target=self._show, args=(self._state, page, rank), daemon=True).start()
 
     def _show(self, sock: socket.socket, page: StatusPage, rank: int) -> None:
-        """Until it has ended, or the page is closed."""
+        """Copy states until the connection ends or the page is closed."""
         line = b""
         try:
             while found := sock.recv(LINE * WORD - len(line)):
@@ -142,7 +145,7 @@ class PlacedRank:
             self._channel = None
 
     def end(self, deadline: float) -> None:
-        """It ends by itself, as its channel is closed, or is killed after half of ``deadline`` seconds."""
+        """End the rank: wait half of ``deadline`` seconds after its channel is closed, then kill it."""
         self.leave()
         if self._handle >= 0:
             if not select.select([self._handle], (), (), deadline / 2)[0]:
@@ -156,7 +159,10 @@ class PlacedRank:
 
 
 def _handle(sock: socket.socket) -> int:
-    """Of the process at the other end, while it is there: a number may be another's later; -1 where there is none."""
+    """Return a handle of the process at the other end of a socket, -1 if there is none.
+
+    A handle is used because the number of an ended process may be reused.
+    """
     pid, _, _ = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     try:
         return os.pidfd_open(pid) if pid > 0 else -1
@@ -165,7 +171,7 @@ def _handle(sock: socket.socket) -> int:
 
 
 def _share(sock: socket.socket) -> tuple[Channel, int]:
-    """A channel through memory that the other side gets, and what it will write to its standard error."""
+    """Return a channel through memory shared with the other side, and the read end of its standard error."""
     memory, (says, says_to) = shared_file(Channel.BYTES), os.pipe()
     try:
         socket.send_fds(sock, [b"\0"], [memory, says_to])

@@ -36,7 +36,7 @@ SIOCGIFADDR = 0x8915
 
 
 def main(given: dict[str, Any]) -> str:
-    """Be a rank until the engine ends, and then end this process; why it could not be one."""
+    """Run a rank until the engine ends, then end this process.  Return the reason if the rank cannot run."""
     try:
         channel, state = come_in(given)
     except (OSError, Refused) as e:
@@ -57,8 +57,10 @@ def main(given: dict[str, Any]) -> str:
 
 
 def come_in(given: dict[str, Any]) -> tuple[Channel, socket.socket | None]:
-    """Channel to the engine, and the connection to say where this rank is, if it needs one.  Standard error is the
-    engine's from now on."""
+    """Connect to the engine, and return the channel and, for another machine, the connection for states.
+
+    Standard error is redirected to the engine.
+    """
     if given["node"] == given["engine_node"] and given["transport"] == "auto":
         sock = _reach(given, CHANNEL, "\0" + given["name"])
         _, files, _, _ = socket.recv_fds(sock, 1, 2)
@@ -127,7 +129,10 @@ class RayRank(Rank):
         return interface_of(self._ip) if self.told["apart"] else super()._interface()
 
     def _meeting(self) -> Any:
-        """Ranks of several machines meet where rank 0 listens, under a name that is told to ranks alone."""
+        """Return the store through which ranks of several machines meet.
+
+        Rank 0 listens, and only ranks receive its address and the random prefix of keys.
+        """
         if not self.told["apart"]:
             return super()._meeting()
         from datetime import timedelta
@@ -160,7 +165,7 @@ class RayRank(Rank):
 
 
 def interface_of(ip: str) -> str:
-    """The name of the network interface that has an IPv4 address; "" if none has."""
+    """Return the name of the network interface with an IPv4 address, "" if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             asked = struct.pack("256s", name.encode()[:15])

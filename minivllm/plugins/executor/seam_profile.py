@@ -60,8 +60,10 @@ class SeamProfile:
         object.__setattr__(made, name, value)
 
     def stop(self, trace: str = "") -> dict[str, float]:
-        """Milliseconds by seam: of the device on CUDA, of the thread that computes on a CPU.  ``trace``: a file for the
-        Chrome trace."""
+        """Return the milliseconds by seam, of the device on CUDA and of the computing thread on a CPU.
+
+        ``trace`` names a file for the Chrome trace, "" writes none.
+        """
         if self.cuda:
             synchronize()
         self._profile.__exit__(None, None, None)
@@ -81,8 +83,10 @@ class SeamProfile:
 
 
 def cpu_shares(events: Any) -> dict[str, float]:
-    """Milliseconds of the thread that computes, by the innermost label round each operator.  What has no label round it
-    is left out."""
+    """Return the milliseconds of the computing thread by the innermost label around each operator.
+
+    Operators without a label are left out.
+    """
     spent: dict[str, float] = {}
     for event in events:
         label = _seam_of(event)
@@ -92,9 +96,11 @@ def cpu_shares(events: Any) -> dict[str, float]:
 
 
 def device_shares(events: Iterable[Any]) -> dict[str, float]:
-    """Milliseconds of the device, by the innermost label that stood when a kernel or a copy was launched.  ``events``
-    are those of Kineto: it ties a kernel to the call of the runtime or the driver that launched it by a correlation
-    number, whoever made the call; torch's own events know only the launches of its operators, not Triton's."""
+    """Return the milliseconds of the device by the innermost label at the launch of each kernel or copy.
+
+    ``events`` are those of Kineto.  They link a kernel to the call of the runtime or driver that launched it by a
+    correlation number.  torch's own events contain launches of torch's operators only, not those of Triton.
+    """
     labels: list[tuple[int, int, str]] = []
     launched: dict[int, int] = {}
     device: list[tuple[int, float]] = []
@@ -125,7 +131,7 @@ def device_shares(events: Iterable[Any]) -> dict[str, float]:
 
 
 def _innermost(labels: list[tuple[int, int, str]], starts: list[int], at: int) -> str:
-    """The label that began last of those that stand at ``at``: labels of one thread nest."""
+    """Return the label that began last among the labels open at ``at``.  Labels of a thread are nested."""
     for i in range(bisect_right(starts, at) - 1, -1, -1):
         if labels[i][1] >= at:
             return labels[i][2]
@@ -163,7 +169,7 @@ class _Labelled:
 
 
 def schemes(model: Any) -> Iterator[WeightScheme]:
-    """The weight schemes within a model, wherever its modules keep them."""
+    """Yield the weight schemes inside a model."""
     seen, stack = set(), [model]
     while stack:
         found = stack.pop()

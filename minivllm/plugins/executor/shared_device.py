@@ -8,7 +8,9 @@ CONTEXT = 1 << 30  # bytes that a process takes for itself beside what torch cou
 
 
 def with_others(error: ResourceError, device: str) -> ResourceError:
-    """The error, and what other processes have of this process's GPU, if that is more than one takes for itself."""
+    """Return the error with the memory that other processes use on the GPU, if it is more than a process's own
+    overhead.
+    """
     if device != "cuda":
         return error
     import torch

@@ -117,7 +117,10 @@ class Sim(Executor):
         return Capacity(blocks, (1,) * len(blocks), vocab, 0, depth, notes, guides=True, checkpoints=checkpoints)
 
     def _blocks(self, wiring: Wiring) -> tuple[int, ...]:
-        """Of each KV group, the null block included; left open: enough for all rows at their longest."""
+        """Return the blocks of each KV group, with the null block.
+
+        The default number is enough for all rows at their longest.
+        """
         n = wiring.cache.num_kvcache_blocks + 1
         if wiring.cache.num_kvcache_blocks < 0:
             n = wiring.max_num_seqs * (wiring.max_model_len // wiring.block + 1) + 1
@@ -153,18 +156,18 @@ class Sim(Executor):
         self._enqueue()
 
     def _cost(self, plan: StepPlan) -> float:
-        """Milliseconds of its FORWARD."""
+        """Return the milliseconds of a step's FORWARD."""
         o = self.options
         if self.costs is not None:
             return 1e3 * self.costs.seconds(self._counter.count(plan, wake=self.wakes()))
         return o.step_ms + o.row_ms * len(plan.slots) + o.token_ms * int(plan.q_len.sum())
 
     def wakes(self) -> bool:
-        """Whether a step that begins now comes behind a pause."""
+        """Return whether a step that begins now follows a pause."""
         return not self._running and self.clock.now() - self._free_at > PAUSE
 
     def _work(self, ms: float) -> None:
-        """The device is busy for so long, from now or from when it is free."""
+        """Keep the device busy for some milliseconds, from now or from the end of its last work."""
         self._free_at = max(self.clock.now(), self._free_at) + ms / 1e3
 
     def _sample(self, step: SimStep, late: LateInputs | None) -> None:
@@ -237,7 +240,7 @@ class Sim(Executor):
     # ---- what rows draw ------------------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan, late: LateInputs | None, ms: float) -> StepResult:
-        """The step's result; ``ms``: what it took on the device."""
+        """Return the result of a step that took ``ms`` on the device."""
         if self.options.check:
             self._check_plan(plan)
         drafts = self._draft(plan) if len(plan.draft) else None
@@ -288,7 +291,10 @@ class Sim(Executor):
         )
 
     def _next(self, slots: np.ndarray) -> np.ndarray:
-        """i64, the token that each of these rows draws; below ``min_tokens`` none that would end it."""
+        """Return the token that each of these rows draws, i64.
+
+        Rows below ``min_tokens`` draw no token that would end them.
+        """
         h = self.text.prefix[slots, self.known[slots]]
         tokens = self.model.draw(h, self.sample[slots])
         early = np.flatnonzero(self.known[slots] < self.min_end[slots])
@@ -298,7 +304,10 @@ class Sim(Executor):
         return tokens
 
     def _guide(self, plan: StepPlan, late: LateInputs | None, tokens: np.ndarray) -> np.ndarray:
-        """f32 [n, V], what rows with a guide are drawn from: their likeliest token is theirs and the guide's."""
+        """Draw the tokens of rows with a guide, and return the logits f32 [n, V] from which they are drawn.
+
+        The most likely token becomes the token of the row and of its guide.
+        """
         rows, guides = plan.guided.T
         slots = plan.slots[plan.samples]
         at = self.text.prefix[slots, self.known[slots]]
@@ -320,7 +329,7 @@ class Sim(Executor):
                 tokens[i] = self.model.likeliest(before[i], words)
 
     def _commit(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """u8, the flags of rows that go on with these tokens."""
+        """Append these tokens to rows and return their flags, u8."""
         n = self.known[slots]
         self._append(slots, tokens)
         flags = np.where(n + 1 >= self.end[slots], LENGTH, 0).astype(np.uint8)
@@ -336,7 +345,7 @@ class Sim(Executor):
     def _failed(
         self, slots: np.ndarray, rows: np.ndarray, flags: np.ndarray
     ) -> tuple[np.ndarray, tuple[StepError, ...]]:
-        """(rows that bind no processor, an error for those that do)."""
+        """Return the rows without unsupported processors, and an error for the other rows."""
         by: dict[str, list[int]] = {}
         for i in rows.tolist():
             if (name := self.refused.get(int(slots[i]))) is not None:
@@ -354,8 +363,11 @@ class Sim(Executor):
         return self.model.scores(self.text.prefix[slots, at], self.text.tokens[slots, at], plan.prompt_topk)
 
     def _draft(self, plan: StepPlan) -> tuple[np.ndarray, np.ndarray]:
-        """Drafts into the histories, of which the share ``drafts_accepted`` is right: (how many each row has that
-        speculates i32, the token of each row of the plan that is a draft i64 [R])."""
+        """Write drafts to the histories, of which the share ``drafts_accepted`` is right.
+
+        Return the number of drafts of each speculating row, i32, and the token of each row of the plan that is a draft,
+        i64 [R].
+        """
         tokens = np.zeros(len(plan.slots), np.int64)
         for level in range(1, int(plan.draft.max()) + 1):
             rows = np.flatnonzero(plan.draft == level)
@@ -375,8 +387,10 @@ class Sim(Executor):
         count: np.ndarray,
         flags: np.ndarray,
     ) -> None:
-        """Rows of drafts, first all first ones: one draws if its draft is what was drawn before it, and so were those
-        before that."""
+        """Draw the tokens of rows of drafts, in the order of their levels.
+
+        A row draws if its draft is the token that was drawn before it, and all earlier drafts were right.
+        """
         level = plan.draft[plan.samples]
         for draft in range(1, int(level.max(initial=0)) + 1):
             rows = np.flatnonzero(level == draft)
@@ -416,7 +430,7 @@ class Sim(Executor):
             kv[copy[:, 2]] = kv[copy[:, 1]]  # all are read before one is written
 
     def _read_and_write(self, slot: int, q: int, computed: int) -> None:
-        """What a row's step does to the KV cache, in all groups."""
+        """Check and update the KV cache of all groups for a row's step."""
         own = self.text.prefix[slot, 1 : computed + q + 1] ^ np.uint64(zlib.crc32(repr(self.space(slot)).encode()))
         at = np.arange(computed + q)
         for g, kv in enumerate(self.kv):

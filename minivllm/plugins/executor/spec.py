@@ -1,4 +1,4 @@
-"""What the built-in executors say about themselves."""
+"""Describe the built-in executors."""
 
 from minivllm.registration.spec import ANY, Needs, Range, Spec
 

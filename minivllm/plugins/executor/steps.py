@@ -54,7 +54,10 @@ class Plans:
         self._last: StepPlan | None = None
 
     def encode(self, plan: StepPlan) -> tuple[int, Sequence[bytes]]:
-        """Kind and parts of its message.  CodecError names a column of another dtype or shape than it should have."""
+        """Return the kind and the parts of a plan's message.
+
+        Raise CodecError, which names the column, for a column of an unexpected dtype or shape.
+        """
         last, delta, computed = self._last, plan.delta, plan.computed
         alike = last is not None and all(map(is_, _kept(last.__dict__), _kept(plan.__dict__)))
         if last is None or not alike or computed.shape != last.computed.shape or computed.dtype != I4:
@@ -77,7 +80,7 @@ class Plans:
         return PLAN, parts
 
     def decode(self, kind: int, data: bytearray | bytes) -> StepPlan:
-        """CodecError refuses what no encoder has written."""
+        """Return the plan of a message.  Raise CodecError for data that no encoder has written."""
         self._last = codec.decode_plan(data) if kind == PLAN else self._next(data)
         return self._last
 
@@ -101,7 +104,10 @@ class Results:
         self._names: tuple[str, ...] = ()  # of the seams
 
     def encode(self, result: StepResult, slots: np.ndarray) -> tuple[int, Sequence[bytes]]:
-        """Kind and parts of its message.  CodecError names a column of another dtype or shape than it should have."""
+        """Return the kind and the parts of a result's message.
+
+        Raise CodecError, which names the column, for a column of an unexpected dtype or shape.
+        """
         r, n = result, len(slots)
         plain = r.slots is slots and r.logprobs is None and r.prompt is None and r.logits is None and not r.errors
         if not plain or len(r.drafted) or len(r.taps) or len(r.pooled) or tuple(r.seams) != self._names:
@@ -123,7 +129,10 @@ class Results:
             self._names = tuple(seams)
 
     def decode(self, kind: int, data: bytearray | bytes, slots: np.ndarray | None) -> StepResult:
-        """CodecError refuses what no encoder has written.  ``slots``: None, if no plan waits for its result."""
+        """Return the result of a message; ``slots`` None means that no plan waits for its result.
+
+        Raise CodecError for data that no encoder has written.
+        """
         if kind == PLAIN:
             return self._plain(data, slots)
         result = codec.decode_result(data)

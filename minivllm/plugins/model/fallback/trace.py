@@ -86,7 +86,7 @@ class _Listener:
         return query.new_empty(1, TOKENS, query.shape[1], value.shape[3]), None
 
     def leave_shared(self) -> None:
-        """Let the model itself compute keys that several layers read."""
+        """Leave the computation of keys that several layers read to the model."""
         made = [_memory(key) for key in self.keys]
         for i, call in enumerate(self.trace.calls):
             if made.count(made[i]) > 1:
