@@ -20,7 +20,7 @@ NUMBER = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4}  # of an 
 
 @triton.jit
 def activate(x, ACT: tl.constexpr):
-    """Of float32 x, by ``NUMBER``."""
+    """Apply the activation of a ``NUMBER`` to float32 x."""
     if ACT == 0:
         y = x / (1.0 + tl.exp(-x))
     elif ACT == 1:
@@ -57,8 +57,11 @@ def _gate_mul(
 def gate_mul(
     x: Tensor, squares: Tensor | None = None, dim: int = 1, eps: float = 0.0, activation: str = "silu"
 ) -> Tensor:
-    """x [T, 2 * inner], contiguous: gate, then up -> [T, inner].  With ``squares`` float32 [T, P], x is first divided
-    by sqrt(sum of the token's squares / dim + eps): what a norm before the product would have done."""
+    """Compute activation(gate) * up [T, inner] of x [T, 2 * inner], which is contiguous, the gate first.
+
+    With ``squares`` float32 [T, P], x is first divided by sqrt(sum of the token's squares / dim + eps), as a norm
+    before the product would have done.
+    """
     tokens, inner = x.shape[0], x.shape[1] // 2
     y = torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     parts = 0 if squares is None else squares.shape[1]
@@ -98,8 +101,11 @@ def _gate_rounded(
 
 
 def gate_mul_rounded(x: Tensor, dtype: torch.dtype, activation: str = "silu") -> tuple[Tensor, Tensor]:
-    """As ``gate_mul``, of which each row is rounded to an 8-bit dtype: (codes [T, inner], scale f32 [T, 1]), as
-    ``scaled.rows`` of that.  inner up to LONGEST; a program takes a row."""
+    """Compute ``gate_mul`` and round each row to an 8-bit dtype: codes [T, inner] and scale f32 [T, 1], as
+    ``scaled.rows``.
+
+    A program computes a row.  inner is at most LONGEST.
+    """
     tokens, inner = x.shape[0], x.shape[1] // 2
     y, scale = empty_rows(tokens, inner, dtype, x.device)
     if tokens:

@@ -16,15 +16,19 @@ TOP = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 @triton.jit
 def size_of(v):
-    """|v| of float32, as the int32 with the same bits: these have the order of the numbers, and NaN above them all,
-    which a maximum of floats passes over."""
+    """Return |v| of float32 as the int32 with the same bits.
+
+    They have the order of the numbers, with NaN above all numbers, which a maximum of floats would ignore.
+    """
     return tl.abs(v).to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def step_of(most, TOP: tl.constexpr):
-    """(the scale of a row whose largest ``size_of`` is ``most``, its inverse).  A row of less than 1e-30 has 1, as
-    the inverse of a smaller one may be no number."""
+    """Return the scale of a row whose largest ``size_of`` is ``most``, and the inverse of the scale.
+
+    Rows below 1e-30 have the scale 1, since the inverse of a smaller scale may overflow.
+    """
     top = most.to(tl.float32, bitcast=True)
     step = tl.where(top <= 1e-30, 1.0, tl.div_rn(top, TOP))
     return step, tl.div_rn(1.0, step)
@@ -32,14 +36,16 @@ def step_of(most, TOP: tl.constexpr):
 
 @triton.jit
 def divided(v, step, inverse):
-    """v / step, rounded once as a division is (Markstein 1990: the inverse is, too), in a third of the instructions."""
+    """Return v / step, rounded once as by a division (Markstein 1990; the inverse is rounded too), in a third of
+    its time.
+    """
     r = v * inverse
     return tl.fma(tl.fma(-r, step, v), inverse, r)
 
 
 @triton.jit
 def codes_of(v, step, inverse, TOP: tl.constexpr, WHOLE: tl.constexpr):
-    """v float32 in steps: the numbers of float8, or of int8 (WHOLE) in float32."""
+    """Return float32 v in steps, as float8 numbers or with WHOLE as int8 numbers in float32."""
     v = divided(v, step, inverse)
     if WHOLE:
         v = (v + 12582912.0) - 12582912.0  # the nearest whole number, of two the even one
@@ -50,5 +56,5 @@ def codes_of(v, step, inverse, TOP: tl.constexpr, WHOLE: tl.constexpr):
 
 
 def empty_rows(m: int, k: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes [M, K] of a dtype and scales f32 [M, 1], to be filled."""
+    """Allocate codes [M, K] of a dtype and scales f32 [M, 1]."""
     return torch.empty((m, k), dtype=dtype, device=device), torch.empty((m, 1), dtype=torch.float32, device=device)

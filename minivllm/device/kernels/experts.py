@@ -46,7 +46,7 @@ FIXED = (64, 64, 64, 4, 4)
 
 @triton.jit
 def _gated(gate, up, limit, alpha, ACT: tl.constexpr, DTYPE: tl.constexpr):
-    """activation(gate) * up of float32 numbers, each rounded as its product would have been."""
+    """Return activation(gate) * up of float32 numbers, each first rounded to DTYPE as its product would be."""
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
     if ACT == 5:
         gate = tl.minimum(gate, limit)
@@ -61,7 +61,7 @@ def _up_few(
     PARTS: tl.constexpr, PARTS_P: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One pair: y [pairs, N]."""
+    """Compute the gated product of a pair of token and expert, y [pairs, N]."""
     wait(PDL)
     pair = tl.program_id(1)
     row = pair // K
@@ -97,8 +97,11 @@ def _down_few(
     BIAS: tl.constexpr, ADD: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token, with all its experts: y [T, H].  ADD: that is added to the residual, of which y is then the product
-    with the norm's weight, and ``squares`` the sum of the tile's squares."""
+    """Compute the output of a token with all its experts, y [T, H].
+
+    With ADD it is added to the residual.  y is then the product of the sum and the norm's weight, and ``squares`` the
+    sum of the tile's squares.
+    """
     wait(PDL)
     row = tl.program_id(1)
     on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
@@ -131,8 +134,11 @@ def _down_few(
 
 @triton.jit
 def _block(order, expert, pairs, block, BM: tl.constexpr, FROM: tl.constexpr):
-    """(the expert of a block, or -1; its pairs [BM]).  FROM > 0: there was no ``assign``, both arguments are the ids of
-    at most so many pairs, and a block is that of a pair: every BM-th of an expert takes those up to the next such."""
+    """Return the expert of a block, or -1, and its pairs [BM].
+
+    FROM > 0 means that ``assign`` did not run and both arguments are the ids of at most FROM pairs.  A block then
+    belongs to a pair, and every BM-th pair of an expert handles the pairs up to the next such pair.
+    """
     e = tl.load(expert + block)
     if FROM == 0:
         pair = tl.load(order + block * BM + tl.arange(0, BM))
@@ -155,7 +161,10 @@ def _up(
     ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block: y [blocks * BM, N], in the order of the blocks.  ``weight`` is a descriptor over [E * 2 N, H]."""
+    """Compute the gated products of a block, y [blocks * BM, N], in the order of the blocks.
+
+    ``weight`` is a descriptor over [E * 2 N, H].
+    """
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     e, pair = _block(order, expert, pairs, block, BM, FROM)
@@ -195,7 +204,10 @@ def _down(
     BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block: y [pairs, H], times the router's weights.  Descriptors over h [blocks * BM, N] and [E * H, N]."""
+    """Compute the outputs of a block times the router's weights, y [pairs, H].
+
+    The descriptors are over h [blocks * BM, N] and [E * H, N].
+    """
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     e, pair = _block(order, expert, pairs, block, BM, FROM)
@@ -219,8 +231,10 @@ def _combine(
     y, residual, norm, out, eps, K: tl.constexpr, H: tl.constexpr, P: tl.constexpr, ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: the sum of its k rows.  ADD: that is added to the residual, whose RMSNorm is the result
-    (``norm.add_rms_norm``)."""
+    """Sum the k rows of a token.
+
+    With ADD the sum is added to the residual, and the result is its RMSNorm (``norm.add_rms_norm``).
+    """
     wait(PDL)
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, P)
     on = at < H
@@ -247,15 +261,18 @@ class ResidualNorm(NamedTuple):
 
 
 def few_tiles(inp: int, gated: bool) -> dict[str, int]:
-    """Tile of a matvec over ``inp`` inputs."""
+    """Return the tile of a matvec over ``inp`` inputs."""
     if gated:
         return dict(BN=8, BK=min(256, triton.next_power_of_2(inp)), STAGES=2, num_warps=4)
     return dict(BN=8, BK=min(1024, triton.next_power_of_2(inp)), STAGES=4, num_warps=8)
 
 
 def tiles(pairs_each: float, gated: bool, size: int, fixed: bool = False) -> dict[str, int]:
-    """Tile of a grouped product for so many pairs of an expert on average, as ``benchmarks/tune_experts.py`` found them
-    on an H200; ``size``: bytes of an element; ``fixed``: one for all numbers of pairs."""
+    """Return the tile of a grouped product for the mean number of pairs per expert.
+
+    The tiles are from ``benchmarks/tune_experts.py`` on an H200. ``size`` is the bytes of an element.  ``fixed``
+    returns the same tile for all numbers of pairs.
+    """
     up, down = next(both for most, *both in TILES if pairs_each <= most)
     tile = FIXED if fixed else up if gated else down
     return dict(zip(("BM", "BN", "BK", "STAGES", "num_warps"), tile, strict=True)) | {"BK": tile[2] * 2 // size}
@@ -307,7 +324,7 @@ class ExpertProducts:
     def _around(
         self, up_bias: Tensor | None, down_bias: Tensor | None, activation: str, limit: float | None, alpha: float
     ) -> None:
-        """What surrounds the products, however the weights lie."""
+        """Store biases and activation, which do not depend on the format of the weights."""
         self.up_bias, self.down_bias = up_bias, down_bias
         self.activation = OAI if activation == "swiglu_oai" else NUMBER[activation]
         self.limit, self.alpha = float("inf") if limit is None else limit, alpha
@@ -321,10 +338,13 @@ class ExpertProducts:
         eps: float = 0.0,
         stream: ResidualNorm | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [T, H], ids i32 [T, k] each below E, weights f32 [T, k] -> (y [T, H], None).  ``squares`` f32 [T, P]: x is
-        not yet divided by sqrt(sum of them / H + eps), see ``device.layers.fused.Normed``.  With a ``stream`` the
-        result is what follows its norm, and, if that is not yet divided either, the squares of the stream f32 [T,
-        tiles]."""
+        """Compute the sum of the experts' outputs y [T, H] for x [T, H], ids i32 [T, k] below E, and weights f32 [T,
+        k].
+
+        ``squares`` f32 [T, P] means that x must still be divided by sqrt(sum of them / H + eps); see
+        ``device.layers.fused.Normed``. With a ``stream`` the result follows its norm.  If it must still be divided too,
+        the second result is the squares of the stream f32 [T, tiles], otherwise None.
+        """
         t, k = ids.shape
         if not t:
             return torch.empty_like(x), None
@@ -435,7 +455,7 @@ class ExpertProducts:
         return y
 
     def _sum(self, y: Tensor, k: int, stream: ResidualNorm | None) -> Tensor:
-        """Of k rows each."""
+        """Sum the k rows of each token."""
         h, out = y.shape[1], y.new_empty(len(y) // k, y.shape[1])
         after = (out, out, out, 0.0) if stream is None else (stream.residual, stream.norm, out, stream.eps)
         warps = 4 if h <= 2048 else 16

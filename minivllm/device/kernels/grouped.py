@@ -53,7 +53,7 @@ def _numbers(
     weight, scale, zero, out, first, K: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows from ``first`` on -> out [rows, K]; a program takes BB elements of a row."""
+    """Write the numbers of rows from ``first`` on to out [rows, K].  A program handles BB elements of a row."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -67,8 +67,10 @@ def _numbers(
 
 
 def dots_tile(rows: int, n: int, k: int) -> dict[str, int]:
-    """The fastest of benchmarks/packed_products.py on an H200, of 4,096 and 28,672 outputs of 4,096 inputs: sums are
-    split until there are programs enough for the device."""
+    """Return the fastest tile of benchmarks/packed_products.py on an H200, of 4,096 and 28,672 outputs of 4,096 inputs.
+
+    Sums are split until there are enough programs for the device.
+    """
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     programs, sk = triton.cdiv(n, 64) * triton.cdiv(rows, bm), 1
     while programs * sk < PROGRAMS[bm > 16] and sk < MOST_SPLIT and k // (128 * sk) >= 8:
@@ -88,7 +90,10 @@ class GroupedProduct:
         self._sizes = dict(K=self.k, GROUP=self.group, ZERO=int(zero is not None))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [M, K] of any strides -> x W^T [M, N], in ``out`` if that is given.  Which form serves goes by M alone."""
+        """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
+
+        M alone decides the kernel.
+        """
         x, m = x.contiguous(), len(x)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
         if m <= DOTS and x.element_size() == 2:
@@ -98,7 +103,7 @@ class GroupedProduct:
         return y if out is None or y is out else out.copy_(y)
 
     def dots(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
-        """x [M, K] without gaps -> y [M, N]."""
+        """Compute y [M, N] for contiguous x [M, K] with tensor cores."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
         tile = tile or dots_tile(m, self.n, self.k)
@@ -129,7 +134,7 @@ class GroupedProduct:
         return y
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
-        """x [M, K] -> y [M, N] by the library, of parts of the weight that are made numbers of in memory."""
+        """Compute y [M, N] for x [M, K] with torch's product, of parts of the weight that are dequantized to memory."""
         y = x.new_empty(len(x), self.n) if y is None else y
         step = max(1, at_once // self.k)
         for first in range(0, self.n, step):
@@ -138,7 +143,7 @@ class GroupedProduct:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Those rows of the weight [rows, K]."""
+        """Return rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         zero, grid = self.scale if self.zero is None else self.zero, (len(out), triton.cdiv(self.k, 2048))
         _numbers[grid](self.weight, self.scale, zero, out, rows.start, BB=2048, **self._sizes, **pdl(out))

@@ -25,9 +25,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 def kernel(*changing: str) -> Callable[[Any], Any]:
-    """``triton.jit`` for a kernel of which these arguments change from step to step: no variant is made for numbers
-    that happen to be 1 or divisible by 16, nor for pointers that happen to be aligned, each of which would be compiled
-    in the middle of somebody's answer.  Its constants make variants still."""
+    """Return ``triton.jit`` for a kernel with arguments that change from step to step.
+
+    Triton compiles no variant for values of these arguments that are 1 or divisible by 16, nor for aligned pointers.
+    Such a variant would be compiled during a request.  Constants still lead to variants.
+    """
 
     def decorate(run: Any) -> Any:
         if unknown := set(changing) - set(inspect.signature(run).parameters):
@@ -39,7 +41,7 @@ def kernel(*changing: str) -> Callable[[Any], Any]:
 
 @triton.jit
 def release(PDL: tl.constexpr):
-    """Let the next kernel be set up."""
+    """Allow the next kernel to start."""
     if PDL:
         gdc_launch_dependents()
 
@@ -53,47 +55,49 @@ def settle(PDL: tl.constexpr):
 
 @triton.jit
 def wait(PDL: tl.constexpr):
-    """Let the next kernel be set up, and wait for the one before."""
+    """Allow the next kernel to start, and wait for the last one."""
     release(PDL)
     settle(PDL)
 
 
 @lru_cache(maxsize=16)
 def capability(device: torch.device) -> int:
-    """NVIDIA's major compute capability; 0 on anything else."""
+    """Return NVIDIA's major compute capability, 0 for other devices."""
     if device.type != "cuda" or torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_capability(device)[0]
 
 
 def roomy(device: torch.device) -> bool:
-    """Whether a program may have the shared memory that tiles which come by the copy engine were chosen for, 227 KiB:
-    compute capability 12 (GeForce RTX 50 and its kin) has the engine, and 99 KiB."""
+    """Return whether a program may use 227 KiB of shared memory, for which tiles of the copy engine were chosen.
+
+    Devices of compute capability 12 (GeForce RTX 50) have the copy engine, but 99 KiB.
+    """
     return 9 <= capability(device) < 12
 
 
 @lru_cache(maxsize=16)
 def multiprocessors(device: torch.device) -> int:
-    """How many a GPU has; on a CPU, where kernels are interpreted, a few."""
+    """Return the number of a GPU's multiprocessors, and a small number on a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
-    """Bytes that a GPU's multiprocessor has for all its programs together, at most."""
+    """Return the most bytes of shared memory of all programs on a multiprocessor together."""
     return torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
 
 
 def keep_room(launched: Any, programs: int, device: torch.device) -> None:
-    """A multiprocessor is to keep shared memory for ``programs`` programs of a kernel at once; 0: as many as fit.
+    """Reserve shared memory for ``programs`` programs of a kernel on each multiprocessor; 0 means as many as fit.
 
-    Shared memory and the first-level cache divide 256 KiB of a Hopper's multiprocessor, and what is loaded to registers
-    is in that cache on its way: the less of it, the fewer bytes are under way.  By itself the driver keeps as much as
-    the programs need that the registers have room for, and kernels that start before a multiprocessor was idle, as in a
-    chain of dependent launches, find it divided as the kernel in front had it.
+    Shared memory and the first-level cache share 256 KiB of a Hopper's multiprocessor.  Loads to registers pass through
+    the cache, so a smaller cache has fewer bytes in flight.  By default the driver reserves shared memory for as many
+    programs as the registers allow.  Kernels that start before a multiprocessor is idle, as in a chain of dependent
+    launches, use the division of the kernel before them.
 
-    ``launched``: what a launch returned, the compiled kernel (nothing, under the interpreter).  The driver takes the
-    preference for all later launches of this variant of the kernel.
+    ``launched`` is the compiled kernel that a launch returned, None under the interpreter.  The driver applies the
+    preference to all later launches of this variant of the kernel.
     """
     if launched is None or programs == 0 or capability(device) == 0:
         return
@@ -103,7 +107,7 @@ def keep_room(launched: Any, programs: int, device: torch.device) -> None:
 
 @cache
 def _prefer(function: int, percent: int) -> None:
-    """How much of its largest shared memory a multiprocessor keeps for a kernel, told to the driver once."""
+    """Set the share of its largest shared memory that a multiprocessor reserves for a kernel."""
     carveout = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
     try:
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), carveout, percent)

@@ -103,8 +103,11 @@ def _best(
 def logprobs_of(
     logits: Tensor, chosen: Tensor, topk: int, best_of: Callable[[Tensor, int], tuple[Tensor, Tensor]]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As ``device.worker.sampling.logprobs_of``, with the same order.  ``best_of`` is that of the same module: it finds
-    the best where they are more than MOST, and the log-probabilities have the same bits either way."""
+    """Compute ``device.worker.sampling.logprobs_of`` with the same order.
+
+    ``best_of`` of that module finds the best tokens if there are more than MOST. The log-probabilities have the same
+    bits in both cases.
+    """
     n, width = logits.shape
     k = min(max(topk, 0), width)
     few = k if k <= MOST else 0
@@ -150,7 +153,7 @@ def logprobs_of(
 
 
 def _launch_best(logits: Tensor, top: Tensor, total: Tensor, ids: Tensor, best: Tensor, group: int) -> None:
-    """The kernel ``_best``; ``top`` f32 [N, groups] has the largest logit of each ``group`` columns."""
+    """Launch the kernel ``_best``; ``top`` f32 [N, groups] has the largest logit of each ``group`` columns."""
     (n, width), k, groups = logits.shape, ids.shape[1], top.shape[1]
     _best[(n,)](
         logits,

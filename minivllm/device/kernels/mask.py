@@ -31,8 +31,10 @@ def _apply(x, stride, index, mask, WORDS, V, BLOCK: tl.constexpr, PDL: tl.conste
 
 
 def apply(x: Tensor, index: Tensor, mask: Tensor) -> None:
-    """x [rows, V] of any float dtype, its last dimension contiguous; ``index`` i32 [rows] says which row of ``mask``
-    i32 [n, ceil(V / 32)] is its own, -1 = none."""
+    """Mask x [rows, V] of any float dtype, whose last dimension is contiguous.
+
+    ``index`` i32 [rows] is the row of ``mask`` i32 [n, ceil(V / 32)] for each row, -1 for none.
+    """
     rows, width = x.shape
     if rows:
         grid = (rows, triton.cdiv(width, BLOCK))
@@ -65,8 +67,11 @@ class DeviceMasks:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 
     def put(self, rows, mask) -> None:
-        """``mask`` i32 [n, words] for these rows (numpy), none for the others.  The copy runs beside what the device is
-        at; what is enqueued next waits for it.  What reads it says so by ``read_now``."""
+        """Copy ``mask`` i32 [n, words] (numpy) for these rows to the device; other rows have no mask.
+
+        The copy runs in parallel with the device's current work.  Work that is enqueued later waits for it.  Call
+        ``read_now`` after the last use.
+        """
         n, used = len(rows), self.rows + len(rows) * self.words
         if self._copied is not None:
             self._copied.synchronize()  # the host's memory is free again: it has been for long
@@ -84,6 +89,6 @@ class DeviceMasks:
         torch.cuda.current_stream().wait_event(self._copied)
 
     def read_now(self) -> None:
-        """The last that reads these masks has been enqueued."""
+        """Record that the last use of these masks has been enqueued."""
         if self._stream is not None:
             self._read.record()

@@ -21,7 +21,10 @@ from .launch import pdl, wait
 def _add_norm(x, residual, first, weight, bias, y, scale, x_stride, first_eps, eps, DIM: tl.constexpr,
               P: tl.constexpr, ADD: tl.constexpr, FIRST: tl.constexpr, CENTERED: tl.constexpr, BIAS: tl.constexpr,
               TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """TOP > 0: y has codes of 8 bits and ``scale`` [T] what they are multiplied by (``eight_bits``)."""
+    """Add and normalize a row.
+
+    TOP > 0 means that y gets 8-bit codes and ``scale`` [T] their factors (``eight_bits``).
+    """
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, P)
@@ -60,10 +63,10 @@ def add_rms_norm(
     first: Tensor | None = None,
     first_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """x [T, dim] is added to ``residual`` in place, and the sum normalised: (y, residual).  Without a residual x is it.
-    ``first`` [dim]: the weight of a norm that x goes through before it is added.
+    """Add x [T, dim] to ``residual`` in place, normalize the sum, and return the result and the residual.
 
-    The tokens of x may lie apart (a slice); the residual is contiguous.
+    Without a residual, x is the residual.  ``first`` [dim] is the weight of a norm that is applied to x before the
+    addition.  Tokens of x may be apart, as in a slice; the residual is contiguous.
     """
     return _launch(x, residual, weight, eps, first, first_eps)
 
@@ -71,8 +74,10 @@ def add_rms_norm(
 def add_rms_norm_rounded(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``add_rms_norm``, of which y is rounded to an 8-bit dtype: (codes [T, dim], scale f32 [T, 1], residual), as
-    ``scaled.rows`` of y."""
+    """Compute ``add_rms_norm`` and round y to an 8-bit dtype, as ``scaled.rows``.
+
+    Return codes [T, dim], scale f32 [T, 1] and the residual.
+    """
     codes, scale = empty_rows(*x.shape, dtype, x.device)
     _, residual = _launch(x, residual, weight, eps, y=codes, scale=scale)
     return codes, scale, residual
@@ -81,7 +86,7 @@ def add_rms_norm_rounded(
 def add_layer_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """As ``add_rms_norm``, LayerNorm: ``bias`` [dim] is added to the result if there is one."""
+    """Compute ``add_rms_norm`` with LayerNorm; ``bias`` [dim] is added to the result if it is not None."""
     return _launch(x, residual, weight, eps, bias=bias, centered=True)
 
 

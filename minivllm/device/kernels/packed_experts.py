@@ -47,7 +47,7 @@ def _up(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block: y [blocks * BM, N], in the order of the blocks, of rows [E * 2 N, H]."""
+    """Compute the gated products of a block, y [blocks * BM, N], in the order of the blocks, from rows [E * 2 N, H]."""
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     e, pair = _block(order, expert, pairs, block, BM, FROM)
@@ -87,7 +87,9 @@ def _down(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One block of h [blocks * BM, N]: y [pairs, H], times the router's weights, of rows [E * H, N]."""
+    """Compute the outputs of a block of h [blocks * BM, N] times the router's weights, y [pairs, H], from rows [E
+    * H, N].
+    """
     wait(PDL)
     tile, block = tl.program_id(0), tl.program_id(1)
     e, pair = _block(order, expert, pairs, block, BM, FROM)
@@ -120,7 +122,7 @@ class _Packed:
 
 
 def takes(stored: StoredWeight | None) -> int:
-    """The bits of a weight that the kernels read: 4, 8; 0: they do not."""
+    """Return the bits of a weight that the kernels can read, 4 or 8, or 0 if they cannot read it."""
     if stored is None or stored.scale is None or not all(t is None or t.is_contiguous() for t in stored[:3]):
         return 0
     rows, inputs = stored.weight.shape
@@ -138,7 +140,7 @@ def takes(stored: StoredWeight | None) -> int:
 
 
 def runs(weight: Tensor) -> bool:
-    """Whether Triton has the numbers of such a weight on its device."""
+    """Return whether Triton supports the numbers of a weight on its device."""
     if weight.device.type != "cuda" or torch.version.hip is not None:
         return False
     least = (8, 9) if weight.dtype == torch.float8_e4m3fn else (8, 0)

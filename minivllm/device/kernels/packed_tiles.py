@@ -19,7 +19,7 @@ from .quant_numbers import fp8_pairs, halves, int4_pairs, int8_pairs, middles
 
 @triton.jit
 def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
-    """s [BN, SOME] -> [BN, SOME * EACH]."""
+    """Repeat s [BN, SOME] to [BN, SOME * EACH]."""
     if SOME == 1:
         return s
     else:
@@ -28,7 +28,7 @@ def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def _whole(raw, dtype: tl.constexpr, ASM: tl.constexpr):
-    """Bytes -> numbers of ``dtype``."""
+    """Convert bytes to numbers of ``dtype``."""
     if ASM and raw.dtype == tl.int8:
         return int8_pairs(raw)
     elif ASM and raw.dtype == tl.float8e4nv:
@@ -39,7 +39,7 @@ def _whole(raw, dtype: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def inputs_of(FORM: tl.constexpr, BK: tl.constexpr):
-    """Which of BK inputs each byte of a tile has; of FORM 4 also the one 16 further on."""
+    """Return which of BK inputs each byte of a tile has.  Bytes of FORM 4 also have the input 16 further on."""
     at = tl.arange(0, BK * FORM // 8)
     if FORM == 4:
         at = at // 16 * 32 + at % 16
@@ -48,8 +48,10 @@ def inputs_of(FORM: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_x(x_at, k, inputs, real, K: tl.constexpr, FORM: tl.constexpr):
-    """x [bytes, BM] of the inputs that bytes have, and of FORM 4 of their second ones.  ``x_at`` [1, BM] points to
-    columns of x^T, of which some are ``real`` [BM]."""
+    """Load x [bytes, BM] of the inputs of the bytes, and for FORM 4 also of their second inputs.
+
+    ``x_at`` [1, BM] points to columns of x^T, of which those in ``real`` [BM] exist.
+    """
     on = (k + inputs < K)[:, None] & real[None, :]
     a = tl.load(x_at + (k + inputs)[:, None], mask=on, other=0.0)
     b = a
@@ -63,8 +65,11 @@ def add_tile(
     acc, a, b, weight, scale, zero, row, there, k, inputs, K: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr,
     ZERO: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IEEE: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] + W[row, k to k + BK] x; ``row`` i64 [BN], those that are ``there``, ``a`` and ``b`` of ``load_x``.
-    ASM: bfloat16 by instructions that make two numbers at a time."""
+    """Return acc [BN, BM] + W[row, k to k + BK] x.
+
+    ``row`` is i64 [BN], ``there`` marks rows that exist, ``a`` and ``b`` are those of ``load_x``. ASM converts to
+    bfloat16 by instructions for two numbers at a time.
+    """
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     some: tl.constexpr = BK // GROUP if BK > GROUP else 1
     each: tl.constexpr = BK * FORM // 8 // some

@@ -29,7 +29,9 @@ def _best(logits, best, stride, V, TILE: tl.constexpr, TILES: tl.constexpr, PDL:
 
 
 def best_of_tiles(logits: Tensor) -> Tensor:
-    """The largest logit of each tile, float32 [N, tiles], NaN where a tile holds one; logits [N, V] of any dtype."""
+    """Return the largest logit of each tile, float32 [N, tiles], NaN for a tile with a NaN; logits are [N, V] of
+    any dtype.
+    """
     n, width = logits.shape
     tiles = triton.cdiv(width, TILE)
     best = torch.empty(n, tiles, dtype=torch.float32, device=logits.device)

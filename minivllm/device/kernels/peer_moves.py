@@ -33,10 +33,13 @@ def gather(
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PLACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [rows, COLUMNS] of each rank -> out [rows, vocab] on rank 0, side by side, cut at ``vocab``.
+    """Gather x [rows, COLUMNS] of all ranks side by side to out [rows, vocab] on rank 0; columns from ``vocab`` on are
+    cut.
 
-    grid (G,), G <= BLOCKS: program b moves the tiles b, b + G ...  In a region: flags and acks i32 [BLOCKS, SIZE],
-    places [2, BLOCKS, SIZE, PLACE] bytes, of which a tile takes the first.  ``progress``: as of sums."""
+    The grid is (G,) with G <= BLOCKS, and program b moves the tiles b, b + G ... A region has flags and acks i32
+    [BLOCKS, SIZE] and places [2, BLOCKS, SIZE, PLACE] bytes, of which a tile uses the first.  ``progress`` is that of
+    sums.
+    """
     wait(PDL)
     block, programs = tl.program_id(0), tl.num_programs(0)
     element = x.dtype.element_ty
@@ -84,11 +87,13 @@ def drawn(
     slots, position, tokens, known, stopped, peers, count, progress, rows, tokens_stride, rank, SIZE: tl.constexpr,
     ACKS: tl.constexpr, PLACES: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The columns of rows that drew, from rank 0 to all: of ``slots`` i64 [rows] the token at ``position`` i64 [rows],
-    the length and whether it has ended.
+    """Send the columns of rows that drew from rank 0 to all ranks.
 
-    grid (cdiv(rows, TILE),): a program takes TILE rows.  In a region: acks i32 [BLOCKS, SIZE], places i64 [2, BLOCKS,
-    2, TILE], a word for the token and one for length and end, each with the meeting's number in its upper half."""
+    For ``slots`` i64 [rows] these are the token at ``position`` i64 [rows], the length, and whether the row has ended.
+    The grid is (cdiv(rows, TILE),), and a program handles TILE rows.  A region has acks i32 [BLOCKS, SIZE] and places
+    i64 [2, BLOCKS, 2, TILE]: a word for the token and a word for length and end, with the number of the call in their
+    upper halves.
+    """
     wait(PDL)
     block = tl.program_id(0)
     number = tl.load(count + block) + 1

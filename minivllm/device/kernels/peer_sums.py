@@ -37,7 +37,7 @@ _BFLOAT16, _FLOAT16 = tl.constexpr(BFLOAT16), tl.constexpr(FLOAT16)
 
 @triton.jit
 def _numbers(words, KIND: tl.constexpr):
-    """The numbers of words i32, as float32: those at even places and those at odd ones (of FLOAT32 the same)."""
+    """Return the numbers of words i32 as float32, at even and at odd places.  For FLOAT32 both are the same."""
     if KIND == _BFLOAT16:
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)
@@ -52,7 +52,7 @@ def _numbers(words, KIND: tl.constexpr):
 
 @triton.jit
 def _words(even, odd, KIND: tl.constexpr):
-    """The other way, rounded to the dtype."""
+    """Round numbers at even and odd places to the dtype, and return them as words i32."""
     if KIND == _BFLOAT16:
         low = even.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         words = low | (odd.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
@@ -69,8 +69,11 @@ def _add_and_norm(
     even, odd, residual, weight, bias, y, at, on, eps, DIM: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """From the sum of a row to what is stored.  ``at``: the words of the row in ``residual`` and ``y``, those that are
-    ``on``.  ``WIDE``: the norm's weight is float32, two numbers for each word of a half dtype."""
+    """Add bias and residual to the sum of a row, normalize it and store it.
+
+    ``at`` are the words of the row in ``residual`` and ``y``, and ``on`` marks those that exist.  ``WIDE`` means that
+    the norm's weight is float32, with two numbers for each word of a half dtype.
+    """
     place = tl.arange(0, at.shape[0])
     if BIAS:
         b_even, b_odd = _numbers(tl.load(bias + place, mask=on, other=0), KIND)
@@ -102,8 +105,10 @@ def _add_and_norm(
 
 @triton.jit
 def _at(peers, r, offset, element: tl.constexpr):
-    """The address of ``offset`` bytes in the region of rank r.  Offsets are multiples of 16 bytes, which the compiler
-    cannot see of an address that comes from memory."""
+    """Return the address of ``offset`` bytes in the region of rank r.
+
+    Offsets are multiples of 16 bytes, which the compiler cannot infer for an address from memory.
+    """
     return tl.multiple_of((tl.load(peers + r) + offset).to(tl.pointer_type(element)), 16)
 
 
@@ -113,9 +118,13 @@ def sum_by_words(
     P: tl.constexpr, KIND: tl.constexpr, WIDE: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr,
     SIZE: tl.constexpr, WORDS: tl.constexpr, ROWS: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """grid (T,), T <= ROWS: a program takes a row of N words of 32 bits, P a power of two.  ``peers`` i64 [SIZE]: the
-    regions; in each, WORDS bytes behind its begin, i64 [2, ROWS, SIZE, MOST].  ``progress`` i32 [2], which the host
-    reads: the number of the sum that the first program began last, and of the one that it ended last."""
+    """Sum rows of all ranks through words that carry the number of the sum.
+
+    The grid is (T,) with T <= ROWS, and a program handles a row of N words of 32 bits; P is a power of two of at least
+    N. ``peers`` i64 [SIZE] are the regions.  At WORDS bytes each has i64 [2, ROWS, SIZE, MOST]. ``progress`` i32 [2],
+    which the host reads, has the number of the sum that the first program began last, and of the sum that it ended
+    last.
+    """
     wait(PDL)
     row = tl.program_id(0)
     at = tl.arange(0, P)
@@ -175,9 +184,12 @@ def sum_by_flags(
     SIZE: tl.constexpr, FLAGS: tl.constexpr, ROWS: tl.constexpr, SUMS: tl.constexpr, EACH: tl.constexpr,
     BLOCKS: tl.constexpr, CHUNK: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """grid (G,), G <= BLOCKS: program b takes the rows b, b + G ..., EACH of them a meeting.  In a region, behind its
-    begin: FLAGS bytes i32 [BLOCKS, SIZE], ROWS bytes i32 [2, BLOCKS, SIZE, CHUNK] by sender, SUMS bytes i32 [2, BLOCKS,
-    CHUNK]."""
+    """Sum rows of all ranks through flags.
+
+    The grid is (G,) with G <= BLOCKS, and program b handles the rows b, b + G ..., EACH of them at a time.  A region
+    has i32 [BLOCKS, SIZE] at FLAGS bytes, i32 [2, BLOCKS, SIZE, CHUNK] by sender at ROWS bytes, and i32 [2, BLOCKS,
+    CHUNK] at SUMS bytes.
+    """
     wait(PDL)
     block, programs = tl.program_id(0), tl.num_programs(0)
     at = tl.arange(0, P)

@@ -39,7 +39,7 @@ def _finish(
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr,
 ):  # fmt: skip
-    """From sums [BM, BN] at rows ``om`` and outputs ``on`` to what is stored; ``up`` belongs to GATED."""
+    """Apply the epilogue to sums [BM, BN] at rows ``om`` and outputs ``on``, and store it; ``up`` is used by GATED."""
     ok = (om < M)[:, None] & (on < N)[None, :]
     if PARTS > 0:
         op = tl.arange(0, PARTS_P)
@@ -73,7 +73,11 @@ def _matvec(
     DIM: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row.  STAGES 0: the whole of the weight's rows is in registers before the wait; else a pipelined loop."""
+    """Multiply one row by the weight.
+
+    With STAGES 0 the program's rows of the weight are loaded to registers before the wait, otherwise by a pipelined
+    loop.
+    """
     on, ok = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BK)
     w_at = weight + on.to(tl.int64)[:, None] * K + ok[None, :]
     acc = tl.zeros([BN, BK], tl.float32)
@@ -109,7 +113,10 @@ def _gemm(
     MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors they give 0."""
+    """Multiply rows by the weight.
+
+    ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the tensors.
+    """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait(PDL)
     each: tl.constexpr = (K + BK * SK - 1) // (BK * SK) * BK
@@ -148,7 +155,10 @@ def _gemm(
 
 
 def vector_tile(n: int, k: int, gated: bool) -> dict[str, int]:
-    """Tile of one row: small weights lie in registers before the wait, large ones stream through shared memory."""
+    """Return the tile of one row.
+
+    Small weights are in registers before the wait, large weights stream through shared memory.
+    """
     if k <= 1024 or (k <= 4096 and n * k <= SMALL):
         bn = max(8192 // triton.next_power_of_2(k), 2) // (2 if gated else 1)
         return dict(BN=bn, BK=triton.next_power_of_2(k), STAGES=0, num_warps=4 if gated else 8)
@@ -163,7 +173,7 @@ def _cost(rows: int, n: int, bm: int, bn: int) -> int:
 
 
 def matrix_tile(rows: int, n: int, k: int, gated: bool) -> dict[str, int]:
-    """Tile of 2 to 256 rows: enough programs for 132 multiprocessors, and as much in flight as shared memory holds."""
+    """Return the tile of 2 to 256 rows, with enough programs for 132 multiprocessors and full use of shared memory."""
     if rows > 128 and not gated:
         bm, bn = min(((32, 64), (64, 128), (128, 64)), key=lambda t: _cost(rows, n, *t))
         return dict(BM=bm, BN=bn, BK=128, SK=1, STAGES=min(6, STAGE_BYTES // ((bm + bn) * 256)), num_warps=4)
@@ -197,8 +207,10 @@ class Product:
             self.rows = MANY_ROWS[mode] if weight.numel() <= SMALL else MOST_ROWS
 
     def fits(self, x: Tensor) -> bool:
-        """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
-        be too large for that."""
+        """Return whether the kernel supports x.
+
+        float16 is excluded: the stream times the norm's weight, before the division, may overflow it.
+        """
         alike = x.dtype == self.weight.dtype != torch.float16
         return 0 < x.shape[0] <= self.rows and alike and x.is_contiguous() and self.weight.is_contiguous()
 
@@ -210,8 +222,11 @@ class Product:
         residual: Tensor | None = None,
         norm: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """x [M, K] -> y [M, N], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M, N], which
-        is changed in place.  ``squares`` [M, P]: those of the stream that x is, with its norm's ``eps``."""
+        """Compute y [M, N] of x [M, K], and in mode ADDED the sums of squares [M, tiles] of the new ``residual`` [M,
+        N].
+
+        The residual is changed in place.  ``squares`` [M, P] are those of the stream x, with ``eps`` of its norm.
+        """
         m, n, k = x.shape[0], self.n, self.k
         gated, y = self.mode == GATED, torch.empty((m, n), dtype=x.dtype, device=x.device)
         tile = vector_tile(n, k, gated) if m == 1 else matrix_tile(m, n, k, gated)

@@ -52,7 +52,9 @@ SERVES = {torch.int8: (2, 256), torch.float8_e4m3fn: (2, 256), torch.uint8: (2, 
 
 @triton.jit
 def _products(acc, x, at, on, low, high, s, z, FORM: tl.constexpr):
-    """acc [BN, B] + the products of a row of x with ``low`` [BN, B], and with ``high`` 16 inputs further on."""
+    """Return acc [BN, B] + the products of a row of x with ``low`` [BN, B], and with ``high`` for inputs 16
+    further on.
+    """
     v = tl.load(x + at, mask=on, other=0.0).to(tl.float32)[None, :]
     if FORM == 4:
         u = tl.load(x + at + 16, mask=on, other=0.0).to(tl.float32)[None, :]
@@ -77,8 +79,10 @@ def _few(
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, ROWS: tl.constexpr,
     BY_ROW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (1, 2, 4, 8) >= M rows, which follow each other in x without gaps; BY_ROW: each is multiplied by ``by_row``
-    [M] at last.  TABLE: codes stand for what ``table`` has."""
+    """Multiply up to ROWS (1, 2, 4, 8) contiguous rows of x by the weight.
+
+    BY_ROW multiplies each row by ``by_row`` [M] at the end.  TABLE maps codes to the numbers of ``table``.
+    """
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
     ob = tl.arange(0, BK * FORM // 8)
@@ -140,7 +144,11 @@ def _dots(
     SG: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ASM: weights become bfloat16 by instructions that do two at a time (of int4 1 in 1,000 is a rounding off)."""
+    """Multiply rows by the weight with tensor cores.
+
+    ASM converts weights to bfloat16 by instructions for two numbers at a time; 1 in 1,000 of int4 differs by a
+    rounding.
+    """
     wait(PDL)
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
@@ -194,7 +202,7 @@ def _dots(
 
 
 def few_tile(form: int, group: int, rows: int, n: int = 0) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200 for 8 bits and up to 2 rows."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200 for 8 bits and up to 2 rows."""
     if form == 8 and rows <= 2:
         bn, bk, stages, warps = (16, 256, 4, 4) if n >= WIDE else (8, 1024, 3, 4) if rows == 1 else (8, 512, 3, 2)
         return dict(BN=bn, BK=bk, STAGES=stages, num_warps=warps)
@@ -203,8 +211,10 @@ def few_tile(form: int, group: int, rows: int, n: int = 0) -> dict[str, int]:
 
 
 def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs: with fewer outputs sums are
-    split among as many programs as the device has room for."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs.
+
+    For fewer outputs, sums are split among as many programs as the device can run at once.
+    """
     four, wide = form == 4, n >= WIDE
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 256 if rows > 128 and wide else 128
     bn, bk, sk, stages, warps = {
@@ -222,8 +232,10 @@ def dots_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
 
 
 def told(dtype: torch.dtype, sm: int, table: bool, rounded: torch.dtype | None) -> dict[str, str]:
-    """Rows -> what serves so many, of a weight of this dtype, or of codes with a table; ``rounded``: rows of x are
-    rounded to that dtype.  In words, for ``minivllm explain``."""
+    """Describe for ``minivllm explain`` which kernel serves how many rows of a weight of this dtype.
+
+    ``table`` means codes with a table.  ``rounded`` is the dtype to which rows of x are rounded.
+    """
     few, dots = (FEW, 0) if table else SERVES[dtype]
     joins = sm >= 90 and not table
     slim = joins and dtype != torch.uint8
@@ -282,7 +294,10 @@ class Quantized:
         self._sizes.update(GROUP=self.group, ZERO=zeros_of(zero))
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [M, K] of any strides -> x W^T [M, N], in ``out`` if that is given.  Which form serves goes by M alone."""
+        """Compute x W^T [M, N] for x [M, K] of any strides, in ``out`` if it is not None.
+
+        M alone decides the kernel.
+        """
         x, m = x.contiguous(), len(x)
         y = out if out is not None and out.is_contiguous() else x.new_empty(m, self.n)
         if m <= self.serves[0]:
@@ -296,7 +311,7 @@ class Quantized:
         return y if out is None or y is out else out.copy_(y)
 
     def _many(self, x: Tensor, y: Tensor) -> bool:
-        """Whether a Hopper's own kernels serve so many rows; then they have done it."""
+        """Compute the product by a kernel for Hopper and return True, or return False if none supports these rows."""
         m, aligned = len(x), x.data_ptr() % 16 == 0 and self.weight.data_ptr() % 16 == 0
         if self.weight.dtype == torch.int8 and aligned and 32 < m <= FIXED_ROWS:
             quant_fixed.fixed(x, self.weight, self.scale, y)
@@ -311,7 +326,7 @@ class Quantized:
     def few(
         self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
     ) -> Tensor:
-        """x [0 to 8, K] without gaps -> y [M, N], times ``by_row`` f32 [M] if that is given."""
+        """Compute y [M, N] of contiguous x [0 to 8, K], times ``by_row`` f32 [M] if it is not None."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
         if tile is None and m and self.table is None and quant_words.takes(x, self.weight, self.k):
@@ -339,12 +354,12 @@ class Quantized:
     def words(
         self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None, by_row: Tensor | None = None
     ) -> Tensor:
-        """x [1 to 8, K] that ``quant_words.takes`` -> y [M, N], times ``by_row`` f32 [M] if that is given."""
+        """Compute y [M, N] of x [1 to 8, K] that ``quant_words.takes``, times ``by_row`` f32 [M] if it is not None."""
         y = x.new_empty(len(x), self.n) if y is None else y
         return quant_words.words(x, self.weight, self.scale, self.zero, y, self._sizes, tile, by_row)
 
     def dots(self, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
-        """x [M, K] without gaps -> y [M, N]."""
+        """Compute y [M, N] of contiguous x [M, K] with tensor cores."""
         m = len(x)
         y = x.new_empty(m, self.n) if y is None else y
         tile = tile or dots_tile(self.form, self.group, m, self.n)
@@ -363,7 +378,7 @@ class Quantized:
         return y
 
     def dense(self, x: Tensor, at_once: int = DENSE_AT_ONCE, y: Tensor | None = None) -> Tensor:
-        """x [M, K] -> y [M, N] by the library, of parts of the weight that are made numbers of in memory."""
+        """Compute y [M, N] of x [M, K] with torch's product, of parts of the weight that are dequantized to memory."""
         y = x.new_empty(len(x), self.n) if y is None else y
         step = max(1, at_once // self.k)
         for first in range(0, self.n, step):
@@ -372,7 +387,7 @@ class Quantized:
         return y
 
     def numbers(self, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Those rows of the weight [rows, K]."""
+        """Return rows of the weight as numbers [rows, K]."""
         out = torch.empty((rows.stop - rows.start, self.k), dtype=dtype, device=self.weight.device)
         numbers_of(self.weight, self.scale, self.zero, out, rows.start, self._sizes, self.table)
         return out

@@ -39,8 +39,9 @@ class Surrounded:
         norm: Tensor | None,
         parts: int,
     ) -> tuple[Tensor, Tensor | None, tuple[Any, ...], dict[str, Any]]:
-        """(y [M, N], what else comes of it in so many parts, what the kernel is given behind the weight, its
-        constants)."""
+        """Return y [M, N], the second result for so many parts, the kernel's arguments behind the weight, and its
+        constants.
+        """
         y, unused = x.new_empty(len(x), self.n), self.of.scale
         told = self.told(len(x), parts, x.device)
         before = 0 if squares is None else squares.shape[1]
@@ -66,5 +67,5 @@ class Surrounded:
         return y, told, around, constants
 
     def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
-        """Room for the sums of squares of a row's parts, which the norm behind takes."""
+        """Allocate the sums of squares of a row's parts, which the next norm reads."""
         return torch.empty((rows, parts), dtype=torch.float32, device=device) if self.mode == ADDED else None

@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def pair_of(v0, v1, ASM: tl.constexpr):
-    """v0 and v1 float32, rounded to float8 -> int32 of two float16, v0 low, a 16th of each."""
+    """Round v0 and v1 float32 to float8, and return an int32 of two float16 with a 16th of each, v0 low."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -39,7 +39,9 @@ def pair_of(v0, v1, ASM: tl.constexpr):
 
 @triton.jit
 def _two(raw, pair, at: tl.constexpr):
-    """The products, float32, of the two float8 codes at bits ``at`` to at + 15 with the pair; NaN counts as 480."""
+    """Return the products, float32, of the two float8 codes at bits ``at`` to at + 15 with the pair; NaN counts as
+    480.
+    """
     low, high = (raw >> at).to(tl.int16), (raw >> (at + 8)).to(tl.int16)
     v0 = (((low & 0x80) << 8) | ((low & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256
     v1 = (((high & 0x80) << 8) | ((high & 0x7F) << 7)).to(tl.float16, bitcast=True).to(tl.float32) * 256
@@ -49,7 +51,7 @@ def _two(raw, pair, at: tl.constexpr):
 
 @triton.jit
 def eight_products(raw, p0, p1, p2, p3, ASM: tl.constexpr):
-    """int64 of eight float8 times four of ``pair_of`` -> float32, the products added up."""
+    """Return the sum, float32, of the products of eight float8 in an int64 with four results of ``pair_of``."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{

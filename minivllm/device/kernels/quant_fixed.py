@@ -24,7 +24,7 @@ TOP = 16256.0  # 127 times 128
 
 @kernel("M")
 def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, PDL: tl.constexpr):
-    """A program takes a row."""
+    """Split a row of x to high and low parts of int8."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
@@ -46,7 +46,7 @@ def _parts(x, q, scale, M, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr,
 
 
 def parts(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, K] without gaps -> q int8 [2 M, K], the high parts of all rows first, and scale f32 [M]."""
+    """Split contiguous x [M, K] to q int8 [2 M, K], the high parts of all rows first, and scale f32 [M]."""
     m, k = x.shape
     q = torch.empty((2 * m, k), dtype=torch.int8, device=x.device)
     scale = torch.empty(m, dtype=torch.float32, device=x.device)
@@ -61,7 +61,10 @@ def _fixed(
     x, weight, x_scale, w_scale, y, M, N: tl.constexpr, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors they give 0."""
+    """Multiply parts of rows by an int8 weight with integer sums.
+
+    ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the tensors.
+    """
     wait(PDL)
     row, tile = tl.program_id(0), tl.program_id(1)
     high, low = tl.zeros([BM, BN], tl.int32), tl.zeros([BM, BN], tl.int32)
@@ -78,14 +81,16 @@ def _fixed(
 
 
 def fixed_tile(n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H100, of 64 to 256 rows."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H100, of 64 to 256 rows."""
     return dict(BM=64, BN=128 if n > 4096 else 64, BK=128, STAGES=3 if n > 4096 else 4, num_warps=4)
 
 
 def fixed(
     x: Tensor, weight: Tensor, scale: Tensor, y: Tensor | None = None, tile: dict[str, int] | None = None
 ) -> Tensor:
-    """x [M, K] without gaps times an int8 weight [N, K] with scale f32 [N] -> y [M, N]; K must be a multiple of 16."""
+    """Compute y [M, N] of contiguous x [M, K] and an int8 weight [N, K] with scale f32 [N]; K must be a multiple
+    of 16.
+    """
     (m, k), n = x.shape, len(weight)
     y = x.new_empty(m, n) if y is None else y
     if not m:

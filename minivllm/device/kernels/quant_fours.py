@@ -28,8 +28,10 @@ UNITS = tl.constexpr(512.0)  # what sums are smaller, beside the step of their r
 
 @triton.jit
 def power_of(most):
-    """(The largest power of two in the number of which ``most`` is the ``eight_bits.size_of``, what x is multiplied
-    by); rows whose elements are all smaller than 2 ** -100 are left that small."""
+    """Return the largest power of two in a number with ``eight_bits.size_of`` ``most``, and the factor for x.
+
+    The power is at least 2 ** -100, so rows of smaller elements stay small.
+    """
     exponent = tl.minimum(tl.maximum((most >> 23) - 127, -100), 127)
     up, down = exponent + 127, 127 + 15 - exponent
     return (up << 23).to(tl.float32, bitcast=True), (down << 23).to(tl.float32, bitcast=True)
@@ -37,7 +39,7 @@ def power_of(most):
 
 @triton.jit
 def two_of(v0, v1, ASM: tl.constexpr):
-    """v0 and v1 float32 -> int32 of two float16, v0 low."""
+    """Return an int32 of two float16 of v0 and v1 float32, v0 low."""
     if ASM:
         return tl.inline_asm_elementwise(
             "cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [v0, v1], dtype=tl.int32, is_pure=True, pack=1
@@ -49,7 +51,9 @@ def two_of(v0, v1, ASM: tl.constexpr):
 
 @triton.jit
 def _both(word, AT: tl.constexpr, pair):
-    """The products, float32, of the codes at bits AT and AT + 16 with the pair, as smaller as ``code_products``."""
+    """Return the sum of the products, float32, of the codes at bits AT and AT + 16 with the pair, in units of 2 **
+    -24.
+    """
     low, high = ((word >> AT) & 15).to(tl.float32), ((word >> (AT + 16)) & 15).to(tl.float32)
     x0, x1 = pair.to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
     unit: tl.constexpr = 1.0 / (1 << 20) if AT % 8 else 1.0 / (1 << 24)
@@ -58,8 +62,11 @@ def _both(word, AT: tl.constexpr, pair):
 
 @triton.jit
 def code_products(word, p0, p1, p2, p3, ASM: tl.constexpr):
-    """int32 of eight codes times four of ``two_of``, inputs 0 and 2, a 16th of 16 and 18, 1 and 3, a 16th of 17 and 19
-    -> float32, 2 ** -24 of the products added up."""
+    """Return the sum, float32, of the products of eight codes in an int32 with four results of ``two_of``, times 2 **
+    -24.
+
+    The pairs are the inputs 0 and 2, a 16th of 16 and 18, 1 and 3, and a 16th of 17 and 19.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
             """{

@@ -19,7 +19,7 @@ class JoinedProduct:
     rounds the rows, where ``scaled`` is given, a ``ScaledProduct``."""
 
     def __init__(self, of: Quantized, *around: Any, scaled: Any = None, **more: Any) -> None:
-        """As ``quant_around.Surrounded``."""
+        """Store the products of one row and of few rows; the arguments are those of ``quant_around.Surrounded``."""
         self.scaled = scaled
         self.vector = VectorProduct(of, *around, **more)
         slim = SlimProduct if of.form == 8 else SlimFourProduct
@@ -27,11 +27,11 @@ class JoinedProduct:
 
     @property
     def takes_tops(self) -> bool:
-        """Whether one row may come with the largest elements of its parts: where they are asked for."""
+        """Return whether the caller may pass the largest elements of a row's parts."""
         return self.vector.by_largest
 
     def fits(self, x: Tensor) -> bool:
-        """Whether to use it for x."""
+        """Return whether a kernel supports x."""
         return any(one.fits(x) for one in self.each)
 
     def __call__(
@@ -43,18 +43,24 @@ class JoinedProduct:
         norm: Tensor | None = None,
         tops: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``products.Product``, of x that fits; ``tops``: as ``VectorProduct``, of one row."""
+        """Compute the product as ``products.Product``, of x that fits; ``tops`` is that of ``VectorProduct``, for
+        one row.
+        """
         of = next(one for one in self.each if one.fits(x))
         known = {} if tops is None else {"tops": tops}
         return of(x, squares, eps, residual, norm, **known)
 
     def rounds(self, rows: int) -> torch.dtype | None:
-        """The 8-bit dtype in which so many rows of x should come (``of_rows``); None: as they are."""
+        """Return the 8-bit dtype to which so many rows of x should be rounded for ``of_rows``, None for unrounded
+        rows.
+        """
         if self.scaled is None or rows <= FEW or not self.scaled.even or self.scaled.weight.shape[1] > LONGEST:
             return None
         return self.scaled.weight.dtype
 
     def of_rows(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """codes [M, K] times scale [M, 1] -> the plain product [M, N] in ``dtype``; rows as ``rounds`` wants them."""
+        """Compute the product [M, N] in ``dtype`` of codes [M, K] times scale [M, 1], for rows as ``rounds``
+        returns them.
+        """
         y = torch.empty((len(codes), len(self.scaled.weight)), dtype=dtype, device=codes.device)
         return self.scaled.of_rows(codes, scale, y)

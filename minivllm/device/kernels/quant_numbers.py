@@ -24,20 +24,20 @@ from .launch import kernel, pdl, wait
 
 @triton.jit
 def twice(s):
-    """float32 -> int32 with its nearest bfloat16 in both halves."""
+    """Return an int32 with the nearest bfloat16 of float32 s in both halves."""
     return tl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $1, $1;", "=r,r", [s], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit
 def halves(s):
-    """float32 -> ``twice`` of its nearest bfloat16, and of what that leaves."""
+    """Return ``twice`` of the nearest bfloat16 of float32 s, and ``twice`` of the remainder."""
     near = twice(s)
     return near, twice(s - (near & -65536).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def int8_pairs(q):
-    """int8 -> bfloat16."""
+    """Convert int8 to bfloat16."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, lo, hi, one;
@@ -58,7 +58,7 @@ def int8_pairs(q):
 
 @triton.jit
 def fp8_pairs(q):
-    """The bits of float8_e4m3fn -> bfloat16; NaN becomes 480."""
+    """Convert the bits of float8_e4m3fn to bfloat16; NaN becomes 480."""
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, sign, many;
@@ -80,9 +80,11 @@ def fp8_pairs(q):
 
 @triton.jit
 def int4_pairs(q, near, rest, middle):
-    """Two codes a byte, the ``halves`` of the scale of each, ``twice`` 128 + zero -> (low half - zero) * scale and
-    (high half - zero) * scale in bfloat16.  Bytes that lie beside each other share scale and zero point, a whole
-    number from 0 to 127."""
+    """Return (low half - zero) * scale and (high half - zero) * scale of bytes with two codes, in bfloat16.
+
+    ``near`` and ``rest`` are the ``halves`` of the scales, ``middle`` is ``twice`` 128 + zero.  Neighbouring bytes
+    share scale and zero point, which is a whole number from 0 to 127.
+    """
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 p, v, w, one;
@@ -109,7 +111,7 @@ def int4_pairs(q, near, rest, middle):
 
 @triton.jit
 def middles(z, s, ZERO: tl.constexpr):
-    """``twice`` 128 + the zero points z, or of 8 in the shape of the scales s where there are none."""
+    """Return ``twice`` 128 + the zero points z, or without zero points of 8 in the shape of the scales s."""
     if ZERO:
         return twice(z + 128.0)
     else:
@@ -118,7 +120,7 @@ def middles(z, s, ZERO: tl.constexpr):
 
 @triton.jit
 def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
-    """s [BN, SOME] -> [BN, SOME * EACH], each as often as there are bytes in a group."""
+    """Repeat s [BN, SOME] to [BN, SOME * EACH], once for each byte of a group."""
     if SOME == 1:
         return s
     else:
@@ -127,11 +129,14 @@ def spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
 
 @triton.jit
 def drained(acc, PDL: tl.constexpr):
-    """acc, once the products that it is the sum of have ended; what a loop ends with whose dots have a side in
-    registers.  On a Hopper such a product runs on behind its instruction, and Triton lets that of one turn of a loop
-    run into the next, where its registers are written anew before it has read them (triton-lang/triton#9433; PTX of
-    ``wgmma.mma_async``).  No instruction comes of this, only the wait for what uses acc.  PDL: on a Hopper or later;
-    later ones have other products."""
+    """Return acc after all products in its sum have ended, at the end of a loop whose dots have an operand in
+    registers.
+
+    On a Hopper such a product continues after its instruction.  Triton lets the product of one iteration run into the
+    next, which overwrites its registers before they are read (triton-lang/triton#9433; PTX of ``wgmma.mma_async``). The
+    statement generates no instruction except the wait before acc is used.  PDL means a Hopper or a later device; later
+    devices have other products.
+    """
     if PDL and not target_info.cuda_capability_geq(10, 0):
         acc = tl.inline_asm_elementwise("// $0", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
     return acc
@@ -139,7 +144,9 @@ def drained(acc, PDL: tl.constexpr):
 
 @triton.jit
 def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK: tl.constexpr):
-    """The sums [BN, BM] of all parts, in their order, for the program that arrives last: (sums, whether it is)."""
+    """Return the sums [BN, BM] of all parts, in order, to the program that arrives last, and whether this program
+    is the last.
+    """
     last = True
     if SK > 1:
         wide: tl.constexpr = (N + acc.shape[0] - 1) // acc.shape[0] * acc.shape[0]
@@ -158,8 +165,11 @@ def together(acc, scratch, arrived, row, tile, part, om, on, N: tl.constexpr, SK
 
 
 def zeros_of(zero: Tensor | None) -> int:
-    """The kernels' ZERO: 0 without zero points; 2 if all are whole numbers from 0 to 127, as ``int4_pairs`` wants; else
-    1."""
+    """Return the kernels' ZERO.
+
+    0 means no zero points, 2 means whole numbers from 0 to 127, which ``int4_pairs`` requires, and 1 means other
+    numbers.
+    """
     if zero is None:
         return 0
     return 2 if bool(((zero == zero.round()) & (zero >= 0) & (zero <= 127)).all()) else 1
@@ -171,7 +181,7 @@ def _numbers(
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, TABLE: tl.constexpr, BB: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows from ``first`` on -> out [rows, K]; a program takes BB bytes of a row."""
+    """Write the numbers of rows from ``first`` on to out [rows, K].  A program handles BB bytes of a row."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ob = tl.program_id(1) * BB + tl.arange(0, BB)
@@ -205,8 +215,10 @@ def numbers_of(
     sizes: dict[str, Any],
     table: Tensor | None = None,
 ) -> None:
-    """Rows of the weight from ``first`` on, as many as ``out`` [rows, K] has, into it.  ``table`` f32 [16]: what codes
-    of 4 bits stand for."""
+    """Write the numbers of the weight's rows from ``first`` on to ``out`` [rows, K].
+
+    ``table`` f32 [16] maps codes of 4 bits to numbers.
+    """
     _numbers[len(out), triton.cdiv(weight.shape[1], 2048)](
         weight,
         scale,

@@ -32,7 +32,7 @@ LEAST_ROWS, ROWS = 2, 8
 
 @triton.jit
 def _halves(pair, like, ASM: tl.constexpr):
-    """int32 -> its lower and its upper half, as numbers of the dtype that ``like`` points to."""
+    """Return the lower and the upper half of an int32 as numbers of the dtype that ``like`` points to."""
     if ASM:
         low, high = tl.inline_asm_elementwise(
             "prmt.b32 $0, $2, $3, 0x5410; prmt.b32 $1, $2, $3, 0x7632;",
@@ -50,7 +50,7 @@ def _halves(pair, like, ASM: tl.constexpr):
 
 @triton.jit
 def _planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
-    """int16 -> its low and its high byte, of int8 or of float8_e4m3fn."""
+    """Return the low and the high byte of an int16 as numbers of int8 or float8_e4m3fn."""
     if not ASM:
         low, high = w.to(tl.int8), (w >> 8).to(tl.int8)
         if FLOAT8:
@@ -103,7 +103,7 @@ def _planes(w, dtype: tl.constexpr, FLOAT8: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _sum(acc, w_at, keep, x0, x1, FLOAT8: tl.constexpr, IEEE: tl.constexpr, ASM: tl.constexpr):
-    """acc [P, BN, 8] + the products of P tiles of the weight with the inputs of either plane."""
+    """Return acc [P, BN, 8] + the products of P tiles of the weight with the inputs of both planes."""
     precision: tl.constexpr = "ieee" if IEEE else "tf32"
     w = tl.load(w_at, mask=keep[:, :, None], other=0, eviction_policy="evict_first")
     a, b = _planes(w, x0.dtype, FLOAT8, ASM)
@@ -119,8 +119,11 @@ def _slim(
     BK: tl.constexpr, P: tl.constexpr, STAGES: tl.constexpr, IEEE: tl.constexpr, ASM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """x int32 [M, K / 2], weight int16 [N, K / 2] (GATED: [2 N, ...]); BY_ROW: sums of a row are multiplied by
-    ``by_row`` [M].  K is a multiple of BK; P times BK inputs at a time, the last time fewer."""
+    """Multiply x int32 [M, K / 2] by a weight int16 [N, K / 2], with GATED [2 N, ...], for 2 to 8 rows.
+
+    BY_ROW multiplies the sums of a row by ``by_row`` [M]. K is a multiple of BK. An iteration handles P times BK
+    inputs, the last may handle fewer.
+    """
     wait(PDL)
     tile, om, op = tl.program_id(0), tl.arange(0, 8), tl.arange(0, P)
     on, ow = tile * BN + tl.arange(0, BN), tl.arange(0, BK // 2)
@@ -150,8 +153,10 @@ def _slim(
 
 
 def slim_tile(n: int, gated: bool) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs; gated ones are half as many,
-    each with a second sum."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs.
+
+    Gated products have half as many outputs, each with a second sum.
+    """
     wide = n >= WIDE and not gated
     return dict(BN=32 if wide else 16, BK=128, P=4, STAGES=3 if wide or gated else 6, num_warps=4)
 
@@ -165,7 +170,7 @@ class SlimProduct(Surrounded):
         self.rows = ROWS if whole and capability(of.weight.device) >= 9 else 0
 
     def fits(self, x: Tensor) -> bool:
-        """Whether to use it for x."""
+        """Return whether the kernel supports x."""
         aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
         return LEAST_ROWS <= len(x) <= self.rows and x.dtype == torch.bfloat16 and aligned
 
@@ -178,7 +183,7 @@ class SlimProduct(Surrounded):
         norm: Tensor | None = None,
         tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``products.Product``; K must be a multiple of the tile's BK."""
+        """Compute the product as ``products.Product``; K must be a multiple of the tile's BK."""
         of, m, by_row = self.of, len(x), None
         if self.rounded is not None:
             x, by_row = rows(x, self.rounded, x.dtype)

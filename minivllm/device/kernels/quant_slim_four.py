@@ -48,7 +48,9 @@ MOST_INPUTS = 16384  # of more a program would add up more tiles than it has reg
 
 @triton.jit
 def _planes(w, ASM: tl.constexpr):
-    """int16 of four codes -> four times float16: 2 ** -24 of the codes of planes 0 and 1, 2 ** -20 of 2 and 3."""
+    """Return the codes of an int16 in four planes of float16, times 2 ** -24 in planes 0 and 1, and 2 ** -20 in 2
+    and 3.
+    """
     if ASM:
         return tl.inline_asm_elementwise(
             """{
@@ -74,7 +76,9 @@ def _planes(w, ASM: tl.constexpr):
 
 @triton.jit
 def _prefetch(at, ok, base):
-    """128 bytes at each of the pointers ``at`` that are ``ok`` go to the second-level cache; else those at ``base``."""
+    """Prefetch 128 bytes at each pointer of ``at`` that is ``ok`` to the second-level cache, at ``base`` for other
+    pointers.
+    """
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 128; mov.u32 $0, 0;",
         "=r,l",
@@ -87,8 +91,10 @@ def _prefetch(at, ok, base):
 
 @triton.jit
 def _prefetch_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexpr, WIDE: tl.constexpr):
-    """Of outputs ``on`` < N: weights of so many ``inputs`` from ``first`` on; WIDE: a power of two of at least as
-    many."""
+    """Prefetch the weights of outputs ``on`` < N and ``inputs`` inputs from ``first`` on.
+
+    WIDE is a power of two of at least ``inputs``.
+    """
     ol = tl.arange(0, WIDE // 256 if WIDE > 256 else 1) * 64  # elements of a line
     ok = (ol + 64 <= inputs // 4)[None, :] & (first // 4 + ol + 64 <= K // 4)[None, :] & (on < N)[:, None]
     _prefetch(weight + on.to(tl.int64)[:, None] * (K // 4) + (first // 4 + ol)[None, :], ok, weight)
@@ -97,8 +103,11 @@ def _prefetch_weights(weight, on, first, inputs: tl.constexpr, N, K: tl.constexp
 @triton.jit
 def _scales(scale, zero, on, k, there, N, K: tl.constexpr, SN: tl.constexpr, SG: tl.constexpr, GROUP: tl.constexpr,
             SIDES: tl.constexpr, ZERO: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
-    """Of outputs ``on`` < N and batches at inputs k: scales and zero points [G, BN], and those of the second groups of
-    batches.  EVEN: nothing is outside."""
+    """Return scales and zero points [G, BN] of outputs ``on`` < N for batches at inputs k, and those of their second
+    groups.
+
+    EVEN means that no batch or output is outside.
+    """
     at = on[None, :] * SN + (k // GROUP)[:, None] * SG
     if EVEN:
         s = tl.load(scale + at)
@@ -124,7 +133,7 @@ def _scales(scale, zero, on, k, there, N, K: tl.constexpr, SN: tl.constexpr, SG:
 
 @triton.jit
 def _sums(a, b, c, d, x0, x1, x2, x3, acc):
-    """acc [G, BN, C] and the products of four planes."""
+    """Return acc [G, BN, C] + the products of four planes."""
     acc = tl.dot(a, x0, acc)
     acc = tl.dot(b, x1, acc)
     acc = tl.dot(c, x2, acc)
@@ -134,8 +143,11 @@ def _sums(a, b, c, d, x0, x1, x2, x3, acc):
 @triton.jit
 def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, BN: tl.constexpr, E: tl.constexpr,
               SIDES: tl.constexpr):  # fmt: skip
-    """Of batches at inputs k [G] and columns of rows ``om`` [C]: what each plane is multiplied by, float16 [G, E, C],
-    the sums of x [G, BN, C], in the unit of the products, and what these are multiplied by [G, 1, C]."""
+    """Return the operands of each plane float16 [G, E, C], the sums of x [G, BN, C] in the products' unit, and the
+    factors of both [G, 1, C].
+
+    They are for batches at inputs k [G] and columns of rows ``om`` [C].
+    """
     oe = tl.arange(0, E)
     pairs = (k // 2)[:, None] + (oe // 8 * 16 + oe % 8)[None, :]
     keep = (there[:, None] & (pairs < K // 2))[:, :, None] & (om < M)[None, None, :]
@@ -160,7 +172,7 @@ def _operands(x, k, there, om, side, like, M, K: tl.constexpr, G: tl.constexpr, 
 
 @triton.jit
 def _of_side(v, v1, side, SIDES: tl.constexpr):
-    """[G, BN] each -> [G, BN, C], the second where ``side`` [C] is 1."""
+    """Expand v and v1 [G, BN] to [G, BN, C], with v1 where ``side`` [C] is 1."""
     if SIDES > 1:
         return tl.where(side[None, None, :] == 0, v[:, :, None], v1[:, :, None])
     else:
@@ -170,7 +182,7 @@ def _of_side(v, v1, side, SIDES: tl.constexpr):
 @triton.jit
 def _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES: tl.constexpr, ZERO: tl.constexpr,
               ASM: tl.constexpr):  # fmt: skip
-    """-> [G, BN, C]: the sums of each group."""
+    """Return the sums of each group, [G, BN, C]."""
     a, b, c, d = _planes(w, ASM)
     if ZERO:
         acc = _sums(a, b, c, d, x0, x1, x2, x3, tl.zeros(of_x.shape, tl.float32))
@@ -182,7 +194,7 @@ def _products(w, s, z, s1, z1, x0, x1, x2, x3, of_x, step, side, SIDES: tl.const
 
 @triton.jit
 def _rows(total, by, SIDES: tl.constexpr):
-    """[BN, C] times ``by`` [C] -> [BN, BM]: both sides added up."""
+    """Multiply [BN, C] by ``by`` [C], and add both sides to [BN, BM]."""
     total = total * by[None, :]
     if SIDES > 1:
         total = tl.sum(tl.reshape(total, [total.shape[0], SIDES, total.shape[1] // SIDES]), 1)
@@ -191,7 +203,7 @@ def _rows(total, by, SIDES: tl.constexpr):
 
 @triton.jit
 def _parts_added(parts, outputs, N, STEP: tl.constexpr, BM: tl.constexpr, SK: tl.constexpr, MODE: tl.constexpr):
-    """Two of [outputs, BM]: the sums, and those behind a gate, which lie beside them."""
+    """Add the parts of the sums [outputs, BM], and of the adjacent sums of a gate."""
     inside = (outputs < N)[:, None]
     at = parts + outputs[:, None] * (2 * BM if MODE == 1 else BM)
     sums = tl.zeros([outputs.shape[0], BM], tl.float32)
@@ -215,9 +227,11 @@ def _slim_four(
     MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, T: tl.constexpr,
     T_P: tl.constexpr, G: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x int32 [M, K / 2], ``codes`` int16 [N, K / 4] (GATED: [2 N, ...]), ``weight`` a descriptor of these with blocks
-    [G, BN, E] of batches, outputs and elements, which gives 0 outside.  A part has at most G batches and a program T
-    tiles; T_P is a power of two of at least T."""
+    """Multiply x int32 [M, K / 2] by 4-bit ``codes`` int16 [N, K / 4], with GATED [2 N, ...].
+
+    ``weight`` is a descriptor of the codes with blocks [G, BN, E] of batches, outputs and elements, which returns 0
+    outside.  A part has at most G batches and a program T tiles.  T_P is a power of two of at least T.
+    """
     SIDES: tl.constexpr = 2 if GROUP == 32 else 1
     BATCH: tl.constexpr = GROUP * SIDES  # inputs
     E: tl.constexpr = BATCH // 4
@@ -281,7 +295,10 @@ def _slim_four(
 
 
 def slim_four_tile(of: Quantized, mode: int) -> dict[str, int]:
-    """The fastest of an H100, of 4,096 and 14,336 inputs.  EACH: programs of a multiprocessor."""
+    """Return the fastest tile on an H100, of 4,096 and 14,336 inputs.
+
+    EACH is the number of programs per multiprocessor.
+    """
     if mode == GATED:
         part, each, stages, warps = (2048, 2, 2, 4) if of.group == 32 else (4096, 1, 3, 8)
     elif of.group == 32:
@@ -314,7 +331,7 @@ class SlimFourProduct(SlimProduct):
         norm: Tensor | None = None,
         tile: dict[str, int] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``products.Product``, of x [1 to 8, K]."""
+        """Compute the product as ``products.Product``, of x [1 to 8, K]."""
         of, m = self.of, len(x)
         if m > ROWS:
             raise ValueError(f"{m} rows: expected 1 to {ROWS}")

@@ -28,7 +28,7 @@ from .quant_words import WIDE
 
 @kernel()
 def _halves(x, y, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
-    """A program takes BK inputs of a row."""
+    """Reorder BK inputs of a row to halves."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BK + tl.arange(0, BK)
@@ -38,7 +38,7 @@ def _halves(x, y, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr):
 
 
 def halves(x: Tensor) -> Tensor:
-    """x [M, K], K a multiple of 32 -> the same with each row in halves."""
+    """Return x [M, K], K a multiple of 32, with each row in halves."""
     (m, k), y = x.shape, torch.empty_like(x)
     if m:
         _halves[(m, triton.cdiv(k, 4096))](x, y, K=k, BK=4096, **pdl(x))
@@ -51,8 +51,11 @@ def _tiles(
     SG: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """``x`` is a descriptor with blocks [BM, BK], in halves and [BM, BK / 2] of 4 bits; ``weight`` one with blocks
-    [BN, BK] bytes, or half as many; outside of the tensors they give 0."""
+    """Multiply rows by the weight in large tiles.
+
+    ``x`` is a descriptor with blocks [BM, BK], of 4 bits [BM, BK / 2] in halves.  ``weight`` is a descriptor with
+    blocks [BN, BK] bytes, or half as many.  Both return 0 outside the tensors.
+    """
     row, tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     wait(PDL)
     om, on = row * BM + tl.arange(0, BM), tile * BN + tl.arange(0, BN)
@@ -103,8 +106,11 @@ def _tiles(
 
 
 def tile_of(form: int, rows: int, n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py: of up to 64 rows of 4 bits on an H200, of more on an H100, of the
-    shapes of Llama-3.1-8B.  Sums are split among as many programs as the device has room for."""
+    """Return the fastest tile of benchmarks/quant_kernels.py for the shapes of Llama-3.1-8B.
+
+    Tiles of up to 64 rows of 4 bits are from an H200, others from an H100. Sums are split among as many programs as the
+    device can run at once.
+    """
     if rows > 128 and form == 8 and n >= WIDE:
         return dict(BM=256, BN=64, BK=64, SK=1, STAGES=3, num_warps=4)
     bm, stages, most = (32, 5, 384) if rows <= 32 else (64, 4, 264) if rows <= 64 else (128, 3, 264)
@@ -114,7 +120,7 @@ def tile_of(form: int, rows: int, n: int) -> dict[str, int]:
 
 
 def tiles(of: Any, x: Tensor, tile: dict[str, int] | None = None, y: Tensor | None = None) -> Tensor:
-    """x bf16 [M, K] without gaps, ``of`` a ``Quantized`` -> x W^T [M, N], in ``y`` if that is given."""
+    """Compute x W^T [M, N] of contiguous x bf16 [M, K] and a ``Quantized``, in ``y`` if it is not None."""
     m = len(x)
     y = x.new_empty(m, of.n) if y is None else y
     if not m:

@@ -39,7 +39,7 @@ SHORT = 4096  # inputs up to which a row is short: a program has all of them in 
 
 @triton.jit
 def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
-    """Four neighbouring inputs, each float32 [1, W], and their sum."""
+    """Return four neighbouring inputs, each float32 [1, W], and their sum."""
     v0, v1, v2, v3 = _values(tl.load(x + at, mask=on, other=0), like)
     if TOP > 0:
         v0, v1 = codes_of(v0, step, inverse, TOP, True), codes_of(v1, step, inverse, TOP, True)
@@ -49,7 +49,7 @@ def _fours(x, at, on, step, inverse, like, TOP: tl.constexpr):
 
 @triton.jit
 def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
-    """Where in x the inputs of an element of the weight begin: which element, or which four."""
+    """Return the place in x of the inputs of an element of the weight, in elements or groups of four."""
     if FORM == 4:
         return word // 4 * 8 + word % 4
     else:
@@ -59,7 +59,7 @@ def _place(word, UNIT: tl.constexpr, FORM: tl.constexpr):
 @triton.jit
 def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr,
             TOP: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """What weights are multiplied by, and the sum that is taken off, of which a form uses its own."""
+    """Return the factors of the weights and the sum to subtract.  Each form uses some of them."""
     if FLOAT8 and UNIT == 8:
         v0, v1, v2, v3 = _values(tl.load(wide + at, mask=on, other=0), like)
         u0, u1, u2, u3 = _values(tl.load(wide + at + 1, mask=on, other=0), like)
@@ -89,7 +89,7 @@ def _inputs(x, wide, at, on, step, inverse, like, FORM: tl.constexpr, FLOAT8: tl
 @triton.jit
 def _products(raw, s, z, v, BN: tl.constexpr, SOME: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr,
               UNIT: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
-    """What ``_weights`` gave [BN, W] times what ``_inputs`` gave, the products of an element added up."""
+    """Return the products of ``_weights`` [BN, W] and ``_inputs``, summed for each element."""
     if FLOAT8 and UNIT == 8:
         return eight_products(raw, v[0], v[1], v[2], v[3], ASM)
     elif FLOAT8:
@@ -109,8 +109,11 @@ def _products(raw, s, z, v, BN: tl.constexpr, SOME: tl.constexpr, FORM: tl.const
 def _weights(weight, scale, zero, on, k, there, WIDE: tl.constexpr, W: tl.constexpr, SOME: tl.constexpr,
              SN: tl.constexpr, SG: tl.constexpr, K: tl.constexpr, FORM: tl.constexpr, UNIT: tl.constexpr,
              GROUP: tl.constexpr, ZERO: tl.constexpr):  # fmt: skip
-    """Of the weight's rows ``on`` < ``there``, from input k on: elements [BN, W] of WIDE, and scales and zero points
-    [BN, SOME] of groups; 8 bits have one scale a row, [BN]."""
+    """Return elements [BN, W] of the weight's rows ``on`` < ``there`` from input k on, and scales and zero points [BN,
+    SOME].
+
+    A row has WIDE elements.  8 bits have one scale per row, [BN].
+    """
     first, og = k // UNIT, tl.arange(0, SOME)
     word = first + tl.arange(0, W)
     at = weight + on.to(tl.int64)[:, None] * WIDE + word[None, :]
@@ -134,7 +137,7 @@ def _both_added(a, b, c, d):
 
 @triton.jit
 def _steps(most, TOP: tl.constexpr, FORM: tl.constexpr):
-    """(what the sums of a row are multiplied by whose largest element is ``most``, its inverse or a part of that)."""
+    """Return the factor for the sums of a row whose largest element is ``most``, and its inverse or a part of it."""
     if FORM == 4:
         return power_of(most)
     else:
@@ -143,8 +146,9 @@ def _steps(most, TOP: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
-    """What the sums of outputs ``on`` are added to, and the weight of the norm behind, which are loaded before these
-    sums are there."""
+    """Return the residual of outputs ``on`` and the weight of the next norm, which are loaded before the sums are
+    ready.
+    """
     if MODE == 2:
         stream = tl.load(residual + on, mask=on < N, other=0.0)
         return stream, tl.load(norm + on, mask=on < N, other=0.0).to(tl.float32)
@@ -155,8 +159,10 @@ def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
 @triton.jit
 def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.constexpr, MODE: tl.constexpr,
             BIAS: tl.constexpr, ACT: tl.constexpr, FORM: tl.constexpr):  # fmt: skip
-    """What comes of the sums [BN] of outputs ``on`` is stored, as ``products._finish`` does it -> [BN]: the squares of
-    the stream, or ``size_of`` what is behind a gate."""
+    """Apply the epilogue to the sums [BN] of outputs ``on`` and store it, as ``products._finish``.
+
+    Return the squares of the stream, or with a gate ``size_of`` its output, [BN].
+    """
     ok = on < N
     acc, up = acc * factor, up * factor
     if FORM == 4:
@@ -186,8 +192,11 @@ def _stored(acc, up, s, up_s, beside, on, factor, y, bias, residual, N: tl.const
 @triton.jit
 def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PARTS: tl.constexpr,
              PARTS_P: tl.constexpr, FORM: tl.constexpr, FLOAT8: tl.constexpr, UNIT: tl.constexpr):  # fmt: skip
-    """What all sums of the row are multiplied by: its scale, what the norm before divides it by, and what the numbers
-    of words of bytes and of ``quant_eights.pair_of`` are smaller."""
+    """Return the factor of all sums of the row.
+
+    It combines the row's scale, the division by the last norm, and the units of words of bytes and of
+    ``quant_eights.pair_of``.
+    """
     factor = 1.0
     if FORM == 8:
         factor = 2.0 if not FLOAT8 else 16.0 if UNIT == 8 else 1.0
@@ -201,7 +210,9 @@ def _factors(by_row, in_squares, eps, K: tl.constexpr, BY_ROW: tl.constexpr, PAR
 
 @triton.jit
 def _largest(x, tops, K: tl.constexpr, STEP: tl.constexpr, TOPS: tl.constexpr, TOPS_P: tl.constexpr):
-    """The largest ``size_of`` the elements of x [K], which is the largest of ``tops`` [TOPS] where these are told."""
+    """Return the largest ``size_of`` the elements of x [K], which is the largest of ``tops`` [TOPS] if there are
+    any.
+    """
     if TOPS > 0:
         at = tl.arange(0, TOPS_P)
         most = tl.load(tops + at, mask=at < TOPS, other=0)
@@ -222,10 +233,13 @@ def _short(
     MODE: tl.constexpr, BIAS: tl.constexpr, ACT: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, P: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """x [K], ``wide_x`` the same as int64 [K / 4] of four inputs an element; weight (GATED: [2 N, ...]) of elements of
-    UNIT inputs: int32 words, float8, or int64 of eight of these; ``out`` [P]: of each program what ``_stored`` gave.
-    KP: a power of two of at least K inputs.  STAGES 0: the weights of the next tile go to registers; else through
-    shared memory, so many tiles at a time."""
+    """Multiply x [K] by the weight, for few inputs.
+
+    ``wide_x`` is x as int64 [K / 4], with four inputs per element.  The weight, with GATED [2 N, ...], has elements of
+    UNIT inputs: int32 words, float8, or int64 of eight float8. ``out`` [P] gets the result of ``_stored`` of each
+    program.  KP is a power of two of at least K. With STAGES 0 the weights of the next tile are loaded to registers,
+    otherwise STAGES tiles at a time to shared memory.
+    """
     program = tl.program_id(0)
     wide: tl.constexpr = K // UNIT
     width: tl.constexpr = KP // UNIT
@@ -286,7 +300,10 @@ def _long(
     BY_ROW: tl.constexpr, PARTS: tl.constexpr, PARTS_P: tl.constexpr, MODE: tl.constexpr, BIAS: tl.constexpr,
     ACT: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As ``_short``; STAGES 0: the weights of the next inputs go to registers, else through shared memory."""
+    """Multiply x [K] by the weight as ``_short``, for many inputs.
+
+    With STAGES 0 the weights of the next inputs are loaded to registers, otherwise to shared memory.
+    """
     tile = tl.program_id(0)
     on = tile * BN + tl.arange(0, BN)
     upper = tl.where(on < N, on + N, 2 * N)
@@ -343,10 +360,13 @@ def _long(
 
 
 def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_layer.py, of 4,096 inputs; with fewer, programs have more outputs.  Of 8 bits by
-    words and eights on an H100, else on an H200, and of 4 bits in a step of an engine (docs/performance.md).  EACH:
-    programs of a multiprocessor, as many as it has room for, where a gate is concerned: where it has room for more,
-    some get more, which the others wait for."""
+    """Return the fastest tile of benchmarks/quant_layer.py, of 4,096 inputs.  For fewer inputs, programs have more
+    outputs.
+
+    Tiles of 8 bits by words and eights are from an H100, others from an H200, and tiles of 4 bits from steps of an
+    engine (docs/performance.md). EACH is the number of programs per multiprocessor.  With a gate it is as many as fit,
+    since otherwise some multiprocessors would run more programs than others.
+    """
     warps = 4
     if of.form == 4:
         many = of.group == 128 or (of.group == 64 and of.zero is None)  # fewer scales in registers
@@ -362,7 +382,7 @@ def short_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
 
 
 def long_tile(of: Quantized, gated: bool, unit: int) -> dict[str, int]:
-    """Likewise, of 14,336 inputs."""
+    """Return the fastest tile of benchmarks/quant_layer.py, of 14,336 inputs."""
     if of.form == 4:
         bn, bk, stages, warps = 16, 2048, 3, 8
     else:
@@ -375,12 +395,14 @@ class VectorProduct(Surrounded):
 
     @property
     def by_largest(self) -> bool:
-        """Whether the largest element of x is asked for."""
+        """Return whether the kernel needs the largest element of x."""
         return self.rounded is not None or self.of.form == 4
 
     def fits(self, x: Tensor) -> bool:
-        """Whether to use it for x.  float16 is left out: the stream times the norm's weight, before it is divided, may
-        be too large for that."""
+        """Return whether the kernel supports x.
+
+        float16 is excluded: the stream times the norm's weight, before the division, may overflow it.
+        """
         taken = self.float8 or takes(x, self.of.weight, self.k)
         fast = self.of.table is None and capability(x.device) >= 9
         return len(x) == 1 and x.dtype == torch.bfloat16 and x.is_contiguous() and fast and taken
@@ -395,8 +417,11 @@ class VectorProduct(Surrounded):
         tile: dict[str, int] | None = None,
         tops: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As ``products.Product``, of x [1, K]; a gate gives int32 [1, P], as which ``tops`` may be known of x: the
-        bits of the largest elements of its parts."""
+        """Compute the product as ``products.Product``, of x [1, K].
+
+        With a gate, the second result is int32 [1, P], the bits of the largest elements of the output's parts.  A
+        caller may pass them as ``tops`` of x.
+        """
         of, by_row, short = self.of, None, self.k <= SHORT
         tops = tops if self.by_largest else None
         if self.rounded is not None and tops is None and not short:
@@ -431,7 +456,7 @@ class VectorProduct(Surrounded):
         return y, told
 
     def elements(self, x: Tensor) -> tuple[int, Tensor]:
-        """(inputs of an element of the weight, the weight as these)."""
+        """Return the inputs of an element of the weight, and the weight in such elements."""
         weight = self.of.weight
         if not self.float8:
             return 32 // self.of.form, weight.view(torch.int32)
@@ -439,7 +464,7 @@ class VectorProduct(Surrounded):
         return (8, weight.view(torch.int64)) if self.rounded is not None and lies else (1, weight)
 
     def told(self, rows: int, parts: int, device: torch.device) -> Tensor | None:
-        """Likewise, or of a gate for the bits of the largest elements of the row's parts."""
+        """Allocate the sums of squares of a row's parts, or with a gate the bits of their largest elements."""
         if self.mode == PLAIN:
             return None
         return torch.empty((rows, parts), dtype=torch.int32 if self.mode == GATED else torch.float32, device=device)

@@ -28,7 +28,7 @@ WIDE = 16384  # outputs from which programs are many enough to be large
 
 @triton.jit
 def _values(four, like):
-    """An int64 of four 16-bit floats, of the dtype that ``like`` points to -> four times float32 [1, ...]."""
+    """Convert an int64 of four 16-bit floats, of the dtype that ``like`` points to, to four float32 [1, ...]."""
     dtype: tl.constexpr = like.dtype.element_ty
     v0 = four.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
     v1 = (four >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
@@ -39,7 +39,7 @@ def _values(four, like):
 
 @triton.jit
 def _number(moved, MASK: tl.constexpr, ASM: tl.constexpr):
-    """ASM: as one instruction, which the compiler makes two of."""
+    """Return the number in the masked bits plus 128, as float32.  ASM uses one instruction instead of two."""
     if ASM:
         found = tl.inline_asm_elementwise(
             "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r", [moved, MASK, 0x43000000], tl.int32, True, 1
@@ -51,7 +51,7 @@ def _number(moved, MASK: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _add(acc, x, at, on, n0, n1, n2, n3, h0, h1, h2, h3, s, z, like, FORM: tl.constexpr):
-    """acc [BN, W] + the products of a row of x with the numbers of W words; of 8 bits, half of them."""
+    """Return acc [BN, W] + the products of a row of x with the numbers of W words, of 8 bits with half of them."""
     v0, v1, v2, v3 = _values(tl.load(x + at, mask=on, other=0), like)
     both = (v0 + v1) + (v2 + v3)
     if FORM == 4:
@@ -77,7 +77,7 @@ def _put(y, row, M, on, acc, scale, by_row, N: tl.constexpr, FORM: tl.constexpr,
 
 @triton.jit
 def _spread(s, BN: tl.constexpr, SOME: tl.constexpr, EACH: tl.constexpr):
-    """s [BN, SOME] -> [BN, SOME * EACH], each as often as there are words in a group."""
+    """Repeat s [BN, SOME] to [BN, SOME * EACH], once for each word of a group."""
     if SOME == 1:
         return s
     else:
@@ -90,8 +90,11 @@ def _words(
     FORM: tl.constexpr, GROUP: tl.constexpr, ZERO: tl.constexpr, ROWS: tl.constexpr, BY_ROW: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """ROWS (1, 2, 4, 8) >= M rows; BY_ROW: each is multiplied by ``by_row`` [M] at last.  x [M, K / 4] int64 has four
-    inputs an element, weight [N, K / 4 or 8] int32 four or eight weights."""
+    """Multiply up to ROWS (1, 2, 4, 8) rows by the weight.
+
+    BY_ROW multiplies each row by ``by_row`` [M] at the end.  x [M, K / 4] int64 has four inputs per element, the weight
+    [N, K / 4 or 8] int32 four or eight weights.
+    """
     wait(PDL)
     on = tl.program_id(0) * BN + tl.arange(0, BN)
     wide: tl.constexpr = K * FORM // 32
@@ -151,13 +154,17 @@ def _words(
 
 
 def takes(x: Tensor, weight: Tensor, k: int) -> bool:
-    """Whether ``words`` does: 16-bit floats and whole numbers, in words and fours that lie as the memory's do."""
+    """Return whether ``words`` supports x and the weight: 16-bit floats and whole numbers, aligned to words and
+    fours.
+    """
     whole = weight.dtype in (torch.int8, torch.uint8) and x.element_size() == 2
     return whole and k % 4 == 0 and x.data_ptr() % 8 == 0 and weight.data_ptr() % 4 == 0
 
 
 def words_tile(form: int, group: int, rows: int, n: int) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs of 4,096 inputs."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H200, of 4,096 and 28,672 outputs of 4,096
+    inputs.
+    """
     if form == 8:
         bn, bk, warps = (16, 512, 4) if n >= WIDE else (8, 1024, 4)
         return dict(BN=bn, BK=bk, STAGES=3, num_warps=warps)
@@ -176,8 +183,11 @@ def words(
     tile: dict[str, int] | None = None,
     by_row: Tensor | None = None,
 ) -> Tensor:
-    """x [1 to 8, K] without gaps times the weight [N, K], [N, K / 2] of 4 bits -> y [M, N] of x's dtype.  ``sizes``:
-    N, K, SN and SG (strides of the scales), FORM (bits), GROUP, ZERO.  ``by_row`` f32 [M]: factors of the rows of y."""
+    """Compute y [M, N] of x's dtype, of contiguous x [1 to 8, K] and the weight [N, K], of 4 bits [N, K / 2].
+
+    ``sizes`` has N, K, SN and SG (strides of the scales), FORM (bits), GROUP and ZERO. ``by_row`` f32 [M] are factors
+    of the rows of y.
+    """
     m = len(x)
     tile = tile or words_tile(sizes["FORM"], sizes["GROUP"], m, sizes["N"])
     _words[(triton.cdiv(sizes["N"], tile["BN"]),)](

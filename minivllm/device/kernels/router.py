@@ -32,7 +32,7 @@ def _route(
     KP: tl.constexpr, SCORE: tl.constexpr, CHOICE: tl.constexpr, NORMALIZE: tl.constexpr, ROUND: tl.constexpr,
     FLOOR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one token."""
+    """Choose the experts of a token."""
     wait(PDL)
     row, at, slot = tl.program_id(0), tl.arange(0, P), tl.arange(0, KP)
     on = at < E
@@ -82,10 +82,13 @@ def route(
     rounded: bool = True,
     floor: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """logits [T, E] -> (weights f32 [T, k], ``rounded`` to the dtype of the logits; ids i32 [T, k]), best first, of
-    equal ones the lower id.  ``score``, a key of SCORES: "softmax" over all experts; "chosen_softmax" over the chosen;
-    "sigmoid".  ``choice_bias`` [E] counts for the choice alone.  ``normalize``: the weights of a token are divided by
-    their sum plus ``floor`` before they are multiplied by ``scale``."""
+    """Return the weights f32 [T, k] and ids i32 [T, k] of the chosen experts for logits [T, E], best first.
+
+    Among equal experts the lower id is first.  Weights are ``rounded`` to the dtype of the logits.  ``score`` is a key
+    of SCORES: "softmax" over all experts, "chosen_softmax" over the chosen experts, or "sigmoid". ``choice_bias`` [E]
+    affects only the choice.  ``normalize`` divides the weights of a token by their sum plus ``floor``, before ``scale``
+    multiplies them.
+    """
     t, e = logits.shape
     weights = torch.empty((t, chosen), dtype=torch.float32, device=logits.device)
     ids = torch.empty((t, chosen), dtype=torch.int32, device=logits.device)
@@ -117,8 +120,11 @@ def _assign(
     ids, order, expert, pairs, blocks, E: tl.constexpr, P: tl.constexpr, BM: tl.constexpr, CHUNK: tl.constexpr,
     ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one expert: it counts the pairs of all, and so needs to hear of no other program.  ONCE: a chunk
-    has all pairs."""
+    """Write the blocks of an expert.
+
+    A program counts the pairs of all experts, so it needs no result of other programs.  ONCE means that a chunk has all
+    pairs.
+    """
     wait(PDL)
     mine, bins, at = tl.program_id(0), tl.arange(0, P), tl.arange(0, CHUNK)
     count = tl.zeros((P,), tl.int32)
@@ -153,12 +159,14 @@ def _assign(
 
 
 def most_blocks(pairs: int, experts: int, bm: int) -> int:
-    """Blocks of ``bm`` pairs that may be needed, however they fall on the experts."""
+    """Return the most blocks of ``bm`` pairs that any distribution of the pairs over the experts needs."""
     return pairs // bm + min(pairs, experts)
 
 
 def assign(ids: Tensor, experts: int, bm: int) -> tuple[Tensor, Tensor]:
-    """ids i32 [T, k], each below ``experts`` -> (order i32 [blocks * bm], expert i32 [blocks]), see above."""
+    """Return order i32 [blocks * bm] and expert i32 [blocks], as described above, for ids i32 [T, k] below
+    ``experts``.
+    """
     pairs = ids.numel()
     blocks = most_blocks(pairs, experts, bm)
     order = torch.empty(blocks * bm, dtype=torch.int32, device=ids.device)

@@ -34,7 +34,7 @@ DEFAULTS = {"TURNED": 0, "AHEAD": 0, "FAST": 0}  # of a tile
 def _rows(
     x, q, scale, K: tl.constexpr, BK: tl.constexpr, TOP: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: as int8 has them, else as float8; q may have a wider dtype."""
+    """Round a row to 8 bits: WHOLE as int8, otherwise as float8.  q may have a wider dtype."""
     wait(PDL)
     row = tl.program_id(0).to(tl.int64)
     ok = tl.arange(0, BK)
@@ -50,8 +50,10 @@ def _rows(
 
 
 def rows(x: Tensor, dtype: torch.dtype, kept: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """x [M, K] without gaps -> q [M, K] of ``dtype``'s numbers in the dtype ``kept`` (None: that one), scale f32
-    [M, 1]."""
+    """Round contiguous x [M, K] to ``dtype``, and return q [M, K] in the dtype ``kept`` and scale f32 [M, 1].
+
+    ``kept`` None means ``dtype``.
+    """
     m, k = x.shape
     q, scale = empty_rows(m, k, kept or dtype, x.device)
     if m:
@@ -88,8 +90,10 @@ def _rounded(x, y, threshold, K: tl.constexpr, BK: tl.constexpr, PDL: tl.constex
 
 
 def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
-    """x [M, K] without gaps, each row rounded to 127 steps on either side, which its largest element below the
-    threshold makes; elements that reach the threshold are as they were."""
+    """Round each row of contiguous x [M, K] to 127 steps on both sides of 0.
+
+    The largest element below the threshold defines the step.  Elements that reach the threshold are unchanged.
+    """
     (m, k), y = x.shape, torch.empty_like(x)
     if m:
         block = min(triton.next_power_of_2(k), 8192)
@@ -99,7 +103,7 @@ def rounded_but_large(x: Tensor, threshold: float) -> Tensor:
 
 @triton.jit
 def _all_parts(acc, scratch, arrived, at, part, BM: tl.constexpr, BN: tl.constexpr, SK: tl.constexpr):
-    """(the sums [BM, BN] of all parts of tile ``at``, whether this program arrived last and has them)."""
+    """Return the sums [BM, BN] of all parts of tile ``at``, and whether this program arrived last and has them."""
     size: tl.constexpr = BM * BN
     here = scratch + at.to(tl.int64) * (SK * size) + tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
     tl.store(here + part * size, acc)
@@ -115,7 +119,7 @@ def _all_parts(acc, scratch, arrived, at, part, BM: tl.constexpr, BN: tl.constex
 
 @triton.jit
 def _ask(at):
-    """For 256 bytes at each of the pointers ``at``, divisible by 16, to come into the second-level cache."""
+    """Prefetch 256 bytes at each of the pointers ``at``, which are divisible by 16, to the second-level cache."""
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",
         "=r,l",
@@ -132,9 +136,12 @@ def _product(
     BN: tl.constexpr, BK: tl.constexpr, SK: tl.constexpr, STAGES: tl.constexpr, TURNED: tl.constexpr,
     AHEAD: tl.constexpr, FAST: tl.constexpr, WHOLE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE: of int8.  ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK]; outside of the tensors
-    they give 0.  ``codes`` is where the weight lies.  TURNED: sums are [BN, BM].  AHEAD: inputs of the weight that are
-    asked for early, a multiple of 256 and at most K.  FAST: sums of float8 stay in the tensor cores."""
+    """Multiply rows of 8 bits by a weight of 8 bits.
+
+    WHOLE means int8. ``x`` and ``weight`` are descriptors with blocks [BM, BK] and [BN, BK], which return 0 outside the
+    tensors.  ``codes`` points to the weight.  TURNED means that sums are [BN, BM]. AHEAD is the number of inputs of the
+    weight to prefetch, a multiple of 256 and at most K. FAST keeps the sums of float8 in the tensor cores.
+    """
     # tiles of eight rows of tiles one after another share what they read
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     at, wide = tl.program_id(0), 8 * tiles_n
@@ -179,8 +186,11 @@ def _product(
 
 
 def product_tile(m: int, n: int, k: int, whole: bool) -> dict[str, int]:
-    """The fastest of benchmarks/quant_kernels.py on an H100, of 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and of
-    4,096 of 14,336.  Of up to 64 rows a multiprocessor has one program, with many loads in flight, or several."""
+    """Return the fastest tile of benchmarks/quant_kernels.py on an H100.
+
+    It was measured for 4,096, 6,144 and 28,672 outputs of 4,096 inputs, and 4,096 of 14,336. For up to 64 rows a
+    multiprocessor has one program with many loads in flight, or several programs.
+    """
     if m <= 64:
         bm, sk = max(16, triton.next_power_of_2(m)), 1
         if n <= 4096:
@@ -213,8 +223,11 @@ def product(
     tile: dict[str, int] | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """x [M, K] and weight [N, K] of one 8-bit dtype, x_scale [M, 1] and scale [N] f32, into y [M, N]; K must be a
-    multiple of 16.  ``arrived`` i32, zeros before and after: a counter for each tile, without which no sum is split."""
+    """Compute y [M, N] of x [M, K] and weight [N, K] of the same 8-bit dtype, with x_scale [M, 1] and scale [N] f32.
+
+    K must be a multiple of 16. ``arrived`` i32 has a counter for each tile, zero before and after the call.  Without it
+    no sum is split.
+    """
     (m, k), n = x.shape, len(weight)
     tile = {**DEFAULTS, **(tile or product_tile(m, n, k, x.dtype == torch.int8))}
     tile["FAST"] &= int(y.dtype == torch.bfloat16)  # others have digits for the sums' own
@@ -247,14 +260,16 @@ def product(
 
 
 def library(x: Tensor, x_scale: Tensor, weight: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-    """The same of float8 by the library, into y bfloat16; outputs too must be a multiple of 16.  Its sums have the 14
-    bits of the tensor cores, and are off by up to 1.6e-3 with 3,584 inputs and by less than 5e-3 with 14,336; rounding
-    to bfloat16 makes up to 4e-3, and rounding to float8 3e-2 of a product."""
+    """Compute the product of float8 with torch's function, in y bfloat16; the outputs must be a multiple of 16 too.
+
+    Its sums have the 14 bits of the tensor cores.  They are off by up to 1.6e-3 with 3,584 inputs and by less than 5e-3
+    with 14,336. Rounding to bfloat16 adds up to 4e-3, and rounding to float8 3e-2 of a product.
+    """
     return torch._scaled_mm(x, weight.t(), x_scale, scale[None], out_dtype=y.dtype, use_fast_accum=True, out=y)
 
 
 def by_library(m: int, n: int) -> bool:
-    """Whether the library's float8 product is the faster one: likewise."""
+    """Return whether torch's float8 product is faster, by the same measurement."""
     return m > 64 if n >= WIDE else m > (128 if n > 4096 else 256)
 
 
@@ -270,7 +285,7 @@ class ScaledProduct:
         self.library = weight.dtype == torch.float8_e4m3fn and self.even and n % 16 == 0
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """x [M, K] of any strides -> [M, N], in ``out`` if that is given."""
+        """Compute the product [M, N] of x [M, K] of any strides, in ``out`` if it is not None."""
         m, n = len(x), len(self.weight)
         if not self.even:
             q, scale = rows(x.contiguous(), self.weight.dtype)
@@ -284,7 +299,7 @@ class ScaledProduct:
         return y if out is None or y is out else out.copy_(y)
 
     def of_rows(self, q: Tensor, scale: Tensor, y: Tensor) -> Tensor:
-        """Of rows that are quantized, q [M, K] and scale [M, 1], M >= 1 and K a multiple of 16, into y [M, N]."""
+        """Compute y [M, N] of quantized rows q [M, K] with scale [M, 1], for M >= 1 and K a multiple of 16."""
         if self.library and y.dtype == torch.bfloat16 and by_library(len(q), len(self.weight)):
             return library(q, scale, self.weight, self.scale, y)
         return product(q, scale, self.weight, self.scale, y, arrived=self.wide.arrived)

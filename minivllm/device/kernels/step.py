@@ -41,8 +41,10 @@ def _begin(
 
 
 def begin(slots: Tensor, state, ids: Tensor, position: Tensor, kv_len: Tensor, slot_map: Tensor) -> None:
-    """``slots`` i64 [R] of the device's columns ``state`` -> ids and position i64 [R], kv_len i32 [G, R], slot_map i64
-    [G, R].  What an ended row computes goes to the null block."""
+    """Read the columns of ``slots`` i64 [R] from ``state``, and write the inputs of the step.
+
+    They are ids and position i64 [R], kv_len i32 [G, R] and slot_map i64 [G, R]. Ended rows write to the null block.
+    """
     groups, size, _ = state.table.shape
     _begin[(len(slots),)](
         slots,
@@ -77,7 +79,7 @@ def _gather(slots, a, b, c, d, out, rows, PDL: tl.constexpr):
 
 
 def gather(slots: Tensor, columns: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-    """Four columns i64 [S] at ``slots`` i64 [R], each i64 [R]."""
+    """Return four columns i64 [S] at ``slots`` i64 [R], each i64 [R]."""
     out = torch.empty(4, len(slots), dtype=torch.int64, device=slots.device)
     _gather[(len(slots),)](slots, *columns, out, len(slots), num_warps=1, **pdl(out))
     return tuple(out)

@@ -276,9 +276,8 @@ def prefill(
 ) -> None:
     """Compute the outputs [T, heads, DV] of the rows in ``tiles`` (row i32, first token i32, M) from q [T, heads, D].
 
-    With ``fixed``, a tile of keys gives the same bits with and without a mask, which depends on where tiles of queries
-    begin.  Otherwise the compiler fuses the scaling of scores with the subtraction of their maximum only without a
-    mask.
+    With ``fixed``, a tile of keys gives the same bits with and without a mask: fusing the scaling of scores with the
+    subtraction of their maximum, which the compiler does only without a mask, is off.
     """
     spec = layer.spec
     (row, token, lines), group = tiles, spec.heads // spec.kv_heads
