@@ -276,8 +276,7 @@ def prefill(
 ) -> None:
     """Compute the outputs [T, heads, DV] of the rows in ``tiles`` (row i32, first token i32, M) from q [T, heads, D].
 
-    With ``fixed``, a tile of keys gives the same bits with and without a mask: fusing the scaling of scores with the
-    subtraction of their maximum, which the compiler does only without a mask, is off.
+    ``fixed`` keeps the compiler from fusing multiply-adds, which it does without a mask only and which changes bits.
     """
     spec = layer.spec
     (row, token, lines), group = tiles, spec.heads // spec.kv_heads
