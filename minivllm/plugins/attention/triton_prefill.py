@@ -282,7 +282,9 @@ def prefill(
     (row, token, lines), group = tiles, spec.heads // spec.kv_heads
     k, v = layer.cache["k"], layer.cache["k" if spec.v_in_k else "v"]
     scaled = "k_scale" in layer.cache
-    exact, tma = in_float32(q), not scaled and by_tma(spec, k.dtype, q.device, meta.block)
+    exact = in_float32(q)
+    tma = not scaled and by_tma(spec, k.dtype, q.device, meta.block)
+    sizes = dict(KH=spec.kv_heads, G=group, D=spec.dim_qk, DV=spec.dim_v, VS=v.shape[-1])
     tiled = [_whole(x, spec) if tma else x for x in (k, v)]
     ends = layer.sinks if spec.sinks else out, layer.slopes if spec.alibi is not None else out, out
     _prefill[(len(row), spec.kv_heads)](
@@ -303,12 +305,8 @@ def prefill(
         spec.softcap or 1.0,
         q.stride(0),
         meta.table.stride(1),
-        KH=spec.kv_heads,
-        G=group,
-        D=spec.dim_qk,
+        **sizes,
         DP=power(max(spec.dim_qk, 16)),
-        DV=spec.dim_v,
-        VS=v.shape[-1],
         DVP=power(max(spec.dim_v, 16)),
         BLOCK=meta.block,
         M=lines,
