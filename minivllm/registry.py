@@ -477,11 +477,7 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
     It works in any process that has the packages installed.  PluginError names the plug-in if the import fails, the
     class does not implement the seam, or the constructor fails.
     """
-    label = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
-    cls = guarded_import(label, part.target, part.source)
-    check_base(KINDS[kind], label, cls)
-    note_part(f"{kind} {part.name}", cls)
-    model = guarded_import(label, part.options_target, part.source) if part.options_target else None
+    label, cls, model = _class_of(kind, part)
     try:
         options = model(**part.options) if model is not None else None
         plugin = cls() if kind == "model" and options is None else cls(options, *context)
@@ -495,6 +491,30 @@ def build_part(kind: str, part: Part, *context: Any) -> Any:
         raise
     except BaseException as exc:  # SystemExit too, as for imports
         raise PluginError(f"{label} could not be constructed: {describe_error(exc)}") from exc
+
+
+def _class_of(kind: str, part: Part) -> tuple[str, Any, Any]:
+    """Return the name of a chosen plug-in for messages, its class, and the class of its options or None."""
+    label = f"{kind} {shown(part.name)} ({part.source})" if part.source else f"{kind} {shown(part.name)}"
+    cls = guarded_import(label, part.target, part.source)
+    check_base(KINDS[kind], label, cls)
+    note_part(f"{kind} {part.name}", cls)
+    model = guarded_import(label, part.options_target, part.source) if part.options_target else None
+    return label, cls, model
+
+
+def head_of(part: Part, folder: str, target: Any, cfg: Any) -> Any:
+    """Return the ``Head`` of a drafter that claims ``target_head``; see ``Drafter.head``.
+
+    PluginError if the drafter raises anything but errors of this package."""
+    label, cls, model = _class_of("drafter", part)
+    try:
+        options = model(**part.options) if model is not None else None
+        return cls.head(options, folder, target, cfg)
+    except (MinivllmError, KeyboardInterrupt):
+        raise
+    except BaseException as exc:
+        raise PluginError(f"{label}: head() failed: {describe_error(exc)}") from exc
 
 
 def _import(entry: Entry, target: str) -> Any:

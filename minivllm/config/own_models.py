@@ -3,14 +3,17 @@ model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.executor import DraftWiring, Part
 from minivllm.device.loading.hf_config import Checkpoint
-from minivllm.errors import PluginError, shown
-from minivllm.registry import build_part
+from minivllm.errors import ConfigError, ModelError, PluginError, shown
+from minivllm.registry import build_part, head_of
 
 from .draft_limits import DraftLimits
 from .kv_groups import attention_layers
@@ -18,6 +21,53 @@ from .places import ModelPlaces, describe_folder
 
 # Features that exclude own_model: a second model runs once per row and step, outside of CUDA graphs.
 WITHOUT = ("graph_safe", "multi_position")
+
+
+MTP_PART = Part("minivllm/mtp", "minivllm.plugins.drafter.mtp:MTP")
+
+
+@dataclass(frozen=True)
+class Served:
+    """The served model: its folder, architecture and config object, and the names of its tensors.
+
+    ``names`` None means that the names are not known before the weights are loaded."""
+
+    folder: Path
+    arch: Any
+    cfg: Any
+    names: Sequence[str] | None
+
+
+def has_head(names: Sequence[str] | None) -> bool:
+    """Return whether a checkpoint with tensors of these names holds a head for next-token prediction (``mtp.*``)."""
+    return any(name.startswith("mtp.fc.") for name in names or ())
+
+
+def check_head(part: Part, served: Served) -> Any:
+    """Return the ``Head`` of a drafter on the served model.
+
+    ConfigError if tensors of the head are missing, ModelError if it does not belong to the model."""
+    head = head_of(part, str(served.folder), served.arch, served.cfg)
+    missing = missing_tensors(head, served.names)
+    if missing:
+        raise ConfigError(
+            f"{served.folder} has no tensor {missing}; use a checkpoint with such a head, or another drafter"
+        )
+    return head
+
+
+def missing_tensors(head: Any, names: Sequence[str] | None) -> str:
+    """Return the first source of a head's rules that begins no name, "" if each begins one or names are unknown."""
+    if names is None:
+        return ""
+    for rule in head.arch.weights(head.cfg):
+        if rule.module is None or rule.form:
+            continue
+        root = rule.source.partition(".")[0]
+        pattern = re.escape(rule.source).replace(r"\{i\}", r"\d+").replace(r"\{e\}", r"\d+")
+        if not any(root in name and re.search(rf"(^|\.){pattern}(\.|$)", name) for name in names):
+            return rule.source
+    return ""
 
 
 @dataclass
@@ -56,6 +106,18 @@ class OwnModels:
         self.layers += layers
         self.notes.append((claim, f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))
         return DraftWiring(str(checkpoint.folder), parts)
+
+    def add_head(self, part: Part, served: Served, label: str) -> DraftWiring:
+        """Check the layers of ``part``, a drafter that reads hidden states of the ``served`` model.
+
+        ConfigError, whose message begins with ``label``, if there is none or if it does not belong to the model."""
+        try:
+            head = check_head(part, served)
+        except (ConfigError, ModelError) as exc:
+            raise type(exc)(f"{label}: {exc}") from exc
+        self.layers += attention_layers(head.arch, head.cfg)
+        self.notes.append(("target_head", f"{describe_folder(served.folder)} reads {', '.join(head.points)}"))
+        return DraftWiring(str(served.folder), {})
 
     def of_processors(self, processors: Sequence[Part], begins: str) -> dict[str, DraftWiring]:
         """Choose the plug-ins of the processors' second models, by processor name.  PluginError for contradictory

@@ -39,7 +39,7 @@ from . import tensor_parallel
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
-from .own_models import OwnModels
+from .own_models import MTP_PART, OwnModels, Served, check_head, has_head
 from .places import ModelPlaces, describe_folder
 from .states import states_explained
 from .steps import wire_steps
@@ -165,7 +165,7 @@ class _Fold:
             switch = None
         limits = DraftLimits(hf_config.vocab_size, max_len, switch)
         second_models = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
-        speculation = self._drafter(second_models)
+        speculation = self._drafter(second_models, self._served(checkpoint, hf_config))
         method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
         choice = self._quantizer_for(method)
         self._pick("quantizer", choice, ("device", "sm", "dtype"), {"checkpoint": method}, invariant)
@@ -419,17 +419,53 @@ class _Fold:
         self._learn("max_model_len", value, f"{value} ({reason})")
         return value
 
-    def _drafter(self, second_models: OwnModels) -> SpeculationWiring:
-        """Choose the drafter, its second model if it uses one, and the number of drafts in a step."""
-        self._pick("drafter", self.config.drafter, ("device",))
+    def _served(self, checkpoint: Checkpoint, hf_config: Any) -> Served:
+        """Return what the head of a drafter must belong to."""
+        names = names_in(checkpoint.folder, self.config.load_format)
+        return Served(checkpoint.folder, build_part("model", self.parts["model"]), hf_config, names)
+
+    def _drafter(self, second_models: OwnModels, served: Served) -> SpeculationWiring:
+        """Choose the drafter, its second model or head if it uses one, and the number of drafts in a step."""
+        choice = self.config.drafter
+        if choice.name == "auto" and not choice.prefer:
+            choice = self._own_head(served)
+        self._pick("drafter", choice, ("device",))
         part = self.parts["drafter"]
         option = self.config.num_speculative_tokens
         drafts = min(option, int(part.traits.get("drafts", option)))
         model = None
+        label = begins(source_of(self.origins, "drafter"))
         if "draft_model" in part.features:
-            label = f"{begins(source_of(self.origins, 'drafter'))}the draft model"
-            model = second_models.add(part, "draft_model", label)
+            model = second_models.add(part, "draft_model", f"{label}the draft model")
+        if "target_head" in part.features:
+            if self.config.tensor_parallel_size > 1:
+                size = f"tensor_parallel_size={self.config.tensor_parallel_size}"
+                raise ConfigError(f"{label}{part.name} with {size}: its layers run on one device; use 1, or ngram")
+            model = second_models.add_head(part, served, f"{label}drafter {part.name}")
         return SpeculationWiring(drafts, self.config.speculate, model)
+
+    def _own_head(self, served: Served) -> PluginChoice:
+        """Return the drafter for the option ``auto``: ``mtp`` for a checkpoint that holds a usable head, else ``auto``.
+
+        A head that is not used is noted with the reason."""
+        if not has_head(served.names):
+            return self.config.drafter
+        reason = "" if self.config.tensor_parallel_size == 1 else "its layers run on one device"
+        if "made_up" in self.parts["executor"].traits:
+            reason = "the executor runs no model"
+        able = frozenset({"multi_position"})
+        if self._select("sampler", self.config.sampler, ("device",), {}, able).chosen is None:
+            reason = "the sampler decides one position of a row at a time"
+        if not reason:
+            try:
+                check_head(MTP_PART, served)
+            except (ConfigError, ModelError) as exc:
+                reason = str(exc)
+        if reason:
+            self.notes.append(("drafter.head", f"the checkpoint's head is not used: {reason}"))
+            return self.config.drafter
+        self.notes.append(("drafter.auto", "mtp: the checkpoint holds a head for next-token prediction"))
+        return PluginChoice(name="mtp")
 
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
         """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served

@@ -7,6 +7,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("attention", "sdpa", "minivllm.plugins.attention.spec:SDPA"),
     ("attention", "triton", "minivllm.plugins.attention.spec:TRITON"),
     ("drafter", "model", "minivllm.plugins.drafter.spec:MODEL"),
+    ("drafter", "mtp", "minivllm.plugins.drafter.spec:MTP"),
     ("drafter", "ngram", "minivllm.plugins.drafter.spec:NGRAM"),
     ("drafter", "none", "minivllm.plugins.drafter.spec:NONE"),
     ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),

@@ -102,10 +102,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "drafter",
                 _SEAMS + "drafter:Drafter",
-                api=(1, 1),
+                api=(1, 2),
                 facts=("device",),
                 features={
                     "draft_model": "uses a second model, which its option `model` names",
+                    "target_head": "has layers that read hidden states of the served model: `Drafter.head`",
                     "host_tokens": "reads tokens on the host: `Ask.history`, `Ask.owner` and `learn`",
                 },
                 traits={"drafts": "the largest number of drafts of a row in a step; 0 means no limit"},
@@ -147,7 +148,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
-                api=(2, 5),
+                api=(2, 6),
                 changed="a model may be a table since 2.0 (ModelArch.describe); Parts.rotary takes a decoder.Rope, "
                 "step.wanted is step.logits_indices, picks is takes_logits_indices: see docs/compatibility.md",
                 facts=("device", "dtype", "architecture", "model_type"),

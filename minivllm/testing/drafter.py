@@ -70,15 +70,21 @@ def histories(draw: Any) -> list[list[int]]:
 class DrafterConformance(Lasting, SpecConformance):
     """The suite of drafters.
 
-    A drafter that claims ``draft_model`` gets a fake draft model, and a small real one in the test of the engine.
+    A drafter that claims ``draft_model`` gets a fake draft model, and a small real one in the test of the engine.  One
+    that claims ``target_head`` gets the fake model too, and a small Llama in the test of the engine, whose weights and
+    whose head's weights are random.
     """
 
     kind = "drafter"
 
     def context(self) -> tuple[Any, ...]:
         """Return the arguments to build a drafter."""
-        model = FakeModel() if self.claims("draft_model") else None
+        model = FakeModel() if self.has_model() else None
         return (DrafterContext(VOCAB, MAX_LEN, self.place(), model),)
+
+    def has_model(self) -> bool:
+        """Return whether the drafter gets a model: a draft model or its own head."""
+        return self.claims("draft_model") or self.claims("target_head")
 
     def exercise(self, instance: Drafter) -> Any:
         """Return the drafts for rows whose tokens repeat."""
@@ -192,7 +198,7 @@ class DrafterConformance(Lasting, SpecConformance):
         rows = [rng.integers(0, 3, n).tolist() for n in lengths]
         instance = self.build(*self.context())
         for k in (1, 10, 24):
-            fitting = [row for row in rows if len(row) + k <= MAX_LEN] if self.claims("draft_model") else rows
+            fitting = [row for row in rows if len(row) + k <= MAX_LEN] if self.has_model() else rows
             together = self.drafts(instance, fitting, k)
             other = self.drafts(instance, fitting, k, stale=1)
             for i, row in enumerate(fitting):
@@ -236,7 +242,7 @@ class DrafterConformance(Lasting, SpecConformance):
             assert (ask.known == known).all(), "known was written to"
             for name, old in before.items():
                 new = getattr(ask.rows, name)
-                if name == "tokens" and self.claims("draft_model"):
+                if name == "tokens" and self.has_model():
                     for slot, n in zip(slots.tolist(), known.tolist(), strict=True):
                         new[slot, n : n + k] = old[slot, n : n + k]
                 assert torch.equal(new, old), f"rows.{name} was written to"
@@ -323,6 +329,8 @@ class DrafterConformance(Lasting, SpecConformance):
                 max_num_batched_tokens=48,
                 drafter=drafter,
                 speculate="always",
+                # random weights of the head, too; the files have none
+                load_format="dummy" if self.claims("target_head") else "auto",
                 allow_targets=[self.plugin.partition(":")[0]] if ":" in self.plugin else [],
             )
             with llm:

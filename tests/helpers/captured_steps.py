@@ -14,6 +14,7 @@ import pytest
 import torch
 from cpu_captures import CpuRecorder, cpu_captures
 from greedy import prompts
+from prediction_heads import MTPReference
 
 from minivllm import LLM, SamplingParams, Tap
 from minivllm.core.interfaces.attention import GraphKey
@@ -24,6 +25,7 @@ from minivllm.device.kernels.step import commit
 from minivllm.device.worker import captured, sampling, step
 from minivllm.device.worker.graphs import TappedKey
 from minivllm.device.worker.state import DeviceState
+from minivllm.plugins.drafter.mtp import MTP
 from minivllm.plugins.processor.spec import LOGIT_BIAS
 from minivllm.testing.tiny import tiny_dir
 
@@ -152,6 +154,27 @@ def test_log_probabilities_of_what_is_drawn_from_are_captured_too(models):
 def test_a_sampler_with_state_and_rows_with_drafts_are_those_of_separate_launches(models, options):
     graphs = compare(models["qwen3"], asked({"mirostat_tau": 3.0} if "sampler" in options else {}, *PLAIN), **options)
     assert len(graphs.samples) > 4
+
+
+def test_hidden_states_of_captured_steps_are_read_by_a_head(tmp_path, monkeypatch):
+    """A head drafts as the reference does behind mixed captures of prompts and decode captures."""
+    folder, _, model = tiny_dir(tmp_path / "headed", "qwen3")
+    head, seen = MTPReference(model), []
+    head.write(folder)
+
+    def propose(self, ask, original=MTP.propose):
+        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
+        drafts, count = original(self, ask)
+        seen.extend(zip(rows, drafts.tolist(), count.tolist(), strict=True))
+        return drafts, count
+
+    monkeypatch.setattr(MTP, "propose", propose)
+    options = {"drafter": "mtp", "num_speculative_tokens": 2, "speculate": "auto", "run_ahead": 1}
+    graphs = compare(folder, asked(*[{"temperature": 0}] * 6, max_tokens=24, ignore_eos=True), **options)
+    assert {key.kind for key in graphs.forwards} == {"decode", "mixed"}
+    drafted = [(row, drafts[:n]) for row, drafts, n in seen if n]
+    assert len(drafted) > 100
+    assert [drafts for _, drafts in drafted] == [head.drafts(row, len(drafts)) for row, drafts in drafted]
 
 
 @pytest.mark.parametrize("depth", [0, 2])

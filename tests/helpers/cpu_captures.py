@@ -147,12 +147,12 @@ class CpuRecorder:
 @contextmanager
 def cpu_captures() -> Iterator[list[Recording]]:
     """Engines that are made and run in it capture their steps on a CPU."""
-    kept = graphs.GraphRecorder, graphs.replay_ms, runner.has_kernels, runner.Runner._host
+    kept = graphs.GraphRecorder, graphs.replay_ms, runner.has_kernels, runner.to_host
     graphs.GraphRecorder, graphs.replay_ms = CpuRecorder, lambda graph: 1.0
     runner.has_kernels = lambda wiring: True
-    runner.Runner._host = lambda self, t: t.clone()
+    runner.to_host = lambda t: t.clone()
     CpuRecorder.recorded = []
     try:
         yield CpuRecorder.recorded
     finally:
-        graphs.GraphRecorder, graphs.replay_ms, runner.has_kernels, runner.Runner._host = kept
+        graphs.GraphRecorder, graphs.replay_ms, runner.has_kernels, runner.to_host = kept

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
+    from .model import ModelArch
     from .sampling import Rows
 
-API = (1, 1)  # 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
+# 1.1: Ask.history, Ask.owner and Drafter.learn, for the feature host_tokens
+# 1.2: Drafter.head, for the feature target_head
+API = (1, 2)
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,28 @@ class Ask:
     owner: np.ndarray | None = None
 
 
+@dataclass(frozen=True)
+class Head:
+    """The layers of a drafter that read hidden states of the served model.
+
+    The engine stores the values of ``points`` for every token of the served model, in its blocks.  It builds the model
+    of ``arch`` with ``cfg``, loads its weights, and stores its keys and values in the blocks of the first KV group.
+
+    The model is called with pairs: ``ids`` are tokens, and row t of ``StepTensors.hidden`` has the values of ``points``
+    at the token before ids[t], concatenated.  ``position`` and the place in the KV cache are those of the token before.
+    A call returns states [T, W], and ``logits`` maps states [N, W] to logits [N, V] of the served model's vocabulary
+    for the token after ``ids``.  For the second and later drafts of a row ``hidden`` are the states [N, W] of the draft
+    before.  ``attach(model)`` is called once with the served model, whose embedding and output layer may be used.
+    """
+
+    arch: ModelArch
+    cfg: Any
+    points: tuple[str, ...]  # of ``Model.state_points``
+
+
 class DraftModel(ABC):
-    """A second, usually smaller model.  The engine loads it and stores its keys and values in the blocks of the main
-    model."""
+    """A second, usually smaller model, or the ``Head`` of a drafter.  The engine loads it and stores its keys and
+    values in the blocks of the main model."""
 
     @abstractmethod
     def logits(self, ask: Ask, j: int) -> Tensor:
@@ -81,7 +103,8 @@ class DrafterContext:
     vocab_size: int
     max_model_len: int
     device: str
-    # The model that the drafter's option ``model`` names; None unless the drafter claims ``draft_model``.
+    # The model that the drafter's option ``model`` names, or the drafter's head; None unless the drafter claims
+    # ``draft_model`` or ``target_head``.
     model: DraftModel | None = None
 
 
@@ -91,6 +114,15 @@ class Drafter(ABC):
 
     def __init__(self, options: Any, ctx: DrafterContext) -> None:
         self.options, self.ctx = options, ctx
+
+    @classmethod
+    def head(cls, options: Any, folder: str, target: ModelArch, cfg: Any) -> Head:
+        """Return the layers of a drafter that claims ``target_head``.
+
+        ``folder`` holds the weights: the directory that the option ``model`` names, or that of the served model.
+        ``target`` and ``cfg`` are the architecture and the config object of the served model.  Raise ModelError if the
+        head does not belong to the served model."""
+        raise NotImplementedError(f"{cls.__name__} claims target_head: implement head()")
 
     @abstractmethod
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:

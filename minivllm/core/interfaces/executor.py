@@ -25,7 +25,9 @@ class DraftWiring:
     first KV group."""
 
     model_dir: str
-    parts: Mapping[str, Part]  # seam -> plug-in and options, for the seams model and quantizer
+    # seam -> plug-in and options, for the seams model and quantizer.  For the head of a drafter, those of the served
+    # model stand for missing ones.
+    parts: Mapping[str, Part]
 
 
 @dataclass(frozen=True)

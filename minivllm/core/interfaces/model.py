@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # ModelArch.conversion, ModelArch.notes, Parts.tensors
 # 2.4: decoder.GatedDelta, LayerSpec.gated, Parts.delta_net, StepTensors.states
 # 2.5: decoder.ShortConv, Router.floor, ExpertNames.choice_bias, Parts.short_conv
-API = (2, 5)
+# 2.6: StepTensors.watch, StepTensors.hidden and Model.state_points
+API = (2, 6)
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ class StepTaps(Protocol):
         ...
 
 
+class StepWatch(Protocol):
+    """Access of a drafter to hidden states of a step's tokens (``Model.state_points``)."""
+
+    points: frozenset[str]
+
+    def __call__(self, point: str, x: Tensor) -> None:
+        """Store the value x [T, width] of a point of ``points``, which has a row for each token of the step."""
+        ...
+
+
 @dataclass
 class StepTensors:
     """The arguments of a model for a step of T tokens."""
@@ -91,6 +102,10 @@ class StepTensors:
     taps: StepTaps | None = None
     # None means that no layer has a recurrent state
     states: StepStates | None = None
+    # None if no drafter reads hidden states.  Never set together with ``logits_indices`` if "norm" is read.
+    watch: StepWatch | None = None
+    # hidden states [T, width] of the served model, for the layers of a drafter (``drafter.Head``)
+    hidden: Tensor | None = None
 
 
 class LinearModule(Protocol):
@@ -177,6 +192,10 @@ class Model(Protocol):
     and change values inside the model.  If ``step.taps`` is not None, the model passes the tensor [T, width] of each
     point through it exactly once per call.  The point "logits" is the output of ``logits``; the model does not declare
     it.  Without the attribute, a model has no points, and requests with taps are refused.
+
+    A class that defines ``state_points`` next to its ``__call__`` (a mapping of point names to widths) serves drafters
+    that read hidden states.  If ``step.watch`` is not None, the model calls it exactly once with each of its points,
+    from where it continues as without it.  The call may be captured in a CUDA graph.
     """
 
     def __call__(self, step: StepTensors) -> Tensor: ...
@@ -198,6 +217,16 @@ def tap_points(model: Model) -> dict[str, int]:
     Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
     """
     return dict(getattr(model, "tap_points", {})) if "tap_points" in vars(_caller(model)) else {}
+
+
+def state_points(model: Model) -> dict[str, int]:
+    """Return the points that the model's ``__call__`` passes to ``StepTensors.watch``, and their widths.
+
+    Only the class that defines ``__call__`` counts, as for ``takes_logits_indices``.
+    """
+    return (
+        dict(getattr(model, "state_points", {})) if "state_points" in vars(_caller(model)) else {}
+    )
 
 
 def _caller(model: Model) -> type:

@@ -76,15 +76,18 @@ class Decoder:
             block.before(following)
         self.head = parts.lm_head("lm_head", spec.hidden, spec.vocab, self.embed if spec.tied else None)
 
+    def embedded(self, ids: Tensor) -> Tensor:
+        """Return the scaled embeddings [T, H] of ids [T]."""
+        x = self.embed(ids)
+        return x if self.spec.embed_scale == 1.0 else x * self.scale
+
     def __call__(self, step: StepTensors) -> Tensor:
-        x = self.embed(step.ids)
-        if self.spec.embed_scale != 1.0:
-            x = x * self.scale
+        x = self.embedded(step.ids)
         if self.positions is not None:
             x = x + self.positions(step.position + self.spec.first_position)
         if self.embed_norm is not None:
             x = self.embed_norm(x)[0]
-        taps = step.taps
+        taps, watch = step.taps, step.watch
         if taps is not None:
             x = taps("layers.0.input", taps("embedding", x))
         if self.first is None:
@@ -92,14 +95,26 @@ class Decoder:
         else:
             x, residual = self.first(x)
             h = Normed(x)
-        if taps is None:
+        if taps is None and watch is None:
             for block in self.blocks:
                 h, residual = block(h, residual, step)
             return h.x
+        tapped = frozenset() if taps is None else taps.points
         for block in self.blocks:
-            run = block.tapped if taps.points & block.points.keys() else block
+            run = block.tapped if tapped & block.points.keys() else block
             h, residual = run(h, residual, step)
-        return taps("norm", h.x)
+            if watch is not None and block.follower in watch.points:
+                watch(block.follower, residual)
+        x = h.x if taps is None else taps("norm", h.x)
+        if watch is not None and "norm" in watch.points:
+            watch("norm", x)
+        return x
+
+    @property
+    def state_points(self) -> dict[str, int]:
+        """Return the width of each point whose values a drafter may read: the inputs of layers, and "norm"."""
+        names = [block.follower for block in self.blocks if block.follower is not None]
+        return dict.fromkeys([*names, "norm"], self.spec.hidden)
 
     @property
     def tap_points(self) -> dict[str, int]:

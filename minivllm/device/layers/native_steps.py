@@ -37,11 +37,14 @@ class NativeSteps:
 
     The constructor raises NotLowered, with the reason, if the model or the configuration cannot run natively.
     ``state`` is the ``DeviceState`` of ``device/worker/state.py``, ``parts`` the factory that made the model's modules
-    and KV cache.  Copies of weights take up to ``room`` bytes.
+    and KV cache.  Copies of weights take up to ``room`` bytes.  ``watched`` are the ``TargetStates`` of a drafter that
+    reads hidden states, or None.
     """
 
-    def __init__(self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int) -> None:
-        self.state = state
+    def __init__(
+        self, wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int, watched: Any = None
+    ) -> None:
+        self.state, self.watched = state, watched
         self._check(wiring, parts)
         rows = min(len(state.stopped), MOST_TOKENS)
         self.plain = int(replaceable(sampler))  # bits of the sampler variants that the program draws
@@ -73,6 +76,8 @@ class NativeSteps:
         The program replaces the attention back end, the KV format and the model's own code."""
         if reason := library.why_not():
             raise NotLowered(reason)
+        if self.watched is not None and self.watched.points != {"norm"}:
+            raise NotLowered("the drafter reads hidden states inside of the model")
         if wiring.batch_invariant:
             raise NotLowered("batch_invariant=true")
         if parts.shard.size > 1:
@@ -117,6 +122,8 @@ class NativeSteps:
         The hidden states are None if N is 0; the next step may overwrite them.  The sums are None if the step pools
         nothing.  ``sample`` cannot follow a step that pools, because the buffer then has other hidden states too."""
         at = plan.q_len.cumsum()[plan.samples] - 1
+        if self.watched is not None:
+            return self._watched(plan, at)
         if not len(plan.pooled):
             return self._forward(plan, at), None
         used = used_tokens(plan, at)
@@ -124,6 +131,23 @@ class NativeSteps:
         assert hidden is not None
         sums = pool(plan, hidden, used, self.state)
         return hidden[self.state.to(rows_of(at, used))] if len(at) else None, sums
+
+    def _watched(self, plan: StepPlan, at: np.ndarray) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Do the same as ``forward`` for a step whose hidden states a drafter reads; ``at`` i64 [N] sample."""
+        every = np.arange(int(plan.q_len.sum()))
+        hidden = self._forward(plan, every)
+        assert hidden is not None
+        row = np.repeat(np.arange(len(plan.slots)), plan.q_len)
+        first = plan.q_len.cumsum() - plan.q_len
+        position = torch.from_numpy((plan.computed - first)[row] + every)
+        slots = torch.from_numpy(plan.slots.astype(np.int64)[row])
+        self.watched.store(self.state, slots, position, hidden)
+        sums = pool(plan, hidden, every, self.state) if len(plan.pooled) else None
+        if not len(at):
+            return None, sums
+        self.hidden[: len(at)] = self.hidden[torch.from_numpy(at)]  # ``sample`` reads the first rows
+        drawn = self.hidden[: len(at)]
+        return drawn if self._dtype == torch.float32 else drawn.to(self._dtype), sums
 
     def _forward(self, plan: StepPlan, used: np.ndarray) -> torch.Tensor | None:
         """Run FORWARD and return the hidden states [N, H] of the tokens ``used`` i64 [N]; None if N is 0."""
@@ -204,10 +228,10 @@ def replaceable(plugin: Any) -> Any:
 
 
 def native_steps(
-    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int
+    wiring: Wiring, state: Any, model: Any, parts: ModelParts, sampler: Any, room: int, watched: Any = None
 ) -> tuple[NativeSteps | None, str]:
     """Return (the native steps of a model, ""), or (None, the reason) if it cannot run natively."""
     try:
-        return NativeSteps(wiring, state, model, parts, sampler, room), ""
+        return NativeSteps(wiring, state, model, parts, sampler, room, watched), ""
     except NotLowered as e:
         return None, str(e)

@@ -24,16 +24,17 @@ from minivllm.device.loading import shapes
 from minivllm.device.loading.hf_config import open_checkpoint
 from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
 from minivllm.errors import ConfigError, ResourceError
-from minivllm.registry import build_part
+from minivllm.registry import build_part, head_of
 
 from . import step
 from .capture import ALONE, release_unused, synchronize
 from .recurrent import StateMemory, state_bytes
 from .state import DeviceState
+from .target_states import TargetStates
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.attention import AttentionBackend
-    from minivllm.core.interfaces.executor import Part, Wiring
+    from minivllm.core.interfaces.executor import DraftWiring, Part, Wiring
     from minivllm.core.interfaces.kvformat import KVFormat
     from minivllm.core.interfaces.sampling import Processor
 
@@ -65,6 +66,8 @@ class Worker:
     states: StateMemory | None = None  # states of recurrent layers; None without any
     # key: "drafter", or the name of the processor
     own_models: dict[str, SecondModel] = field(default_factory=dict)
+    # hidden states that a drafter reads, None without one
+    target_states: TargetStates | None = None
 
 
 @dataclass
@@ -131,6 +134,9 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
     )
     draft = wiring.speculation.draft_model
     second = {} if draft is None else {"drafter": draft}
+    if draft is not None and "target_head" in wiring.parts["drafter"].features:
+        second = {}
+        _load_head(worker, wiring, draft, cfg, fmt)
     for name, chosen in {**second, **wiring.own_models}.items():
         own = open_checkpoint(chosen.model_dir).hf_config()
         layers = build_part("model", chosen.parts["model"]).attention(own)
@@ -145,6 +151,19 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         worker.states = _take_states(worker, wiring, parts)
     _take_cache(worker, wiring, parts, fmt)
     return worker
+
+
+def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt: KVFormat) -> None:
+    """Load the layers of a drafter that read hidden states of the served model, whose config object is ``cfg``."""
+    part = wiring.parts["drafter"]
+    head = head_of(part, draft.model_dir, build_part("model", wiring.parts["model"]), cfg)
+    worker.target_states = TargetStates(worker.model, head.points, wiring.block, worker.parts.dtype, part.name)
+    chosen = {**wiring.parts, **draft.parts}
+    made, parts, notes = _load(wiring, draft.model_dir, chosen, head.cfg, fmt, (), arch=head.arch)
+    made.attach(worker.model)
+    worker.own_models["drafter"] = SecondModel(made, parts.backend, parts)
+    worker.notes += [f"the layers of the drafter: {note}" for note in notes]
+    worker.weight_bytes += weight_bytes(parts)
 
 
 def _take_states(worker: Worker, wiring: Wiring, parts: ModelParts) -> StateMemory:
@@ -213,14 +232,15 @@ def _load(
     fmt: Any,
     groups: Sequence[Sequence[int]],
     ranks: Any = None,
+    arch: ModelArch | None = None,
 ) -> tuple[Any, ModelParts, list[str]]:
     """Build a model with its own attention back end, and load its weights from ``folder``.
 
-    ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  Return (model, its parts, notes on
-    the weights for the user)."""
+    ``chosen`` are the plug-ins of this model and ``groups`` its groups of layers.  ``arch`` None means the architecture
+    in ``chosen``.  Return (model, its parts, notes on the weights for the user)."""
     backend = build_part("attention", wiring.parts["attention"], attention_context(wiring, fmt))
     quantizer = build_part("quantizer", chosen["quantizer"], getattr(cfg, "quantization_config", None))
-    arch = build_part("model", chosen["model"])
+    arch = arch or build_part("model", chosen["model"])
     parts = ModelParts(
         wiring.device,
         wiring.dtype,
@@ -251,6 +271,9 @@ def _take_cache(worker: Worker, wiring: Wiring, parts: ModelParts, fmt: Any) -> 
         its = layouts_of(own.backend, own.parts.layers, fmt, wiring.block)
         worker.block_bytes[0] += sum(layout.bytes for layout in its)
         layouts += its
+    if worker.target_states is not None:
+        worker.block_bytes[0] += worker.target_states.layout.bytes
+        layouts.append(worker.target_states.layout)
     windows = [parts.layers[group[0]].spec.window for group in worker.groups]
     if wiring.cache.num_kvcache_blocks > 0:
         blocks = [wiring.cache.num_kvcache_blocks + 1] * len(worker.groups)
@@ -270,7 +293,9 @@ def _allocate(worker: Worker, parts: ModelParts, layouts: list, blocks: list[int
     """Allocate the caches of the layers of all models, with ``blocks[g]`` blocks in group g.
 
     The layers of second models belong to group 0."""
-    second = [layer for own in worker.own_models.values() for layer in own.parts.layers]
+    second: list[Any] = [layer for own in worker.own_models.values() for layer in own.parts.layers]
+    if worker.target_states is not None:
+        second.append(worker.target_states)
     layers, n_layers = [*parts.layers, *second], len(parts.layers)
     groups = [[*group, *(range(n_layers, len(layers)) if g == 0 else ())] for g, group in enumerate(worker.groups)]
     worker.num_blocks = blocks

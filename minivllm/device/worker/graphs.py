@@ -374,6 +374,7 @@ class Graphs:
         def run() -> None:
             read = read_columns(r.state, static)
             self._tap(key, read)
+            read.watch = r.watch(read)
             step.forward(r.model, r.backend, read, key, out=b.hidden)
 
         captured = self._capture(run)
@@ -389,8 +390,8 @@ class Graphs:
         def run() -> None:
             read, last = step.read_rows(r.state, table, host, padded=True)
             self._tap(key, read)
-            selects = r.selects and read.taps is None
-            step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
+            read.watch = r.watch(read)
+            step.forward(r.model, r.backend, read, key, last, r.selects_tokens(read), b.hidden)
 
         captured = self._capture(run)
         captured.rows = table

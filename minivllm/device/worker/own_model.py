@@ -115,14 +115,7 @@ class OwnModel(DraftModel):
         ``copied`` means that a model with recurrent states uses the copies.  Return the logits f32 [N, V] of the last
         token of each row."""
         model, backend = self.second.model, self.second.backend
-        order = np.argsort(q_len > 1, kind="stable")
-        plan = StepPlan(
-            id=0,
-            slots=slots[order],
-            q_len=q_len[order],
-            computed=computed[order].astype(np.int32),
-            samples=np.arange(len(slots), dtype=np.int32),
-        )
+        plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         states = self.second.states
         read.states = None  # not those of the served model
@@ -130,10 +123,7 @@ class OwnModel(DraftModel):
             meta, first = read.meta, states.slots if copied else 0
             start = meta.kv_len[0] - meta.q_len
             read.states = states.of_step(meta.slots, start, meta.cu_q, self.state.stopped, first=first)
-        indices = None
-        if len(read.ids) > len(slots):
-            last = np.cumsum(plan.q_len) - 1
-            indices = self.state.to(last[np.argsort(order)])
+        indices = self.state.to(last) if len(read.ids) > len(slots) else None
         hidden = step.forward(model, backend, read, GraphKey(), indices)
         return model.logits(hidden).float()
 
@@ -150,6 +140,22 @@ class OwnModel(DraftModel):
         at = position.clamp(max=state.tokens.shape[1] - 1)
         state.tokens[slots, at] = tokens.int()
         return tokens
+
+
+def rows_plan(slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray) -> tuple[StepPlan, np.ndarray]:
+    """Return the plan of a second model for rows of ``q_len`` i32 [N] tokens behind ``computed`` i32 [N] tokens.
+
+    Also return the index i64 [N] of the last token of each row in the plan."""
+    order = np.argsort(q_len > 1, kind="stable")
+    plan = StepPlan(
+        id=0,
+        slots=slots[order],
+        q_len=q_len[order],
+        computed=computed[order].astype(np.int32),
+        samples=np.arange(len(slots), dtype=np.int32),
+    )
+    last = np.cumsum(plan.q_len) - 1
+    return plan, last[np.argsort(order)]
 
 
 def _lone(plan: StepPlan) -> np.ndarray:

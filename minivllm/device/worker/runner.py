@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +35,13 @@ from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls
 from .capture import release_unused, synchronize
 from .drafting import Drafting
+from .head_model import HeadModel
 from .own_model import OwnModel
 from .running import Running
 from .scoring import score_prompt
 from .state import DeviceState, to_host
 from .taps import TapState
+from .target_states import NORM
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from minivllm.core.interfaces.executor import Wiring
-    from minivllm.core.interfaces.model import StepTensors
+    from minivllm.core.interfaces.model import StepTensors, StepWatch
 
 
 class Runner:
@@ -71,9 +74,13 @@ class Runner:
         self._poison: dict[int, StepError] = {}  # slots that failed between steps
         self._trace: Any = None  # a profile that is running
         # by "drafter", or the name of the processor
-        self.own_models = {
-            name: OwnModel(wiring, self.state, chain, self.read, model) for name, model in w.own_models.items()
-        }
+        self.states_read = w.target_states  # hidden states that a drafter reads; None without one
+        self.own_models: dict[str, OwnModel] = {}
+        for name, model in w.own_models.items():
+            made: Callable[..., OwnModel] = OwnModel
+            if name == "drafter" and w.target_states is not None:
+                made = partial(HeadModel, states=w.target_states)
+            self.own_models[name] = made(wiring, self.state, chain, self.read, model)
         self.drafting: Drafting | None = None
         if wiring.speculation.num_speculative_tokens:
             own = self.own_models.get("drafter")
@@ -90,7 +97,10 @@ class Runner:
             return None
         with torch.inference_mode():
             parts = self.worker.parts
-            made, why_not = native_steps(self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4)
+            states = self.states_read
+            made, why_not = native_steps(
+                self.wiring, self.state, self.model, parts, self.sampler, free_ram() // 4, states
+            )
         if made is not None:
             self.worker.weight_bytes += made.copied
         else:
@@ -204,7 +214,8 @@ class Runner:
         read, found = self.read(plan), dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
-        selects = self.selects and read.taps is None
+        read.watch = self.watch(read)
+        selects = self.selects_tokens(read)
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
         needed = used_tokens(plan, at)
         used: np.ndarray | None = None
@@ -222,6 +233,15 @@ class Runner:
             running.prompt = self._score_prompt(plan, hidden)
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
+
+    def watch(self, read: StepTensors) -> StepWatch | None:
+        """Return the object that stores the hidden states of a step for a drafter, None if none reads them."""
+        return None if self.states_read is None else self.states_read.watch(read.meta)
+
+    def selects_tokens(self, read: StepTensors) -> bool:
+        """Return whether the model may leave out tokens of a step after its last attention."""
+        all_read = read.watch is not None and NORM in read.watch.points
+        return self.selects and read.taps is None and not all_read
 
     def _score_prompt(self, plan: StepPlan, hidden: Tensor) -> tuple[Tensor, ...]:
         """Start the copies of the log-probabilities of prompt tokens."""

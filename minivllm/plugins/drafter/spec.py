@@ -5,7 +5,7 @@ from functools import partial
 from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.drafter"
-_drafter = partial(Spec, api=(1, 1), limits={"device": ANY})
+_drafter = partial(Spec, api=(1, 2), limits={"device": ANY})
 
 NONE = _drafter(
     impl=f"{HERE}.none:NoDrafts",
@@ -23,6 +23,11 @@ MODEL = _drafter(
     summary="a smaller model with the same tokenizer proposes tokens",
     options=f"{HERE}.options:ModelOptions",
     features=frozenset({"draft_model"}),
+)
+MTP = _drafter(
+    impl=f"{HERE}.mtp:MTP",
+    summary="the checkpoint's own head for next-token prediction proposes tokens",
+    features=frozenset({"target_head"}),
 )
 SUFFIX = _drafter(
     impl=f"{HERE}.suffix:Suffix",

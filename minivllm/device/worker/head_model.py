@@ -1,0 +1,78 @@
+"""The layers of a drafter that read hidden states of the served model (``drafter.Head``).
+
+    tokens of a row        t0  t1  t2  t3  (newest)  d0  d1             known = 4
+    hidden states          h0  h1  h2                g   g'
+    pairs                 (h0, t1) (h1, t2) (h2, t3) (g, d0) ...        pair i has position i in the KV cache
+    logits of the pair                      for d0   for d1
+
+``h`` are the states of the served model, and ``g`` the states of the head at the draft before.  Pairs with drafts are
+computed again with ``h`` in the next step, because ``g`` only approximates it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from minivllm.core.interfaces.attention import GraphKey
+
+from . import step
+from .own_model import OwnModel, rows_plan
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.drafter import Ask
+
+    from .target_states import TargetStates
+
+
+class HeadModel(OwnModel):
+    """A head on the block tables of the served model.
+
+    Invariant: the KV cache of the head holds the first ``read[s]`` pairs of the sequence in slot s.  A pair at the end
+    of a block depends on the first token of the next block.  If a block is shared by rows that continue differently,
+    this pair is that of the last row that computed it, which may change drafts of other rows, and no token."""
+
+    def __init__(self, *args: Any, states: TargetStates) -> None:
+        super().__init__(*args)
+        self.states = states
+        self.last: torch.Tensor | None = None  # [N, W] states of the head at the newest draft of each row
+
+    def logits(self, ask: Ask, j: int) -> torch.Tensor:
+        if not j:
+            return self.logits_behind(ask.slots, ask.known)
+        # all rows draw as many drafts as the row with the most; the surplus drafts of other rows are dropped
+        pairs = np.minimum(np.maximum(ask.known, 2) + j - 2, self.wiring.max_model_len - 2)
+        return self._run(ask.slots, np.ones(len(pairs), np.int32), pairs, copied=True)
+
+    def logits_behind(self, slots: np.ndarray, known: np.ndarray, extra: int = 0) -> torch.Tensor:
+        """Return logits [N, V] that follow the first ``known`` i32 [N] tokens of the sequences in ``slots`` i32 [N].
+
+        Each slot occurs once, and the served model has computed all known tokens but the last.  The head first
+        computes the pairs that are not in its KV cache, and the last pair in any case.  The logits of a row with one
+        known token, which has no pair, have no meaning."""
+        pairs = np.maximum(known - 1, 1)
+        done = np.minimum(self.read[slots], pairs - 1)
+        most = max(1, self.wiring.max_num_batched_tokens // len(slots))
+        while (far := np.flatnonzero(pairs - done > most)).size:
+            self._run(slots[far], np.full(len(far), most, np.int32), done[far])
+            done[far] += most
+        self.read[slots] = np.maximum(known - 1, 0)
+        return self._run(slots, (pairs - done).astype(np.int32), done)
+
+    def _run(self, slots: np.ndarray, q_len: np.ndarray, computed: np.ndarray, copied: bool = False) -> torch.Tensor:
+        """Compute the ``q_len`` pairs of each row that follow its first ``computed`` pairs.
+
+        ``copied`` means that each row has one pair, which begins with the states of the draft before.  Return the
+        logits f32 [N, V] of the last pair of each row."""
+        plan, last = rows_plan(slots, q_len, computed)
+        read = self.read_plan(plan)
+        read.states = None  # those of the served model
+        slot_of = read.meta.slots[read.meta.row]
+        read.ids = self.state.tokens[slot_of, read.position + 1].long()
+        read.hidden = self.last if copied else self.states.at(self.state, slot_of, read.position)
+        indices = self.state.to(last) if len(read.ids) > len(slots) else None
+        model = self.second.model
+        self.last = step.forward(model, self.second.backend, read, GraphKey(), indices)
+        return model.logits(self.last).float()

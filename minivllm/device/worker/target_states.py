@@ -1,0 +1,86 @@
+"""Hidden states of the served model for every token in the KV cache, which the layers of a drafter read.
+
+    states of a step  [T, W]  ──► place of each token in group 0 ──► memory [blocks, block, W]
+    layers of the drafter  ◄── states of the tokens that they have not read ◄──┘
+
+A token's states lie where its keys and values lie, so prefix hits, copies, forks and preemption need no further books.
+The states of a rejected draft are overwritten by the next step, before anything reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minivllm.core.interfaces.kvformat import KVLayout, TensorSpec
+from minivllm.core.interfaces.model import state_points
+from minivllm.errors import ConfigError, shown, suggest
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnMeta
+    from minivllm.core.interfaces.model import Model
+
+    from .state import DeviceState
+
+NORM = "norm"  # the point whose values are the results of a step
+
+
+class TargetStates:
+    """Memory for the values of ``points`` of ``model``, in blocks of ``block`` tokens of the first KV group.
+
+    ConfigError, which names ``part``, for points that the model does not have."""
+
+    def __init__(self, model: Model, points: Sequence[str], block: int, dtype: torch.dtype, part: str) -> None:
+        known = state_points(model)
+        for point in points:
+            if point not in known:
+                problem = f"{part} reads the hidden states {shown(point)} of the model, which has none of this name"
+                raise ConfigError(f"{problem}; expected another drafter, such as ngram.{suggest(point, known)}")
+        self.points = frozenset(points)
+        self.first: dict[str, int] = {}  # column of the memory at which the values of a point begin
+        self.width = 0
+        for point in points:
+            self.first[point] = self.width
+            self.width += known[point]
+        name = str(dtype).removeprefix("torch.")
+        self.layout = KVLayout(block, {"states": TensorSpec((block, self.width), name)})
+        self.cache: Mapping[str, Tensor] = {}  # set by ``kv_memory.allocate``
+
+    @property
+    def memory(self) -> Tensor:
+        """Return the states [blocks * block, W], by flat slots."""
+        return self.cache["states"].view(-1, self.width)
+
+    def watch(self, meta: AttnMeta) -> Watch:
+        """Return the object that stores the states of a step's tokens."""
+        return Watch(self, meta.slot_map[0])
+
+    def at(self, state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:
+        """Return the states [T, W] of the tokens at ``position`` i64 [T] in the sequences of ``slots`` i64 [T]."""
+        return self.memory[_places(state, slots, position)]
+
+    def store(self, state: DeviceState, slots: Tensor, position: Tensor, hidden: Tensor) -> None:
+        """Store the results [T, W] of a step of a model whose only point is "norm"; other arguments as in ``at``."""
+        places = _places(state, slots, position).masked_fill(state.stopped[slots], 0)
+        Watch(self, places)(NORM, hidden)
+
+
+def _places(state: DeviceState, slots: Tensor, position: Tensor) -> Tensor:
+    """Return the flat slots i64 [T] of tokens in the first KV group."""
+    blocks = state.table[0][slots, position // state.block].long()
+    return blocks * state.block + position % state.block
+
+
+class Watch:
+    """The implementation of ``model.StepWatch`` for one step; ``places`` i64 [T] are flat slots."""
+
+    def __init__(self, states: TargetStates, places: Tensor) -> None:
+        self.states, self.places, self.points = states, places, states.points
+
+    def __call__(self, point: str, x: Tensor) -> None:
+        first = self.states.first[point]
+        memory = self.states.memory[:, first : first + x.shape[1]]
+        memory.index_copy_(0, self.places, x.to(memory.dtype))

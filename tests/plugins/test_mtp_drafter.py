@@ -1,0 +1,230 @@
+"""The drafter ``mtp``: drafts of the head against a reference of it, and tokens with and without drafts."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from prediction_heads import MTPReference
+
+from minivllm import LLM, ConfigError, SamplingParams, explain
+from minivllm.device.layers.heads import PredictionHead
+from minivllm.device.worker import build
+from minivllm.device.worker.head_model import HeadModel
+from minivllm.device.worker.target_states import TargetStates
+from minivllm.errors import ModelError
+from minivllm.plugins.drafter.mtp import MTP
+from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
+
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+K, TOKENS = 3, 14
+SMALL = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
+
+
+class Case:
+    def __init__(self, folder, family):
+        more = {"num_hidden_layers": 4} if family == "qwen3_5" else {}
+        self.folder, _, self.model = tiny_dir(folder, family, eos_token_id=60, **more)
+        self.head = MTPReference(self.model)
+        self.head.write(self.folder)
+        g = torch.Generator().manual_seed(4)
+        draw = lambda n: torch.randint(3, 60, (n,), generator=g).tolist()  # noqa: E731
+        begin, again = draw(37), draw(5) * 6
+        self.prompts = [draw(1), draw(4), draw(19), begin + draw(9), begin + draw(22), again, draw(70)]
+        with LLM(str(self.folder), drafter="none", **SMALL) as llm:
+            self.want = tokens(llm, self.prompts)
+        self.known = {}
+
+    def expected(self, history, k):
+        key = (*history, -1, k)
+        if key not in self.known:
+            self.known[key] = self.head.drafts(list(history), k)
+        return self.known[key]
+
+
+def tokens(llm, prompts, **params):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **params})
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert not any(out.error for out in outs), [out.error for out in outs]
+    llm.check()
+    return [[o.tokens for o in out.outputs] for out in outs]
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3"])
+def case(request, tmp_path_factory):
+    return Case(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def seen(case, monkeypatch):
+    """Return a list to which each call of ``propose`` appends (known tokens, drafts) of its rows.
+
+    Random heads guess badly.  So in every other call the engine gets the right tokens instead, and accepts them."""
+    found, calls = [], itertools.count()
+    texts = [prompt + want[0] for prompt, want in zip(case.prompts, case.want, strict=True)]
+
+    def propose(self, ask, original=MTP.propose):
+        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
+        drafts, count = original(self, ask)
+        assert count.tolist() == [ask.k * (n > 1) for n in ask.known]
+        both = zip(rows, drafts.tolist(), strict=True)
+        found.extend((row, drafts) for row, drafts in both if len(row) > 1)
+        if next(calls) % 2:
+            for i, row in enumerate(rows):
+                text = next((text for text in texts if text[: len(row)] == row), row)
+                right = text[len(row) : len(row) + ask.k]
+                drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
+        return drafts, count
+
+    monkeypatch.setattr(MTP, "propose", propose)
+    return found
+
+
+WAYS = {
+    "native steps": {},
+    "separate operations": {"graph": "off"},
+    "chunks, rows wait": {"max_num_seqs": 3, "max_num_batched_tokens": 9, "kvcache_block_size": 8},
+    "preempted": {"num_kvcache_blocks": 12, "kvcache_block_size": 16},
+    "no prefix cache": {"enable_prefix_caching": False},
+    "batch invariant": {"batch_invariant": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_are_those_of_the_reference_and_change_no_token(case, way, seen):
+    options = {**SMALL, **WAYS[way]}
+    with LLM(str(case.folder), drafter="mtp", num_speculative_tokens=K, speculate="always", **options) as llm:
+        for _ in range(2):  # the second time with prefix hits
+            assert tokens(llm, case.prompts) == case.want
+        stats = llm.stats()
+    assert stats["speculation"]["failed"] is None
+    assert len(seen) > 60
+    wrong = [(row, drafts) for row, drafts in seen if drafts != case.expected(row, len(drafts))]
+    assert not wrong, f"{len(wrong)} of {len(seen)}: {wrong[0][1]}, expected {case.expected(wrong[0][0], K)}"
+
+
+def test_branches_sampled_rows_and_penalties_give_the_tokens_of_a_run_without_drafts(case, seen):
+    ways = (
+        {"n": 3, "temperature": 0.9, "seed": 5},
+        {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.3, "seed": 1, "logprobs": 2},
+        {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": list(range(3, 27))},
+        {"presence_penalty": 1.0, "logit_bias": {5: 4.0}},
+    )
+    found = {}
+    for drafter in ("none", "mtp"):
+        with LLM(str(case.folder), drafter=drafter, speculate="always", batch_invariant=True, **SMALL) as llm:
+            found[drafter] = [tokens(llm, case.prompts, **way) for way in ways]
+    assert found["mtp"] == found["none"] and len(seen) > 100
+
+
+def test_auto_chooses_the_head_of_a_checkpoint(case, tmp_path):
+    def chosen(folder, **options):
+        return str(explain(str(folder), **SMALL, **options))
+
+    assert "mtp: the checkpoint holds a head" in chosen(case.folder)
+    assert "next-token prediction" not in chosen(tiny_dir(tmp_path / "plain")[0])
+    assert "one position of a row" in chosen(case.folder, sampler="mirostat")
+    with LLM(str(case.folder), speculate="always", **SMALL) as llm:
+        assert tokens(llm, case.prompts) == case.want
+        assert llm.stats()["speculation"]["drafter"] == "minivllm/mtp"
+
+
+def test_a_checkpoint_without_the_whole_head_is_refused_before_weights_are_read(case, tmp_path, monkeypatch):
+    plain = tiny_dir(tmp_path / "plain")[0]
+    monkeypatch.setattr(build, "load_weights", lambda *args: pytest.fail("weights were read"))
+    with pytest.raises(ConfigError, match=r"drafter minivllm/mtp: .* has no tensor mtp\.norm; use a checkpoint"):
+        LLM(str(plain), drafter="mtp", **SMALL)
+    folder = shutil.copytree(case.folder, tmp_path / "part")
+    tensors = read_tensors(folder)
+    write_tensors(folder, {name: t for name, t in tensors.items() if name != "mtp.pre_fc_norm_hidden.weight"})
+    with pytest.raises(ConfigError, match=r"has no tensor mtp\.pre_fc_norm_hidden"):
+        LLM(str(folder), drafter="mtp", **SMALL)
+
+
+def test_a_head_of_another_size_is_refused_by_its_tensor(case, tmp_path):
+    folder = shutil.copytree(case.folder, tmp_path / "other")
+    tensors = read_tensors(folder)
+    write_tensors(folder, {**tensors, "mtp.fc.weight": tensors["mtp.fc.weight"][:, :-1].contiguous()})
+    with pytest.raises(ModelError, match=r"mtp\.fc\.weight' has shape"):
+        LLM(str(folder), drafter="mtp", **SMALL)
+
+
+def test_a_drafter_that_reads_an_unknown_point_is_refused(case, monkeypatch):
+    original = MTP.head
+    monkeypatch.setattr(MTP, "head", lambda *args: replace(original(*args), points=("layers.9.input",)))
+    with pytest.raises(ConfigError, match=r"reads the hidden states 'layers\.9\.input' of the model"):
+        LLM(str(case.folder), drafter="mtp", **SMALL)
+
+
+def test_a_head_that_raises_leaves_the_requests_without_drafts(case, monkeypatch, caplog):
+    def fails(self, step):
+        raise RuntimeError("the head has no memory")
+
+    monkeypatch.setattr(PredictionHead, "__call__", fails)
+    with (
+        caplog.at_level("WARNING", "minivllm"),
+        LLM(str(case.folder), speculate="always", drafter="mtp", **SMALL) as llm,
+    ):
+        assert tokens(llm, case.prompts) == case.want
+        assert "the head has no memory" in llm.stats()["speculation"]["failed"]
+    assert caplog.text.count("the head has no memory") == 1
+
+
+# ---- planted faults ------------------------------------------------------------------------------------------------
+
+
+def previous_states(self, state, slots, position, at=TargetStates.at):
+    """Reads the states of the token before."""
+    return at(self, state, slots, (position - 1).clamp(min=0))
+
+
+def stale_pairs(self, ask, j, logits=HeadModel.logits):
+    """Keeps pairs of rejected drafts."""
+    found = logits(self, ask, j)
+    self.read[ask.slots] = ask.known + j
+    return found
+
+
+def unshifted(self, *args, run=HeadModel._run, **more):
+    """Embeds the token whose states a pair has, not the next one."""
+    tokens = self.state.tokens
+    self.state.tokens = torch.roll(tokens, 1, 1)
+    try:
+        return run(self, *args, **more)
+    finally:
+        self.state.tokens = tokens
+
+
+def states_of_another_row(self, *args, run=HeadModel._run, **more):
+    if self.last is not None and more.get("copied"):
+        self.last = self.last.roll(1, 0)
+    return run(self, *args, **more)
+
+
+def forgets_joins(self, plan, note=HeadModel.note):
+    """Keeps the pairs of the last sequence in a slot."""
+    read = self.read.copy()
+    note(self, plan)
+    self.read = read
+
+
+FAULTS = {
+    "states of the token before": (TargetStates, "at", previous_states),
+    "pairs of rejected drafts": (HeadModel, "logits", stale_pairs),
+    "token of the states": (HeadModel, "_run", unshifted),
+    "states of another row": (HeadModel, "_run", states_of_another_row),
+    "pairs of another sequence": (HeadModel, "note", forgets_joins),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_changes_drafts_and_no_token(case, fault, seen, monkeypatch):
+    """The comparison with the reference catches each fault, and the tokens do not depend on it."""
+    monkeypatch.setattr(*FAULTS[fault])
+    with LLM(str(case.folder), drafter="mtp", num_speculative_tokens=K, speculate="always", **SMALL) as llm:
+        for _ in range(2):
+            assert tokens(llm, case.prompts) == case.want
+    assert any(drafts != case.expected(row, len(drafts)) for row, drafts in seen)
