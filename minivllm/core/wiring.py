@@ -45,6 +45,7 @@ def wiring_from_json(text: str) -> Wiring:
         speculation["draft_model"] = _second_model(speculation["draft_model"])
     values["own_models"] = {k: _second_model(model) for k, model in values["own_models"].items()}
     cache["groups"] = tuple(map(tuple, cache["groups"]))
+    cache["stores"] = tuple(Part(**part) for part in cache["stores"])
     values["cache"] = CacheWiring(**cache)
     steps = values["steps"]
     steps["unfused"] = tuple(steps["unfused"])

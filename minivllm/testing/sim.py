@@ -167,6 +167,7 @@ def _wiring(
     drafts: int,
     groups: int,
     checkpoints: int | None,
+    stores: tuple[Part, ...] = (),
 ) -> Wiring:
     part = Part("sim/sim", "minivllm.testing.sim:Sim", features=("multi_position",))
     return Wiring(
@@ -185,6 +186,7 @@ def _wiring(
             groups=tuple((i,) for i in range(groups)),
             num_state_checkpoints=checkpoints or 0,
             recurrent=checkpoints is not None,
+            stores=stores,
         ),
         steps=StepWiring(run_ahead=depth),
         speculation=SpeculationWiring(drafts, "always"),
@@ -210,6 +212,8 @@ def sim_engine(
     drafts: int = 0,
     now: Callable[[], float] = monotonic,
     checkpoints: int | None = None,
+    stores: tuple[Part, ...] = (),
+    device: Callable[..., SimExecutor] = SimExecutor,
 ) -> Engine:
     """Return an engine over a simulated device.
 
@@ -217,12 +221,13 @@ def sim_engine(
     ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
     ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
+    ``stores`` are the tiers of the KV cache.  ``device`` makes the simulated device.
     """
-    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints)
+    wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints, stores)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)
-    executor = SimExecutor(options, blocks, windows)
+    executor = device(options, blocks, windows)
     parts = EngineParts(
         policy=lambda ctx: policy(None, ctx),
         evictor=lambda ctx: evictor(None, ctx),

@@ -110,7 +110,8 @@ class BlockPool:
         # blocks published but not yet reported: (key, parent key, depth, cost, tenant)
         self.new: list[tuple[int, int, int, float, int]] = []
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
-        # callback for each block that leaves the index
+        # callbacks for each block that is evicted, and for each block that leaves the index
+        self.evicted: Callable[[int], None] | None = None
         self.forgotten: Callable[[int], None] | None = None
         # number of lookups by blocks looked for, and by blocks found
         self.asked, self.found = Counter[int](), Counter[int]()
@@ -380,6 +381,8 @@ class BlockPool:
                 raise EngineDeadError(
                     f"evictor {type(self.evictor).__name__} gave up a block that is {why}"
                 )
+            if self.evicted is not None:
+                self.evicted(block)
             self._forget(key, block)
         self.evictions += n
         self.events.blocks_evicted(self.kv_group, keys)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .checkpoints import Checkpoints
     from .request import Seq
     from .slots import Slots
+    from .tiers import Tiers
 
 
 Count = TypeVar("Count", int, np.ndarray)  # a number of tokens or blocks, or a column of numbers
@@ -66,6 +67,7 @@ class KVCache:
         self.saves: list[tuple[int, int, int, int]] = []
         self.watched = 0  # upper bound of the sequences in ``pools[0].watch``
         self.duplicates = False  # a cached equal block replaced a row's block since ``changes``
+        self.tiers: Tiers | None = None  # tiers behind the device
         # the last lookup of a model with states: sequence, blocks looked for, length of the chain
         self.looked: tuple[Seq | None, int, int] = (None, 0, 0)
 
@@ -143,10 +145,7 @@ class KVCache:
             for pool in self.pools[1:]
         ]
         for n in range(len(chain), 0, -1):
-            firsts = [
-                0 if w is None else max(0, n * self.block - w + 1) // self.block
-                for w in self.windows[1:]
-            ]
+            firsts = [self.first_seen(w, n) for w in self.windows[1:]]
             if self.checkpoints is not None and int(chain[n - 1]) not in self.checkpoints.of_block:
                 continue
             if all((f[first:n] >= 0).all() for f, first in zip(found, firsts, strict=True)):
@@ -156,6 +155,10 @@ class KVCache:
                 ]
                 return [chain[:n], *follow]
         return none
+
+    def first_seen(self, window: int | None, blocks: int) -> int:
+        """Return the first block that the window of the token behind ``blocks`` blocks sees."""
+        return 0 if window is None else max(0, blocks * self.block - window + 1) // self.block
 
     def hints(self, seqs: list[Seq]) -> np.ndarray:
         """Return i32 [n]: the tokens that a prefix hit would save for each waiting sequence, judged by keys alone.
@@ -227,21 +230,50 @@ class KVCache:
             self.slots.blocks[g, slot] = n
             self.slots.trimmed[g, slot] = n - len(own)
         self.slots.prefix_published[slot] = n
+        filled = n if self.tiers is None else self._fill(self.tiers, slot, n)
         if self.checkpoints is not None and self.prefix:
-            self._adopt_states(self.checkpoints, slot, hit[0])
-        self.slots.computed[slot] = n * self.block + self._copy_partial(
-            slot, int(hit[0][-1]) if n else None, known
-        )
+            self._adopt_states(self.checkpoints, slot, hit[0], filled)
+        self.slots.computed[slot] = filled * self.block
+        if filled == n:
+            last = int(hit[0][-1]) if n else None
+            self.slots.computed[slot] += self._copy_partial(slot, last, known)
         if self.prefix:
             self.pools[0].queries += known
             self.pools[0].count((known - 1) // self.block, n)
         return int(self.slots.computed[slot])
 
-    def _adopt_states(self, checkpoints: Checkpoints, slot: int, hit: np.ndarray) -> None:
+    def _fill(self, tiers: Tiers, slot: int, n: int) -> int:
+        """Extend a row's prefix hit of ``n`` blocks by pages that were loaded from a tier, and return its new length in
+        blocks.  The next delta writes the pages; the row publishes these blocks with its first step."""
+        seq = self.slots.at(slot)
+        m, tickets = tiers.take(seq, n)
+        for g, pool in enumerate(self.pools):
+            index = [i for group, i in tickets if group == g]
+            if not index:
+                continue
+            blocks = pool.take(len(index))
+            self._append(g, slot, np.array(index), blocks)
+            for i, block in zip(index, blocks.tolist(), strict=True):
+                tiers.fill(g, block, tickets[g, i])
+        if m > n:
+            self.slots.blocks[:, slot] = m
+        if m > n and self.checkpoints is not None:
+            ticket = tickets[tiers.states, m - 1]
+            tiers.fill(tiers.states, slot, ticket)
+            copy = self.checkpoints.reserve(slot, m)
+            if copy is not None:
+                tiers.fill(tiers.states, copy, ticket)
+        tiers.leave(seq)
+        return m
+
+    def _adopt_states(
+        self, checkpoints: Checkpoints, slot: int, hit: np.ndarray, filled: int
+    ) -> None:
         """Start a row from the checkpoint of recurrent states at the end of its prefix hit, and reserve checkpoints to
-        write at later points of its prompt.  ``hit`` holds the cached blocks i32 of the leading group."""
-        seq, n = self.slots.at(slot), len(hit)
-        if n:
+        write at later points of its prompt.  ``hit`` holds the cached blocks i32 of the leading group.  If the row has
+        more blocks than that (``filled``), its states come from a tier."""
+        seq, n = self.slots.at(slot), filled
+        if n and n == len(hit):
             self.states.append((checkpoints.use(int(hit[-1])), slot))
         last = (seq.known - 1) // self.block
         end = max(0, seq.known - 1 - OPENING) // self.block or last
@@ -356,7 +388,11 @@ class KVCache:
         if self.checkpoints is not None:
             # The parent's states may arrive with this same delta; then the child reads the parent's source.
             source = next((source for source, to in self.states if to == parent), parent)
-            self.states.append((source, child))
+            ticket = None if self.tiers is None else self.tiers.state_of(parent)
+            if self.tiers is not None and ticket is not None:
+                self.tiers.fill(self.tiers.states, child, ticket)
+            else:
+                self.states.append((source, child))
         # The parent publishes a block that is full but not yet collected, so the child publishes only later blocks.
         self.slots.prefix_published[child] = min(int(self.slots.prefix_published[parent]), full)
 
@@ -385,10 +421,15 @@ class KVCache:
         if self.checkpoints is not None:
             self.states = [one for one in self.states if one[1] != slot]
             self.saves = [one for one in self.saves if one[0] != slot]
+            if self.tiers is not None:
+                copies = [index for _, index in self.checkpoints.pending.get(slot, ())]
+                self.tiers.cancel(self.tiers.states, np.array([slot, *copies]))
             self.checkpoints.release(slot)
         for g, pool in enumerate(self.pools):
             blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
             self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
+            if self.tiers is not None:
+                self.tiers.cancel(g, blocks)
             pool.release(blocks)
 
     # ---- publication -------------------------------------------------------------------------------------------------
@@ -411,6 +452,8 @@ class KVCache:
                 if not self._publish_index(slot, i, salt, keys[i], row):
                     break  # The parent's key collided, so the rest of the chain stays unpublished.
             s.prefix_published[slot] = last
+            if self.tiers is not None:
+                self.tiers.published(slot, first, last)
             if self.checkpoints is not None:
                 self._publish_states(self.checkpoints, slot, last)
         for pool in self.pools:
@@ -498,6 +541,8 @@ class KVCache:
             found["state"] = np.array(self.states, np.int32)
         if self.saves:
             found["save"] = np.array(self.saves, np.int32)
+        if self.tiers is not None:
+            found |= self.tiers.changes()
         self.states, self.saves = [], []
         self.table, self.trims, self.copies, self.duplicates = [], [], [], False
         return found
@@ -529,3 +574,5 @@ class KVCache:
         walk(self.pools, self.slots)
         if self.checkpoints is not None:
             self.checkpoints.check(self.pools[0].key != 0)
+        if self.tiers is not None:
+            self.tiers.check()

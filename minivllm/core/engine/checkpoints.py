@@ -14,6 +14,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import numpy as np
 
 # Tokens before the end of a prompt that a copy leaves out: a chat template ends a prompt with a few tokens that open
@@ -34,6 +36,9 @@ class Checkpoints:
         self.pending: dict[int, list[tuple[int, int]]] = {}
         self.evictions = 0
         self.changes = 0  # how often a block got or lost a copy
+        # callbacks (block, index) for each block that gets a copy, and (index) for each that loses its copy
+        self.published: Callable[[int, int], None] | None = None
+        self.dropped: Callable[[int], None] | None = None
 
     def usable(self, chain: np.ndarray) -> int:
         """Return how many blocks of a cached chain a hit may have: up to the last one with a copy behind it."""
@@ -73,6 +78,8 @@ class Checkpoints:
             else:
                 self.of_block[block] = index
                 self.changes += 1
+                if self.published is not None:
+                    self.published(block, index)
         if left:
             self.pending[slot] = left
         else:
@@ -82,6 +89,8 @@ class Checkpoints:
         """Free the copy behind a block, if there is one."""
         index = self.of_block.pop(block, None)
         if index is not None:
+            if self.dropped is not None:
+                self.dropped(index)
             self.free.append(index)
             self.changes += 1
 

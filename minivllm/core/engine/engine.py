@@ -11,12 +11,15 @@ alone; a step that fails ends the requests in it; three failed steps in a row en
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from minivllm.core import checks
@@ -26,7 +29,14 @@ from minivllm.core.interfaces.finish import Finish, FinishReason, eos_within
 from minivllm.core.interfaces.plan import LateInputs, StepPlan
 from minivllm.core.interfaces.scheduler import SchedulerContext
 from minivllm.core.timing import PLAN, PUBLISH, SUBMIT, WAIT, StepClock
-from minivllm.errors import EngineDeadError, MinivllmError, RequestError, describe_error, shown
+from minivllm.errors import (
+    ConfigError,
+    EngineDeadError,
+    MinivllmError,
+    RequestError,
+    describe_error,
+    shown,
+)
 
 from .blocks import BlockPool
 from .cache import KVCache
@@ -43,6 +53,7 @@ from .slots import Slots
 from .speculation import Speculation
 from .strategies import answer
 from .taps import TapLimits
+from .tiers import POLL, VERB, Tiers
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.evictor import Evictor
@@ -132,7 +143,31 @@ class Engine:
         if count is not None:
             checkpoints = Checkpoints(self.wiring.max_num_seqs + 1, count)
         windows, prefix = list(caching.windows), caching.prefix_caching
-        return KVCache(pools, windows, self.slots, prefix, caching.partial_hits, checkpoints)
+        cache = KVCache(pools, windows, self.slots, prefix, caching.partial_hits, checkpoints)
+        if self.wiring.cache.stores and cache.prefix:
+            self._add_tiers(cache, parts)
+        return cache
+
+    def _add_tiers(self, cache: KVCache, parts: EngineParts) -> None:
+        """Add the tiers of the wiring to the cache.  ConfigError if the executor keeps none."""
+        names = [part.name.removeprefix("minivllm/") for part in self.wiring.cache.stores]
+        try:
+            opened = self.executor.call(VERB, {"open": True})
+        except NotImplementedError as e:
+            who = type(self.executor).__name__
+            raise ConfigError(
+                f"kvstore={', '.join(names)}: the executor {who} keeps no tiers; use local, process, multiprocess, ray "
+                "or sim, or leave kvstore out"
+            ) from e
+        block = self.wiring.block
+        Tiers(
+            cache,
+            opened,
+            names,
+            parts.evictor,
+            lambda name, pages: EvictorContext(capacity=pages, block=block, tier=name),
+            self.now,
+        )
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
@@ -278,6 +313,7 @@ class Engine:
             raise EngineDeadError(self.dead)
         self.clock.begin()
         try:
+            self._turn_tiers()
             plan = self.events.planning(self._launch)
             if self.dead or (plan is None and not self.in_flight):
                 return False
@@ -285,6 +321,8 @@ class Engine:
                 self._supply(plan)
             if not self.dead:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
+            if not self.in_flight:
+                self._turn_tiers()
             self.check() if self.checked else self.cache.audit()
         except BaseException as e:
             # The executor or the cache failed, so the engine's state cannot be trusted any more.
@@ -300,6 +338,14 @@ class Engine:
         )
         self.events.turn_ended()
         return True
+
+    def _turn_tiers(self) -> None:
+        """Send orders to the tiers, and queue the sequences whose pages have been loaded."""
+        tiers = self.cache.tiers
+        if tiers is None or self.dead:
+            return
+        for seq in tiers.turn(partial(self.ask, self.executor.call), not self.in_flight):
+            self.planner.requeue(seq)
 
     def _launch(self) -> StepPlan | None:
         """Plan a step and submit it to the executor.  Return its plan, or None if nothing can run."""
@@ -375,7 +421,9 @@ class Engine:
         """Return the seconds to wait after a ``step`` that found no work: until the scheduler's hold ends, and at most
         ``IDLE``."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
-        return min(max(hold, 0.0), IDLE)
+        tiers = self.cache.tiers
+        longest = IDLE if tiers is None or not tiers.active else POLL
+        return min(max(hold, 0.0), longest)
 
     def plan(self) -> Flight | None:
         """Plan the next step; None if nothing can run or planning failed.  A scheduler that raises costs one turn of
@@ -435,6 +483,8 @@ class Engine:
         try:
             for pool in self.cache.pools[::-1]:
                 pool.reset()
+            if self.cache.tiers is not None:
+                self.cache.tiers.reset()
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))
             raise
@@ -448,10 +498,10 @@ class Engine:
         return self.executor.call(verb, args)
 
     def stats(self) -> dict[str, Any]:
-        lead = self.cache.pools[0]
+        lead, tiers = self.cache.pools[0], self.cache.tiers
         stats = {
             "running": self.slots.n_running,
-            "waiting": self.planner.n_waiting,
+            "waiting": self.planner.n_waiting + (0 if tiers is None else len(tiers.waits)),
             "finished": self.finished,
             "generated_tokens": self.publisher.tokens,
             "overshoot_tokens": self.publisher.overshoot,
@@ -467,6 +517,7 @@ class Engine:
             "evictions": sum(p.evictions for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
             **self._state_stats(),
+            **({} if tiers is None else {"tiers": tiers.figures()}),
         }
         self.events.stats_asked(stats)
         return stats
@@ -494,6 +545,9 @@ class Engine:
         """End all requests and stop the executor.  Further calls have no effect on requests."""
         error = self.dead
         self.fail_all("the engine was stopped")
+        if self.cache.tiers is not None and error is None and self.executor.alive():
+            with contextlib.suppress(EngineDeadError):  # the pages are lost, and nothing else
+                self.cache.tiers.flush(partial(self.ask, self.executor.call), time.sleep)
         self.executor.stop()
         if self.grammars is not None:
             self.grammars.close()

@@ -110,7 +110,12 @@ class Planner:
         return self.waiting.n
 
     def add(self, seq: Seq) -> None:
-        """Queue a sequence that is new, or preempted and without a step in flight."""
+        """Queue a sequence that is new, or preempted and without a step in flight.  If a tier has pages of it, it waits
+        for them first, outside the queue."""
+        seq.status = WAITING
+        tiers = self.cache.tiers
+        if tiers is not None and seq.load is None and tiers.begin(seq):
+            return
         row, seq.hint = row_of(seq), None
         view = queue_view([row])
         key = checks.key(self.ask(self.policy.key, view))
@@ -121,7 +126,6 @@ class Planner:
         )
         self.shared |= seq.request.owner_number > 0
         self.waiting.push(seq, key, lane, row)
-        seq.status = WAITING
 
     def end(self, seq: Seq) -> None:
         """Remove a sequence that ends from its slot or from the queue.  A row with a guide leaves together with it."""
@@ -131,6 +135,8 @@ class Planner:
                 self.leave(one.slot)
         elif seq.queued:
             self.waiting.remove(seq)
+        if self.cache.tiers is not None:
+            self.cache.tiers.leave(seq)
         if seq.saved:
             self.forgotten.append(seq.id)
         if self._ends:

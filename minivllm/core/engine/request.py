@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.taps import Tap
 
     from .tap_values import RequestTaps, TapValues
+    from .tier_loads import Load
 
 WAITING, RUNNING, FINISHED = 0, 1, 2
 
@@ -56,6 +57,9 @@ class Seq:
     saved: bool = False
     # keys of its first full blocks (see ``BlockPool.keys_of``)
     keys: list[int] = field(default_factory=list)
+    # digests of its first full blocks (see ``Tiers.keys_of``), and the pages that it waits for or may use
+    page_keys: list[bytes] = field(default_factory=list)
+    load: Load | None = None
     # sequences that fork from it once the prompt is computed
     branches: list[Seq] = field(default_factory=list)
     guide: Seq | None = None  # its guide, with ``scale`` (see ``guides``)

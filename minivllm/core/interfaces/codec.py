@@ -212,7 +212,7 @@ _PLAN = Layout(
                 ("save", 4),
             ],
         ),
-        *_own("delta", [("keep", 2), ("forget", 0)], I8),
+        *_own("delta", [("keep", 2), ("forget", 0), ("store", 6), ("fill", 3)], I8),
         *_columns("join", I4, "joins", "slot known computed prompt end sample min_end n_eos"),
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
         *_columns("join", I8, "joins", "seed"),

@@ -15,8 +15,8 @@ from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
 # Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
-# CacheWiring.recurrent
-API = (2, 5)
+# CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"
+API = (2, 6)
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class CacheWiring:
     # checkpoints: copies of recurrent states, for prefix hits; -1 = as many as fit
     num_state_checkpoints: int = -1
     recurrent: bool = False  # the model has recurrent states
+    stores: tuple[Part, ...] = ()  # plug-ins of the seam kvstore, the nearest tier first
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,9 @@ class Executor(ABC):
         """Run a rare operation, named by ``verb``.  Arguments and result must be JSON values.
 
         Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
-        are resident in this machine's memory) and "devices" (the devices that compute, "cpu" or a GPU's UUID).
+        are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID) and
+        "kv_tiers" (orders for the stores of ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover``
+        describes; the answer is a list with one element for each rank).
         NotImplementedError names a verb that the executor does not implement.
         """
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")

@@ -67,8 +67,8 @@ class Join:
 
 @dataclass(frozen=True)
 class Delta:
-    """The changes on the host since the last step.  The device applies them before the step, in this order: keep,
-    leave, state, join, fork, save, table, trim, copy, forget, token."""
+    """The changes on the host since the last step.  The device applies them before the step, in this order: store,
+    keep, leave, state, join, fork, save, table, trim, copy, fill, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
@@ -93,6 +93,11 @@ class Delta:
     forget: np.ndarray = field(default_factory=nothing(dtype=np.int64))
     # i32 [n, 2] (slot, token id): tokens that the host chose
     token: np.ndarray = field(default_factory=nothing(0, 2))
+    # i64 [n, 6] (tier, group, block, ticket, key as two numbers): blocks to store in a tier (``core.mover``).  The last
+    # group are recurrent states, by index.
+    store: np.ndarray = field(default_factory=nothing(0, 6, dtype=np.int64))
+    # i64 [n, 3] (group, block, ticket): loaded pages to write to blocks; group -1 releases a ticket
+    fill: np.ndarray = field(default_factory=nothing(0, 3, dtype=np.int64))
 
 
 NO_CHANGE = Delta()

@@ -37,6 +37,7 @@ from .capture import release_unused, synchronize
 from .drafting import Drafting
 from .head_model import HeadModel
 from .own_model import OwnModel
+from .pages import page_mover
 from .running import Running
 from .scoring import score_prompt
 from .state import DeviceState, to_host
@@ -66,6 +67,7 @@ class Runner:
         slots = wiring.max_num_seqs + 1  # the last one is the spare slot (see ``graphs``)
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch)
         self.state.recurrent = w.states
+        self.mover = page_mover(wiring, w)
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
@@ -163,7 +165,11 @@ class Runner:
         try:
             running.begun = self._mark()
             with torch.inference_mode():
+                if self.mover is not None and len(plan.delta.store):
+                    self.mover.store(plan.delta.store)
                 self.state.apply(plan.delta, self.worker.caches)
+                if self.mover is not None and len(plan.delta.fill):
+                    self.mover.fill(plan.delta.fill)
                 for slot in plan.delta.leave.tolist() if self._poison else ():
                     self._poison.pop(slot, None)
                 self._poison.update(self.taps.apply(plan.delta))
@@ -408,6 +414,8 @@ class Runner:
         if self._trace is not None:
             self._trace.close()
             self._trace = None
+        if self.mover is not None:
+            self.mover.close()
         if self.device.type == "cuda":
             # a failed device raises here; its results are lost, so there is nothing to wait for
             with contextlib.suppress(RuntimeError):

@@ -107,6 +107,8 @@ class Local(Executor):
         if verb == "kv_resident":
             caches = [t for group in self.runner.worker.caches for layer in group for t in layer.values()]
             return resident_bytes([(t.data_ptr(), t.nbytes) for t in caches if t.device.type == "cpu"])
+        if verb == "kv_tiers" and self.runner.mover is not None:
+            return [self.runner.mover.answer(args or {})]
         if verb == "devices":
             return [_name(self.runner.device)]
         if verb == "figures":

@@ -42,6 +42,7 @@ OPERATIONS = (
     "all_gather",
 )  # of the communicator, which imports torch
 GO, PARTED, LOST, MEETING, FINGERPRINT = range(13, 18)  # kinds of messages beside those of ``process``: JSON
+OF_ALL = ("kv_resident", "devices", "figures", "kv_tiers")  # verbs whose answers of all ranks are added
 AGREE = 5.0  # seconds in which all ranks must have said that a step failed
 DYING = 1.0  # seconds in which it shows who has died, where one says that another is lost
 PATIENCE = 2.0  # a call between ranks waits so much longer than who started them, who sees more of it
@@ -259,12 +260,12 @@ class Multiprocess(Process):
             if self._page is not None:
                 self._page.moves()
             found = super().call(verb, args)
-            return self._sum(verb, found) if verb in ("kv_resident", "devices", "figures") else found
+            return self._sum(verb, found, args) if verb in OF_ALL else found
         finally:
             self._limit, self._calling = self.options.timeout, False
 
-    def _sum(self, verb: str, found: Any) -> Any:
-        self._tell(CALL, json.dumps([self._calls, verb, None]).encode())
+    def _sum(self, verb: str, found: Any, args: Mapping[str, Any] | None) -> Any:
+        self._tell(CALL, json.dumps([self._calls, verb, None if args is None else dict(args)]).encode())
         for rank, child in enumerate(self._others, 1):
             said = json.loads(self._hear(rank, child).data)
             found = None if found is None or said.get("answer") is None else found + said["answer"]

@@ -44,6 +44,7 @@ from minivllm.core.interfaces.plan import (
     StepResult,
     no_rows,
 )
+from minivllm.core.mover import Mover
 from minivllm.errors import ModelError, ResourceError
 from minivllm.validation import merge
 
@@ -51,6 +52,7 @@ from .clocks import CLOCKS
 from .costs import PAUSE, StepCounter, read_costs
 from .made_up import Histories, MadeUpModel, mixed, scores_of, uniform
 from .options import SimOptions
+from .sim_pages import sim_mover
 from .sim_states import SimStates, checkpoints_of
 
 MOST_BLOCKS = 1 << 31  # their numbers have 32 bits
@@ -71,6 +73,7 @@ class SimStep:
 class Sim(Executor):
     """Subclasses plant faults or say otherwise what a row draws (``_next``) and when it ends (``_commit``)."""
 
+    threaded = True  # the stores of tiers are called by threads
     windows: tuple[int | None, ...] | None = None  # of each KV group; None: a table without an entry says where one is
 
     def __init__(self, options: Any = None) -> None:
@@ -88,6 +91,7 @@ class Sim(Executor):
         self._free_at = 0.0  # when the device is done with all that it was given
         self._started = False
         self.states: SimStates | None = None  # recurrent states, if they are checked
+        self.mover: Mover | None = None  # of the tiers of the KV cache
 
     def start(self, wiring: Wiring) -> Capacity:
         vocab = self.options.vocab_size or _vocab_of(wiring.model_dir, wiring.hf_overrides)
@@ -111,6 +115,9 @@ class Sim(Executor):
             self.table = np.zeros((len(blocks), s, length // wiring.block + 2), np.int32)
             if checkpoints is not None:
                 self.states = SimStates(s, checkpoints, wiring.speculation.num_speculative_tokens)
+        # without the check a block has no content, and its page is 8 bytes
+        kv = self.kv if self.options.check else [np.zeros((n, 1), np.uint64) for n in blocks]
+        self.mover = sim_mover(wiring, kv, self.states, self.threaded)
         self._started = True
         depth = 1 if wiring.steps.run_ahead is None else wiring.steps.run_ahead
         notes = (MADE_UP,)
@@ -197,10 +204,20 @@ class Sim(Executor):
         for waiting in (self._running, self._behind, self._early):
             waiting.clear()
         self._started = False
+        if self.mover is not None:
+            self.mover.close()
+            self.mover = None
+
+    def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:
+        if verb == "kv_tiers" and self.mover is not None:
+            return [self.mover.answer(args or {})]
+        return super().call(verb, args)
 
     # ---- columns -------------------------------------------------------------------------------------------------
 
     def _delta(self, d: Delta) -> None:
+        if self.mover is not None and len(d.store):
+            self.mover.store(d.store)
         self.stopped[d.leave] = True
         if d.join is not None:
             self._join(d.join)
@@ -216,6 +233,8 @@ class Sim(Executor):
             self._tables(d)
         if self.states is not None:
             self.states.apply(d)
+        if self.mover is not None and len(d.fill):
+            self.mover.fill(d.fill)
 
     def _join(self, j: Join) -> None:
         slots = j.slot

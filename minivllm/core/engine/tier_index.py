@@ -1,0 +1,142 @@
+"""The index of one tier: which pages it has, which of them go when it is full, and its counters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from minivllm.core.interfaces.evictor import Evictor
+
+
+def evictor_key(key: bytes) -> int:
+    """Return the number under which the evictor has a page."""
+    return int.from_bytes(key[8:], "little") or 1
+
+
+class TierIndex:
+    """The pages of one tier by key.
+
+    Invariants: ``used`` is the sum of ``size``; a page is in ``stored`` once all ranks have it, and is in ``size`` from
+    the order to store it on; ``by_number`` has the same pages as ``size``, and so has the evictor."""
+
+    def __init__(
+        self, name: str, limit: int, patience: float, eager: bool, evictor: Evictor
+    ) -> None:
+        self.name, self.limit, self.patience, self.eager = name, limit, patience, eager
+        self.evictor = evictor
+        self.size: dict[bytes, int] = {}
+        self.stored: set[bytes] = set()
+        self.by_number: dict[int, bytes] = {}
+        self.used = 0
+        self.dropped: list[bytes] = []  # to remove from the store
+        self.overdue: set[int] = set()  # tickets of loads that no request waits for any longer
+        self.hits = self.misses = 0  # pages that requests looked for
+        self.stores = self.loads = self.evictions = 0  # pages
+        self.skipped = 0  # pages that were not stored, because the queue or the tier was full
+        self.late = 0  # loads that ended after their requests had given them up
+        self.lost = 0  # loads that found no usable page
+        self.store_bytes = self.load_bytes = 0
+        self.load_seconds = 0.0
+        self.faults = 0  # exceptions and damaged pages in the workers
+
+    def has(self, key: bytes) -> bool:
+        """Return True if the tier has a page, and no load of it hangs."""
+        return key in self.stored and not self.overdue
+
+    def reserve(self, key: bytes, size: int, depth: int, cost: float, tenant: int) -> bool:
+        """Add a page that is about to be stored, and evict others for it.  Return False if it has no place."""
+        number = evictor_key(key)
+        if key in self.size or number in self.by_number or size > self.limit:
+            return False
+        while self.used + size > self.limit:
+            if not self._evict(self.used + size - self.limit):
+                return False
+        info = BlockInfo(
+            parent=np.zeros(1, np.uint64),  # the tier may have lost the page before
+            depth=np.array([depth], np.int32),
+            bytes=np.array([size], np.int64),
+            cost=np.array([cost], np.float64),
+            tenant=np.array([tenant], np.int32),
+        )
+        self.evictor.add(np.array([number], np.uint64), info)
+        self.size[key], self.by_number[number] = size, key
+        self.used += size
+        return True
+
+    def arrived(self, key: bytes) -> None:
+        """Mark a page as stored."""
+        self.stored.add(key)
+        self.evictor.free(np.array([evictor_key(key)], np.uint64))
+
+    def remove(self, key: bytes) -> None:
+        """Forget a page that the store has lost, or could not store."""
+        if key in self.size:
+            self.evictor.drop(np.array([evictor_key(key)], np.uint64))
+            self._forget(key)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """Report stored pages as used to the evictor."""
+        numbers = np.array([evictor_key(key) for key in keys], np.uint64)
+        for call in (self.evictor.hit, self.evictor.hold, self.evictor.free):
+            call(numbers)
+
+    def _evict(self, need: int) -> bool:
+        """Evict pages of about ``need`` bytes.  Return False if no stored page is left."""
+        mean = max(1, self.used // max(1, len(self.size)))
+        victims = np.asarray(self.evictor.victims(-(-need // mean)), np.uint64).tolist()
+        for number in victims:
+            key = self.by_number[number]
+            self._forget(key)
+            self.dropped.append(key)
+        self.evictions += len(victims)
+        return bool(victims)
+
+    def _forget(self, key: bytes) -> None:
+        self.used -= self.size.pop(key)
+        self.stored.discard(key)
+        del self.by_number[evictor_key(key)]
+
+    def reset(self) -> None:
+        """Remove all stored pages."""
+        gone = list(self.stored)
+        if gone:
+            self.evictor.drop(np.array([evictor_key(key) for key in gone], np.uint64))
+        for key in gone:
+            self._forget(key)
+        self.dropped += gone
+
+    def open(self, found: Sequence[Mapping[str, int]]) -> None:
+        """Index the pages that the stores of all ranks had at the start; ``found`` maps keys (hex) to bytes."""
+        sizes: dict[str, int] = {}
+        for rank in found:
+            for key, size in rank.items():
+                sizes[key] = sizes.get(key, 0) + size
+        for key in found[0]:
+            if all(key in rank for rank in found):
+                page = bytes.fromhex(key)
+                if self.reserve(page, sizes[key], 0, 1.0, 0):
+                    self.arrived(page)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the state and the counters."""
+        names = (
+            "limit", "used", "hits", "misses", "stores", "loads", "evictions", "skipped", "late", "lost",
+            "store_bytes", "load_bytes", "load_seconds", "faults",
+        )  # fmt: skip
+        return {
+            "name": self.name,
+            "pages": len(self.stored),
+            **{n: getattr(self, n) for n in names},
+        }
+
+    def check(self) -> None:
+        """Compare the tables; AssertionError names the inconsistency."""
+        assert self.used == sum(self.size.values()), f"tier {self.name}: the bytes do not add up"
+        assert self.stored <= self.size.keys(), f"tier {self.name}: a stored page has no size"
+        assert len(self.by_number) == len(self.size), f"tier {self.name}: keys and numbers differ"

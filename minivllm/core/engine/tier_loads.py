@@ -1,0 +1,58 @@
+"""Pages of the KV cache on their way between the device and its tiers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Stored:
+    """An order to store a page."""
+
+    tier: int
+    key: bytes
+    size: int
+    acks: int = 0
+    failed: bool = False
+
+
+@dataclass(eq=False)
+class Staged:
+    """A page that is being loaded, or is staged in the workers."""
+
+    ticket: int
+    tier: int
+    key: bytes
+    size: int
+    users: int = 0  # sequences that may still use it
+    acks: int = 0
+    failed: bool = False
+    done: bool = False
+    void: bool = False  # the tiers were reset meanwhile
+    seconds: float = 0.0
+
+    @property
+    def usable(self) -> bool:
+        return self.done and not self.failed and not self.void
+
+
+@dataclass(eq=False)
+class Load:
+    """The pages that a waiting sequence gets, by (KV group, block); the last group are recurrent states."""
+
+    begun: float  # seconds of the engine's clock
+    patience: float
+    wanted: dict[tuple[int, int], tuple[int, bytes]]  # (tier, key)
+    pages: dict[tuple[int, int], Staged] = field(
+        default_factory=dict
+    )  # empty until there is room for them
+    ready: bool = False
+
+
+@dataclass(frozen=True)
+class Named:
+    """A cached block whose page has a key."""
+
+    key: bytes
+    depth: int
+    tenant: int

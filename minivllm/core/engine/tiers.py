@@ -1,0 +1,501 @@
+"""The tiers behind the KV cache of the device, such as CPU memory and a disk: which pages go there and come back.
+
+    published, evicted ──► orders ──► delta ──► worker reads the block ──► thread stores the page ──► index
+
+    new request ──► pages of its prompt that a tier has ──► loads ──► staged in the worker
+                    (it waits beside the queue)                          │
+    queue ◄── all loads have ended, or its patience has ─────────────────┘
+    admitted ──► blocks of its own ──► delta.fill ──► published with its first step, as computed blocks are
+
+A loaded page reaches a block only by a delta, in the order of the steps.  So a load that ends late, or whose request
+has ended, changes no block.  Every page has a key made of all tokens before its end, the salt and the identity of the
+model, so a page is right wherever it comes from.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from minivllm.core.interfaces.kvstore import KEY_BYTES
+from minivllm.core.mover import RELEASE
+
+from .taps import most_cached
+from .tier_index import TierIndex
+from .tier_loads import Load, Named, Staged, Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+
+    from .blocks import BlockPool, Salt
+    from .checkpoints import Checkpoints
+    from .request import Seq
+    from .slots import Slots
+
+VERB = "kv_tiers"  # of ``Executor.call``
+QUEUE = 256 << 20  # bytes of pages on their way to a tier, beyond which no page is ordered
+STAGED = (
+    1 << 30
+)  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
+POLL = 1e-3  # seconds between two looks at loads and stores while steps run
+FLUSH = 10.0  # seconds that the end of the engine waits for pages to be stored
+
+
+class TieredCache(Protocol):
+    """The attributes of a KV cache that its tiers read."""
+
+    pools: list[BlockPool]
+    slots: Slots
+    block: int
+    windows: list[int | None]
+    prefix: bool
+    checkpoints: Checkpoints | None
+    tiers: Any
+
+    def lookup(self, seq: Seq, known: int) -> list[np.ndarray]: ...
+
+    def first_seen(self, window: int | None, blocks: int) -> int: ...
+
+
+class Tiers:
+    """The tiers of an engine, the nearest first."""
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        opened: Sequence[Mapping[str, Any]],
+        names: Sequence[str],
+        evictor: Callable[[EvictorContext], Evictor],
+        context: Callable[[str, int], EvictorContext],
+        now: Callable[[], float],
+    ) -> None:
+        """Index the pages that the tiers have.
+
+        ``opened`` is the answer of each rank to the verb with the argument ``open``.  ``context`` returns the arguments
+        of an evictor for a tier's name and its number of pages."""
+        self.cache, self.now = cache, now
+        self.ranks = len(opened)
+        self.identity = bytes.fromhex(opened[0]["identity"])
+        # bytes of a page of each group in one rank, and in all
+        self.part = [rank["page_bytes"] for rank in opened]
+        self.page_bytes = [sum(sizes) for sizes in zip(*self.part, strict=True)]
+        self.states = len(cache.pools) if cache.checkpoints is not None else -1
+        self.tiers: list[TierIndex] = []
+        for i, name in enumerate(names):
+            facts = opened[0]["tiers"][i]
+            pages = max(1, facts["limit"] // max(1, self.page_bytes[0]))
+            index = TierIndex(
+                name,
+                facts["limit"],
+                facts["patience"],
+                facts["eager"],
+                evictor(context(name, pages)),
+            )
+            index.open([rank["tiers"][i]["keys"] for rank in opened])
+            self.tiers.append(index)
+        self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]  # by block of each group
+        self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
+        self.rows: list[tuple[int, ...]] = []  # of ``Delta.store``, since the last delta
+        self.fills: list[tuple[int, int, int]] = []  # of ``Delta.fill``, likewise
+        self.gets: list[list[Any]] = []  # of the next call
+        self.storing: dict[int, Stored] = {}
+        self.loading: dict[int, Staged] = {}  # by ticket, until all ranks have ended it
+        self.staged: dict[bytes, Staged] = {}  # by key, while sequences use it
+        self.waits: dict[Seq, Load] = {}  # sequences outside the queue
+        self.queued = self.staged_bytes = 0
+        self.next_ticket = 0
+        self.polled = 0.0
+        cache.tiers = self
+        for g, pool in enumerate(cache.pools):
+            pool.evicted = lambda block, g=g: self.evicting(g, block)
+            before = pool.forgotten
+            pool.forgotten = lambda block, g=g, before=before: self._forgotten(g, block, before)
+        if cache.checkpoints is not None:
+            cache.checkpoints.published = self.checkpointed
+            cache.checkpoints.dropped = self._state_dropped
+
+    # ---- keys --------------------------------------------------------------------------------------------------------
+
+    def root(self, salt: Salt) -> bytes:
+        """Return the digest that a chain of keys begins with."""
+        return blake2b(self.identity + repr(salt).encode(), digest_size=KEY_BYTES).digest()
+
+    def keys_of(
+        self, tokens: np.ndarray, salt: Salt, keys: list[bytes], blocks: int
+    ) -> list[bytes]:
+        """Extend ``keys``, the digests of the first blocks of ``tokens``, to ``blocks`` blocks, and return it."""
+        if len(keys) < blocks:
+            digest = keys[-1] if keys else self.root(salt)
+            raw, step = np.ascontiguousarray(tokens, np.int32).tobytes(), 4 * self.cache.block
+            for i in range(len(keys), blocks):
+                part = raw[i * step : (i + 1) * step]
+                digest = blake2b(digest + part, digest_size=KEY_BYTES).digest()
+                keys.append(digest)
+        return keys
+
+    @staticmethod
+    def page_key(digest: bytes, group: int) -> bytes:
+        """Return the key of the page of a KV group at the end of a chain."""
+        return digest[:-1] + bytes([group])
+
+    # ---- to the tiers ------------------------------------------------------------------------------------------------
+
+    def published(self, slot: int, first: int, last: int) -> None:
+        """Note the keys of the blocks ``first`` to ``last`` - 1 of a row, which were published just now."""
+        s, seq = self.cache.slots, self.cache.slots.at(slot)
+        keys = self.keys_of(s.tokens[slot, : last * s.block], seq.request.salt, seq.page_keys, last)
+        tenant = int(s.tenant[slot])
+        for g, pool in enumerate(self.cache.pools):
+            for i in range(first, last):
+                block = int(s.table[g, slot, i])
+                if block and pool.published(block) and block not in self.named[g]:
+                    self._name(g, block, Named(self.page_key(keys[i], g), i, tenant))
+
+    def checkpointed(self, block: int, index: int) -> None:
+        """Note the key of a copy of recurrent states behind a published block."""
+        behind = self.named[0].get(block)
+        if behind is not None:
+            key = self.page_key(behind.key, self.states)
+            self._name(self.states, index, Named(key, behind.depth, behind.tenant))
+
+    def _name(self, group: int, block: int, named: Named) -> None:
+        self.named[group][block] = named
+        if any(tier.eager and named.key not in tier.size for tier in self.tiers):
+            self.backlog[group, block] = None
+
+    def evicting(self, group: int, block: int) -> None:
+        """Store a block, or a copy of states, that the device is about to give to another row."""
+        named = self.named[group].get(block)
+        if named is not None:
+            self._order(group, block, named, evicted=True)
+            self.backlog.pop((group, block), None)
+
+    def forget(self, group: int, block: int) -> None:
+        """Forget a block that is no longer cached."""
+        self.named[group].pop(block, None)
+        self.backlog.pop((group, block), None)
+
+    def _state_dropped(self, index: int) -> None:
+        self.evicting(self.states, index)
+        self.forget(self.states, index)
+
+    def _forgotten(self, group: int, block: int, before: Callable[[int], None] | None) -> None:
+        if before is not None:
+            before(block)
+        self.forget(group, block)
+
+    def _order(self, group: int, block: int, named: Named, evicted: bool) -> None:
+        """Order a block to be stored in each tier that lacks it."""
+        size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
+        for i, tier in enumerate(self.tiers):
+            if named.key in tier.size or not (evicted or tier.eager):
+                continue
+            full = self.storing and self.queued + size > QUEUE
+            if full or not tier.reserve(named.key, size, named.depth, cost, named.tenant):
+                tier.skipped += 1
+                continue
+            ticket = self._ticket()
+            self.storing[ticket] = Stored(i, named.key, size)
+            self.queued += size
+            key = np.frombuffer(named.key, ">i8").tolist()
+            self.rows.append((i, group, block, ticket, *key))
+
+    def _drain(self) -> None:
+        """Order blocks of the backlog while there is room in the queue."""
+        while self.backlog and self.queued < QUEUE:
+            group, block = next(iter(self.backlog))
+            del self.backlog[group, block]
+            self._order(group, block, self.named[group][block], evicted=False)
+
+    def _ticket(self) -> int:
+        self.next_ticket += 1
+        return self.next_ticket
+
+    def changes(self) -> dict[str, np.ndarray]:
+        """Return the fields of plan.Delta since the last call; no empty ones."""
+        self._drain()
+        found = {}
+        if self.rows:
+            found["store"] = np.array(self.rows, np.int64)
+        if self.fills:
+            found["fill"] = np.array(self.fills, np.int64)
+        self.rows, self.fills = [], []
+        return found
+
+    # ---- back to the device ------------------------------------------------------------------------------------------
+
+    def begin(self, seq: Seq) -> bool:
+        """Order the pages that extend the prefix hit of a sequence without a slot.  Return True if it must wait for
+        them."""
+        cache, request = self.cache, seq.request
+        usable = (most_cached(seq, seq.known) - 1) // cache.block
+        if not cache.prefix or request.beams is not None or usable <= 0:
+            return False
+        n = len(cache.lookup(seq, usable * cache.block + 1)[0])
+        keys = self.keys_of(seq.tokens, request.salt, seq.page_keys, usable)
+        wanted = self._wanted(keys, n, usable)
+        if not wanted:
+            return False
+        patience = max(self.tiers[tier].patience for tier, _ in wanted.values())
+        seq.load = self.waits[seq] = Load(self.now(), patience, wanted)
+        self._start(seq.load)
+        return True
+
+    def _wanted(
+        self, keys: Sequence[bytes], n: int, usable: int
+    ) -> dict[tuple[int, int], tuple[int, bytes]]:
+        """Return the pages to load behind ``n`` cached blocks, each with its tier."""
+        found: dict[tuple[int, int], tuple[int, bytes]] = {}
+        end = n
+        while end < usable and self._find(found, keys, 0, end):
+            end += 1
+        for tier in self.tiers:
+            tier.misses += usable - end
+        for m in range(end, n, -1):
+            pages = self._pages(n, m)
+            if all(self._find(found, keys, g, i) for g, i in pages):
+                chosen = {page: found[page] for page in pages}
+                for i, tier in enumerate(self.tiers):
+                    mine = [key for t, key in chosen.values() if t == i]
+                    if mine:
+                        tier.hits += len(mine)
+                        tier.touch(mine)
+                return chosen
+        return {}
+
+    def _pages(self, n: int, m: int) -> list[tuple[int, int]]:
+        """Return the pages (group, block) that extend a hit of ``n`` blocks to ``m`` blocks."""
+        pages = [
+            (g, i)
+            for g, window in enumerate(self.cache.windows)
+            for i in range(max(n, self.cache.first_seen(window, m)), m)
+        ]
+        return pages if self.states < 0 else [*pages, (self.states, m - 1)]
+
+    def _find(self, found: dict, keys: Sequence[bytes], group: int, i: int) -> bool:
+        """Look for a page in the tiers, the nearest first, and note it in ``found``.  Return False if none has it."""
+        if (group, i) in found:
+            return True
+        key = self.page_key(keys[i], group)
+        for tier, index in enumerate(self.tiers):
+            if index.has(key):
+                found[group, i] = tier, key
+                return True
+        return False
+
+    def _start(self, load: Load) -> None:
+        """Order the loads of a sequence, if there is room for them."""
+        sizes = [
+            self.page_bytes[g] for (g, _), (_, key) in load.wanted.items() if key not in self.staged
+        ]
+        if self.staged_bytes and self.staged_bytes + sum(sizes) > STAGED:
+            return
+        for (g, i), (tier, key) in load.wanted.items():
+            page = self.staged.get(key)
+            if page is None:
+                page = Staged(self._ticket(), tier, key, self.page_bytes[g])
+                self.staged[key] = self.loading[page.ticket] = page
+                self.staged_bytes += page.size
+                self.gets.append([tier, page.ticket, key.hex(), g])
+            page.users += 1
+            load.pages[g, i] = page
+
+    def take(self, seq: Seq, n: int) -> tuple[int, dict[tuple[int, int], int]]:
+        """Return (m, tickets by (group, block)): the loaded pages that extend the hit of ``n`` blocks of a sequence to
+        ``m`` blocks.  The sequence gives up all of its pages."""
+        load, chosen, m = seq.load, {}, n
+        if load is None:
+            return n, {}
+        ends = [i + 1 for g, i in load.pages if g == 0]
+        for m in range(max(ends, default=n), n, -1):
+            pages = {page: load.pages.get(page) for page in self._pages(n, m)}
+            if all(page is not None and page.usable for page in pages.values()):
+                chosen = {place: page.ticket for place, page in pages.items() if page is not None}
+                break
+        else:
+            m = n
+        return m, chosen
+
+    def fill(self, group: int, block: int, ticket: int) -> None:
+        """Write a staged page to a block, or to an index of recurrent states, with the next delta."""
+        self.fills.append((group, block, ticket))
+
+    def cancel(self, group: int, blocks: np.ndarray) -> None:
+        """Remove the writes to these blocks that were not sent to the device."""
+        if self.fills:
+            self.fills = [f for f in self.fills if f[0] != group or f[1] not in blocks]
+
+    def state_of(self, slot: int) -> int | None:
+        """Return the ticket of the states that the next delta writes to a slot; None without any."""
+        return next((t for g, index, t in self.fills if (g, index) == (self.states, slot)), None)
+
+    def leave(self, seq: Seq) -> None:
+        """End the use of loaded pages by a sequence that was admitted, or has ended."""
+        load, seq.load = seq.load, None
+        self.waits.pop(seq, None)
+        for page in () if load is None else load.pages.values():
+            page.users -= 1
+            if page.users:
+                continue
+            del self.staged[page.key]
+            if page.done:
+                self._release(page)
+            else:
+                self.tiers[page.tier].overdue.add(page.ticket)
+
+    def _release(self, page: Staged) -> None:
+        self.staged_bytes -= page.size
+        if not page.failed:
+            self.fills.append((RELEASE, 0, page.ticket))
+
+    # ---- the worker --------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> bool:
+        """Return True if a page is on its way, or a sequence waits for one."""
+        return bool(self.waits or self.storing or self.loading or self.backlog)
+
+    def turn(self, call: Callable[..., Any], idle: bool) -> list[Seq]:
+        """Send orders to the workers, note what they have done, and return the sequences that need not wait any longer.
+
+        ``idle`` means that no step is in flight, so that blocks may be read and written at once."""
+        args: dict[str, Any] = {}
+        if self.gets:
+            args["get"], self.gets = self.gets, []
+        drops = [
+            [i, [key.hex() for key in tier.dropped]]
+            for i, tier in enumerate(self.tiers)
+            if tier.dropped
+        ]
+        if drops:
+            args["drop"] = drops
+            for tier in self.tiers:
+                tier.dropped = []
+        if idle:
+            args |= {name: rows.tolist() for name, rows in self.changes().items()}
+        waits = bool(self.storing or self.loading)
+        if args or (waits and (idle or self.now() - self.polled >= POLL)):
+            self.polled = self.now()
+            for rank in call(VERB, args):
+                self._note(rank)
+        return self._ready() if self.waits else []
+
+    def _note(self, rank: Mapping[str, Any]) -> None:
+        """Count what one rank has done."""
+        for ticket, ok, size, microseconds in rank["done"]:
+            if ticket in self.storing:
+                self._stored(ticket, bool(ok), size)
+            else:
+                self._loaded(self.loading[ticket], bool(ok), size, microseconds / 1e6)
+        for tier, faults in zip(self.tiers, rank["faults"], strict=True):
+            tier.faults = max(tier.faults, faults)
+
+    def _stored(self, ticket: int, ok: bool, size: int) -> None:
+        order = self.storing[ticket]
+        tier = self.tiers[order.tier]
+        order.acks += 1
+        order.failed |= not ok
+        tier.store_bytes += size * ok
+        if order.acks < self.ranks:
+            return
+        del self.storing[ticket]
+        self.queued -= order.size
+        if order.key not in tier.size:
+            return
+        if not order.failed:
+            tier.arrived(order.key)
+            tier.stores += 1
+            return
+        tier.arrived(order.key)  # a key is evictable before it is dropped
+        tier.remove(order.key)
+        tier.dropped.append(order.key)
+        tier.skipped += 1
+
+    def _loaded(self, page: Staged, ok: bool, size: int, seconds: float) -> None:
+        tier = self.tiers[page.tier]
+        page.acks += 1
+        page.failed |= not ok
+        page.seconds = max(page.seconds, seconds)
+        tier.load_bytes += size * ok
+        if page.acks < self.ranks:
+            return
+        page.done = True
+        del self.loading[page.ticket]
+        tier.load_seconds += page.seconds
+        if page.failed:
+            tier.lost += 1
+            tier.remove(page.key)
+            tier.dropped.append(page.key)
+        else:
+            tier.loads += 1
+        if page.ticket in tier.overdue:
+            tier.overdue.remove(page.ticket)
+            tier.late += 1
+            self._release(page)
+        if page.failed and self.ranks > 1:
+            self.fills.append((RELEASE, 0, page.ticket))  # another rank may have staged its part
+
+    def _ready(self) -> list[Seq]:
+        """Return the waiting sequences whose loads have ended, or whose patience has."""
+        found, now = [], self.now()
+        for seq, load in self.waits.items():
+            if not load.pages:
+                self._start(load)
+            ended = bool(load.pages) and all(page.done for page in load.pages.values())
+            if ended or now - load.begun > load.patience:
+                load.ready = True
+                found.append(seq)
+        for seq in found:
+            del self.waits[seq]
+        return found
+
+    def flush(self, call: Callable[..., Any], sleep: Callable[[float], None]) -> None:
+        """Store the blocks that eager tiers lack, and wait for it for up to FLUSH seconds.  No step is in flight."""
+        for _ in range(int(FLUSH / POLL)):
+            self.turn(call, idle=True)
+            if not self.storing and not self.backlog:
+                return
+            sleep(POLL)
+
+    # ---- trust -------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Remove all pages from all tiers."""
+        for tier in self.tiers:
+            tier.reset()
+        for order in self.storing.values():
+            order.failed = True
+        for page in (*self.staged.values(), *self.loading.values()):
+            page.void = True
+        self.backlog.clear()
+
+    def figures(self) -> list[dict[str, Any]]:
+        """Return the state and the counters of each tier."""
+        return [tier.figures() for tier in self.tiers]
+
+    def check(self) -> None:
+        """Compare the tables with the pools; AssertionError names the inconsistency."""
+        for g, pool in enumerate(self.cache.pools):
+            for block in self.named[g]:
+                assert pool.published(block), "a block has the key of a page and is not cached"
+        if self.cache.checkpoints is not None:
+            kept = set(self.cache.checkpoints.of_block.values())
+            assert set(self.named[self.states]) <= kept, (
+                "states have the key of a page and no block"
+            )
+        for tier in self.tiers:
+            tier.check()
+        used: dict[int, int] = {}
+        for page in self.staged.values():
+            used[page.ticket] = page.users
+            assert page.users > 0, "a staged page has no user"
+        sizes = sum(page.size for page in self.staged.values())
+        overdue = [self.loading[t].size for tier in self.tiers for t in tier.overdue]
+        assert self.staged_bytes == sizes + sum(overdue), "the bytes of staged pages do not add up"
+        assert self.queued == sum(order.size for order in self.storing.values()), (
+            "the queue's bytes"
+        )

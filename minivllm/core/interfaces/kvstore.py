@@ -1,0 +1,77 @@
+"""The kvstore seam: a tier behind the device that keeps pages of the KV cache, such as CPU memory or a disk.
+
+A *page* is the bytes of a block of one KV group in all its layers, or a copy of recurrent states.  Its key is a digest
+of the model, the KV format, the layout, the salt, and all tokens up to the end of the block.  So equal keys mean equal
+pages, in every process.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+API = (1, 0)
+KEY_BYTES = 16
+
+
+def _empty(size: int) -> np.ndarray:
+    return np.empty(size, np.uint8)
+
+
+@dataclass(frozen=True)
+class StoreContext:
+    """The arguments with which a worker constructs a store."""
+
+    # digest (hex) of all that determines a page besides its tokens: weights, KV format, layout, block size, ranks
+    identity: str
+    rank: int = 0  # number of the process among those that share the model; each stores its own part of a page
+    ranks: int = 1
+    # memory u8 [n] of any content, from which the device copies without a stop (pinned memory for a GPU)
+    empty: Callable[[int], np.ndarray] = _empty
+
+
+class KVStore(ABC):
+    """Keeps pages by key.
+
+    The engine has the index: it decides which pages are stored and removed, and asks for a page only after it was
+    stored.  One thread makes all calls.  They may take long, because no step waits for them.  An exception of ``put``
+    or ``get`` is counted as a fault of this page and has no other effect.
+    """
+
+    # True stores a page soon after it was computed; False stores it when the device evicts it
+    eager = False
+    # seconds that a request waits for its pages before it computes them
+    patience = 5.0
+
+    def __init__(self, options: Any, ctx: StoreContext) -> None:
+        self.options, self.ctx = options, ctx
+
+    @property
+    @abstractmethod
+    def limit(self) -> int:
+        """Return the bytes of pages that all ranks together may store."""
+
+    @abstractmethod
+    def keys(self) -> Mapping[bytes, int]:
+        """Return the keys of the stored pages, each with the size of its page in bytes, the oldest first."""
+
+    @abstractmethod
+    def put(self, key: bytes, page: np.ndarray) -> bool:
+        """Store a page u8 [n], and return True; False if the store has no room.  The caller reuses ``page``
+        afterwards."""
+
+    @abstractmethod
+    def get(self, key: bytes) -> np.ndarray | None:
+        """Return a page u8 [n] exactly as it was stored, or None if it is lost or damaged.  Later calls must not change
+        the returned array."""
+
+    @abstractmethod
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Remove pages.  Unknown keys are ignored."""
+
+    def close(self) -> None:  # noqa: B027  (optional)
+        """Write what is left, and free all resources."""

@@ -1,0 +1,251 @@
+"""Moves pages of the KV cache between the device and its tiers.  Each worker process has one mover.
+
+    store(rows)   between steps   device ──read──► batch ─┐
+    call(get)                                             ├─► thread of the tier ──► KVStore.put, get, drop
+    fill(rows)    between steps   device ◄─write── staged ┘        │
+    call()                        done: [ticket, ok, bytes, us] ◄──┘
+
+``store`` and ``fill`` are called in the order of the steps and wait for no store.  Every order has a *ticket*, a number
+that is never used twice.  A page that was loaded is *staged* under its ticket until a release; it reaches a block only
+by ``fill``, so a load that ends late changes no block.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from .interfaces.kvstore import KVStore
+
+RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
+CLOSING = 2.0  # seconds to wait for the threads at the end
+log = logging.getLogger("minivllm")
+
+
+class PageBatch(Protocol):
+    """Pages that were read from the device, perhaps not yet on the host."""
+
+    def pages(self) -> np.ndarray:
+        """Wait for the copy, and return the pages u8 [n, bytes]."""
+        ...
+
+
+class PageMemory(Protocol):
+    """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
+
+    page_bytes: list[int]  # of a block of each group
+
+    def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
+        """Start the copy of blocks to the host, behind all work queued so far and before all later work."""
+        ...
+
+    def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
+        """Copy pages to blocks, behind all work queued so far and before all later work."""
+        ...
+
+
+class TierThread:
+    """The thread that calls one store.  Loads come before stores."""
+
+    def __init__(
+        self, store: KVStore, done: Callable[[int, bool, int, float], None], threaded: bool
+    ) -> None:
+        self.store, self._done = store, done
+        self.faults = 0
+        self._loads: deque[Callable[[], None]] = deque()
+        self._others: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="minivllm-tier", daemon=True)
+            self._thread.start()
+
+    def add(self, work: Callable[[], None], load: bool = False) -> None:
+        with self._wake:
+            (self._loads if load else self._others).append(work)
+            self._wake.notify()
+
+    def put(self, ticket: int, key: bytes, batch: PageBatch, index: int) -> None:
+        """Store a page of a batch."""
+        begun, size, stored = time.monotonic(), 0, False
+        try:
+            page = batch.pages()[index]
+            size = page.nbytes
+            stored = bool(self.store.put(key, page))
+        except Exception as e:
+            self._fault("put", e)
+        self._done(ticket, stored, size, time.monotonic() - begun)
+
+    def get(self, key: bytes, size: int) -> np.ndarray | None:
+        """Return a page of ``size`` bytes, or None."""
+        try:
+            page = self.store.get(key)
+        except Exception as e:
+            self._fault("get", e)
+            return None
+        if page is None or page.dtype != np.uint8 or page.shape != (size,):
+            self.faults += 1
+            return None
+        return page
+
+    def drop(self, keys: list[bytes]) -> None:
+        """Remove pages."""
+        try:
+            self.store.drop(keys)
+        except Exception as e:
+            self._fault("drop", e)
+
+    def _fault(self, what: str, e: Exception) -> None:
+        self.faults += 1
+        if self.faults & (self.faults - 1) == 0:  # 1, 2, 4, 8 ...
+            log.warning(
+                "%s failed in %s (%d faults): %s", type(self.store).__name__, what, self.faults, e
+            )
+
+    def work(self) -> bool:
+        """Do the next piece of work, and return True; False if there is none."""
+        with self._wake:
+            queue = self._loads or self._others
+            piece = queue.popleft() if queue else None
+        if piece is not None:
+            piece()
+        return piece is not None
+
+    def _run(self) -> None:
+        while self.work() or not self._closing:
+            with self._wake:
+                while not (self._loads or self._others or self._closing):
+                    self._wake.wait()
+        try:
+            self.store.close()
+        except Exception as e:
+            self._fault("close", e)
+
+    def close(self) -> None:
+        """End the thread once its work is done."""
+        with self._wake:
+            self._closing = True
+            self._loads.clear()
+            self._wake.notify()
+
+    def join(self, seconds: float) -> None:
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+
+class Mover:
+    """The stores of one worker, and the pages that were loaded from them."""
+
+    def __init__(
+        self, stores: Sequence[KVStore], memory: PageMemory, identity: str, threaded: bool = True
+    ) -> None:
+        """Index the pages that the stores have.  Not ``threaded``: the caller runs ``TierThread.work``."""
+        self.memory, self.identity = memory, identity
+        self._staged: dict[int, np.ndarray] = {}
+        self._finished: list[tuple[int, int, int, int]] = []
+        self._lock = threading.Lock()
+        # before the threads start, so that no store has calls of two threads
+        self._found = [dict(store.keys()) for store in stores]
+        self._described = [
+            {"limit": s.limit, "patience": s.patience, "eager": bool(s.eager)} for s in stores
+        ]
+        self.tiers = [TierThread(store, self._done, threaded) for store in stores]
+
+    def opened(self) -> dict[str, Any]:
+        """Return what the engine needs to build its index, as JSON values."""
+        tiers = []
+        for described, found in zip(self._described, self._found, strict=True):
+            tiers.append({**described, "keys": {key.hex(): size for key, size in found.items()}})
+        self._found = [{} for _ in self.tiers]
+        return {
+            "identity": self.identity,
+            "page_bytes": list(self.memory.page_bytes),
+            "tiers": tiers,
+        }
+
+    def _done(self, ticket: int, ok: bool, size: int, seconds: float) -> None:
+        with self._lock:
+            self._finished.append((ticket, int(ok), size, int(seconds * 1e6)))
+
+    # ---- between steps -----------------------------------------------------------------------------------------------
+
+    def store(self, rows: np.ndarray) -> None:
+        """Read blocks and store them as pages.  ``rows`` i64 [n, 6] are (tier, group, block, ticket, and the key as two
+        numbers)."""
+        for group in sorted(set(rows[:, 1].tolist())):
+            of_group = rows[rows[:, 1] == group]
+            blocks, index = np.unique(of_group[:, 2], return_inverse=True)
+            batch = self.memory.read(group, blocks.tolist())
+            keys = of_group[:, 4:].astype(">i8").tobytes()
+            orders = zip(
+                of_group[:, 0].tolist(), of_group[:, 3].tolist(), index.tolist(), strict=True
+            )
+            for i, (tier, ticket, at) in enumerate(orders):
+                key = keys[16 * i : 16 * (i + 1)]
+                thread = self.tiers[tier]
+                thread.add(lambda t=thread, a=(ticket, key, batch, at): t.put(*a))
+
+    def fill(self, rows: np.ndarray) -> None:
+        """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the
+        ticket.  KeyError if a page is not staged."""
+        writes: dict[int, tuple[list[int], list[np.ndarray]]] = {}
+        for group, block, ticket in rows.tolist():
+            if group == RELEASE:
+                continue
+            blocks, pages = writes.setdefault(group, ([], []))
+            blocks.append(block)
+            pages.append(self._staged[ticket])
+        for group, (blocks, pages) in writes.items():
+            self.memory.write(group, blocks, pages)
+        for ticket in rows[rows[:, 0] == RELEASE, 2].tolist():
+            self._staged.pop(ticket, None)
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def answer(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer the verb "kv_tiers": ``opened`` with the argument ``open``, else ``call``."""
+        return self.opened() if args.get("open") else self.call(args)
+
+    def call(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out orders, and return the tickets that are done since the last call, as JSON values.
+
+        ``get`` has rows (tier, ticket, key, KV group), ``drop`` has rows (tier, keys).  ``store`` and ``fill`` have the
+        rows of these methods; the engine sends them here only if no step is in flight."""
+        for tier, ticket, key, group in args.get("get", ()):
+            size = self.memory.page_bytes[group]
+            self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), size)
+        for tier, keys in args.get("drop", ()):
+            thread, gone = self.tiers[tier], [bytes.fromhex(key) for key in keys]
+            thread.add(lambda t=thread, k=gone: t.drop(k))
+        for name, width in (("store", 6), ("fill", 3)):
+            rows = np.array(args.get(name, ()), np.int64).reshape(-1, width)
+            if len(rows):
+                getattr(self, name)(rows)
+        with self._lock:
+            finished, self._finished = self._finished, []
+        return {"done": finished, "faults": [thread.faults for thread in self.tiers]}
+
+    def _order_get(self, thread: TierThread, ticket: int, key: bytes, size: int) -> None:
+        def load() -> None:
+            begun = time.monotonic()
+            page = thread.get(key, size)
+            if page is not None:
+                self._staged[ticket] = page
+            self._done(ticket, page is not None, size, time.monotonic() - begun)
+
+        thread.add(load, load=True)
+
+    def close(self, seconds: float = CLOSING) -> None:
+        """End the threads.  A store that hangs is left behind."""
+        end = time.monotonic() + seconds
+        for thread in self.tiers:
+            thread.close()
+        for thread in self.tiers:
+            thread.join(max(0.0, end - time.monotonic()))

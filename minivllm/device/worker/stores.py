@@ -1,0 +1,35 @@
+"""Build the stores of a worker's tiers (``core.mover``)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.interfaces.kvstore import StoreContext
+from minivllm.core.mover import Mover
+from minivllm.registry import build_part
+
+if TYPE_CHECKING:
+    from minivllm.core.interfaces.executor import Wiring
+    from minivllm.core.mover import PageMemory
+
+
+def make_mover(
+    wiring: Wiring,
+    pages: PageMemory,
+    identity: str,
+    empty: Callable[[int], np.ndarray] | None = None,
+    threaded: bool = True,
+) -> Mover:
+    """Build the stores of a wiring, and the mover between them and the ``pages`` of the device.
+
+    ``identity`` is the digest (hex) of all that determines a page besides its tokens.  ``empty`` returns memory from
+    which the device copies without a stop; None means ordinary memory.  Not ``threaded``: the caller runs the work."""
+    place = wiring.parallel
+    ctx = StoreContext(identity, place.rank, place.tensor_parallel_size)
+    if empty is not None:
+        ctx = StoreContext(identity, place.rank, place.tensor_parallel_size, empty)
+    stores = [build_part("kvstore", part, ctx) for part in wiring.cache.stores]
+    return Mover(stores, pages, identity, threaded)
