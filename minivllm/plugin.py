@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     )
     from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
     from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
+    from minivllm.core.interfaces.kvstore import KVStore
     from minivllm.core.interfaces.model import (
         Attention,
         Conversion,
@@ -175,6 +176,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "RequestEnd RequestView hookimpl",
     # kvformat
     "minivllm.core.interfaces.kvformat": "KVFormat KVLayout TensorSpec",
+    # kvstore
+    "minivllm.core.interfaces.kvstore": "KVStore StoreContext",
     # model
     "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
     "StepTaps StepTensors decoder_rules",
@@ -265,6 +268,7 @@ __all__ = [
     "Join",
     "KVFormat",
     "KVLayout",
+    "KVStore",
     "LateInputs",
     "LayerSpec",
     "LinearModule",

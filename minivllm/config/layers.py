@@ -31,6 +31,7 @@ class ConfigShape:
     version: int
     free: Sequence[str] = ()  # options that are tables with arbitrary keys
     not_in_files: Sequence[str] = ("allow_targets",)
+    alone: Sequence[str] = ()  # lists of ``several`` that may be written as one plug-in
 
 
 @dataclass
@@ -84,6 +85,8 @@ class Layers:
                 return
             if top in self.shape.tables and value is None:
                 value = {}  # in YAML, a table that contains only comments is null
+            if top in self.shape.alone and isinstance(value, (str, Mapping)):
+                value = [value]
         self._check_key(path, value, source, trusted)
         if len(path) == 1 and top in self.shape.seams and (value is None or isinstance(value, str)):
             path = [top, "name"]

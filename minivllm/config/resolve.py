@@ -1,7 +1,7 @@
 """Choose all plug-ins of a configuration.  Each choice adds facts for the next ones.
 
     hooks → device → executor → model → drafter → quantizer → KV format → processors → attention → block size → evictor
-           → scheduler → sampler → strategies → grammar
+           → scheduler → sampler → strategies → grammar → kvstore
 
 The result is data (import targets and options as JSON), so that a worker process builds exactly the chosen plug-ins.
 """
@@ -181,7 +181,8 @@ class _Fold:
         self._grammar()
         groups = group_layers(specs)
         room = config.num_kvcache_blocks, config.gpu_memory_utilization
-        cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states))
+        stores = self._stores()
+        cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), stores)
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
         self._tell_states(len(specs), wiring)
         return Resolved(
@@ -208,6 +209,15 @@ class _Fold:
         if self.states:
             layers = attention + len(self.states)
             self.notes.append(("model.states", states_explained(self.states, layers, wiring)))
+
+    def _stores(self) -> tuple[Part, ...]:
+        """Choose the tiers of the KV cache.  Raise ConfigError if the prefix cache is off."""
+        if self.config.kvstore and not self.config.enable_prefix_caching:
+            label = begins(source_of(self.origins, "kvstore"))
+            raise ConfigError(
+                f"{label}kvstore: enable_prefix_caching=false finds no stored block; remove the one or the other"
+            )
+        return tuple(self._several("kvstore", self.config.kvstore, ()))
 
     def _checkpoints(self) -> int:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.

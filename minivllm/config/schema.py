@@ -104,7 +104,10 @@ def _seam(registry: Registry, definitions: Schema, many: bool) -> Schema:
         schema["$comment"] = "; ".join(broken)
     if not many:
         return {"description": f"the plug-in of the seam {kind!r}", **schema}
-    return {"description": f"plug-ins of the seam {kind!r}, in order", "type": "array", "items": schema}
+    text = f"plug-ins of the seam {kind!r}, in order"
+    if kind in SHAPE.alone:
+        return {"description": text, "oneOf": [*schema["oneOf"], {"type": "array", "items": schema}]}
+    return {"description": text, "type": "array", "items": schema}
 
 
 def _names(registry: Registry, entry: Entry) -> list[str]:

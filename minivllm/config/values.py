@@ -72,6 +72,11 @@ def _choices(value: Any) -> Any:
     return [_choice(v) for v in value]
 
 
+def _stores(value: Any) -> Any:
+    """Convert a list of names and tables, or a name or a table alone."""
+    return _choices([value] if isinstance(value, (str, Mapping, PluginChoice)) else value)
+
+
 def _impl(value: Any) -> Any:
     """Replace "vllm", vLLM's name for its own model classes, by "minivllm"."""
     return "minivllm" if value == "vllm" else value
@@ -108,6 +113,7 @@ def _overrides(value: Any) -> Any:
 Overrides = Annotated[dict[str, Any], BeforeValidator(_overrides)]
 One = Annotated[PluginChoice, BeforeValidator(_choice)]
 Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
+Stores = Annotated[list[PluginChoice], BeforeValidator(_stores)]
 Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
 
 
@@ -226,6 +232,7 @@ class EngineConfig(Strict):
     processors: Several = [PluginChoice(name=name) for name in PROCESSORS]
     strategies: Several = [PluginChoice(name="single"), PluginChoice(name="parallel"), PluginChoice(name="beam")]
     hooks: Several = []
+    kvstore: Stores = []
     grammar_compile_seconds: float = Field(
         0.8, gt=0, le=60, description="largest time for compiling a grammar of a client"
     )
@@ -291,6 +298,7 @@ SHAPE = ConfigShape(
     several=SEVERAL,
     free=("hf_overrides",),
     choice=tuple(PluginChoice.model_fields),
+    alone=("kvstore",),
     aliases=ALIASES,
     version=CONFIG_VERSION,
 )

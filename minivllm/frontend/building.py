@@ -133,6 +133,7 @@ def listen(engine: Engine, resolved: Resolved) -> None:
         engine.energy.attach(engine, resolved.windows)
     if usage.is_on():
         lists = {"strategy": resolved.strategies, "hooks": resolved.hooks, "processor": resolved.wiring.processors}
+        lists["kvstore"] = resolved.wiring.cache.stores
         names = {seam: [part.name] for seam, part in resolved.parts.items()}
         names |= {seam: [part.name for part in parts] for seam, parts in lists.items()}
         usage.UsageCounter(engine, resolved.config.model, names)

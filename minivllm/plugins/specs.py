@@ -32,6 +32,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("kvformat", "fp32", "minivllm.plugins.kvformat.spec:FP32"),
     ("kvformat", "fp8", "minivllm.plugins.kvformat.spec:FP8"),
     ("kvformat", "int8", "minivllm.plugins.kvformat.spec:INT8"),
+    ("kvstore", "cpu", "minivllm.plugins.kvstore.spec:CPU"),
+    ("kvstore", "disk", "minivllm.plugins.kvstore.spec:DISK"),
     ("model", "bloom", "minivllm.plugins.model.spec:BLOOM"),
     ("model", "cohere", "minivllm.plugins.model.spec:COHERE"),
     ("model", "cohere2", "minivllm.plugins.model.spec:COHERE2"),

@@ -120,7 +120,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "executor",
                 _SEAMS + "executor:Executor",
-                api=(2, 5),
+                api=(2, 6),
                 changed="Wiring nests since 2.0 (wiring.num_blocks is wiring.cache.num_kvcache_blocks, "
                 "wiring.run_ahead is wiring.steps.run_ahead): see docs/compatibility.md",
                 facts=("device", "tensor_parallel_size"),
@@ -145,6 +145,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             ),
             Kind("hooks", "minivllm.runtime.hooks:Hooks", api=(1, 2)),
             Kind("kvformat", _SEAMS + "kvformat:KVFormat", facts=("device", "sm", "dtype", "holds")),
+            Kind(
+                "kvstore",
+                _SEAMS + "kvstore:KVStore",
+                features={"durable": "pages survive the process that stored them"},
+            ),
             Kind(
                 "model",
                 _SEAMS + "model:ModelArch",
@@ -219,7 +224,7 @@ OPTION_OF = {  # kind -> name of its option in the configuration, if that differ
     "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser", "processor": "processors",
     "strategy": "strategies",
 }  # fmt: skip
-RESERVED = ("kvstore", "trimmer")  # kinds whose contract does not exist yet
+RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests
 
 

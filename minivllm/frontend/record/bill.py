@@ -113,6 +113,7 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
         "processor": iter(resolved.wiring.processors),
         "strategy": iter(resolved.strategies),
         "hooks": iter(resolved.hooks),
+        "kvstore": iter(resolved.wiring.cache.stores),
     }
     for selection in resolved.selections:
         option = OPTION_OF.get(selection.kind, selection.kind)

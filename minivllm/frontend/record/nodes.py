@@ -40,8 +40,8 @@ FOLLOWS: Mapping[str, tuple[str, ...]] = {  # the values that decide a value tha
     "run_ahead": ("executor", "device"),
     "prompts": ("tokenizer",),  # a chat template is the tokenizer's
 }
-SEVERAL = ("processors", "strategies", "hooks")
-LOOK_ON = ("hooks",)  # hooks only observe; if one redirects the model's name, the hash of the model shows it
+SEVERAL = ("processors", "strategies", "hooks", "kvstore")
+LOOK_ON = ("hooks", "kvstore")  # hooks only observe; if one redirects the model's name, the hash of the model shows it
 
 
 @dataclass(frozen=True)

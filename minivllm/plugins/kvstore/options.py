@@ -1,0 +1,34 @@
+"""Options of the built-in stores."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class CpuStoreOptions(BaseModel):
+    """How much memory the tier takes, and when pages go there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bytes: int = Field(4 << 30, ge=1 << 16, description="Bytes of CPU memory for pages, of all ranks together.")
+    eager: bool = Field(
+        False, description="Store a block soon after it was computed; false: when the device evicts it."
+    )
+    patience: float = Field(
+        5.0, gt=0, le=3600, description="Seconds that a request waits for its pages before it computes them."
+    )
+
+
+class DiskStoreOptions(BaseModel):
+    """The folder of the files, their size, and when pages go there."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(
+        "~/.cache/minivllm/kv", min_length=1, description="Folder for the files; engines and models may share it."
+    )
+    bytes: int = Field(16 << 30, ge=1 << 20, description="Bytes of all files in the folder that may be deleted.")
+    eager: bool = Field(True, description="Store a block soon after it was computed; false: when the device evicts it.")
+    patience: float = Field(
+        5.0, gt=0, le=3600, description="Seconds that a request waits for its pages before it computes them."
+    )

@@ -1,0 +1,19 @@
+"""What the built-in stores say about themselves."""
+
+from minivllm.registration.spec import Spec
+
+HERE = "minivllm.plugins.kvstore"
+
+CPU = Spec(
+    impl=f"{HERE}.cpu:CpuStore",
+    api=(1, 0),
+    summary="CPU memory (pinned for a GPU), for blocks that the device evicts",
+    options=f"{HERE}.options:CpuStoreOptions",
+)
+DISK = Spec(
+    impl=f"{HERE}.disk:DiskStore",
+    api=(1, 0),
+    summary="files with checksums, which survive the process and are shared by engines",
+    options=f"{HERE}.options:DiskStoreOptions",
+    features=frozenset({"durable"}),
+)
