@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .grammar import GrammarConformance
     from .hooks import HooksConformance
     from .kvformat import KVFormatConformance
+    from .kvstore import KVStoreConformance
     from .model import ModelConformance
     from .parser import ParserConformance
     from .processor import ProcessorConformance
@@ -37,9 +38,9 @@ _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "se
 
 __all__ = [
     "SUITES", "AttentionConformance", "DrafterConformance", "EvictorConformance", "ExecutorConformance",
-    "GrammarConformance", "HooksConformance", "KVFormatConformance", "ModelConformance", "Outcome",
-    "ParserConformance", "ProcessorConformance", "QuantizerConformance", "SamplerConformance", "SchedulerConformance",
-    "StrategyConformance", "run",
+    "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
+    "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "SamplerConformance",
+    "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip
 
 

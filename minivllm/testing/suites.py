@@ -10,6 +10,7 @@ SUITES = {  # seam -> (module of this package, class)
     "grammar": ("grammar", "GrammarConformance"),
     "hooks": ("hooks", "HooksConformance"),
     "kvformat": ("kvformat", "KVFormatConformance"),
+    "kvstore": ("kvstore", "KVStoreConformance"),
     "model": ("model", "ModelConformance"),
     "parser": ("parser", "ParserConformance"),
     "processor": ("processor", "ProcessorConformance"),

@@ -171,7 +171,7 @@ def test_plugins_lists_what_is_installed(capsys):
 
 def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
-    points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.kvstore": {"disk": "no_such_module:E"}}
+    points = {"minivllm.attention": {"x": "no_such_module:S"}, "minivllm.trimmer": {"disk": "no_such_module:E"}}
     install(tmp_path, "acme", points, version="2.0")
     code, out, err = said(capsys, "plugins", "--specs")
     rows = [re.split(r" {2,}", line) for line in out.splitlines()]
@@ -184,7 +184,7 @@ def test_a_broken_plugin_is_a_line_of_the_list(capsys, tmp_path, monkeypatch):
         "broken: attention 'acme/x' (acme 2.0, entry point 'no_such_module:S') "
         "could not be imported: ModuleNotFoundError: No module named 'no_such_module'",
     ] in rows
-    assert ["kvstore", "disk", "acme", "2.0", "reserved: not used by this version"] in rows
+    assert ["trimmer", "disk", "acme", "2.0", "reserved: not used by this version"] in rows
 
 
 @pocket

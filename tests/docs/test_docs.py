@@ -67,6 +67,7 @@ PAGES = {
     "structured": 2,
     "taps": 2,
     "caching": 1,
+    "tiers": 1,
     "reproducibility": 2,
     "speculative": 1,
     "experiments": 9,
@@ -202,7 +203,7 @@ def table(path: Path, name: str) -> list[str]:
     return found[1].splitlines()
 
 
-LISTS = ("processors", "strategies", "hooks")  # options that take several plug-ins
+LISTS = ("processors", "strategies", "hooks", "kvstore")  # options that take several plug-ins
 
 
 def options_table() -> list[str]:

@@ -131,7 +131,8 @@ MAY_IMPORT = {
     ),
     "device.functions": "device.worker core core.interfaces",
     "device.worker": (
-        "device.loading device.layers device.kernels core core.wiring core.interfaces registry device.hardware"
+        "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "
+        "device.hardware"
     ),
     "device.loading": "device.layers core.interfaces device.loading.gguf_file",
     "device.layers": "device.kernels core.interfaces device.native",

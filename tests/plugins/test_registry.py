@@ -122,17 +122,17 @@ def test_an_editable_install_beside_a_wheel_is_one_plugin():
 
 
 def test_a_seam_that_is_reserved_or_unknown_is_refused():
-    catalog = discover(point("acme", "disk", "acme:S", kind="kvstore"))
+    catalog = discover(point("acme", "disk", "acme:S", kind="trimmer"))
     assert [e.label for e in catalog.reserved] == ["acme/disk"]
-    with pytest.raises(PluginError, match="The seam 'kvstore' is reserved: this version of minivllm has no contract"):
-        catalog["kvstore"]
+    with pytest.raises(PluginError, match="The seam 'trimmer' is reserved: this version of minivllm has no contract"):
+        catalog["trimmer"]
     with pytest.raises(PluginError) as info:
         catalog["atention"]
     assert str(info.value) == (
         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, drafter, evictor, executor, "
-        "grammar, hooks, kvformat, model, parser, processor, quantizer, sampler, scheduler, strategy."
+        "grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, sampler, scheduler, strategy."
     )
-    assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "kvstore" not in catalog
+    assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
     assert check_seam("server.tool_parser") == "parser"
 

@@ -1,0 +1,250 @@
+"""The conformance suite of stores, which keep pages of the KV cache behind the device.
+
+A store is compared with a dict in random runs.  A durable store is also closed and opened again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from minivllm.core.interfaces.kvstore import KEY_BYTES, KVStore, StoreContext
+
+from .base import Seen, since
+from .kept import Lasting
+from .spec import SpecConformance
+
+SIZES = (1, 7, 64, 4096, 5000)  # bytes of pages
+MODEL = hashlib.sha256(b"the model of the kit").hexdigest()
+OTHER = hashlib.sha256(b"another model").hexdigest()
+LARGEST = 64 << 20  # bytes that the test of the limit stores at most
+
+
+def key_of(number: int) -> bytes:
+    """Return the key with this number."""
+    return hashlib.sha256(f"page {number}".encode()).digest()[:KEY_BYTES]
+
+
+def page_of(number: int, size: int) -> np.ndarray:
+    """Return a page u8 [size] that differs from the pages of other numbers."""
+    return np.random.default_rng(number).integers(0, 256, size, dtype=np.uint8)
+
+
+class _Machine(RuleBasedStateMachine):
+    """A hypothesis state machine that uses a store and a dict together.  The test sets ``suite`` and ``seen``."""
+
+    suite: KVStoreConformance
+    seen: Seen
+
+    def __init__(self) -> None:
+        super().__init__()
+        # a model of its own, because the pages of the examples before may be durable
+        self.seen["examples"] += 1
+        self.model = hashlib.sha256(f"model {self.seen['examples']}".encode()).hexdigest()
+        self.store = self.suite.build(self.suite.context_of(self.model))
+        self.pages: dict[bytes, np.ndarray] = {}
+        self.kept: list[tuple[np.ndarray, np.ndarray]] = []  # arrays that ``get`` returned, and their contents
+
+    @rule(number=st.integers(0, 12), size=st.sampled_from(SIZES))
+    def put(self, number: int, size: int) -> None:
+        key, page = key_of(number), page_of(100 * number + size, size)
+        if key in self.pages:
+            return
+        given = page.copy()
+        if self.store.put(key, given):
+            self.pages[key] = page
+            self.seen["stored"] += 1
+        given[:] = 0  # the caller uses its memory for other pages
+
+    @rule(number=st.integers(0, 12))
+    def get(self, number: int) -> None:
+        found = self.store.get(key_of(number))
+        page = self.pages.get(key_of(number))
+        if page is None:
+            assert found is None, "get returned a page that was not stored, or was dropped: expected None"
+            return
+        assert found is not None, "get lost a page: expected the page that was stored"
+        same = isinstance(found, np.ndarray) and found.dtype == np.uint8 and np.array_equal(found, page)
+        assert same, f"get returned {found!r}: expected the array u8 [{len(page)}] that was stored"
+        self.kept.append((found, page))
+        self.seen["found"] += 1
+
+    @rule(numbers=st.lists(st.integers(0, 14), max_size=4))
+    def drop(self, numbers: list[int]) -> None:
+        keys = [key_of(number) for number in numbers]
+        self.store.drop(keys)
+        gone = [self.pages.pop(key, None) is not None for key in keys]
+        self.seen["dropped"] += sum(gone)
+
+    @rule()
+    def compare(self) -> None:
+        """Compare the keys, and the arrays that were returned before."""
+        sizes = {key: page.nbytes for key, page in self.pages.items()}
+        assert dict(self.store.keys()) == sizes, "keys differs from the stored pages and their sizes"
+        for array, page in self.kept:
+            assert np.array_equal(array, page), "a later call changed an array that get had returned"
+
+    @precondition(lambda self: self.suite.claims("durable"))
+    @rule()
+    def open_again(self) -> None:
+        """Close the store and open it again.  Pages that were dropped may come back."""
+        self.store.close()
+        self.store = self.suite.build(self.suite.context_of(self.model))
+        self.store.drop([key for key in dict(self.store.keys()) if key not in self.pages])
+        self.seen["opened"] += 1
+        self.compare()
+
+    def teardown(self) -> None:
+        self.compare()
+        self.store.close()
+
+
+class KVStoreConformance(Lasting, SpecConformance):
+    """The suite of stores.
+
+    Each test runs in an empty folder, which is also the home directory.  Set ``options`` if the plug-in has options
+    without a default, and choose a limit of a few MB, so that the test of the limit can fill the store.
+    """
+
+    kind = "kvstore"
+
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("HOME", str(tmp_path))
+
+    def context_of(self, identity: str, rank: int = 0, ranks: int = 1) -> StoreContext:
+        """Return the context of a store of a model."""
+        return StoreContext(identity, rank, ranks)
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in besides its options."""
+        return (self.context_of(MODEL),)
+
+    def exercise(self, instance: KVStore) -> Any:
+        """Store and read pages, and return the contents."""
+        for number in range(3):
+            instance.put(key_of(number), page_of(number, 100))
+        instance.drop([key_of(1)])
+        found = [instance.get(key_of(number)) for number in range(3)]
+        instance.drop([key_of(0), key_of(2)])
+        instance.close()
+        return [None if page is None else page.tolist() for page in found]
+
+    def lasting(self) -> KVStore:
+        """Create an instance that serves until ``let_go``."""
+        return self.build(*self.context())
+
+    def once_more(self, instance: KVStore, number: int) -> None:
+        """Store, read and drop a page."""
+        key = key_of(number)
+        instance.put(key, page_of(number, 5000))
+        instance.get(key)
+        instance.drop([key])
+
+    def let_go(self, instance: KVStore) -> None:
+        """Close an instance."""
+        instance.close()
+
+    @since(1, 0)
+    def test_pages_come_back_as_they_were_stored(self) -> None:
+        """Check that a store is a dict of pages, in any order of calls."""
+        wanted = dict.fromkeys(("stored", "found", "dropped"), 5)
+        if self.claims("durable"):
+            wanted["opened"] = 5
+        seen = Seen()
+        machine = type("Machine", (_Machine,), {"suite": self, "seen": seen})
+        self.run_machine(machine, 25, 30)
+        seen.require(**wanted)
+
+    @since(1, 0)
+    def test_a_page_that_is_there_is_not_stored_twice(self) -> None:
+        """Check that ``put`` of a stored key returns True and keeps the page."""
+        store = self.build(*self.context())
+        page = page_of(1, 1000)
+        assert store.put(key_of(1), page)
+        assert store.put(key_of(1), page) is True, "put of a stored page: expected True"
+        assert list(store.keys()) == [key_of(1)]
+        store.drop([key_of(1)])
+        assert store.get(key_of(1)) is None, "a page that was stored twice is still there after drop"
+        store.close()
+
+    @since(1, 0)
+    def test_the_limit_is_kept(self) -> None:
+        """Check that pages of ``limit`` bytes fit, in place of dropped ones too, and that more pages never fail."""
+        store = self.build(*self.context())
+        limit = store.limit
+        assert isinstance(limit, int) and limit > 0, f"limit is {limit!r}: expected a number of bytes"
+        if limit > LARGEST:
+            store.close()
+            pytest.skip(f"the limit is {limit} bytes: set options with at most {LARGEST}")
+        size = max(1, limit // 50)
+        held: list[int] = []
+        for number in range(200):
+            if len(held) == limit // size:
+                store.drop([key_of(held.pop(0))])
+            stored = store.put(key_of(number), page_of(number, size))
+            assert stored, f"page {number} has no place, although {len(held)} of {limit // size} pages are stored"
+            held.append(number)
+        for number in held:
+            found = store.get(key_of(number))
+            assert found is not None and np.array_equal(found, page_of(number, size)), f"page {number} is lost"
+        for number in range(200, 260):
+            answer = store.put(key_of(number), page_of(number, size))
+            assert isinstance(answer, (bool, np.bool_)), f"put returned {answer!r}: expected True or False"
+        store.close()
+
+    @since(1, 0)
+    def test_models_and_ranks_share_no_page(self) -> None:
+        """Check that a page of one model, or of one rank, is never returned to another."""
+        contexts = [self.context_of(MODEL), self.context_of(OTHER), *(self.context_of(MODEL, r, 2) for r in (0, 1))]
+        stores = [self.build(ctx) for ctx in contexts]
+        for i, store in enumerate(stores):
+            store.put(key_of(i), page_of(i, 500))
+        for i, store in enumerate(stores):
+            foreign = [j for j in range(len(stores)) if j != i and store.get(key_of(j)) is not None]
+            assert not foreign, f"the store of {contexts[i]} has a page of {contexts[foreign[0]]}"
+        for store in stores:
+            store.close()
+
+    @since(1, 0)
+    def test_durable_pages_are_found_by_the_next_store(self) -> None:
+        """Check that pages survive ``close``, for the same model and rank only."""
+        if not self.claims("durable"):
+            pytest.skip("the store is not durable")
+        store = self.build(*self.context())
+        for number in range(20):
+            store.put(key_of(number), page_of(number, 700))
+        store.close()
+        for ctx, expected in ((self.context_of(OTHER), 0), (self.context_of(MODEL, 1, 2), 0), (*self.context(), 20)):
+            store = self.build(ctx)
+            assert len(store.keys()) == expected, f"{len(store.keys())} pages for {ctx}: expected {expected}"
+            store.close()
+
+    @since(1, 0)
+    def test_two_durable_stores_share_pages(self) -> None:
+        """Check that two stores of the same model can be open at a time, and that neither spoils the other's pages."""
+        if not self.claims("durable"):
+            pytest.skip("the store is not durable")
+        first = self.build(*self.context())
+        for number in range(10):
+            first.put(key_of(number), page_of(number, 900))
+        second = self.build(*self.context())
+        for number in range(10, 20):
+            first.put(key_of(number), page_of(number, 900))
+            second.put(key_of(number), page_of(number, 900))
+            second.drop([key_of(number - 10)])
+        for store in (first, second):
+            for number in range(20):
+                found = store.get(key_of(number))
+                whole = found is None or np.array_equal(found, page_of(number, 900))
+                assert whole, f"page {number} is damaged while two stores are open"
+        assert all(first.get(key_of(number)) is not None for number in range(20)), "another store dropped its pages"
+        first.close()
+        second.close()

@@ -1,0 +1,324 @@
+"""The tiers behind the KV cache: any order of events, and faults planted into the books, the mover and the device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, part
+
+from minivllm.core.engine.cache import KVCache
+from minivllm.core.engine.checkpoints import Checkpoints
+from minivllm.core.engine.tier_index import TierIndex
+from minivllm.core.engine.tiers import Tiers
+from minivllm.core.mover import RELEASE, Mover, TierThread
+from minivllm.plugins.executor.sim_pages import SimPages
+from minivllm.testing.sim import answer, outputs, request, sim_engine
+
+FAULTS = {}
+
+
+def fault(cls):
+    """``fault(cls)``: the decorated function gets the real method first and stands in its place."""
+
+    def plant(fn):
+        FAULTS[fn.__name__] = (cls, fn.__doc__.split(":")[0], fn)
+        return fn
+
+    return plant
+
+
+@fault(Tiers)
+def the_salt_is_missing(real, self, salt):
+    """root: only the tenant is in the keys."""
+    return real(self, (salt[0], ""))
+
+
+@fault(Tiers)
+def the_tenant_is_missing(real, self, salt):
+    """root: only the salt is in the keys."""
+    return real(self, ("", *salt[1:]))
+
+
+@fault(Tiers)
+def keys_have_no_parent(real, self, tokens, salt, keys, blocks):
+    """keys_of: a key is made of the tokens of its own block only."""
+    for i in range(len(keys), blocks):
+        step = self.cache.block
+        keys += real(self, tokens[i * step : (i + 1) * step], salt, [], 1)
+    return keys
+
+
+@fault(Tiers)
+def groups_share_a_key(real, self, digest, group):
+    """page_key: blocks of all groups, and states, have the same keys."""
+    return digest
+
+
+@fault(Tiers)
+def one_rank_is_enough(real, self, page, ok, size, seconds):
+    """_loaded: a page counts when the first rank has it."""
+    if not page.done:
+        page.acks = self.ranks - 1
+        real(self, page, ok, size, seconds)
+
+
+@fault(Tiers)
+def a_page_that_is_not_there_is_used(real, self, seq, n):
+    """take: loads that failed, or have not ended, count as well."""
+    for page in () if seq.load is None else seq.load.pages.values():
+        page.done, page.failed = True, False
+    return real(self, seq, n)
+
+
+@fault(Tiers)
+def a_page_is_released_while_others_wait_for_it(real, self, seq):
+    """leave: the first of several sequences releases its pages."""
+    for page in () if seq.load is None else seq.load.pages.values():
+        page.users = 1
+    real(self, seq)
+
+
+@fault(Tiers)
+def a_page_stays_staged(real, self, page):
+    """_release: the workers are not told."""
+    self.staged_bytes -= page.size
+
+
+@fault(Checkpoints)
+def states_of_another_length(real, self, block, index):
+    """checkpointed: a copy of states gets the key of the block before."""
+
+
+@fault(KVCache)
+def blocks_are_filled_in_reverse(real, self, tiers, slot, n):
+    """_fill: the pages of a row change places."""
+    before = len(tiers.fills)
+    m = real(self, tiers, slot, n)
+    mine = [f for f in tiers.fills[before:] if f[0] == 0]
+    rest = [f for f in tiers.fills[before:] if f[0] != 0]
+    turned = [(0, a[1], b[2]) for a, b in zip(mine, mine[::-1], strict=True)]
+    tiers.fills[before:] = [*turned, *rest]
+    return m
+
+
+@fault(SimPages)
+def blocks_are_read_late(real, self, group, blocks):
+    """read: the block is read when the store works, not between the steps."""
+    batch = real(self, group, blocks)
+    batch.pages = lambda: real(self, group, blocks)._pages
+    return batch
+
+
+@fault(Mover)
+def a_load_writes_to_the_block_of_an_earlier_one(real, self, rows):
+    """fill: the first page of a delta goes to the block of the last one as well."""
+    turned = rows[rows[:, 0] != RELEASE]
+    if len(turned) > 1:
+        extra = np.array([[*turned[-1, :2], turned[0, 2]]])
+        real(self, np.concatenate([turned, extra, rows[rows[:, 0] == RELEASE]]))
+        return
+    real(self, rows)
+
+
+@fault(TierThread)
+def a_page_of_another_size_is_used(real, self, key, size):
+    """get: a short page is filled up."""
+    page = self.store.get(key) if not self.store.trouble else None
+    if page is None and key in self.store.pages:
+        self.store.trouble.clear()
+        page = self.store.pages[key].copy()
+        page[-4:] = 0
+    return page
+
+
+@fault(TierIndex)
+def an_evicted_page_stays_in_the_index(real, self, key):
+    """_forget: its bytes count as free, and it can still be found."""
+    real(self, key)
+    self.stored.add(key)
+
+
+def plant(monkeypatch, name):
+    cls, method, fn = FAULTS[name]
+    if name == "states_of_another_length":
+        real_note = Tiers.checkpointed
+
+        def checkpointed(self, block, index):
+            parent = int(self.cache.pools[0].parent[block])
+            real_note(self, parent if parent in self.named[0] else block, index)
+
+        monkeypatch.setattr(Tiers, "checkpointed", checkpointed)
+        return
+    real = vars(cls)[method]
+    static = isinstance(real, staticmethod)
+    call = (lambda self, *args: real.__func__(*args)) if static else real
+    monkeypatch.setattr(cls, method, lambda self, *args, **kw: fn(call, self, *args, **kw))
+
+
+SLOW = {
+    "states_of_another_length", "the_tenant_is_missing", "groups_share_a_key", "blocks_are_read_late",
+    "the_salt_is_missing", "a_page_of_another_size_is_used",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in sorted(FAULTS)]
+)
+def test_a_planted_fault_is_caught(name, monkeypatch):
+    plant(monkeypatch, name)
+    with pytest.raises(Exception) as caught:
+        drive(1000)
+    told = f"{type(caught.value).__name__}: {caught.value}"
+    print(f"{name}: {told.splitlines()[0][:160]}")
+    wrong = ("TypeError", "AttributeError", "NameError")
+    assert not any(error in told for error in wrong), f"the fault itself is wrong: {told}"
+
+
+def test_tiers_change_no_token_and_lose_no_page():
+    seen = drive(200)
+    wanted = ("loads", "stores", "late", "lost", "tier evictions", "hit plain", "hit window", "hit states", "aborted")
+    seen.require(**dict.fromkeys(wanted, 1))
+
+
+class Bench:
+    """An engine of two ranks with one tier, whose stores work between the steps."""
+
+    def __init__(self, store=WeakStore, **options) -> None:
+        self.engine = sim_engine(slots=4, max_len=64, blocks=20, stores=(part(store),), device=TierDevice, **options)
+        self.tiers = self.engine.cache.tiers
+
+    def work(self) -> None:
+        while sum(thread.work() for thread in self.engine.executor.threads):
+            pass
+
+    def run(self, *requests) -> None:
+        for _ in range(2000):
+            if all(r.done for r in requests):
+                return
+            self.engine.step()
+            self.work()
+        raise AssertionError("the requests have not ended")
+
+    def ask(self, name, prompt, **params):
+        return request(self.engine, name, prompt, max_tokens=3, ignore_eos=True, **params)
+
+    def evict(self) -> None:
+        """Evict all blocks, and let the stores have them."""
+        for pool in self.engine.cache.pools:
+            pool.release(pool.take(pool.available))
+        for _ in range(3):
+            self.engine.step()
+            self.work()
+        self.engine.step()
+
+    def tokens(self, r):
+        return [tokens for tokens, _ in outputs(r)]
+
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9]  # three blocks and the token that is left to compute
+
+
+def fork_from_a_tier():
+    bench = Bench(checkpoints=4)
+    first = bench.ask("a", PROMPT)
+    bench.run(first)
+    bench.evict()
+    again = bench.ask("b", PROMPT, n=2)
+    bench.run(again)
+    assert bench.tiers.tiers[0].loads == 4  # three blocks and the states
+    assert again.cached_tokens == 12
+    assert bench.tokens(again)[0] == bench.tokens(first)[0]
+    assert bench.tokens(again)[1] == answer(PROMPT, again.params, 1)[0]
+
+
+def test_a_fork_of_a_row_from_a_tier_gets_its_states():
+    fork_from_a_tier()
+
+
+def test_a_fork_that_gets_old_states_is_caught(monkeypatch):
+    monkeypatch.setattr(Tiers, "state_of", lambda self, slot: None)
+    with pytest.raises(AssertionError):
+        fork_from_a_tier()
+
+
+def test_a_row_that_leaves_before_its_delta_takes_its_writes_with_it():
+    """A load that was ordered into a block is never written once the block has another owner."""
+    bench = Bench()
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    again = bench.ask("b", PROMPT)
+    bench.engine.step()
+    bench.work()
+    bench.engine._turn_tiers()
+    planner = bench.engine.planner
+    assert planner.n_waiting == 1
+    assert planner._enter(again.sequences[0], 0)
+    assert [f[0] for f in bench.tiers.fills] == [0, 0, 0, RELEASE, RELEASE, RELEASE]
+    planner.preempt(again.sequences[0].slot)
+    assert [f[0] for f in bench.tiers.fills] == [RELEASE] * 3
+    bench.run(again)
+    assert bench.tokens(again)[0] == answer(PROMPT, again.params)[0]
+
+
+def test_a_request_computes_what_comes_too_late():
+    now = [0.0]
+    bench = Bench(now=lambda: now[0])
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    again = bench.ask("b", PROMPT)
+    other = bench.ask("c", [7] * 9)
+    for _ in range(30):  # the stores hang: others go on
+        bench.engine.step()
+    assert other.done
+    assert not again.done
+    assert bench.engine.stats()["waiting"] == 1
+    now[0] += PATIENCE + 0.1
+    for _ in range(30):
+        bench.engine.step()
+    assert again.done
+    assert again.cached_tokens == 0
+    assert bench.tokens(again)[0] == answer(PROMPT, again.params)[0]
+    hit = bench.ask("d", [*PROMPT, 1, 2])
+    bench.run(hit)
+    assert bench.tiers.tiers[0].late == 3
+    bench.engine.step()
+    assert not bench.engine.executor.mover._staged
+
+
+def test_requests_that_wait_for_the_same_pages_load_them_once():
+    bench = Bench()
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    twins = [bench.ask(name, PROMPT) for name in "bcd"]
+    bench.run(*twins)
+    assert bench.tiers.tiers[0].loads == 3
+    assert [r.cached_tokens for r in twins] == [12, 12, 12]
+    assert all(bench.tokens(r)[0] == answer(PROMPT, r.params)[0] for r in twins)
+
+
+def test_an_abort_while_pages_are_loaded_leaves_nothing():
+    bench = Bench()
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    bench.ask("b", PROMPT)
+    bench.engine.step()
+    assert bench.engine.abort("b")
+    bench.work()
+    for _ in range(3):
+        bench.engine.step()
+    assert not bench.engine.busy
+    assert not bench.tiers.active
+    assert not bench.engine.executor.mover._staged
+
+
+def test_reset_empties_the_tiers():
+    bench = Bench(EagerStore)
+    bench.run(bench.ask("a", PROMPT))
+    bench.engine.reset_prefix_cache()
+    for _ in range(3):
+        bench.engine.step()
+        bench.work()
+    assert [len(thread.store.pages) for thread in bench.engine.executor.threads] == [0, 0]
+    again = bench.ask("b", PROMPT)
+    bench.run(again)
+    assert again.cached_tokens == 0

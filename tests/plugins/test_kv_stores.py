@@ -1,0 +1,337 @@
+"""The stores of tiers: damage, limits, sharing and kills of the disk store, and tokens of a model with and without."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minivllm import LLM, SamplingParams
+from minivllm.core.interfaces.kvstore import StoreContext
+from minivllm.errors import ConfigError, ResourceError
+from minivllm.plugins.kvstore import disk as disk_module
+from minivllm.plugins.kvstore.disk import DiskStore
+from minivllm.plugins.kvstore.options import DiskStoreOptions
+from minivllm.plugins.kvstore.segments import FILE_HEAD, PAGE_HEAD
+from minivllm.testing import tiny
+from minivllm.testing.kvstore import MODEL, OTHER, key_of, page_of
+
+SIZE = 3000
+
+
+def store_at(path, limit=64 << 20, identity=MODEL) -> DiskStore:
+    return DiskStore(DiskStoreOptions(path=str(path), bytes=limit), StoreContext(identity))
+
+
+def filled(path, n=10, **options) -> DiskStore:
+    store = store_at(path, **options)
+    for number in range(n):
+        assert store.put(key_of(number), page_of(number, SIZE))
+    return store
+
+
+def files_of(path) -> list[Path]:
+    return sorted(Path(path).glob("*/*.kv"))
+
+
+def found(store, n=10) -> list[int]:
+    """Return the numbers of the pages that come back, each of which is whole."""
+    numbers = []
+    for number in range(n):
+        page = store.get(key_of(number))
+        if page is not None:
+            assert np.array_equal(page, page_of(number, SIZE)), f"page {number} is damaged"
+            numbers.append(number)
+    return numbers
+
+
+# ---------------------------------------------------------------- damage
+
+
+@pytest.mark.parametrize("cut", [0, 10, FILE_HEAD.size, FILE_HEAD.size + 5, FILE_HEAD.size + PAGE_HEAD.size + SIZE, -1])
+def test_a_file_that_is_cut_off_loses_its_last_pages(tmp_path, cut):
+    filled(tmp_path).close()
+    (file,) = files_of(tmp_path)
+    size = file.stat().st_size
+    os.truncate(file, cut if cut >= 0 else size + cut)
+    store = store_at(tmp_path)
+    whole = max(0, ((cut if cut >= 0 else size - 1) - FILE_HEAD.size) // (PAGE_HEAD.size + SIZE))
+    assert found(store) == list(range(whole))
+    assert store.put(key_of(9), page_of(9, SIZE))
+    assert 9 in found(store)
+    store.close()
+    assert 9 in found(store_at(tmp_path))
+
+
+def test_a_file_that_is_cut_off_while_it_is_open_gives_misses(tmp_path):
+    store = filled(tmp_path)
+    os.truncate(files_of(tmp_path)[0], FILE_HEAD.size + 2 * (PAGE_HEAD.size + SIZE))
+    assert found(store) == [0, 1]
+    assert len(store.keys()) == 2
+
+
+def test_no_flipped_bit_gives_a_wrong_page(tmp_path):
+    filled(tmp_path, 3).close()
+    (file,) = files_of(tmp_path)
+    raw = file.read_bytes()
+    heads = [FILE_HEAD.size + i * (PAGE_HEAD.size + SIZE) for i in range(3)]
+    fields = [range(FILE_HEAD.size), *(range(at, at + PAGE_HEAD.size + 4) for at in heads)]
+    lost = 0
+    for at in sorted({i for part in fields for i in part} | set(range(0, len(raw), 997))):
+        damaged = bytearray(raw)
+        damaged[at] ^= 1 << at % 8
+        file.write_bytes(damaged)
+        store = store_at(tmp_path)
+        lost += len(found(store, 3)) < 3
+        store.close()
+    assert lost > 100
+
+
+def test_a_page_under_another_key_is_not_returned(tmp_path):
+    store = filled(tmp_path)
+    store.places[key_of(1)], store.places[key_of(2)] = store.places[key_of(2)], store.places[key_of(1)]
+    assert found(store) == [0, *range(3, 10)]
+
+
+def test_files_of_another_model_or_version_are_not_read(tmp_path, monkeypatch):
+    filled(tmp_path).close()
+    (file,) = files_of(tmp_path)
+    other = store_at(tmp_path, identity=OTHER)
+    other.close()
+    os.link(file, other.folder / file.name)  # as if somebody had moved it there
+    store = store_at(tmp_path, identity=OTHER)
+    assert not store.keys()
+    assert store.skipped == 1
+    (tmp_path / MODEL[:32] / "r0of1-junk.kv").write_bytes(b"junk")
+    store = store_at(tmp_path)
+    assert found(store) == list(range(10))
+    assert store.skipped == 1
+    store.close()
+    monkeypatch.setattr("minivllm.plugins.kvstore.segments.VERSION", 99)
+    assert not store_at(tmp_path).keys()
+
+
+# ---------------------------------------------------------------- space
+
+
+def test_a_full_disk_loses_pages_and_nothing_else(tmp_path, monkeypatch):
+    store = filled(tmp_path, 3)
+    real = os.writev
+
+    def full(fd, parts):
+        real(fd, [bytes(parts[0])[:20]])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.put(key_of(3), page_of(3, SIZE))
+    monkeypatch.setattr(os, "writev", real)
+    assert found(store) == [0, 1, 2]
+    assert store.put(key_of(4), page_of(4, SIZE))
+    store.close()
+    assert found(store_at(tmp_path)) == [0, 1, 2, 4]
+
+
+def test_the_files_keep_the_limit_and_dropped_pages_make_room(tmp_path):
+    limit = 1 << 20
+    store = store_at(tmp_path, limit)
+    held: list[int] = []
+    for number in range(3000):
+        if (len(held) + 1) * SIZE > store.limit:
+            victim = held.pop(number * 7919 % len(held))
+            store.drop([key_of(victim)])
+        assert store.put(key_of(number), page_of(number, SIZE)), number
+        held.append(number)
+        if number % 50 == 0:
+            assert sum(file.stat().st_size for file in files_of(tmp_path)) <= limit
+    assert sorted(found(store, 3000)) == sorted(held)
+    store.close()
+    again = store_at(tmp_path, limit)
+    assert set(held) <= set(found(again, 3000))
+
+
+def test_files_of_models_that_are_not_used_go_first(tmp_path):
+    limit = 1 << 20
+    filled(tmp_path, 200, limit=limit, identity=OTHER).close()
+    busy = filled(tmp_path, 20, limit=limit, identity="ab" * 32)
+    store = filled(tmp_path, 230, limit=limit)
+    assert found(store, 230) == list(range(230))
+    assert found(busy, 20) == list(range(20))
+    assert not files_of(tmp_path / OTHER[:32])
+    assert sum(file.stat().st_size for file in files_of(tmp_path)) <= limit
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match=r"the folder .*file.* cannot be used"):
+        store_at(tmp_path / "file")
+
+
+def test_a_folder_that_goes_away_loses_no_page_that_is_open(tmp_path):
+    store = filled(tmp_path)
+    for file in files_of(tmp_path):
+        file.unlink()
+    store.folder.rmdir()
+    assert found(store) == list(range(10))
+    store.newest = None
+    assert store.put(key_of(10), page_of(10, SIZE))  # in a new file
+    assert files_of(tmp_path)
+
+
+# ---------------------------------------------------------------- processes
+
+WRITER = """
+import sys
+from test_kv_stores import *
+store = store_at(sys.argv[1])
+for number in range(100000):
+    store.put(key_of(number), page_of(number, SIZE))
+    print(number, flush=True)
+"""
+
+
+def test_a_kill_loses_at_most_the_page_that_was_being_written(tmp_path):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    written = -1
+    while written < 300:
+        written = int(child.stdout.readline())
+    other = store_at(tmp_path)  # a second engine, while the first writes
+    assert len(found(other, written + 1)) == written + 1
+    assert not any(file.owned for file in other.files.values())
+    child.send_signal(signal.SIGKILL)
+    written = max([written, *(int(line) for line in child.stdout.read().split())])
+    child.wait()
+    other.close()
+    store = store_at(tmp_path)
+    assert len(found(store, written + 1)) == written + 1
+    assert all(file.owned for file in store.files.values())
+
+
+# ---------------------------------------------------------------- a model
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 20
+SMALL = {"model": "pocket", "device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "max_model_len": 512}
+DRAW = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
+PROMPTS = [f"{i} {TEXT}" for i in range(5)]
+
+
+def tokens(llm, prompts=PROMPTS):
+    return [list(o.outputs[0].token_ids) for o in llm.generate(prompts, DRAW, use_tqdm=False)]
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with LLM(**SMALL, enable_prefix_caching=False) as llm:
+        return tokens(llm)
+
+
+@pytest.mark.parametrize("executor", ["local", "process"])
+@pytest.mark.parametrize("stores", [["cpu"], ["disk"], ["cpu", "disk"]], ids="-".join)
+def test_tokens_are_those_without_tiers(tmp_path, stores, executor, expected):
+    chosen = [{"name": "disk", "options": {"path": str(tmp_path)}} if s == "disk" else s for s in stores]
+    with LLM(**SMALL, kvstore=chosen, executor=executor) as llm:
+        assert tokens(llm) == expected
+        assert tokens(llm) == expected
+        figures = llm.stats()["tiers"]
+        llm.check()
+    assert [f["name"] for f in figures] == stores
+    assert sum(f["loads"] for f in figures) > 15
+    assert not sum(f["faults"] + f["lost"] for f in figures)
+
+
+SHAPES = {
+    "qwen3_5": {
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    },
+    "gemma3": {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(SHAPES))
+def test_states_and_windows_come_from_tiers_too(tmp_path, kind):
+    sizes = {"num_hidden_layers": 4, "vocab_size": 256, **SHAPES[kind]}
+    model = tiny.tiny_model(tiny.small_config(tiny.CONFIGS[kind], **sizes))
+    tiny.save(model, tmp_path / kind)
+    rng = np.random.default_rng(0)
+    prompts = [{"prompt_token_ids": rng.integers(5, 200, 150).tolist()} for _ in range(4)]
+    options = {
+        "model": str(tmp_path / kind),
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        "max_num_seqs": 2,
+        "max_model_len": 256,
+    }
+    with LLM(**options, enable_prefix_caching=False) as llm:
+        want = tokens(llm, prompts)
+    store = {"name": "disk", "options": {"path": str(tmp_path / "kv")}}
+    for engine in range(2):
+        with LLM(**options, num_kvcache_blocks=25, kvstore=store) as llm:
+            assert tokens(llm, prompts) == want
+            assert tokens(llm, prompts) == want
+            (figures,) = llm.stats()["tiers"]
+            assert figures["loads"] > 10, engine
+            assert not figures["faults"] + figures["lost"]
+
+
+def test_the_second_start_is_warm(tmp_path, expected):
+    store = {"name": "disk", "options": {"path": str(tmp_path)}}
+    cached = []
+    for _ in range(2):
+        with LLM(**SMALL, kvstore=store) as llm:
+            outputs = llm.generate(PROMPTS[:1], DRAW, use_tqdm=False)
+            assert list(outputs[0].outputs[0].token_ids) == expected[0]
+            cached.append(outputs[0].num_cached_tokens)
+    assert cached[0] == 0
+    assert cached[1] >= len(outputs[0].prompt_token_ids) - 17
+
+
+class StallingStore(DiskStore):
+    """A disk that stops for seconds."""
+
+    seconds = 0.0
+
+    def put(self, key, page):
+        time.sleep(self.seconds)
+        return super().put(key, page)
+
+    def get(self, key):
+        time.sleep(self.seconds)
+        return super().get(key)
+
+
+def test_a_disk_that_stalls_delays_no_step(tmp_path, expected, monkeypatch):
+    monkeypatch.setattr(disk_module, "DiskStore", StallingStore)
+    store = {"name": "disk", "options": {"path": str(tmp_path), "patience": 0.3}}
+    with LLM(**SMALL, kvstore=store) as llm:
+        assert tokens(llm) == expected
+        llm.engine.cache.tiers.flush(lambda *a: llm.engine.executor.call(*a), time.sleep)
+        StallingStore.seconds = 3.0
+        try:
+            begun = time.monotonic()
+            assert tokens(llm) == expected
+            taken = time.monotonic() - begun
+            (figures,) = llm.stats()["tiers"]
+        finally:
+            StallingStore.seconds = 0.0
+    assert taken < 2.5, "requests or steps have waited for the disk"
+    assert figures["hits"] and not figures["loads"]
+
+
+def test_options_are_refused_with_their_reasons(tmp_path):
+    with pytest.raises(ConfigError, match="enable_prefix_caching=false finds no stored block"):
+        LLM(**SMALL, kvstore="cpu", enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"unknown option .*byte.*Did you mean .bytes"):
+        LLM(**SMALL, kvstore={"name": "disk", "options": {"byte": 5}})
+    with pytest.raises(ConfigError, match="expected a whole number from 65536"):
+        LLM(**SMALL, kvstore={"name": "cpu", "options": {"bytes": 5}})
+    with pytest.raises(ConfigError, match="'cpu' is there twice"):
+        LLM(**SMALL, kvstore=["cpu", "cpu"])
