@@ -50,6 +50,9 @@ SPANS = {
     "whole": ("arrival_time", "finished_time"),
 }
 
+# pages of a tier of the KV cache, by figure of ``Engine.stats``
+TIER_EVENTS = ("hits", "misses", "stores", "loads", "evictions", "skipped", "late", "lost", "faults")
+
 
 class Gaps(Collector):
     """The histogram ``vllm:inter_token_latency_seconds``: the time between two tokens of an answer.
@@ -121,6 +124,11 @@ class Metrics:
         # has no value until the energy is known, so that 0 is not shown
         names = tuple(self._labels)
         self.each_token = Gauge("minivllm:joules_per_output_token", text, names, registry=self.registry)
+        text = "pages of a tier of the KV cache that were looked for, moved or lost"
+        self.tier_pages = counter("minivllm:kv_tier_pages", text, "tier", "event")
+        self.tier_bytes = counter("minivllm:kv_tier_moved_bytes", "bytes that a tier moved", "tier", "event")
+        self.tier_seconds = counter("minivllm:kv_tier_load_seconds", "time of all loads from a tier", "tier")
+        self.tier_used = gauge("minivllm:kv_tier_used_bytes", "bytes of pages in a tier", "tier")
         self._totals = {key: counter(*about) for key, about in TOTALS.items()}
         self._plugins = {seam: _names_of(plugin) for seam, plugin in info.selections.items()}
         selected = gauge("minivllm:plugin_info", "the plug-ins that were chosen", "seam", "plugin")
@@ -211,6 +219,8 @@ class Metrics:
         for key, counter in self._totals.items():
             self._advance(counter, key, totals.get(key, 0))
         self._count_joules(stats.get("energy"))
+        for figures in stats.get("tiers", ()):
+            self._count_tier(figures)
         for part in ("plan", "submit", "wait", "publish"):
             self.parts.labels(**self._labels, part=part).set(stats[f"{part}_ms"] / 1e3)
         for key, ms in stats["seam_ms"].items():
@@ -221,6 +231,19 @@ class Metrics:
         for seam, figures in stats.get("figures", {}).items():
             for name, number in figures.items():
                 self.figures.labels(**self._labels, seam=seam, figure=name).set(number)
+
+    def _count_tier(self, figures: Mapping[str, Any]) -> None:
+        """Update the metrics of a tier of the KV cache."""
+        labels = {**self._labels, "tier": figures["name"]}
+        for event in TIER_EVENTS:
+            counter = self.tier_pages.labels(**labels, event=event)
+            self._advance(counter, f"{figures['name']} {event}", figures[event])
+        for event in ("store", "load"):
+            counter = self.tier_bytes.labels(**labels, event=event)
+            self._advance(counter, f"{figures['name']} {event} bytes", figures[f"{event}_bytes"])
+        seconds = self.tier_seconds.labels(**labels)
+        self._advance(seconds, f"{figures['name']} load seconds", figures["load_seconds"])
+        self.tier_used.labels(**labels).set(figures["used"])
 
     def _count_joules(self, energy: Mapping[str, Any] | None) -> None:
         """Update the metrics of energy.  ``energy`` is None if the engine reads no counter of joules."""
