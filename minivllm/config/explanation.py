@@ -33,17 +33,17 @@ class Explanation:
 
     def text(self, seam: str | None = None, all: bool = False) -> str:
         """Return the output of ``minivllm explain``.  ``all`` adds the plug-ins that were not considered."""
-        width = max([len(name) for name, _ in self.notes], default=0)
+        names = [name for name, _ in self.notes]
+        width = max(map(len, names), default=0)
         lines = [f"{name:{width}}  {sentence}" for name, sentence in self._notes(seam)]
-        return "\n".join([*lines, *(s.explain() for s in self._selections(seam, all))])
+        lines += [selection.explain() for selection in self._selections(seam, all)]
+        return "\n".join(lines)
 
     def as_dict(self, seam: str | None = None, all: bool = False) -> dict[str, Any]:
         """Return the same information as JSON values."""
-        return {
-            "notes": dict(self.notes),
-            "selections": [s.as_dict() for s in self._selections(seam, all)],
-            "error": str(self.error) if self.error is not None else None,
-        }
+        error = None if self.error is None else str(self.error)
+        selections = [selection.as_dict() for selection in self._selections(seam, all)]
+        return {"notes": dict(self.notes), "selections": selections, "error": error}
 
     def _notes(self, seam: str | None) -> Sequence[tuple[str, str]]:
         """Return all notes, or the notes of a seam that its selections do not show."""
@@ -51,11 +51,18 @@ class Explanation:
         if not kind:
             return self.notes
         # the selections already show skipped names of ``prefer``
-        return [n for n in self.notes if n[0].startswith(f"{kind}.") and not n[0].endswith(".prefer")]
+        notes = []
+        for name, sentence in self.notes:
+            if name.startswith(f"{kind}.") and not name.endswith(".prefer"):
+                notes.append((name, sentence))
+        return notes
 
     def _selections(self, seam: str | None, all: bool) -> Sequence[Selection]:
         """Return the selections of a seam.  ``all`` adds the plug-ins that were not considered."""
-        return [s.widen(self.catalog[s.kind]) if all else s for s in self.of(seam)]
+        selections = self.of(seam)
+        if not all:
+            return selections
+        return [s.widen(self.catalog[s.kind]) for s in selections]
 
     def __str__(self) -> str:
         return self.text()

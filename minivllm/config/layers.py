@@ -15,6 +15,7 @@ from minivllm.errors import ConfigError, brief, shown, suggest
 from minivllm.validation import DEEPEST, begins, flaw
 
 Path = Sequence[str]
+Where = Callable[[tuple[Any, ...]], str]  # returns the source of a path
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Layers:
     origins: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
-    def add(self, values: Mapping[str, Any], where: Callable[[tuple[Any, ...]], str], trusted: bool = False) -> None:
+    def add(self, values: Mapping[str, Any], where: Where, trusted: bool = False) -> None:
         """Merge ``values`` over the existing options.  ``where`` returns the source of a path.
 
         ``trusted`` values come from the command line or from Python; they may set options that a file may not set.
@@ -57,12 +58,14 @@ class Layers:
 
         Names of plug-ins come first: a new name drops the options of the old plug-in, but not the options in ``pairs``.
         """
-        names = [pair for pair in pairs if pair[0][-1] == "name" or len(pair[0]) == 1]
-        others = [pair for pair in pairs if pair not in names]
-        for path, value in (*names, *others):
+
+        def is_name(path: Path) -> bool:
+            return len(path) == 1 or path[-1] == "name"
+
+        for path, value in sorted(pairs, key=lambda pair: not is_name(pair[0])):
             self.put(path, value, lambda _: source, trusted)
 
-    def put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool = False) -> None:
+    def put(self, path: Path, value: Any, where: Where, trusted: bool = False) -> None:
         """Merge one value.  ConfigError if its path or the value is malformed or unknown."""
         source = begins(brief(where(tuple(path)), 300))
         if len(path) > DEEPEST:
@@ -72,7 +75,7 @@ class Layers:
             raise ConfigError(f"{source}{_dotted(path)}: {problem}")
         self._put(path, value, where, trusted)
 
-    def _put(self, path: Path, value: Any, where: Callable[[tuple[Any, ...]], str], trusted: bool) -> None:
+    def _put(self, path: Path, value: Any, where: Where, trusted: bool) -> None:
         """Merge one value whose text, numbers and nesting were checked."""
         written = tuple(path)
         source = where(written)
@@ -108,7 +111,7 @@ class Layers:
             return bool(value) or path[0] in self.shape.seams or path[0] in self.shape.tables
         return bool(value) and path[0] != "sampling"
 
-    def _write(self, path: Path, value: Any, source: str, where: Callable[[tuple[Any, ...]], str]) -> None:
+    def _write(self, path: Path, value: Any, source: str, where: Where) -> None:
         """Set a value in the tree and record its source.  ``where`` returns the source of a path inside the value."""
         if len(path) == 2 and path[0] in self.shape.seams and path[1] == "name":
             self._drop_options(path[0], value, source)
@@ -127,7 +130,7 @@ class Layers:
         if path[0] in self.shape.several and isinstance(value, list):
             self._places(dotted, value, (), where)
 
-    def _places(self, dotted: str, value: Any, inside: tuple[Any, ...], where: Callable[..., str]) -> None:
+    def _places(self, dotted: str, value: Any, inside: tuple[Any, ...], where: Where) -> None:
         """Record the sources of the values in a list of plug-ins."""
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, inner in pairs:

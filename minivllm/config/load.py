@@ -57,9 +57,11 @@ def load_config(
     layers = Layers(SHAPE)
     names: list[str] = []
     over = functools.partial(_lay_over, sets, dict(flags or {}), dict(keywords or {}), environ)
+    by_hook = functools.partial(_read_by_hook, layers, over)
     for path in files:
-        for file in read_chain(path, other=functools.partial(_read_by_hook, layers, over)):
-            layers.add(_relative(file.values, Path(file.name).resolve().parent), file.where)
+        for file in read_chain(path, other=by_hook):
+            folder = Path(file.name).resolve().parent
+            layers.add(_relative(file.values, folder), file.where)
             names.append(file.name)
     over(layers)
     return _finish(layers, tuple(names))
@@ -80,8 +82,10 @@ def _read_by_hook(layers: Layers, over: Callable[[Layers], None], path: str) -> 
 
     from .resolve import choose_hooks
 
-    config = EngineConfig(hooks=enabled, allow_targets=others.tree.get("allow_targets") or [])
-    found = ask_config(choose_hooks(config, Catalog.discover()), path)
+    targets = others.tree.get("allow_targets") or []
+    config = EngineConfig(hooks=enabled, allow_targets=targets)
+    hooks = choose_hooks(config, Catalog.discover())
+    found = ask_config(hooks, path)
     return None if found is None else found[1]
 
 
@@ -99,7 +103,8 @@ def _lay_over(
         if name.startswith(ENV_PREFIX):
             if len(name) > MOST_NAME:
                 raise ConfigError(f"{brief(name)}: a name of {len(name)} characters; expected at most {MOST_NAME}")
-            top, *rest = name.removeprefix(ENV_PREFIX).lower().split("__")
+            lower = name.removeprefix(ENV_PREFIX).lower()
+            top, *rest = lower.split("__")
             path = (ALIASES.get(top, top), *rest)
             if path in variables:
                 raise ConfigError(f"{'.'.join(path)} is given twice, as {variables[path]} and as {name}")
@@ -128,7 +133,8 @@ def _assignment(text: str) -> tuple[list[str], Any]:
 
 def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
     """Check the merged tree against the models."""
-    values, origins = dict(layers.tree), layers.origins
+    values = dict(layers.tree)
+    origins = layers.origins
     tables = {name: values.pop(name, {}) for name in TABLES}
     requires = _checked(RequiresConfig, tables["requires"], origins, "requires")
     check_requirements(requires.plugins, origins)
@@ -136,7 +142,9 @@ def _finish(layers: Layers, files: tuple[str, ...]) -> Loaded:
     run = _checked(RunConfig, tables["run"], origins, "run")
     sampling = _sampling(tables["sampling"], origins)
     server = _checked(ServerConfig, tables["server"], origins, "server")
-    return Loaded(engine, sampling, run, dict(origins), tuple(layers.notes), tuple(requires.plugins), files, server)
+    notes = tuple(layers.notes)
+    packages = tuple(requires.plugins)
+    return Loaded(engine, sampling, run, dict(origins), notes, packages, files, server)
 
 
 def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], at: str = "") -> Any:
@@ -146,21 +154,29 @@ def _checked(model: Any, values: Mapping[str, Any], origins: Mapping[str, str], 
     except ConfigError as exc:
         faults = exc.faults
         if at:
-            faults = tuple(FieldFault(f"{at}.{f.path}" if f.path else at, f"{at}.{f.text}") for f in faults)
+            faults = tuple(_inside(at, fault) for fault in faults)
         raise ConfigError("; ".join(sourced(faults, origins))) from exc
+
+
+def _inside(table: str, fault: FieldFault) -> FieldFault:
+    """Return a fault with the name of the table in its path and text."""
+    path = f"{table}.{fault.path}" if fault.path else table
+    return FieldFault(path, f"{table}.{fault.text}")
 
 
 def _sampling(values: dict[str, Any], origins: Mapping[str, str]) -> dict[str, Any]:
     """Return the sampling parameters of the table ``[sampling]`` after checking them."""
     from minivllm.core.interfaces.params import SamplingParams
 
-    values, bias = dict(values), values.get("logit_bias")
+    values = dict(values)
+    bias = values.get("logit_bias")
     try:
         if bias is not None:  # keys of a TOML table are texts
             values["logit_bias"] = {int(token): by for token, by in bias.items()}
         SamplingParams.make(**values)
     except RequestError as exc:
-        raise ConfigError(f"{begins(source_of(origins, f'sampling.{exc.param}'))}sampling: {exc}") from exc
+        at = begins(source_of(origins, f"sampling.{exc.param}"))
+        raise ConfigError(f"{at}sampling: {exc}") from exc
     except (ValueError, AttributeError):
         at = begins(source_of(origins, "sampling.logit_bias"))
         raise ConfigError(f"{at}sampling: logit_bias={shown(bias)}: expected a table with token ids as keys") from None
@@ -189,9 +205,13 @@ def _relative(values: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Return whether a chat template is a path, and not a template or the name of one."""
         return bool(text) and not (is_template(text) or is_name(text, folder))
 
+    def is_generation_path(text: str) -> bool:
+        """Return whether the value of ``generation_config`` is a path."""
+        return text not in ("", "auto", *NONE) and text[:1] != "~"
+
     convert(values, "model", is_model_path)
     convert(values, "tokenizer", is_model_path)
-    convert(values, "generation_config", lambda text: text not in ("", "auto", *NONE) and text[:1] != "~")
+    convert(values, "generation_config", is_generation_path)
     convert(values, "download_dir", lambda text: text[:1] not in ("", "~"))
     convert(values, "chat_template", is_template_path)
     for key in ("prompts_file", "output", "record"):

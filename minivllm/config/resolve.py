@@ -104,29 +104,39 @@ def resolve(
     ConfigError, ModelError, PluginError or ResourceError.  A PluginError of a choice has the attributes ``selections``
     and ``notes`` with the choices so far.
     """
-    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}), weights)
+    fold = _fold(config, catalog, origins, weights)
     try:
         return fold.run()
     except PluginError as exc:
+        selections = list(fold.selections)
         last = getattr(exc, "selection", None)
-        exc.selections = (*fold.selections, last) if last else tuple(fold.selections)  # type: ignore[attr-defined]
+        if last:
+            selections.append(last)
+        exc.selections = tuple(selections)  # type: ignore[attr-defined]
         exc.notes = tuple(fold.notes)  # type: ignore[attr-defined]
         raise
 
 
 def choose_hooks(config: EngineConfig, catalog: Catalog) -> tuple[Part, ...]:
     """Return the hooks only, for callers that need them before the other choices."""
-    return tuple(_Fold(config, catalog.allow(config.allow_targets), {})._several("hooks", config.hooks, ()))
+    fold = _fold(config, catalog, None)
+    return tuple(fold._several("hooks", config.hooks, ()))
 
 
 def choose_seams(
     config: EngineConfig, catalog: Catalog, seams: Sequence[str], origins: Mapping[str, str] | None = None
 ) -> dict[str, Part]:
     """Return the plug-ins of some seams, without a model or a device.  The seams must not depend on facts."""
-    fold = _Fold(config, catalog.allow(config.allow_targets), dict(origins or {}))
+    fold = _fold(config, catalog, origins)
     for seam in seams:
         fold._pick(seam, getattr(config, seam))
     return fold.parts
+
+
+def _fold(config: EngineConfig, catalog: Catalog, origins: Mapping[str, str] | None, weights: bool = True) -> _Fold:
+    """Return a fold without choices, whose catalog has the allowed targets."""
+    allowed = catalog.allow(config.allow_targets)
+    return _Fold(config, allowed, dict(origins or {}), weights)
 
 
 @dataclass
@@ -154,12 +164,13 @@ class _Fold:
         sampling = self._generation(checkpoint)
         device = self._device()
         invariant = self._invariant(device)
-        size = {"tensor_parallel_size": config.tensor_parallel_size}
-        refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
+        size = config.tensor_parallel_size
+        executor = self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": size})
+        refuse_unused(config, executor, self.origins)
         dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({reason})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
-        tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)
+        tensor_parallel.check(size, specs, device, self.parts["executor"], self.origins)
         max_len = self._max_len(hf_config)
         if switch is not None and switch >= max_len:
             switch = None
@@ -223,7 +234,8 @@ class _Fold:
         """Return the number of checkpoints of recurrent states, -1 for as many as fit.
 
         Raise ConfigError for a number if the model has no such states, or if the prefix cache is off."""
-        asked, cached = self.config.num_state_checkpoints, self.config.enable_prefix_caching
+        asked = self.config.num_state_checkpoints
+        cached = self.config.enable_prefix_caching
         reason = ""
         if asked >= 0 and not self.states:
             reason = "the model has no recurrent states; remove the option"
@@ -246,6 +258,7 @@ class _Fold:
     ) -> Wiring:
         """Return the wiring of the chosen plug-ins."""
         config = self.config
+        kinds = ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")
         return Wiring(
             model_dir=str(checkpoint.folder),
             load_format=config.load_format,
@@ -257,7 +270,7 @@ class _Fold:
             rope_switch=limits.switch,
             batch_invariant=config.batch_invariant,
             seed=config.seed,
-            parts={k: self.parts[k] for k in ("model", "quantizer", "kvformat", "attention", "sampler", "drafter")},
+            parts={kind: self.parts[kind] for kind in kinds},
             processors=processors,
             cache=cache,
             steps=wire_steps(config, self.facts["device"], self.origins),
@@ -319,7 +332,10 @@ class _Fold:
         self.notes.append(("model", f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))
         selection = self._select_model(choice, checkpoint, features)
         if selection.chosen is None and choice.name == "auto":
-            served = {a for c in selection.candidates if c.spec for a in c.spec.listed("architecture")}
+            served: set[Any] = set()
+            for candidate in selection.candidates:
+                if candidate.spec:
+                    served.update(candidate.spec.listed("architecture"))
             if not checkpoint.model_type:
                 raise ModelError(_without_type(checkpoint))
             if selection.request.facts["architecture"] not in served:
@@ -335,7 +351,8 @@ class _Fold:
         self._tell_config(checkpoint, hf_config, chosen)
         arch = build_part("model", part)
         try:
-            specs, switch = attention_layers(arch, hf_config), arch.switch(hf_config)
+            specs = attention_layers(arch, hf_config)
+            switch = arch.switch(hf_config)
             self.states = tuple(arch.states(hf_config))
         except ModelError as exc:
             raise ModelError(f"{file}: {exc}") from exc
@@ -347,10 +364,12 @@ class _Fold:
             forced = self.config.model_impl == "transformers"
             reason = "asked for" if forced else "no other plug-in serves the model"
             self.notes.append(("model.impl", f"{part.name}: {reason}"))
-        self.notes += [(f"model.{subject}", text) for subject, text in arch.notes(hf_config).items()]
+        for subject, text in arch.notes(hf_config).items():
+            self.notes.append((f"model.{subject}", text))
         names = names_in(checkpoint.folder, self.config.load_format)
         if names is not None:
-            self.notes += [("model.skipped", text) for text in check_names(checkpoint.folder, names, arch, hf_config)]
+            for text in check_names(checkpoint.folder, names, arch, hf_config):
+                self.notes.append(("model.skipped", text))
         return specs, hf_config, switch
 
     def _generation(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
@@ -358,7 +377,8 @@ class _Fold:
         try:
             found = read_generation(self.config.generation_config, checkpoint.folder)
         except ConfigError as exc:
-            raise ConfigError(f"{begins(source_of(self.origins, 'generation_config'))}{exc}") from None
+            place = begins(source_of(self.origins, "generation_config"))
+            raise ConfigError(f"{place}{exc}") from None
         text = found.in_words()
         if text:
             self.notes.append(("sampling", text))
@@ -372,7 +392,8 @@ class _Fold:
             try:
                 refuse_unread(overrides, checkpoint.raw, hf_config, tuple(ignores), chosen.entry.label)
             except ConfigError as exc:
-                raise ConfigError(f"{begins(source_of(self.origins, 'hf_overrides'))}{exc}") from None
+                place = begins(source_of(self.origins, "hf_overrides"))
+                raise ConfigError(f"{place}{exc}") from None
             self.notes.append(("model.hf_overrides", in_words(overrides)))
         note = two_ropes(checkpoint.raw)
         if note:
@@ -480,13 +501,16 @@ class _Fold:
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
         """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served
         model."""
-        known, registry = ("device", "dtype"), self.catalog
-        model = self._select_model(PluginChoice(), checkpoint, invariant)
-        method = {"checkpoint": method_read(checkpoint, registry["quantizer"], PluginChoice())}
-        quantizer = self._select("quantizer", PluginChoice(), (*known, "sm"), method, invariant)
-        return {
-            s.kind: make_part(registry[s.kind], s.require(), PluginChoice(), s.kind, {}) for s in (model, quantizer)
-        }
+        auto = PluginChoice()
+        model = self._select_model(auto, checkpoint, invariant)
+        method = method_read(checkpoint, self.catalog["quantizer"], auto)
+        known = ("device", "dtype", "sm")
+        quantizer = self._select("quantizer", auto, known, {"checkpoint": method}, invariant)
+        parts = {}
+        for selection in (model, quantizer):
+            kind = selection.kind
+            parts[kind] = make_part(self.catalog[kind], selection.require(), auto, kind, {})
+        return parts
 
     def _kv_format(self, dtype: str) -> None:
         """Choose the KV format.  Unless the user names one, it must store the model's dtype without loss."""
@@ -510,31 +534,33 @@ class _Fold:
 
     def _attention(self, specs: Sequence[AttnSpec], invariant: frozenset[str]) -> int:
         """Choose the attention back end and the block size.  Return the block size."""
-        more: dict[str, Any] = {
-            "dim_qk": frozenset(s.dim_qk for s in specs),
-            "dim_v": frozenset(s.dim_v for s in specs),
-            "queries_per_kv": tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs),
-        }
+        more: dict[str, Any] = {"dim_qk": frozenset(s.dim_qk for s in specs)}
+        more["dim_v"] = frozenset(s.dim_v for s in specs)
+        more["queries_per_kv"] = tensor_parallel.queries_per_kv(self.config.tensor_parallel_size, specs)
         option = self.config.kvcache_block_size
         if option is not None:
             more["block"] = option
-        needed = {
-            "window": any(s.window is not None for s in specs),
-            "sinks": any(s.sinks for s in specs),
-            "softcap": any(s.softcap is not None for s in specs),
-            "alibi": any(s.alibi is not None for s in specs),
-            "v_in_k": any(s.v_in_k for s in specs),
-        }
-        features = frozenset(name for name, is_needed in needed.items() if is_needed) | invariant
+        needed = set()
+        for feature in ("window", "sinks", "softcap", "alibi", "v_in_k"):
+            values = [getattr(spec, feature) for spec in specs]
+            if any(value is not None and value is not False for value in values):
+                needed.add(feature)
+        features = invariant | needed
         known = ("device", "sm", "dtype", "kv_format")
         chosen = self._pick("attention", self.config.attention, known, more, features)
         supplied = self.selections[-1].supplied.get("block")
-        block, reason, label = DEFAULT_BLOCK, "the engine's default", "the default"
+        block = DEFAULT_BLOCK
+        reason = "the engine's default"
+        label = "the default"
         if option is not None:
-            block, reason = option, "asked for"
+            block = option
+            reason = "asked for"
         elif supplied is not None:
-            block, reason, label = supplied, f"supplied by {chosen.entry.label}", "its own"
-        reasons = chosen.require_spec().refuse(PluginQuery({"block": block}), self.catalog["attention"].kind)
+            block = supplied
+            reason = f"supplied by {chosen.entry.label}"
+            label = "its own"
+        spec = chosen.require_spec()
+        reasons = spec.refuse(PluginQuery({"block": block}), self.catalog["attention"].kind)
         if reasons:
             raise PluginError(
                 f"{chosen.entry}: the block size was left open, and its spec does not support "
@@ -557,10 +583,12 @@ class _Fold:
         The request consists of the ``known`` facts, the facts ``more``, and ``features``.  ``at`` is the path of the
         choice in the configuration, by default its option.
         """
-        facts = {k: self.facts[k] for k in known if k in self.facts}
-        registry, path = self.catalog[kind], at or OPTION_OF.get(kind, kind)
+        facts = {name: self.facts[name] for name in known if name in self.facts}
+        facts.update(more or {})
+        registry = self.catalog[kind]
+        path = at or OPTION_OF.get(kind, kind)
         try:
-            selection = registry.select(PluginQuery({**facts, **(more or {})}, features), choice.name, choice.prefer)
+            selection = registry.select(PluginQuery(facts, features), choice.name, choice.prefer)
         except PluginError as exc:
             named = path if choice.name == "auto" else f"{path}.name"
             raise PluginError(f"{begins(source_of(self.origins, named))}{exc}") from exc
@@ -587,15 +615,17 @@ class _Fold:
 
     def _keep(self, selection: Selection, choice: PluginChoice, at: str = "") -> Part:
         """Store a selection and return its chosen plug-in with checked options."""
-        chosen, registry = selection.require(), self.catalog[selection.kind]
+        kind = selection.kind
+        chosen = selection.require()
         if chosen.spec is not None and chosen.spec.params:
             from minivllm.core.interfaces.params import is_own
 
-            declared_params.choose(selection.kind, chosen, is_own)
+            declared_params.choose(kind, chosen, is_own)
         self.selections.append(selection)
-        part = make_part(registry, chosen, choice, at or OPTION_OF.get(selection.kind, selection.kind), self.origins)
+        path = at or OPTION_OF.get(kind, kind)
+        part = make_part(self.catalog[kind], chosen, choice, path, self.origins)
         if not at:
-            self.parts[selection.kind] = part
+            self.parts[kind] = part
         return part
 
     def _several(self, kind: str, choices: Sequence[PluginChoice], known: Sequence[str]) -> list[Part]:
@@ -624,15 +654,9 @@ def _without_type(checkpoint: Checkpoint) -> str:
 
 def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:
     """Check the options of a chosen plug-in and return it as data."""
-    spec, path = chosen.require_spec(), f"{at}.options"
-    options = registry.options(chosen, choice.options, path, origins)
+    spec = chosen.require_spec()
+    entry = chosen.entry
+    options = registry.options(chosen, choice.options, f"{at}.options", origins)
     values = {} if options is None else options.model_dump(mode="json")
-    return Part(
-        chosen.entry.label,
-        spec.impl,
-        values,
-        spec.options,
-        tuple(sorted(spec.features)),
-        spec.plain_traits,
-        chosen.entry.source,
-    )
+    features = tuple(sorted(spec.features))
+    return Part(entry.label, spec.impl, values, spec.options, features, spec.plain_traits, entry.source)

@@ -52,18 +52,22 @@ def config_schema(catalog: Catalog) -> Schema:
     properties = _fields(EngineConfig, definitions)
     for name in SHAPE.not_in_files:
         del properties[name]
-    properties["dtype"]["enum"] += [word for word in DTYPE_NAMES if word not in properties["dtype"]["enum"]]
+    dtypes = properties["dtype"]["enum"]
+    dtypes += [word for word in DTYPE_NAMES if word not in dtypes]
     kinds = {OPTION_OF.get(kind, kind): kind for kind in KINDS}
     for option in (*SEAMS, *SEVERAL):
         if option not in kinds:  # an option with plug-in names that is not a seam of the registry
             items = properties[option]["items"]
             properties[option]["items"] = {"anyOf": [{"type": "string"}, items]}
         else:
-            properties[option] = _seam(catalog[kinds[option]], definitions, many=option in SEVERAL)
-    properties.update({alias: properties[name] for alias, name in ALIASES.items()})
+            registry = catalog[kinds[option]]
+            properties[option] = _seam(registry, definitions, many=option in SEVERAL)
+    for alias, name in ALIASES.items():
+        properties[alias] = properties[name]
+    file = {"type": "string", "minLength": 1}
     properties["extends"] = {
         "description": "a file, or files, whose options apply where this file sets none; relative to this file",
-        "oneOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"type": "string", "minLength": 1}}],
+        "oneOf": [file, {"type": "array", "items": file}],
     }
     properties["sampling"] = _sampling(catalog)
     properties["run"] = _table(RunConfig, definitions)
@@ -114,14 +118,22 @@ def _names(registry: Registry, entry: Entry) -> list[str]:
     """Return the names of a plug-in.  The short name of an external plug-in counts only if no other package offers
     it."""
     same = [e for e in registry.entries if e.name == entry.name and not e.blocked]
-    return [entry.name, entry.label] if entry.builtin or len(same) == 1 else [entry.label]
+    if entry.builtin or len(same) == 1:
+        return [entry.name, entry.label]
+    return [entry.label]
 
 
 def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Schema:
     """Return the schema of the table of a plug-in."""
-    required = ["name", "options"] if options and options.get("required") else ["name"]
-    inner = options if options is not None else {"type": "object", "maxProperties": 0, "description": "it has none"}
-    name: Schema = {"const": names[0]} if len(names) == 1 else {"enum": names}
+    required = ["name"]
+    if options and options.get("required"):
+        required.append("options")
+    inner = options
+    if inner is None:
+        inner = {"type": "object", "maxProperties": 0, "description": "it has none"}
+    name: Schema = {"enum": names}
+    if len(names) == 1:
+        name = {"const": names[0]}
     return {
         "title": names[0], "description": summary, "type": "object",
         "properties": {"name": {**name, "description": summary}, "options": inner},
@@ -132,27 +144,14 @@ def _plugin_table(names: list[str], summary: str, options: Schema | None) -> Sch
 def _auto_tables(names: list[str]) -> list[Schema]:
     """Return the schemas of a table with ``name = "auto"``, and of a table without a name in a file that extends
     another one."""
-    prefer = {
-        "type": "array",
-        "description": "choose the first suitable plug-in of these",
-        "items": {"anyOf": [{"type": "string", "enum": names}, ABSENT, TARGET]},
-    }
-    return [
-        {
-            "title": "auto",
-            "type": "object",
-            "required": ["name"],
-            "additionalProperties": False,
-            "properties": {"name": {"const": "auto", "description": "the best suitable plug-in"}, "prefer": prefer},
-        },
-        {
-            "title": "over another file",
-            "type": "object",
-            "maxProperties": 1,
-            "additionalProperties": False,
-            "properties": {"prefer": prefer, "options": {"type": "object"}},
-        },
-    ]
+    items = {"anyOf": [{"type": "string", "enum": names}, ABSENT, TARGET]}
+    prefer = {"type": "array", "description": "choose the first suitable plug-in of these", "items": items}
+    name = {"const": "auto", "description": "the best suitable plug-in"}
+    closed: Schema = {"type": "object", "additionalProperties": False}
+    auto = {"title": "auto", "required": ["name"], "properties": {"name": name, "prefer": prefer}}
+    properties = {"prefer": prefer, "options": {"type": "object"}}
+    unnamed = {"title": "over another file", "maxProperties": 1, "properties": properties}
+    return [closed | auto, closed | unnamed]
 
 
 def _target_table() -> Schema:
@@ -231,7 +230,8 @@ def _sampling(catalog: Catalog) -> Schema:
             properties[field.name] = TypeAdapter(hints[field.name]).json_schema()
             if isinstance(field.default, (bool, int, float, str)):
                 properties[field.name]["default"] = field.default
-    properties |= {name: _declared(declaration) for name, declaration in declared_params.offered(catalog).items()}
+    for name, declaration in declared_params.offered(catalog).items():
+        properties[name] = _declared(declaration)
     return {
         "description": "how tokens are drawn, and when to stop",
         "type": "object",

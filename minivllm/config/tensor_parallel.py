@@ -20,13 +20,16 @@ def fits(size: int, spec: AttnSpec) -> bool:
     Query heads are divided among the processes.  KV heads are divided, or copied if there are fewer heads than
     processes.
     """
-    return spec.heads % size == 0 and (spec.kv_heads % size == 0 or size % spec.kv_heads == 0)
+    if spec.heads % size:
+        return False
+    return spec.kv_heads % size == 0 or size % spec.kv_heads == 0
 
 
 def elsewhere(executor: Part) -> bool:
     """Return whether an executor uses devices of other machines: its trait ``cluster`` names an option, and that is
     set."""
-    return bool(executor.options.get(str(executor.traits.get("cluster", ""))))
+    option = str(executor.traits.get("cluster", ""))
+    return bool(executor.options.get(option))
 
 
 def check(size: int, specs: Sequence[AttnSpec], device: Device, executor: Part, origins: Mapping[str, str]) -> None:
@@ -39,7 +42,8 @@ def check(size: int, specs: Sequence[AttnSpec], device: Device, executor: Part, 
         )
     for layer, spec in enumerate(specs):
         if not fits(size, spec):
-            sizes = [n for n in range(1, spec.heads + 1) if all(fits(n, other) for other in specs)]
+            every = range(1, spec.heads + 1)
+            sizes = [n for n in every if all(fits(n, other) for other in specs)]
             raise ConfigError(
                 f"{setting}: layer {layer} of the model has {spec.heads} heads and "
                 f"{spec.kv_heads} KV heads, which so many processes cannot share; expected "

@@ -51,18 +51,24 @@ def _choice(value: Any) -> Any:
     """Convert a name, a table or None to the fields of a ``PluginChoice``.  ValueError for anything else."""
     if value is None:
         return {}
-    names = [value.get("name"), *_listed(value.get("prefer"))] if isinstance(value, Mapping) else [value]
+    names = [value]
+    if isinstance(value, Mapping):
+        names = [value.get("name"), *_listed(value.get("prefer"))]
     for name in names:
         if isinstance(name, type):
             raise ValueError(f"{name.__name__} is a class: {want_name(name)}")
     if not isinstance(value, (str, Mapping, PluginChoice)):
         raise ValueError(f"{shown(value)} is not a plug-in: expected a name, or a table with name and options")
-    return {"name": value} if isinstance(value, str) else value
+    if isinstance(value, str):
+        return {"name": value}
+    return value
 
 
 def _listed(value: Any) -> list[Any]:
     """Return the elements of a list or tuple, and an empty list for anything else."""
-    return list(value) if isinstance(value, (list, tuple)) else []
+    if isinstance(value, (list, tuple)):
+        return list(value)
+    return []
 
 
 def _choices(value: Any) -> Any:
@@ -110,11 +116,20 @@ def _overrides(value: Any) -> Any:
     return dict(value)
 
 
+def _path(value: Any) -> Any:
+    """Convert a path object to text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value
+
+
 Overrides = Annotated[dict[str, Any], BeforeValidator(_overrides)]
 One = Annotated[PluginChoice, BeforeValidator(_choice)]
 Several = Annotated[list[PluginChoice], BeforeValidator(_choices)]
 Stores = Annotated[list[PluginChoice], BeforeValidator(_stores)]
-Path_ = Annotated[str, BeforeValidator(lambda v: os.fspath(v) if isinstance(v, os.PathLike) else v)]
+Path_ = Annotated[str, BeforeValidator(_path)]
+DType = Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)]
+Impl = Annotated[Literal["auto", "minivllm", "transformers"], BeforeValidator(_impl)]
 
 
 class EngineConfig(Strict):
@@ -156,7 +171,7 @@ class EngineConfig(Strict):
         description="sampling defaults from generation_config.json: auto (the model's), none, or the path of a file",
     )
     hf_overrides: Overrides = Field({}, description="keys that replace those of the model's config.json")
-    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], BeforeValidator(_dtype)] = Field(
+    dtype: DType = Field(
         "auto", description="dtype of weights and activations; auto: the checkpoint's, on a CPU the fastest one"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if torch sees it")
@@ -220,7 +235,7 @@ class EngineConfig(Strict):
     sampler: One = PluginChoice()
     quantizer: One = PluginChoice()
     model_arch: One = PluginChoice()
-    model_impl: Annotated[Literal["auto", "minivllm", "transformers"], BeforeValidator(_impl)] = Field(
+    model_impl: Impl = Field(
         "auto",
         description="minivllm: a plug-in that names the architecture; transformers: its model class; auto: the latter "
         "only if no plug-in names the architecture",
@@ -285,8 +300,13 @@ class RequiresConfig(Strict):
     plugins: list[str] = Field([], description='packages with their versions, as for pip: "acme-attn>=1.2"')
 
 
-SEAMS = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation is PluginChoice)
-SEVERAL = tuple(name for name, f in EngineConfig.model_fields.items() if f.annotation == list[PluginChoice])
+def _options_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the options with values of a type."""
+    return tuple(name for name, field in EngineConfig.model_fields.items() if field.annotation == kind)
+
+
+SEAMS = _options_of(PluginChoice)
+SEVERAL = _options_of(list[PluginChoice])
 TABLES = {
     "sampling": None, "run": tuple(RunConfig.model_fields), "requires": tuple(RequiresConfig.model_fields),
     "server": tuple(ServerConfig.model_fields),
