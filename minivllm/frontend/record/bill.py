@@ -41,6 +41,8 @@ KEYS = (
 )  # fmt: skip
 NOT_IN_FILES = {"allow_targets"}  # options that a configuration file may not set
 
+Entries = dict[str, Any]  # a bill, or an object in it
+
 
 def make(
     resolved: Resolved,
@@ -48,7 +50,7 @@ def make(
     capacity: Capacity | None = None,
     since: float = 0.0,
     first: bool = False,
-) -> dict[str, Any]:
+) -> Entries:
     """Return the bill of a resolved configuration.  ``capacity`` is that of the engine, None before it is built.
 
     ``since`` is the Unix time at which the engine was built.  Sources with a later change are named in
@@ -58,39 +60,39 @@ def make(
     import minivllm
 
     package = sources.package_source()
+    source = {"hash": package.hash, "files": dict(package.files)}
     parts = [_part(seam, selection, part) for seam, selection, part in chosen(resolved)]
     newest = {part["seam"]: part["source"].pop("newest") for part in parts}
     newest["minivllm"] = package.newest
-    newer = [name for name, changed in newest.items() if changed > since > 0]
-    bill: dict[str, Any] = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "created": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
-        "fingerprint": "",
-        "minivllm": {"version": minivllm.__version__, "source": {"hash": package.hash, "files": dict(package.files)}},
-        "config": _config(resolved, loaded),
-        "resolved": _facts(resolved, capacity),
-        "model": _model(resolved),
-        "parts": parts,
-        "replaced": _replaced(parts),
-        "first_engine": first,
-        "changed_sources": newer,
-        "reasons": [_reasons(selection) for selection in resolved.selections],
-        "notes": [list(note) for note in resolved.notes],
-        "versions": machine.versions(),
-        "machine": machine.machine(resolved.device),
-        "torch": machine.torch_settings(),
-        "environment": machine.environment(),
-        "git": {
-            "directory": machine.git_state(Path.cwd()),
-            "minivllm": machine.git_state(Path(minivllm.__file__).parent, "__init__.py"),
-        },
-    }
+    now = datetime.datetime.now(datetime.timezone.utc)
+    command = []
+    if sys.argv:
+        command = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    bill: Entries = {"format": FORMAT, "format_version": FORMAT_VERSION}
+    bill["created"] = now.isoformat(timespec="seconds")
+    bill["command"] = command
+    bill["fingerprint"] = ""
+    bill["minivllm"] = {"version": minivllm.__version__, "source": source}
+    bill["config"] = _config(resolved, loaded)
+    bill["resolved"] = _facts(resolved, capacity)
+    bill["model"] = _model(resolved)
+    bill["parts"] = parts
+    bill["replaced"] = _replaced(parts)
+    bill["first_engine"] = first
+    bill["changed_sources"] = [name for name, changed in newest.items() if changed > since > 0]
+    bill["reasons"] = [_reasons(selection) for selection in resolved.selections]
+    bill["notes"] = [list(note) for note in resolved.notes]
+    bill["versions"] = machine.versions()
+    bill["machine"] = machine.machine(resolved.device)
+    bill["torch"] = machine.torch_settings()
+    bill["environment"] = machine.environment()
+    git = {"directory": machine.git_state(Path.cwd())}
+    git["minivllm"] = machine.git_state(Path(minivllm.__file__).parent, "__init__.py")
+    bill["git"] = git
     return finish(bill, None)
 
 
-def finish(bill: dict[str, Any], results: Mapping[str, Any] | None, requests: Any = None) -> dict[str, Any]:
+def finish(bill: Entries, results: Mapping[str, Any] | None, requests: Any = None) -> Entries:
     """Return a copy of the bill with the results, the recorded requests if there are any, and the fingerprint."""
     from .nodes import fingerprint
 
@@ -109,48 +111,45 @@ def chosen(resolved: Resolved) -> Iterator[tuple[str, Selection, Part]]:
     """
     from minivllm.registration.spec import OPTION_OF
 
-    several = {
-        "processor": iter(resolved.wiring.processors),
-        "strategy": iter(resolved.strategies),
-        "hooks": iter(resolved.hooks),
-        "kvstore": iter(resolved.wiring.cache.stores),
-    }
+    several = {"processor": iter(resolved.wiring.processors)}
+    several["strategy"] = iter(resolved.strategies)
+    several["hooks"] = iter(resolved.hooks)
+    several["kvstore"] = iter(resolved.wiring.cache.stores)
     for selection in resolved.selections:
-        option = OPTION_OF.get(selection.kind, selection.kind)
-        if selection.kind in several:
-            part = next(several[selection.kind])
+        kind = selection.kind
+        option = OPTION_OF.get(kind, kind)
+        if kind in several:
+            part = next(several[kind])
             yield f"{option}.{part.name}", selection, part
         else:
-            yield option, selection, resolved.parts[selection.kind]
+            yield option, selection, resolved.parts[kind]
 
 
-def _part(seam: str, selection: Selection, part: Part) -> dict[str, Any]:
+def _part(seam: str, selection: Selection, part: Part) -> Entries:
     """Return the entry of a chosen plug-in in the bill."""
     candidate = selection.require()
     entry = candidate.entry
     needs = candidate.spec.needs if candidate.spec else ()
     source = live.source_of(part.target)
-    found: dict[str, Any] = {"hash": source.hash, "files": dict(source.files), "newest": source.newest}
+    found: Entries = {"hash": source.hash, "files": dict(source.files), "newest": source.newest}
     if source.missing:
         found["missing"] = source.missing
     if source.texts:
         found["texts"] = dict(source.texts)
     modules, read = values.of_part(part.target, source.files, entry.builtin)
     read |= values.beside(modules, source, entry.builtin)
-    return {
-        "seam": seam,
-        "name": part.name,
-        "asked": selection.asked,
-        "distribution": entry.dist,
-        "version": entry.version,
-        "target": part.target,
-        "options": dict(part.options),
-        "source": found,
-        "values": read,
-        "values_of": modules,
-        "needs": {need.module: need.installed_version() for need in needs},
-        "requires": _requires(entry),
-    }
+    facts: Entries = {"seam": seam, "name": part.name}
+    facts["asked"] = selection.asked
+    facts["distribution"] = entry.dist
+    facts["version"] = entry.version
+    facts["target"] = part.target
+    facts["options"] = dict(part.options)
+    facts["source"] = found
+    facts["values"] = read
+    facts["values_of"] = modules
+    facts["needs"] = {need.module: need.installed_version() for need in needs}
+    facts["requires"] = _requires(entry)
+    return facts
 
 
 def _replaced(parts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
@@ -181,7 +180,7 @@ def _requires(entry: Entry) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
+def _config(resolved: Resolved, loaded: Loaded) -> Entries:
     """Return the configuration with absolute paths and inlined files, so that it can be read from any folder."""
     asked = loaded.engine.model_dump(mode="json", exclude=NOT_IN_FILES)
     for key in ("model", "tokenizer"):
@@ -199,13 +198,11 @@ def _config(resolved: Resolved, loaded: Loaded) -> dict[str, Any]:
     run = loaded.run.model_dump(mode="json", exclude={"record", "prompts_file"})
     if run["output"]:
         run["output"] = os.path.abspath(run["output"])
-    return {
-        "values": asked,
-        "sampling": {**resolved.sampling, **loaded.sampling},
-        "run": run,
-        "requires": list(loaded.requires),
-        "origins": dict(loaded.origins),
-    }
+    sampling = {**resolved.sampling, **loaded.sampling}
+    config: Entries = {"values": asked, "sampling": sampling, "run": run}
+    config["requires"] = list(loaded.requires)
+    config["origins"] = dict(loaded.origins)
+    return config
 
 
 def _absolute(path: str) -> str:
@@ -213,47 +210,43 @@ def _absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def _facts(resolved: Resolved, capacity: Capacity | None) -> dict[str, Any]:
+def _facts(resolved: Resolved, capacity: Capacity | None) -> Entries:
     """Return the values that minivllm chose for options that the configuration left open."""
     wiring = resolved.wiring
-    facts: dict[str, Any] = {
-        "device": wiring.device,
-        "dtype": wiring.dtype,
-        "max_model_len": wiring.max_model_len,
-        "kvcache_block_size": wiring.block,
-        "graph": wiring.steps.graph,
-        "kv_groups": len(wiring.cache.groups),
-    }
+    facts: Entries = {"device": wiring.device, "dtype": wiring.dtype}
+    facts["max_model_len"] = wiring.max_model_len
+    facts["kvcache_block_size"] = wiring.block
+    facts["graph"] = wiring.steps.graph
+    facts["kv_groups"] = len(wiring.cache.groups)
     if capacity is not None:
-        facts |= {
-            "run_ahead": capacity.depth,
-            "kv_blocks": list(capacity.blocks),
-            "kv_block_bytes": list(capacity.block_bytes),
-            "weight_bytes": capacity.weight_bytes,
-        }
+        facts["run_ahead"] = capacity.depth
+        facts["kv_blocks"] = list(capacity.blocks)
+        facts["kv_block_bytes"] = list(capacity.block_bytes)
+        facts["weight_bytes"] = capacity.weight_bytes
         if capacity.checkpoints is not None:
-            facts |= {"state_bytes": capacity.state_bytes, "state_checkpoints": capacity.checkpoints}
+            facts["state_bytes"] = capacity.state_bytes
+            facts["state_checkpoints"] = capacity.checkpoints
     return facts
 
 
-def _model(resolved: Resolved) -> dict[str, Any]:
+def _model(resolved: Resolved) -> Entries:
     """Return the entry of the model, its tokenizer, and the second models of drafters and processors (``beside``)."""
     wiring = resolved.wiring
-    second: dict[str, Any] = {"drafter": wiring.speculation.draft_model}
-    second |= {f"processors.{name}": model for name, model in wiring.own_models.items()}
-    return {
-        "name": resolved.config.model,
-        **_checkpoint(wiring.model_dir, wiring.load_format),
-        "tokenizer": None if resolved.tokenizer_dir is None else _tokenizer(Path(resolved.tokenizer_dir)),
-        "beside": {
-            seam: _checkpoint(model.model_dir, wiring.load_format)
-            for seam, model in second.items()
-            if model is not None
-        },
-    }
+    second: Entries = {"drafter": wiring.speculation.draft_model}
+    for name, model in wiring.own_models.items():
+        second[f"processors.{name}"] = model
+    beside = {}
+    for seam, model in second.items():
+        if model is not None:
+            beside[seam] = _checkpoint(model.model_dir, wiring.load_format)
+    tokenizer = None
+    if resolved.tokenizer_dir is not None:
+        tokenizer = _tokenizer(Path(resolved.tokenizer_dir))
+    checkpoint = _checkpoint(wiring.model_dir, wiring.load_format)
+    return {"name": resolved.config.model, **checkpoint, "tokenizer": tokenizer, "beside": beside}
 
 
-def _checkpoint(directory: str, load_format: str) -> dict[str, Any]:
+def _checkpoint(directory: str, load_format: str) -> Entries:
     """Return the entry of a checkpoint.  With ``load_format`` "dummy" its weights are not part of its identity.
 
     ``repository`` and ``commit`` are there for a snapshot from the Hugging Face hub.
@@ -263,38 +256,39 @@ def _checkpoint(directory: str, load_format: str) -> dict[str, Any]:
     return {"folder": str(folder), **_identified(folder, identity)}
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
+def _tokenizer(folder: Path) -> Entries:
     """Return the bill's entry of the tokenizer in a folder: hash and files, and the commit of a hub snapshot."""
     return _identified(folder, sources.tokenizer_identity(folder))
 
 
-def _identified(folder: Path, identity: sources.Source) -> dict[str, Any]:
+def _identified(folder: Path, identity: sources.Source) -> Entries:
     """Return the commit of a snapshot, if the folder is one, and the hash and files of an identity."""
-    found: dict[str, Any] = {}
+    found: Entries = {}
     snapshot = files.snapshot_of(folder)
     if snapshot is not None:
         found["repository"], found["commit"] = snapshot
-    return {**found, "hash": identity.hash, "files": dict(identity.files)}
+    found["hash"] = identity.hash
+    found["files"] = dict(identity.files)
+    return found
 
 
-def _reasons(selection: Selection) -> dict[str, Any]:
+def _reasons(selection: Selection) -> Entries:
     """Return why a plug-in was chosen: the query, and the verdict on each candidate."""
     chosen = selection.chosen
+    query = selection.request
     candidates = []
     for candidate in selection.candidates:
         reasons = [str(reason) for reason in candidate.reasons]
         candidates.append({"name": candidate.entry.label, "suitable": candidate.suitable, "reasons": reasons})
-    return {
-        "kind": selection.kind,
-        "asked": selection.asked,
-        "prefer": list(selection.preferred),
-        "facts": {fact: _plain(value) for fact, value in selection.request.facts.items()},
-        "features": sorted(selection.request.features),
-        "approximate": selection.approximate,
-        "chosen": chosen.entry.label if chosen else None,
-        "candidates": candidates,
-        "not_looked_at": [entry.label for entry in selection.skipped],
-    }
+    reasons_of: Entries = {"kind": selection.kind, "asked": selection.asked}
+    reasons_of["prefer"] = list(selection.preferred)
+    reasons_of["facts"] = {fact: _plain(value) for fact, value in query.facts.items()}
+    reasons_of["features"] = sorted(query.features)
+    reasons_of["approximate"] = selection.approximate
+    reasons_of["chosen"] = chosen.entry.label if chosen else None
+    reasons_of["candidates"] = candidates
+    reasons_of["not_looked_at"] = [entry.label for entry in selection.skipped]
+    return reasons_of
 
 
 def _plain(value: Any) -> Any:
@@ -312,7 +306,8 @@ def write(path: str | os.PathLike[str], bill: Mapping[str, Any]) -> None:
     part = target.with_name(f"{target.name}.{os.getpid()}.part")
     try:
         try:
-            part.write_text(json.dumps(bill, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            text = json.dumps(bill, indent=1, ensure_ascii=False)
+            part.write_text(text + "\n", encoding="utf-8")
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
@@ -343,7 +338,7 @@ def is_record(path: str | os.PathLike[str]) -> bool:
     return isinstance(found, dict) and found.get("format") == FORMAT
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(path: str | os.PathLike[str]) -> Entries:
     """Return the bill in a file.  ConfigError if the file is no complete bill of this format version."""
     found = files.read_json(path, files.LARGE, expected=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:

@@ -76,15 +76,13 @@ class Comparison:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison as a JSON object."""
-        return {
-            "verdict": self.verdict,
-            "subjects": list(self.subjects),
-            "unknown": list(self.unknown),
-            "tokens": self.tokens,
-            "differences": [asdict(difference) for difference in self.differences],
-            "results": {name: {"a": a, "b": b} for name, a, b in self.results},
-            "warnings": list(self.warnings),
-        }
+        found: dict[str, Any] = {"verdict": self.verdict, "subjects": list(self.subjects)}
+        found["unknown"] = list(self.unknown)
+        found["tokens"] = self.tokens
+        found["differences"] = [asdict(difference) for difference in self.differences]
+        found["results"] = {name: {"a": a, "b": b} for name, a, b in self.results}
+        found["warnings"] = list(self.warnings)
+        return found
 
 
 def _differ_verb(names: Sequence[str]) -> str:
@@ -99,7 +97,8 @@ def compare(a: JsonObject, b: JsonObject, results: bool = True) -> Comparison:
     names = [name for name in {**left, **right} if results or name not in ("prompts", "sampling")]
     pairs = {name: (left.get(name), right.get(name)) for name in names}
     found = _differences(pairs)
-    tokens, text = UNKNOWN, ""
+    tokens = UNKNOWN
+    text = ""
     measured: tuple[tuple[str, Any, Any], ...] = ()
     if results:
         tokens, text = _tokens(a.get("results"), b.get("results"))
@@ -111,17 +110,13 @@ def compare(a: JsonObject, b: JsonObject, results: bool = True) -> Comparison:
     warnings = list(_warnings(a, b))
     for sentences in not_known.values():
         warnings += sentences
-    out = Comparison(
-        (*found, *values_found),
-        tokens,
-        text,
-        measured,
-        tuple(warnings),
-        values=(*value_texts, *_of_machine(found)),
-    )
-    unknown = [*_unknown(a, b), *filter(_decides, not_known)]
+    differences = (*found, *values_found)
+    texts = (*value_texts, *_of_machine(found))
+    out = Comparison(differences, tokens, text, measured, tuple(warnings), values=texts)
+    seams = dict.fromkeys([*_unknown(a, b), *filter(_decides, not_known)])
     subjects = out.subjects
-    return replace(out, unknown=tuple(seam for seam in dict.fromkeys(unknown) if seam not in subjects))
+    unknown = tuple(seam for seam in seams if seam not in subjects)
+    return replace(out, unknown=unknown)
 
 
 def _differences(pairs: Mapping[str, tuple[DiffNode | None, DiffNode | None]]) -> list[Difference]:
@@ -261,7 +256,8 @@ def _values(a: JsonObject, b: JsonObject) -> tuple[list[Difference], dict[str, l
             if verdict == values.OTHER:
                 of_clock = any(value is not None and value["begins"] == values.CLOCK for value in (left, right))
                 counts = _decides(seam) and not of_clock
-                found.append(Difference(f"{seam} {name}", "parts", seam, f"{name} = {shown[0]}", shown[1], (), counts))
+                a_text, b_text = shown
+                found.append(Difference(f"{seam} {name}", "parts", seam, f"{name} = {a_text}", b_text, (), counts))
             elif verdict == values.UNKNOWN and same_source:
                 texts = " and ".join(dict.fromkeys(shown))
                 sentence = f"{name}, which {seam} reads, is {texts}: whether it is the same is not known"
@@ -278,9 +274,15 @@ def _value_pairs(x: JsonObject, y: JsonObject, same_source: bool) -> Iterator[tu
     for name in {**x["values"], **y["values"]}:
         left = x["values"].get(name)
         right = y["values"].get(name)
-        loaded = all(any(name.startswith(f"{module}.") for module in part["values_of"]) for part in (x, y))
-        if loaded and (same_source or (left is not None and right is not None)):
+        if not _has_loaded(x, name) or not _has_loaded(y, name):
+            continue
+        if same_source or (left is not None and right is not None):
             yield name, left, right
+
+
+def _has_loaded(part: JsonObject, name: str) -> bool:
+    """Return whether a part had loaded the module of a value."""
+    return any(name.startswith(f"{module}.") for module in part["values_of"])
 
 
 def _hidden(source: JsonObject) -> bool:
@@ -316,7 +318,8 @@ def report(found: Comparison, title_a: str, title_b: str) -> str:
             name = difference.subject
         rows.setdefault(difference.group, []).append((name, _line(difference)))
     for name, x, y in found.results:
-        rows.setdefault("results", []).append((name, _noted(f"{show(x)} -> {show(y)}", _change(x, y))))
+        text = _noted(f"{show(x)} -> {show(y)}", _change(x, y))
+        rows.setdefault("results", []).append((name, text))
     width = max((len(name) for group in rows.values() for name, _ in group), default=0)
     for group in (*GROUPS, "results"):
         if group in rows:

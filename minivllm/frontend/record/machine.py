@@ -46,13 +46,12 @@ def machine(device: Any) -> dict[str, Any]:
     from minivllm.device.native import library
 
     cpu = device if device.kind == "cpu" else find_device("cpu")
-    found: dict[str, Any] = {
-        "cpu": cpu.name,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_gib": round(cpu.memory / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-    }
+    cores = os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    found: dict[str, Any] = {"cpu": cpu.name, "cores": cores, "threads": torch.get_num_threads()}
+    found["memory_gib"] = round(cpu.memory / 2**30, 1)
+    found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if device.kind == "cpu":
         found["native"] = library.isa()  # native kernels add numbers in another order than torch
     else:
@@ -68,21 +67,19 @@ def torch_settings() -> dict[str, Any]:
     import torch
 
     backends = torch.backends
-    return {
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
-        "interop_threads": torch.get_num_interop_threads(),
-        "flush_denormal": _flushes_denormal(),
-        "mkldnn": backends.mkldnn.enabled if hasattr(backends.mkldnn, "enabled") else None,
-        "cudnn.deterministic": backends.cudnn.deterministic,
-        "cudnn.benchmark": backends.cudnn.benchmark,
-        "cuda.matmul.reduced_precision": [
-            backends.cuda.matmul.allow_fp16_reduced_precision_reduction,
-            backends.cuda.matmul.allow_bf16_reduced_precision_reduction,
-        ],
-        "sdp": [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")],
-    }
+    matmul = backends.cuda.matmul
+    reduced = [matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction]
+    settings: dict[str, Any] = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+    settings["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
+    settings["default_dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
+    settings["interop_threads"] = torch.get_num_interop_threads()
+    settings["flush_denormal"] = _flushes_denormal()
+    settings["mkldnn"] = getattr(backends.mkldnn, "enabled", None)
+    settings["cudnn.deterministic"] = backends.cudnn.deterministic
+    settings["cudnn.benchmark"] = backends.cudnn.benchmark
+    settings["cuda.matmul.reduced_precision"] = reduced
+    settings["sdp"] = [getattr(backends.cuda, f"{kind}_sdp_enabled")() for kind in ("flash", "mem_efficient", "math")]
+    return settings
 
 
 def _flushes_denormal() -> bool:
