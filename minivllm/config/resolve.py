@@ -164,13 +164,12 @@ class _Fold:
         sampling = self._generation(checkpoint)
         device = self._device()
         invariant = self._invariant(device)
-        size = config.tensor_parallel_size
-        executor = self._pick("executor", config.executor, ("device",), {"tensor_parallel_size": size})
-        refuse_unused(config, executor, self.origins)
+        size = {"tensor_parallel_size": config.tensor_parallel_size}
+        refuse_unused(config, self._pick("executor", config.executor, ("device",), size), self.origins)
         dtype, reason = choose_dtype(config.dtype, checkpoint.dtype, device)
         self._learn("dtype", dtype, f"{dtype} ({reason})")
         specs, hf_config, switch = self._model(checkpoint, invariant)
-        tensor_parallel.check(size, specs, device, self.parts["executor"], self.origins)
+        tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)
         max_len = self._max_len(hf_config)
         if switch is not None and switch >= max_len:
             switch = None
@@ -178,8 +177,8 @@ class _Fold:
         second_models = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
         speculation = self._drafter(second_models, self._served(checkpoint, hf_config))
         method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
-        choice = self._quantizer_for(method)
-        self._pick("quantizer", choice, ("device", "sm", "dtype"), {"checkpoint": method}, invariant)
+        quantizer = self._quantizer_for(method)
+        self._pick("quantizer", quantizer, ("device", "sm", "dtype"), {"checkpoint": method}, invariant)
         self._kv_format(dtype)
         processors = tuple(self._several("processor", config.processors, ("device",)))
         models = second_models.of_processors(processors, begins(source_of(self.origins, "processors")))

@@ -9,3 +9,9 @@ repeats     results of several runs as medians with confidence intervals; statis
 state       clock, power, energy and load of the machine during a measurement
 ablate      remove one part of a configuration at a time
 """
+
+from collections.abc import Mapping
+from typing import Any
+
+Row = Mapping[str, Any]  # a result of a run, or an object in it
+Result = dict[str, Any]  # the same, to be filled

@@ -15,7 +15,7 @@ from typing import Any
 from minivllm.config import files as files_of_config
 from minivllm.errors import ConfigError, shown, suggest
 
-from . import offline
+from . import Row, offline
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
@@ -155,7 +155,7 @@ def defined(texts: Sequence[str], path: str) -> list[Ablation]:
     return [Ablation(name, tuple(sets), "defined by the user", _always) for name, sets in found.items()]
 
 
-def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(table: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the value of each setting in nested tables."""
     for key, value in table.items():
         if isinstance(value, Mapping) and value:

@@ -13,8 +13,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from . import Result
 from .statistics import NAN, percentile
 
 PERCENTILES = (50, 90, 95, 99)
@@ -62,9 +62,7 @@ def spread(name: str, seconds: Sequence[float]) -> dict[str, float]:
     return found
 
 
-def figures(
-    answers: Sequence[TimedAnswer], duration: float, targets: Mapping[str, float] | None = None
-) -> dict[str, Any]:
+def figures(answers: Sequence[TimedAnswer], duration: float, targets: Mapping[str, float] | None = None) -> Result:
     """Return the results of a run that took ``duration`` seconds from the first request to the last answer.
 
     ``request_goodput`` is the number of answers per second that met all ``targets`` (milliseconds), None without
@@ -76,7 +74,7 @@ def figures(
     goodput = None
     if targets:
         goodput = sum(one.within(targets) for one in answers) / duration
-    found: dict[str, Any] = {"duration": duration, "completed": len(good), "failed": len(answers) - len(good)}
+    found: Result = {"duration": duration, "completed": len(good), "failed": len(answers) - len(good)}
     found |= {"total_input_tokens": prompt_tokens, "total_output_tokens": output_tokens}
     found["request_throughput"] = len(good) / duration
     found["request_goodput"] = goodput
@@ -94,7 +92,7 @@ def figures(
     return found
 
 
-def details(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+def details(answers: Sequence[TimedAnswer]) -> Result:
     """Return the columns of all requests under vLLM's names (``--save-detailed``)."""
     columns = {
         "input_lens": "prompt_tokens",

@@ -10,11 +10,10 @@ All are scheduler plug-ins.  In each run they serve the same requests at the sam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from . import trials
+from . import Result, Row, trials
 
 PATIENT = 10  # seconds that a static batch waits for requests at most, so that the last batch starts too
 REFERENCE = "continuous"
@@ -41,7 +40,7 @@ def ways(batch: int, timeout_ms: float, others: Sequence[str]) -> list[BatchingW
     return own + [BatchingWay(name, (f"scheduler.name={name}",)) for name in dict.fromkeys(others)]
 
 
-def compared(rows: Sequence[dict[str, Any]]) -> None:
+def compared(rows: Sequence[Result]) -> None:
     """Store in each row, as ``against``, the test of its mean latency against ``REFERENCE`` at the same rate.
 
     Values are paired by run.
@@ -56,6 +55,6 @@ def compared(rows: Sequence[dict[str, Any]]) -> None:
         row["against"] = verdict[LATENCY.key]
 
 
-def _runs(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _runs(row: Row) -> list[Result]:
     """Return the runs of a row in the form that ``trials`` reads."""
     return [{"figures": run} for run in row["repeats"]]

@@ -6,7 +6,7 @@ Colours are variables of the page's style sheet.  ``plot`` draws the same charts
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -136,7 +136,6 @@ class Table:
 
 Chart = BarChart | StackChart | LineChart | TimelineChart
 Block = Chart | Table | str  # a part of a report; a string is a paragraph
-Row = Mapping[str, Any]  # a row of a result, or a whole result
 
 
 def number(value: float) -> str:

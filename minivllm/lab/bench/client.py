@@ -10,12 +10,13 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
 
 from minivllm.errors import ConfigError, ResourceError, brief, describe_error, shown
 
+from . import Row
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
@@ -36,7 +37,7 @@ class HttpServer:
         url: str,
         model: str = "",
         api_key: str = "",
-        extra: Mapping[str, Any] | None = None,
+        extra: Row | None = None,
         timeout: float = TIMEOUT,
     ) -> None:
         try:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from . import quality, state, trials
+from . import Result, Row, quality, state, trials
 from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
 from .statistics import NAN, Paired, Shift, paired, percentile, shifted
 
 QUALITY = {"perplexity": "perplexity", "kl": "KL", "top1_agreement": "top-1"}
-Stored = Mapping[str, Any]
 
 
 @dataclass
@@ -24,9 +22,9 @@ class ComparedRuns:
     """
 
     names: Sequence[str]
-    stored: Sequence[Stored]
+    stored: Sequence[Row]
     seeds: Sequence[int]
-    settings: Mapping[str, Any]
+    settings: Row
 
     def __post_init__(self) -> None:
         self.runs = [[one["runs"][str(seed)] for seed in self.seeds] for one in self.stored]
@@ -40,7 +38,7 @@ class ComparedRuns:
         tested = [metric for metric in self.counted if metric.key in ("prefix_hit_rate", "draft_acceptance")]
         self.metrics = (*trials.SPEED, *tested, *self.tasks)
 
-    def result(self, bills: Mapping[str, Any], verdicts: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def result(self, bills: Row, verdicts: Mapping[str, str] | None = None) -> Result:
         """Return the comparison as a result file holds it.
 
         ``bills`` maps each name to its bill of materials, ``verdicts`` to the difference from the first that
@@ -82,7 +80,7 @@ class ComparedRuns:
             return ""
         return f"clocks of {first:.0f} and {other:.0f} MHz"
 
-    def lines(self, whole: Mapping[str, Any], workload: str) -> list[str]:
+    def lines(self, whole: Row, workload: str) -> list[str]:
         """Return the lines of a table of the result ``whole``, and a sentence for each compared figure.
 
         ``workload`` describes the requests.
@@ -108,7 +106,7 @@ class ComparedRuns:
             out.append(f"energy: unknown: {whole['machine_states'][0].get('energy_unknown', 'no counter')}")
         return out
 
-    def _verdict_lines(self, first: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
+    def _verdict_lines(self, first: Row, row: Row) -> list[str]:
         """Return the lines that compare a row with the first."""
         names = {metric.key: metric.name for metric in self.metrics} | QUALITY
         width = max(12, *map(len, names.values()))
@@ -125,12 +123,12 @@ class ComparedRuns:
         return out
 
 
-def _values_text(row: Mapping[str, Any], metrics: Sequence[trials.Metric]) -> str:
+def _values_text(row: Row, metrics: Sequence[trials.Metric]) -> str:
     """Return the values of some metrics with their names."""
     return ", ".join(f"{metric.name} {with_bounds(row, metric.key, metric.digits)}" for metric in metrics)
 
 
-def _table_line(row: Mapping[str, Any], width: int) -> str:
+def _table_line(row: Row, width: int) -> str:
     """Return the table's line of a configuration, whose name takes ``width`` characters."""
     own = row["quality"] or {}
     same = f"{100 * row['same_tokens']:.0f} %"
@@ -147,7 +145,7 @@ def _table_line(row: Mapping[str, Any], width: int) -> str:
     )
 
 
-def of_quality(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Paired | Shift]:
+def of_quality(a: Row, b: Row) -> dict[str, Paired | Shift]:
     """Return the tests of two qualities, in pairs of the text's pieces; {} if they were measured on other tokens."""
     found: dict[str, Paired | Shift] = {}
     if "losses" not in a or "losses" not in b or a["tokens"] != b["tokens"]:
@@ -159,7 +157,7 @@ def of_quality(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Paired |
     return found
 
 
-def _number(own: Mapping[str, Any], key: str, digits: int) -> str:
+def _number(own: Row, key: str, digits: int) -> str:
     """Return a number as text, "-" if it is unknown."""
     value = own.get(key, NAN)
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from minivllm.errors import ConfigError, MinivllmError, ResourceError, describe_error
 from minivllm.registration import fresh
 
+from . import Result
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
@@ -90,7 +91,7 @@ def started(loaded: Loaded) -> Iterator[tuple[str, int]]:
         argv = [sys.executable, "-m", "minivllm", "serve", "--config", path, "--port", "0", "--log-format", "json"]
         argv += [part for module in loaded.engine.allow_targets for part in ("--allow-target", module)]
         with terminable():
-            pipes: dict[str, Any] = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
+            pipes: Result = {"stderr": subprocess.PIPE, "stdout": subprocess.DEVNULL}
             process = subprocess.Popen(argv, **pipes, text=True, env=fresh.environ())
             killer = threading.Timer(START, process.kill)
             killer.start()

@@ -7,7 +7,7 @@ generate_until          answers up to the task's stop strings, greedy unless the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from lm_eval import utils
@@ -15,6 +15,8 @@ from lm_eval.api.model import TemplateLM
 
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.errors import ConfigError, MinivllmError, shown
+
+from . import Row
 
 MAX_TOKENS = 256  # of an answer if the task does not limit it
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -116,7 +118,7 @@ class MinivllmLM(TemplateLM):  # type: ignore[misc]
             prompts.append(self.tok_encode(text)[-room:])
         return [output.outputs[0].text for output in self._run(prompts, params)]
 
-    def _sampling(self, wanted: Mapping[str, Any]) -> SamplingParams:
+    def _sampling(self, wanted: Row) -> SamplingParams:
         """Return the sampling parameters of a task's ``generation_kwargs``.  Raise ConfigError for an unknown one."""
         options = dict(wanted)
         until = options.pop("until", None) or []

@@ -14,13 +14,15 @@ from typing import Any
 
 from minivllm.errors import ConfigError, brief, describe_error, shown
 
+from . import Result, Row
+
 INSTALL = "install it with: pip install 'minivllm[lm-eval]'"
 MOST = 20_000  # documents of a task that its identity includes
 LOWER = "lower_"  # prefix of results for which a lower value is better
 NOT_SCORES = ("alias", "name", "sample_len", "sample_count")
 
 
-def check(names: Sequence[str], folder: str) -> dict[str, Any]:
+def check(names: Sequence[str], folder: str) -> Result:
     """Load tasks and return them by name; a group is replaced by its tasks.
 
     ``folder`` contains the user's own tasks as YAML files; "" means none.  Raise ConfigError if the library is missing,
@@ -59,7 +61,7 @@ def _flat(tasks: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
             yield str(name), task
 
 
-def identity(tasks: Mapping[str, Any]) -> dict[str, Any]:
+def identity(tasks: Row) -> Result:
     """Return lm-eval's version and digests of the tasks and their documents, which scores depend on."""
     from lm_eval import __version__
 
@@ -72,7 +74,7 @@ def identity(tasks: Mapping[str, Any]) -> dict[str, Any]:
     return {"lm_eval": __version__, "tasks": found}
 
 
-def scores(llm: Any, tasks: Mapping[str, Any], cases: int, seed: int) -> tuple[dict[str, float], dict[str, Any]]:
+def scores(llm: Any, tasks: Row, cases: int, seed: int) -> tuple[dict[str, float], Result]:
     """Run tasks and return the results of a run, and lm-eval's own scores by task.
 
     The seed draws ``cases`` documents of each task, or all if it has fewer, and the examples in its prompts (few-shot).
@@ -99,7 +101,7 @@ def scores(llm: Any, tasks: Mapping[str, Any], cases: int, seed: int) -> tuple[d
             fewshot_random_seed=seed,
         )
     figures: dict[str, float] = {}
-    own_scores: dict[str, Any] = {}
+    own_scores: Result = {}
     for name, results in found["results"].items():
         if name not in drawn:  # the mean of a group
             continue

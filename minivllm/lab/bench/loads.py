@@ -8,7 +8,7 @@ from typing import Any
 
 from minivllm.errors import MinivllmError
 
-from . import serving
+from . import Result, serving
 from .answers import TimedAnswer, details, figures
 from .repeats import joules_a_token, merged
 from .workload import BenchAsk, poisson
@@ -25,12 +25,12 @@ class OfferedLoad:
     concurrency: int | None = None
 
     @property
-    def named(self) -> dict[str, Any]:
+    def named(self) -> Result:
         """Return the load under vLLM's names."""
         return {"request_rate": "inf" if self.rate is None else self.rate, "max_concurrency": self.concurrency}
 
 
-def row_of(load: OfferedLoad, runs: Sequence[dict[str, Any]], answers: Sequence[TimedAnswer]) -> dict[str, Any]:
+def row_of(load: OfferedLoad, runs: Sequence[Result], answers: Sequence[TimedAnswer]) -> Result:
     """Return the results of a load: medians over ``runs``, the sum of failed requests, and the last run's requests."""
     row = {**load.named, **merged(runs)}
     row["failed"] = sum(run["failed"] for run in runs)
@@ -55,7 +55,7 @@ class Bench:
     burstiness: float = 1.0
     seed: int = 0
     reset: Callable[[], Awaitable[Any]] | None = None
-    states: list[dict[str, Any]] = field(default_factory=list)
+    states: list[Result] = field(default_factory=list)
     runs: int = 0  # number of runs so far
 
     async def warm(self, count: int, concurrency: int | None) -> None:
@@ -65,7 +65,7 @@ class Bench:
         if answers and answers[0].error:
             raise MinivllmError(f"the first request failed: {answers[0].error}")
 
-    async def once(self, load: OfferedLoad) -> tuple[dict[str, Any], list[TimedAnswer]]:
+    async def once(self, load: OfferedLoad) -> tuple[Result, list[TimedAnswer]]:
         """Measure one run and return its results and answers."""
         seed = self.seed + self.runs
         self.runs += 1
@@ -81,23 +81,23 @@ class Bench:
         found["joules_per_output_token"] = joules_a_token([found], [state.found])[0]
         return found, answers
 
-    async def row(self, load: OfferedLoad, repeats: int) -> dict[str, Any]:
+    async def row(self, load: OfferedLoad, repeats: int) -> Result:
         """Measure ``repeats`` runs and return the results of the load (``row_of``)."""
-        runs: list[dict[str, Any]] = []
+        runs: list[Result] = []
         answers: list[TimedAnswer] = []
         for _ in range(repeats):
             found, answers = await self.once(load)
             runs.append(found)
         return row_of(load, runs, answers)
 
-    async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> dict[str, Any]:
+    async def knee(self, start: float, concurrency: int | None, share: float, repeats: int) -> Result:
         """Search the highest rate that the target can serve, starting at ``start`` requests per second.
 
         Return ``knee``, the highest rate that it served (0.0 if none), ``knee_below``, the lowest rate that was too
         much (None if none), and ``rows``, the results by rate.  For ``share`` see ``serving.find_knee``.
         """
 
-        async def measure(rate: float) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        async def measure(rate: float) -> tuple[list[Result], Result]:
             row = await self.row(OfferedLoad(rate, concurrency), repeats)
             return row["repeats"], row
 

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.runtime.hooks.figures import FIGURE, flat
 
+from . import Result, Row
 from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile
 from .workload import BenchAsk, Generated
 
-Runs = tuple[list[dict[str, Any]], list[dict[str, Any]]]  # results and machine states, one of each per run
+Runs = tuple[list[Result], list[Result]]  # results and machine states, one of each per run
 
 
 def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
     """Call ``LLM.generate`` once, and return the answers and the seconds.  Raise MinivllmError if a request fails."""
     from minivllm.core.interfaces.params import SamplingParams
 
-    plain: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
+    plain: Result = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
     params = [SamplingParams(max_tokens=a.max_tokens, seed=seed + i, **plain) for i, a in enumerate(asks)]
     prompts = [ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt) for ask in asks]
     begun = time.monotonic()
@@ -39,12 +40,10 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
     return answers, seconds
 
 
-def repeated(
-    once: Callable[[int], dict[str, Any]], warmups: int, repeats: int, seed: int, watch: Callable[[], Any]
-) -> Runs:
+def repeated(once: Callable[[int], Result], warmups: int, repeats: int, seed: int, watch: Callable[[], Any]) -> Runs:
     """Call ``once`` with a different seed for each run, and return the results; those of ``warmups`` are dropped."""
-    found: list[dict[str, Any]] = []
-    states: list[dict[str, Any]] = []
+    found: list[Result] = []
+    states: list[Result] = []
     for turn in range(-warmups, repeats):
         with watch() as state:
             figures_of = once(seed + turn)
@@ -56,7 +55,7 @@ def repeated(
 
 def throughput(
     llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int, by: Callable[..., Any] = generate
-) -> dict[str, Any]:
+) -> Result:
     """Measure one run and return its results, with the names of ``vllm bench throughput`` and the answers' token ids.
 
     The prefix cache is emptied first.  ``by`` runs the requests; its arguments and result are those of ``generate``.
@@ -75,7 +74,7 @@ def throughput(
     return found
 
 
-def _counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _counts(before: Row, after: Row) -> Result:
     """Return the differences of the engine's counters, and the current counters of its plug-ins."""
     steps, preemptions, evictions, queries, hits = (
         after[key] - before[key] for key in ("steps", "preemptions", "evictions", "prefix_queries", "prefix_hits")
@@ -93,7 +92,7 @@ def _counts(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, An
     return found
 
 
-def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> dict[str, Any]:
+def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: int) -> Result:
     """Measure a batch from its call to its last token, and return its results."""
     llm.reset_prefix_cache()
     answers, seconds = generate(llm, asked.asks(seed)[:batch], temperature, seed)
@@ -102,7 +101,7 @@ def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: in
     return {"latency": seconds, **{name: found[name] for name in names}}
 
 
-def latencies(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def latencies(runs: Sequence[Row]) -> Result:
     """Return results over the runs of a batch size and prompt length, under the names of ``vllm bench latency``."""
     seconds = [run["latency"] for run in runs]
     percentiles = {str(q): percentile(seconds, q) for q in (10, 25, *PERCENTILES)}
@@ -113,7 +112,7 @@ def latencies(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, Any]:
+def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> Result:
     """Return the bytes of an engine by component.  ``build`` makes the engine and ``work(engine)`` runs requests.
 
     ``kv_peak_bytes`` is the largest KV memory that requests held at a time.  ``rest_bytes`` is the rest of the peak:
@@ -137,7 +136,7 @@ def memory(build: Callable[[], Any], work: Callable[[Any], Any]) -> dict[str, An
         work(llm)
         pool = sum(n * size for n, size in zip(capacity.blocks, capacity.block_bytes, strict=True))
         states = state_memory(llm.engine)
-        found: dict[str, Any] = {"weight_bytes": capacity.weight_bytes, "kv_pool_bytes": pool}
+        found: Result = {"weight_bytes": capacity.weight_bytes, "kv_pool_bytes": pool}
         if states:
             found |= {"state_bytes": states, "state_bytes_per_request": capacity.state_bytes}
             found["state_checkpoints"] = capacity.checkpoints

@@ -8,15 +8,13 @@ other pairs are tested here, as a second family of tests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from . import trials
+from . import Row, trials
 from .comparing import QUALITY, of_quality
 from .lm_tasks import LOWER
 from .statistics import DIFFERENT, NAN
 
-Row = Mapping[str, Any]
 SPEED = "output_throughput"
 MORE_IS_BETTER = {SPEED, "top1_agreement"}
 NAMES = {SPEED: "tokens/s", **QUALITY, "weight_bytes": "weights"}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -20,6 +20,8 @@ import numpy as np
 
 from minivllm import files
 from minivllm.errors import ConfigError, MinivllmError, RequestError
+
+from . import Result, Row
 
 RELATIVE = ("kl", "top1_agreement", "kl_pieces", "top1_pieces")  # results that need a reference
 PIECE = 64  # tokens of a piece of text; a piece is scored without the text before it
@@ -52,7 +54,7 @@ class TextScores:
             row += n - 1
         return losses
 
-    def against(self, reference: TextScores) -> dict[str, Any]:
+    def against(self, reference: TextScores) -> Result:
         """Return the distance of these distributions from a reference's, or {} if the tokens are different.
 
         ``kl`` is the mean of the divergence KL(reference, own) in nats per token.  ``top1_agreement`` is the share of
@@ -141,7 +143,7 @@ def score(llm: Any, text: str, most: int) -> TextScores:
     return TextScores(np.concatenate(pieces).astype(np.int32), lengths, flat)
 
 
-def summary(own: TextScores, reference: TextScores) -> dict[str, Any]:
+def summary(own: TextScores, reference: TextScores) -> Result:
     """Return the results of a configuration's scores.
 
     ``perplexity`` is that of a token.  ``losses`` are means by piece, which two configurations with the same ``tokens``
@@ -184,6 +186,6 @@ def check_tasks(names: Sequence[str]) -> None:
             )
 
 
-def perplexities(found: Mapping[str, Any]) -> list[float]:
+def perplexities(found: Row) -> list[float]:
     """Return the perplexity of each piece of the text, from the results of ``summary``."""
     return [math.exp(loss) for loss in found["losses"]]

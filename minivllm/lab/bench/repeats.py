@@ -12,13 +12,14 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ConfigError
 
+from . import Result, Row
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
 EXPECTED = "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)"
 
 
-def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(runs: Sequence[Row]) -> Result:
     """Return the median of each number over the runs, and the other fields of the first run.
 
     ``intervals`` holds the 95 % confidence interval of each mean (Student), for at least two values.  A run without the
@@ -30,7 +31,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if any(type(run.get(key)) in (int, float) for run in runs):
             known = [run[key] for run in runs if run.get(key) is not None]
             values[key] = [float(value) for value in known if math.isfinite(value)]
-    found: dict[str, Any] = {key: value for key, value in first.items() if key not in values}
+    found: Result = {key: value for key, value in first.items() if key not in values}
     intervals = {}
     for key, numbers in values.items():
         middle = percentile(numbers, 50)
@@ -43,7 +44,7 @@ def merged(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def joules_a_token(runs: Sequence[Mapping[str, Any]], states: Sequence[Mapping[str, Any]]) -> list[float | None]:
+def joules_a_token(runs: Sequence[Row], states: Sequence[Row]) -> list[float | None]:
     """Return the joules per output token of each run, None without an energy counter."""
     found: list[float | None] = []
     for run, state in zip(runs, states, strict=True):
@@ -53,7 +54,7 @@ def joules_a_token(runs: Sequence[Mapping[str, Any]], states: Sequence[Mapping[s
     return found
 
 
-def head(kind: str) -> dict[str, Any]:
+def head(kind: str) -> Result:
     """Return the first fields of a result: format, kind and date."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return {"format": FORMAT, "format_version": FORMAT_VERSION, "kind": kind, "date": now}
@@ -61,12 +62,12 @@ def head(kind: str) -> dict[str, Any]:
 
 def result(
     kind: str,
-    runs: Sequence[Mapping[str, Any]],
-    states: Sequence[Mapping[str, Any]],
-    settings: Mapping[str, Any],
-    bill: Mapping[str, Any] | None,
+    runs: Sequence[Row],
+    states: Sequence[Row],
+    settings: Row,
+    bill: Row | None,
     **more: Any,
-) -> dict[str, Any]:
+) -> Result:
     """Return a result as a file holds it: merged values under vLLM's names, the runs, the machine and the settings."""
     energies = joules_a_token(runs, states)
     full = [{**run, "joules_per_output_token": joules} for run, joules in zip(runs, energies, strict=True)]
@@ -90,12 +91,12 @@ def plain(value: Any) -> Any:
     return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def dumps(found: Mapping[str, Any], indent: int | None = 1) -> str:
+def dumps(found: Row, indent: int | None = 1) -> str:
     """Return a result as JSON text."""
     return json.dumps(plain(found), indent=indent, ensure_ascii=False, default=str)
 
 
-def write(path: str, found: Mapping[str, Any]) -> None:
+def write(path: str, found: Row) -> None:
     """Write a result to a file.  Raise ConfigError if that fails."""
     try:
         Path(path).write_text(dumps(found) + "\n", encoding="utf-8")
@@ -103,7 +104,7 @@ def write(path: str, found: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path}: the result cannot be written: {exc.strerror}") from None
 
 
-def read(path: str) -> dict[str, Any]:
+def read(path: str) -> Result:
     """Read a result from a file.  Raise ConfigError if it holds none, or one of another format version."""
     found = files.read_json(path, files.LARGE, expected=EXPECTED)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -113,7 +114,7 @@ def read(path: str) -> dict[str, Any]:
     return found
 
 
-def with_bounds(found: Mapping[str, Any], key: str, digits: int = 1) -> str:
+def with_bounds(found: Row, key: str, digits: int = 1) -> str:
     """Return a value as text, followed by half the width of its interval if it has one."""
     value = found.get(key)
     if value is None or (isinstance(value, float) and not math.isfinite(value)):

@@ -14,7 +14,7 @@ from typing import Any
 
 from minivllm.runtime.hooks.figures import FIGURE
 
-from . import report_traces
+from . import Row, report_traces
 from .charts import (
     Bar,
     BarChart,
@@ -23,7 +23,6 @@ from .charts import (
     DrawnLine,
     LineChart,
     Point,
-    Row,
     Span,
     StackChart,
     Table,

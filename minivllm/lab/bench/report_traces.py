@@ -8,7 +8,8 @@ from typing import Any
 
 from minivllm.runtime.hooks.figures import FIGURE
 
-from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Row, Table, number, short
+from . import Row
+from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Table, number, short
 
 PARTS = ("config", "scheduler", "evictor")
 LABELS = ("config", "rate", "scheduler", "evictor")

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from . import Result, Row
 from .answers import TimedAnswer
 from .workload import BenchAsk
 
@@ -53,7 +54,7 @@ async def run(
     return list(answers), time.perf_counter() - begun
 
 
-def beyond(found: Mapping[str, Any], goodput_share: float) -> bool:
+def beyond(found: Row, goodput_share: float) -> bool:
     """Return whether the load of a run was more than the target can serve.
 
     It was if a request failed.  With latency targets it was if a smaller share of the requests than ``goodput_share``
@@ -70,7 +71,7 @@ def beyond(found: Mapping[str, Any], goodput_share: float) -> bool:
 
 async def find_knee(
     measure: Callable[[float], Any], start: float, share: float, rounds: int = 8
-) -> tuple[float, float | None, list[dict[str, Any]]]:
+) -> tuple[float, float | None, list[Result]]:
     """Search the knee, starting at ``start`` requests per second, with at most ``rounds`` rates.
 
     Return the highest rate that was served (0.0 if none), the lowest rate that was too much (None if none), and the

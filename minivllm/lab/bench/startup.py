@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minivllm.errors import ResourceError
 from minivllm.registration import fresh
+
+from . import Result
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -26,7 +28,7 @@ MARK = "minivllm-startup "
 PARTS = ("import", "build", "first_token")
 
 
-def once(loaded: Loaded) -> dict[str, Any]:
+def once(loaded: Loaded) -> Result:
     """Measure one start and return its seconds.  Raise ResourceError if the process fails.
 
     ``import_s`` is the time to import Python, torch and minivllm, ``build_s`` the time to build the engine.

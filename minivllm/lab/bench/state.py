@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minivllm.runtime.energy.counters import Meter, Nvml, Rapl, why
 
+from . import Result, Row
 from .statistics import percentile
 
 TICKS = os.sysconf("SC_CLK_TCK")  # per CPU second in /proc
@@ -50,7 +50,7 @@ class MachineWatch:
     """
 
     def __init__(self, device: str | None = "cpu", pid: int | None = None, devices: int = 1) -> None:
-        self.found: dict[str, Any] = {}
+        self.found: Result = {}
         self.pid = pid
         self.meter: Meter | None = None
         self.why = "another process or machine is measured"
@@ -96,14 +96,14 @@ class MachineWatch:
         self.found |= _clocks(self._samples)
 
 
-def _clocks(samples: list[tuple[float, float, int]]) -> dict[str, Any]:
+def _clocks(samples: list[tuple[float, float, int]]) -> Result:
     """Return the median clock and power, and all reasons for a slow clock; {} without samples."""
     if not samples:
         return {}
     bits = 0
     for _, _, reasons in samples:
         bits |= reasons
-    found: dict[str, Any] = {"mhz": percentile([mhz for mhz, _, _ in samples], 50)}
+    found: Result = {"mhz": percentile([mhz for mhz, _, _ in samples], 50)}
     found["watts"] = percentile([watts for _, watts, _ in samples], 50)
     found["throttled_by"] = [text for bit, text in REASONS.items() if bits & bit]
     return found
@@ -134,7 +134,7 @@ def _cpu_seconds(pid: int | None) -> tuple[float, float]:
     return (user + nice + system + irq + soft) / TICKS, own
 
 
-def clocks_apart(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+def clocks_apart(a: Row, b: Row) -> bool:
     """Return whether the clocks of two states differ too much to compare their runs; unknown clocks do not."""
     one, two = a.get("mhz"), b.get("mhz")
     return bool(one and two and abs(one - two) > CLOCKS_ALIKE * max(one, two))

@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minivllm.errors import ConfigError
 
+from . import Result, Row
 from .repeats import plain
 
 
-def digest(bill: Mapping[str, Any], workload: Mapping[str, Any]) -> str:
+def digest(bill: Row, workload: Row) -> str:
     """Return a digest of a configuration and its workload, 16 hexadecimal characters."""
     parts = [bill["fingerprint"], bill["versions"], bill["machine"], bill["environment"], workload]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -33,14 +33,14 @@ class Store:
 
     def __init__(self, folder: str) -> None:
         self.folder = Path(folder) if folder else None
-        self._kept: dict[str, dict[str, Any]] = {}
+        self._kept: dict[str, Result] = {}
         try:
             if self.folder:
                 self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise ConfigError(f"--results {folder}: {exc.strerror}; expected a folder that can be written to") from None
 
-    def of(self, key: str) -> dict[str, Any]:
+    def of(self, key: str) -> Result:
         """Return what is stored for a configuration with the digest ``key``.
 
         ``runs`` are by seed (as text, for JSON), ``quality`` by the digest of its reference configuration.
@@ -49,7 +49,7 @@ class Store:
             self._kept[key] = self._read(key) or {"runs": {}, "quality": {}}
         return self._kept[key]
 
-    def _read(self, key: str) -> dict[str, Any] | None:
+    def _read(self, key: str) -> Result | None:
         """Return the content of a configuration's file, None if it does not exist or is damaged."""
         if self.folder is None:
             return None
@@ -73,11 +73,11 @@ class Store:
             except OSError as exc:
                 raise ConfigError(f"--results {self.folder}: {exc.strerror}") from None
 
-    def keep_run(self, key: str, seed: int, run: Mapping[str, Any]) -> None:
+    def keep_run(self, key: str, seed: int, run: Row) -> None:
         """Store a run of a configuration."""
         self.keep(key, runs={**self.of(key)["runs"], str(seed): run})
 
-    def keep_quality(self, key: str, reference: str, quality: Mapping[str, Any]) -> None:
+    def keep_quality(self, key: str, reference: str, quality: Row) -> None:
         """Store the quality of a configuration against a reference configuration."""
         self.keep(key, quality={**self.of(key)["quality"], reference: quality})
 

@@ -13,7 +13,7 @@ from typing import Any
 from minivllm.errors import MinivllmError, brief
 from minivllm.runtime.hooks.figures import FIGURE
 
-from . import offline
+from . import Result, Row, offline
 from .repeats import joules_a_token
 from .statistics import NAN, Paired, Shift, holm, paired
 from .workload import BenchAsk
@@ -45,7 +45,7 @@ COUNTED = (
 )
 
 
-def counted(runs: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Metric, ...]:
+def counted(runs: Sequence[Sequence[Row]]) -> tuple[Metric, ...]:
     """Return the counters of the engine and its plug-ins (``figures()``) that are not 0 in every run.
 
     ``runs`` are the runs of each configuration.
@@ -68,7 +68,7 @@ def run(
     seed: int,
     watch: Callable[[], Any],
     generate: Generate = offline.generate,
-) -> dict[str, Any]:
+) -> Result:
     """Measure one run, and return its results, the ``state`` of the machine, and the ``tokens`` of each answer."""
     with watch() as state:
         found = offline.throughput(llm, asks, temperature, seed, generate)
@@ -77,27 +77,25 @@ def run(
     return {"seed": seed, "figures": found, "state": state.found, "tokens": tokens}
 
 
-def values(runs: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+def values(runs: Sequence[Row], key: str) -> list[float]:
     """Return a result of each run, NaN if the run does not have it."""
     found = [run["figures"].get(key) for run in runs]
     return [NAN if value is None else float(value) for value in found]
 
 
-def same_tokens(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> float:
+def same_tokens(a: Sequence[Row], b: Sequence[Row]) -> float:
     """Return the share of requests whose answers have the same tokens in both configurations, NaN without requests."""
     same = [x == y for x, y in _answer_pairs(a, b)]
     return sum(same) / len(same) if same else NAN
 
 
-def _answer_pairs(
-    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+def _answer_pairs(a: Sequence[Row], b: Sequence[Row]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Yield the tokens of each request's answer in the runs of two configurations."""
     for one, two in zip(a, b, strict=True):
         yield from zip(one["tokens"], two["tokens"], strict=True)
 
 
-def same_over_seeds(cells: Sequence[Sequence[Mapping[str, Any]]], dataset: str, temperature: float) -> str:
+def same_over_seeds(cells: Sequence[Sequence[Row]], dataset: str, temperature: float) -> str:
     """Return a warning if all seeds gave the same answers, "" if they did not or there is a single seed.
 
     ``cells`` are the runs of each configuration.
@@ -114,7 +112,7 @@ def same_over_seeds(cells: Sequence[Sequence[Mapping[str, Any]]], dataset: str, 
     )
 
 
-def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> int | None:
+def first_divergence(a: Sequence[Row], b: Sequence[Row]) -> int | None:
     """Return the first position, counted from 1, at which any request's answers differ; None if all are equal."""
     positions = []
     for x, y in _answer_pairs(a, b):
@@ -124,9 +122,7 @@ def first_divergence(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, An
     return min(positions, default=None)
 
 
-def against(
-    first: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]], metrics: Sequence[Metric]
-) -> dict[str, Paired]:
+def against(first: Sequence[Row], other: Sequence[Row], metrics: Sequence[Metric]) -> dict[str, Paired]:
     """Return the test of each metric of ``other`` against ``first``, paired by seed.
 
     Pairs without a value are left out; without any pair the verdict is "not measured".
@@ -139,11 +135,11 @@ def against(
     return found
 
 
-def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, dict[str, Any]]]:
+def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, Result]]:
     """Return all tests of a table with their verdicts; p-values are corrected for their number (Holm)."""
     keys = [(i, key) for i, row in enumerate(rows) for key in row]
     corrected = holm([rows[i][key].p for i, key in keys])
-    out: list[dict[str, dict[str, Any]]] = [{} for _ in rows]
+    out: list[dict[str, Result]] = [{} for _ in rows]
     for (i, key), p in zip(keys, corrected, strict=True):
         one = rows[i][key]
         value = {"difference": one.difference} if isinstance(one, Shift) else {"ratio": one.ratio}
@@ -151,7 +147,7 @@ def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, dict[
     return out
 
 
-def ratio_text(one: Mapping[str, Any]) -> str:
+def ratio_text(one: Row) -> str:
     """Return the ratio or the difference of a test as text, with its interval."""
     is_difference = "difference" in one
     value = one["difference" if is_difference else "ratio"]
