@@ -13,7 +13,7 @@ from typing import Any
 
 from . import asks, configs
 
-VERSION = "13"
+VERSION = "14"
 # of faults, the gravest first: a case is counted under the gravest of its own
 KINDS = ("died", "hung", "device assert", "dead", "nan", "mask", "wrong token", "exception", "count", "leak", "finish",
          "stream", "text", "logprob", "taps", "ties")  # fmt: skip
@@ -82,6 +82,7 @@ def case_of(seed: int, device: str, dtype: str) -> Case:
         for _ in range(rng.randint(1 if cap is None else 5, most) // waves + 1):
             made.append(_ask(rng, engines, made, wave, drive, cap))
     engines = [configs.with_blocks(rng, e, _needs(e, i, made)) for i, e in enumerate(engines)]
+    engines = [configs.with_stores(random.Random(f"stores {seed} {i}"), e) for i, e in enumerate(engines)]
     resets = [w for w in range(1, waves) if rng.random() < 0.25]
     return Case(seed, device, dtype, drive, engines, made, resets, rng.random() < 0.2, rng.choice([0, 0.3, 0.8]))
 

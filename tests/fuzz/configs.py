@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from minivllm.device.native import library
@@ -55,12 +57,18 @@ ROUTED_FORMS: list[Any] = [  # whose rules name no module that mixtures have not
     {"name": "int8", "options": {"embedding": True, "skip": ["layers.0.*"]}},
 ]  # fmt: skip
 QUANTIZERS: list[Any] = [*["none"] * 2 * len(FORMS), *FORMS]
+DISK = {"path": str(Path(tempfile.gettempdir()) / "minivllm-fuzz-kv"), "bytes": 1 << 26}
+STORES: list[Any] = [
+    ["cpu"],
+    [{"name": "cpu", "options": {"bytes": 1 << 20, "eager": True}}, {"name": "disk", "options": DISK}],
+    [{"name": "disk", "options": {**DISK, "eager": False, "patience": 0.05}}],
+]  # fmt: skip
 KV_FORMATS = ("auto", "auto", "auto", "auto", "auto", "int8", "fp8")
 SAMPLERS = ("default", "default", "typical", "mirostat")
 PLAIN = {  # what shrinking tries to put in place of what was drawn
     "scheduler": "fcfs", "evictor": "lru", "sampler": "default", "drafter": "none", "quantizer": "none",
     "kv_format": "auto", "logprobs_mode": "raw_logprobs", "enable_prefix_caching": False,
-    "partial_prefix_hits": False, "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
+    "partial_prefix_hits": False, "kvstore": [], "graph": "off", "run_ahead": 0, "batch_invariant": True, "fuse": True,
     "max_num_batched_tokens": 4096, "max_num_seqs": 16, "kvcache_block_size": 16, "num_kvcache_blocks": 2000,
     "max_model_len": 512, "speculate": "always", "num_speculative_tokens": 2,
 }  # fmt: skip
@@ -143,6 +151,12 @@ def with_blocks(rng: random.Random, options: dict[str, Any], need: int) -> dict[
     else:
         blocks = int(need * rng.uniform(1.2, 3)) + 1 if kind < 0.75 else 4 * need + 200
     return {**options, "num_kvcache_blocks": blocks}
+
+
+def with_stores(rng: random.Random, options: dict[str, Any]) -> dict[str, Any]:
+    """``kvstore`` in half of the engines that cache prefixes.  The files of a disk last from case to case."""
+    stores = rng.choice([[], [], [], *STORES])
+    return {**options, "kvstore": stores if options["enable_prefix_caching"] else []}
 
 
 def plain_of(options: dict[str, Any], device: str, other: bool = False) -> dict[str, Any]:

@@ -335,3 +335,32 @@ def test_options_are_refused_with_their_reasons(tmp_path):
         LLM(**SMALL, kvstore={"name": "cpu", "options": {"bytes": 5}})
     with pytest.raises(ConfigError, match="'cpu' is there twice"):
         LLM(**SMALL, kvstore=["cpu", "cpu"])
+
+
+def test_metrics_count_what_tiers_do():
+    pytest.importorskip("prometheus_client")
+    from minivllm.server.metrics import TIER_EVENTS, Metrics
+
+    with LLM(**SMALL, kvstore="cpu") as llm:
+        tokens(llm)
+        tokens(llm)
+        stats = llm.stats()
+    figures = stats["tiers"][0]
+
+    class Info:
+        selections: dict = {}
+        kv_tokens = 960
+
+    metrics = Metrics("pocket", Info())
+    metrics.text(stats)
+    metrics.text({**stats, "tiers": [{**figures, "loads": figures["loads"] + 5}]})
+    labels = {"engine": "0", "model_name": "pocket", "tier": "cpu"}
+
+    def value(name, **more):
+        return metrics.registry.get_sample_value(f"minivllm:kv_tier_{name}", {**labels, **more})
+
+    for event in TIER_EVENTS:
+        assert value("pages_total", event=event) == figures[event] + 5 * (event == "loads")
+    assert value("moved_bytes_total", event="load") == figures["load_bytes"] > 0
+    assert value("load_seconds_total") == figures["load_seconds"]
+    assert value("used_bytes") == figures["used"] > 0
