@@ -49,7 +49,7 @@ if TYPE_CHECKING:
         ShortConv,
         WeightNames,
     )
-    from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel
+    from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel, Head, HeadFiles
     from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
     from minivllm.core.interfaces.executor import (
         CacheWiring,
@@ -75,6 +75,7 @@ if TYPE_CHECKING:
         Rule,
         StepTaps,
         StepTensors,
+        StepWatch,
         decoder_rules,
     )
     from minivllm.core.interfaces.params import SamplingParams
@@ -157,7 +158,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.attention": "NULL_BLOCK AttentionBackend AttentionContext AttnLayer "
     "AttnMeta AttnSpec GraphKey QKPre",
     # drafter
-    "minivllm.core.interfaces.drafter": "Ask Drafter DrafterContext DraftModel",
+    "minivllm.core.interfaces.drafter": "Ask Drafter DrafterContext DraftModel Head HeadFiles",
     # evictor
     "minivllm.core.interfaces.evictor": "BlockInfo Evictor EvictorContext",
     # executor
@@ -180,7 +181,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.core.interfaces.kvstore": "KVStore StoreContext",
     # model
     "minivllm.core.interfaces.model": "Attention Conversion LinearModule Model ModelArch Parts Rule "
-    "StepTaps StepTensors decoder_rules",
+    "StepTaps StepTensors StepWatch decoder_rules",
     "minivllm.core.interfaces.decoder": (
         "MLP ConvNames DecoderSpec DeltaNames ExpertNames Experts GatedDelta LayerSpec Norm Rope Router ShortConv "
         "WeightNames"
@@ -263,6 +264,8 @@ __all__ = [
     "GraphKey",
     "Grown",
     "Guide",
+    "Head",
+    "HeadFiles",
     "HookContracts",
     "Hooks",
     "Join",
@@ -334,6 +337,7 @@ __all__ = [
     "StepShape",
     "StepTaps",
     "StepTensors",
+    "StepWatch",
     "StepWiring",
     "StoredWeight",
     "StructuredOutputsParams",

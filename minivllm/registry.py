@@ -503,14 +503,14 @@ def _class_of(kind: str, part: Part) -> tuple[str, Any, Any]:
     return label, cls, model
 
 
-def head_of(part: Part, folder: str, target: Any, cfg: Any) -> Any:
+def head_of(part: Part, files: Any, target: Any, cfg: Any) -> Any:
     """Return the ``Head`` of a drafter that claims ``target_head``; see ``Drafter.head``.
 
     PluginError if the drafter raises anything but errors of this package."""
     label, cls, model = _class_of("drafter", part)
     try:
         options = model(**part.options) if model is not None else None
-        return cls.head(options, folder, target, cfg)
+        return cls.head(options, files, target, cfg)
     except (MinivllmError, KeyboardInterrupt):
         raise
     except BaseException as exc:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from minivllm.core.interfaces.attention import AttnSpec
+from minivllm.core.interfaces.drafter import HeadFiles
 from minivllm.core.interfaces.executor import DraftWiring, Part
 from minivllm.device.loading.hf_config import Checkpoint
+from minivllm.device.loading.tensor_names import names_in
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
 from minivllm.registry import build_part, head_of
 
@@ -37,21 +39,27 @@ class Served:
     cfg: Any
     names: Sequence[str] | None
 
+    @property
+    def files(self) -> HeadFiles:
+        """Return the files of a head that lie beside the model's."""
+        return HeadFiles(str(self.folder), self.cfg, self.names)
+
 
 def has_head(names: Sequence[str] | None) -> bool:
     """Return whether a checkpoint with tensors of these names holds a head for next-token prediction (``mtp.*``)."""
     return any(name.startswith("mtp.fc.") for name in names or ())
 
 
-def check_head(part: Part, served: Served) -> Any:
-    """Return the ``Head`` of a drafter on the served model.
+def check_head(part: Part, served: Served, files: HeadFiles | None = None) -> Any:
+    """Return the ``Head`` of a drafter on the served model, from its own ``files`` or, if None, the model's.
 
     ConfigError if tensors of the head are missing, ModelError if it does not belong to the model."""
-    head = head_of(part, str(served.folder), served.arch, served.cfg)
-    missing = missing_tensors(head, served.names)
+    files = files or served.files
+    head = head_of(part, files, served.arch, served.cfg)
+    missing = missing_tensors(head, files.names)
     if missing:
         raise ConfigError(
-            f"{served.folder} has no tensor {missing}; use a checkpoint with such a head, or another drafter"
+            f"{files.folder} has no tensor {missing}; use a checkpoint with such a head, or another drafter"
         )
     return head
 
@@ -75,11 +83,12 @@ class OwnModels:
     """Collects the second models, their attention layers, and notes about the choice.
 
     Plug-ins name a model with their option ``model``, and optionally ``revision``.  ``choose`` returns the model and
-    quantizer plug-ins for a checkpoint, by seam.
+    quantizer plug-ins for a checkpoint, by seam, and ``quantizer`` the quantizer only.
     """
 
     limits: DraftLimits
     choose: Callable[[Checkpoint], Mapping[str, Part]]
+    quantizer: Callable[[Checkpoint], Mapping[str, Part]]
     places: ModelPlaces
     layers: list[AttnSpec] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
@@ -111,13 +120,26 @@ class OwnModels:
         """Check the layers of ``part``, a drafter that reads hidden states of the ``served`` model.
 
         ConfigError, whose message begins with ``label``, if there is none or if it does not belong to the model."""
+        parts: Mapping[str, Part] = {}
         try:
-            head = check_head(part, served)
+            files = served.files
+            if "model" in part.options:
+                files, parts = self._own_files(part)
+            head = check_head(part, served, files)
         except (ConfigError, ModelError) as exc:
             raise type(exc)(f"{label}: {exc}") from exc
         self.layers += attention_layers(head.arch, head.cfg)
-        self.notes.append(("target_head", f"{describe_folder(served.folder)} reads {', '.join(head.points)}"))
-        return DraftWiring(str(served.folder), {})
+        self.notes.append(("target_head", f"{describe_folder(Path(files.folder))} reads {', '.join(head.points)}"))
+        return DraftWiring(files.folder, parts)
+
+    def _own_files(self, part: Part) -> tuple[HeadFiles, Mapping[str, Part]]:
+        """Return the files that the option ``model`` of a drafter names, and the head's quantizer."""
+        path = part.options["model"]
+        if not path:
+            raise ConfigError("its option 'model' is not set; expected the directory or Hugging Face id of a head")
+        checkpoint = self.places.checkpoint(path, part.options.get("revision"), f"revision of {part.name}")
+        names = names_in(checkpoint.folder, self.places.config.load_format)
+        return HeadFiles(str(checkpoint.folder), checkpoint.hf_config(), names), self.quantizer(checkpoint)
 
     def of_processors(self, processors: Sequence[Part], begins: str) -> dict[str, DraftWiring]:
         """Choose the plug-ins of the processors' second models, by processor name.  PluginError for contradictory

@@ -171,10 +171,10 @@ class _Fold:
         specs, hf_config, switch = self._model(checkpoint, invariant)
         tensor_parallel.check(config.tensor_parallel_size, specs, device, self.parts["executor"], self.origins)
         max_len = self._max_len(hf_config)
-        if switch is not None and switch >= max_len:
-            switch = None
-        limits = DraftLimits(hf_config.vocab_size, max_len, switch)
-        second_models = OwnModels(limits, partial(self._model_parts, invariant), places, notes=self.notes)
+        reached = switch is not None and switch < max_len
+        limits = DraftLimits(hf_config.vocab_size, max_len, switch if reached else None)
+        choosers = partial(self._model_parts, invariant), partial(self._quantizer_part, invariant)
+        second_models = OwnModels(limits, *choosers, places, notes=self.notes)
         speculation = self._drafter(second_models, self._served(checkpoint, hf_config))
         method = method_read(checkpoint, self.catalog["quantizer"], config.quantizer)
         quantizer = self._quantizer_for(method)
@@ -501,15 +501,17 @@ class _Fold:
         """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served
         model."""
         auto = PluginChoice()
-        model = self._select_model(auto, checkpoint, invariant)
-        method = method_read(checkpoint, self.catalog["quantizer"], auto)
-        known = ("device", "dtype", "sm")
-        quantizer = self._select("quantizer", auto, known, {"checkpoint": method}, invariant)
-        parts = {}
-        for selection in (model, quantizer):
-            kind = selection.kind
-            parts[kind] = make_part(self.catalog[kind], selection.require(), auto, kind, {})
-        return parts
+        model = self._select_model(auto, checkpoint, invariant).require()
+        part = make_part(self.catalog["model"], model, auto, "model", {})
+        return {"model": part, **self._quantizer_part(invariant, checkpoint)}
+
+    def _quantizer_part(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
+        """Return the quantizer plug-in of a second model or of a head."""
+        auto = PluginChoice()
+        registry = self.catalog["quantizer"]
+        method = {"checkpoint": method_read(checkpoint, registry, auto)}
+        selection = self._select("quantizer", auto, ("device", "dtype", "sm"), method, invariant)
+        return {"quantizer": make_part(registry, selection.require(), auto, "quantizer", {})}
 
     def _kv_format(self, dtype: str) -> None:
         """Choose the KV format.  Unless the user names one, it must store the model's dtype without loss."""

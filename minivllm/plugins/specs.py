@@ -6,6 +6,7 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("attention", "flashinfer", "minivllm.plugins.attention.spec:FLASHINFER"),
     ("attention", "sdpa", "minivllm.plugins.attention.spec:SDPA"),
     ("attention", "triton", "minivllm.plugins.attention.spec:TRITON"),
+    ("drafter", "eagle3", "minivllm.plugins.drafter.spec:EAGLE3"),
     ("drafter", "model", "minivllm.plugins.drafter.spec:MODEL"),
     ("drafter", "mtp", "minivllm.plugins.drafter.spec:MTP"),
     ("drafter", "ngram", "minivllm.plugins.drafter.spec:NGRAM"),

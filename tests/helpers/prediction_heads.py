@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, Qwen3RotaryEmbedding
 from transformers.models.qwen3_5.modeling_qwen3_5 import (
     Qwen3_5DecoderLayer,
@@ -76,3 +82,83 @@ class MTPReference(torch.nn.Module):
         """Add the tensors of the head to a checkpoint."""
         own = {f"mtp.{name}": tensor for name, tensor in self.state_dict().items()}
         write_tensors(folder, {**read_tensors(folder), **own})
+
+
+class Eagle3Reference(torch.nn.Module):
+    """An EAGLE-3 head for 40 of the model's tokens that is computed from the whole text for each draft."""
+
+    def __init__(self, model, layers, told=True, drafted=40, seed=7):
+        super().__init__()
+        self.of, self.layers, self.told = model.config, layers, told
+        size, vocab = model.config.hidden_size, model.config.vocab_size
+        sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48}
+        sizes |= {"num_hidden_layers": 1, "max_position_embeddings": 256, "tie_word_embeddings": False}
+        self.cfg = cfg = LlamaConfig(vocab_size=vocab, hidden_size=size, **sizes)
+        linear = lambda inp, out: torch.nn.Linear(inp, out, bias=False)  # noqa: E731
+        self.fc = linear(len(layers) * size, size)
+        self.midlayer = torch.nn.ModuleDict(
+            {
+                "self_attn": torch.nn.ModuleDict(
+                    {
+                        "q_proj": linear(2 * size, 32),
+                        "k_proj": linear(2 * size, 16),
+                        "v_proj": linear(2 * size, 16),
+                        "o_proj": linear(32, size),
+                    }
+                ),
+                "mlp": LlamaMLP(cfg),
+                "hidden_norm": LlamaRMSNorm(size),
+                "input_layernorm": LlamaRMSNorm(size),
+                "post_attention_layernorm": LlamaRMSNorm(size),
+            }
+        )
+        self.norm, self.lm_head = LlamaRMSNorm(size), linear(size, drafted)
+        torch.manual_seed(seed)
+        ids = torch.randperm(vocab)[:drafted].sort()[0]
+        self.register_buffer("d2t", ids - torch.arange(drafted))
+        self.register_buffer("t2d", torch.zeros(vocab, dtype=torch.bool).index_fill(0, ids, True))
+        self.rope, self.model = LlamaRotaryEmbedding(cfg), [model]
+        with torch.no_grad():
+            for name, p in self.named_parameters():
+                p.normal_(0, 0.3 if p.dim() > 1 else 0.1)
+                if "norm" in name:
+                    p.add_(1)
+
+    def states(self, ids, states):
+        """Return the states [T, H] of pairs: the embeddings of ids [T] and states [T, H]."""
+        layer, n = self.midlayer, len(ids)
+        embedding = self.model[0].get_input_embeddings()(ids)
+        x = torch.cat([layer["input_layernorm"](embedding), layer["hidden_norm"](states)], -1)
+        q, k, v = (layer["self_attn"][f"{name}_proj"](x).view(n, -1, 8).transpose(0, 1)[None] for name in "qkv")
+        q, k = apply_rotary_pos_emb(q, k, *self.rope(x, torch.arange(n)[None]))
+        k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+        scores = q @ k.transpose(-1, -2) * 8**-0.5 + causal(n)
+        y = (scores.softmax(-1) @ v)[0].transpose(0, 1).reshape(n, -1)
+        x = states + layer["self_attn"]["o_proj"](y)
+        return x + layer["mlp"](layer["post_attention_layernorm"](x))
+
+    @torch.no_grad()
+    def drafts(self, tokens, k):
+        """Return k greedy drafts behind known tokens."""
+        found = self.model[0](torch.tensor([tokens[:-1]]), output_hidden_states=True).hidden_states
+        states = self.fc(torch.cat([found[i][0] for i in self.layers], -1))
+        ids, drafts = torch.tensor(tokens[1:]), []
+        for _ in range(k):
+            last = self.states(ids, states)[-1]
+            best = int(self.lm_head(self.norm(last)).argmax())
+            drafts.append(best + int(self.d2t[best]))
+            states, ids = torch.cat([states, last[None]]), torch.cat([ids, torch.tensor(drafts[-1:])])
+        return drafts
+
+    def write(self, folder, change=None, **config):
+        """Write the files of the head, as published ones; ``change`` replaces tensors, and None leaves one out."""
+        folder = Path(folder)
+        folder.mkdir(exist_ok=True)
+        more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.layers)}} if self.told else {}
+        values = {**self.cfg.to_dict(), "draft_vocab_size": len(self.d2t), **more, **config}
+        values["architectures"] = ["LlamaForCausalLMEagle3"]
+        (folder / "config.json").write_text(json.dumps(values))
+        tensors = {**self.state_dict(), **(change or {})}
+        kept = {name: tensor.contiguous() for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors", {"format": "pt"})
+        return folder

@@ -56,6 +56,16 @@ class Ask:
 
 
 @dataclass(frozen=True)
+class HeadFiles:
+    """The files of a drafter's head: those that its option ``model`` names, or those of the served model."""
+
+    folder: str
+    cfg: Any  # the config object of config.json in ``folder``
+    # names of the tensors; None means that they are not known before the weights are loaded
+    names: Sequence[str] | None
+
+
+@dataclass(frozen=True)
 class Head:
     """The layers of a drafter that read hidden states of the served model.
 
@@ -116,10 +126,9 @@ class Drafter(ABC):
         self.options, self.ctx = options, ctx
 
     @classmethod
-    def head(cls, options: Any, folder: str, target: ModelArch, cfg: Any) -> Head:
+    def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
         """Return the layers of a drafter that claims ``target_head``.
 
-        ``folder`` holds the weights: the directory that the option ``model`` names, or that of the served model.
         ``target`` and ``cfg`` are the architecture and the config object of the served model.  Raise ModelError if the
         head does not belong to the served model."""
         raise NotImplementedError(f"{cls.__name__} claims target_head: implement head()")

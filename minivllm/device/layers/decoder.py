@@ -137,6 +137,8 @@ class DecoderBlock:
 
     ``follows`` is the norm before the next layer's first product, or the final norm; None where there is none."""
 
+    inputs = 1  # vectors of the hidden size that attention reads for each token
+
     def __init__(self, spec: DecoderSpec, i: int, parts: ModuleParts, follows: Any) -> None:
         layer = spec.layers[i]
         name, self.last, self.parallel = f"layers.{i}.", i + 1 == len(spec.layers), layer.parallel
@@ -197,7 +199,7 @@ class DecoderBlock:
     def _attention(self, spec: DecoderSpec, layer: LayerSpec, a: AttnSpec, name: str, parts: ModuleParts) -> None:
         """Make the projection, the norms, the rotary tables and the attention of a layer."""
         twice, self.gated = spec.switch is not None, layer.gated
-        linear = parts.qkv(name + ".qkv", spec.hidden, a, layer.qkv_bias, layer.gated)
+        linear = parts.qkv(name + ".qkv", self.inputs * spec.hidden, a, layer.qkv_bias, layer.gated)
         self.sizes = [rows for _, rows in linear.info.parts]
         apart = parts.invariant and parts.device == "cpu"  # an element's rounding may depend on its position
         self.sigmoid = invariant.sigmoid if apart else torch.sigmoid

@@ -7,6 +7,7 @@ MTP       embedding ─ norm ─┐                            EAGLE-3   embeddi
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import Tensor
 
 from minivllm.core.interfaces.decoder import AFTER, DecoderSpec
 from minivllm.core.interfaces.model import StepTensors
+from minivllm.errors import ModelError
 
 from .decoder import DecoderBlock
 from .fused import Normed
+from .module import Module
 from .module_parts import ModuleParts
 
 
@@ -54,3 +57,90 @@ class PredictionHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.target.logits(hidden)
+
+
+class VocabularyMap(Module):
+    """The token ids i64 [D] of the model that the D outputs of a head stand for.
+
+    A checkpoint holds the difference ``d2t`` i64 [D] of each id from its number, and perhaps ``t2d`` bool [V], which is
+    true for the D ids.  ModelError if they contradict each other."""
+
+    def __init__(self, name: str, drafted: int, vocab: int, params: Iterable[str], device: str) -> None:
+        super().__init__(name)
+        self.vocab, self.shapes = vocab, {"d2t": (drafted,), "t2d": (vocab,)}
+        self.params = tuple(params)
+        self.ids = torch.arange(drafted, device=device)
+        self.marked: Tensor | None = None  # ``t2d``
+        self.tensors = {"ids": self.ids}
+
+    def wanted(self) -> dict[tuple[str, str], tuple[int, ...] | None]:
+        return {("", param): self.shapes[param] for param in self.params}
+
+    def load(self, part: str, param: str, tensor: Tensor) -> None:
+        if tensor.is_floating_point():  # random numbers, of ``load_format="dummy"``
+            return
+        if param == "t2d":
+            self.marked = tensor.bool().cpu()
+            return
+        ids = tensor.cpu() + torch.arange(len(tensor))
+        wrong = (ids < 0) | (ids >= self.vocab)
+        if wrong.any() or len(ids.unique()) < len(ids):
+            found = f"{int(ids[wrong][0])}" if wrong.any() else "a token id twice"
+            raise ModelError(f"it maps an output to {found}; expected different ids from 0 to {self.vocab - 1}")
+        self.ids.copy_(ids)
+
+    def finish(self) -> None:
+        if self.marked is None:
+            return
+        marked = self.marked.nonzero()[:, 0]
+        self.marked = None
+        if not torch.equal(marked, self.ids.cpu().sort()[0]):
+            raise ModelError("d2t and t2d of the drafter's head name different token ids; download the files again")
+
+
+class WideBlock(DecoderBlock):
+    """A decoder layer whose attention reads two vectors of the hidden size, one after the other."""
+
+    inputs = 2
+
+
+class EagleHead:
+    """The layer of EAGLE-3 with an output layer of its own for ``drafted`` tokens.
+
+    ``spec`` describes the layer.  ``states`` is the width of the hidden states that it reads.  ``params`` are the
+    tensors of the vocabulary map in the checkpoint.  ``embeds`` says that the head has an embedding of its own."""
+
+    def __init__(
+        self, spec: DecoderSpec, parts: ModuleParts, states: int, drafted: int, params: Sequence[str], embeds: bool
+    ) -> None:
+        hidden = self.hidden = spec.hidden
+        self.vocab, self.reduced = spec.vocab, drafted < spec.vocab
+        self.embed: Any = parts.embedding("embed", spec.vocab, hidden) if embeds else None
+        self.fc = parts.linear("fc", states, [("", hidden)])
+        self.embedding_norm = parts.norm("layers.0.norm1", hidden, spec.norm)
+        self.hidden_norm = parts.norm("hidden_norm", hidden, spec.norm)
+        self.block = WideBlock(spec, 0, parts, None)
+        self.norm = parts.norm("norm", hidden, spec.norm)
+        self.head = parts.lm_head("lm_head", hidden, drafted)
+        self.map = parts.add(VocabularyMap("map", drafted, spec.vocab, params, parts.device))
+
+    def attach(self, target: Any) -> None:
+        """Use the embedding of the served model, unless the head has its own."""
+        if self.embed is None:
+            self.embed = target.embedded
+
+    def __call__(self, step: StepTensors) -> Tensor:
+        states = step.hidden
+        assert states is not None
+        if states.shape[1] != self.hidden:  # those of the served model, not of the draft before
+            states = self.fc(states)
+        embedding = self.embedding_norm(self.embed(step.ids))[0]
+        both = torch.cat([embedding, self.hidden_norm(states)[0]], dim=1)
+        return self.block(Normed(both), states, step)[1]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        logits = self.head(self.norm(hidden)[0])
+        if not self.reduced:
+            return logits
+        every = logits.new_full((len(logits), self.vocab), -torch.inf)
+        return every.index_copy_(1, self.map.ids, logits)

@@ -83,7 +83,8 @@ class ModuleParts:
         self._geometries: list[tuple] = []
         self._tables: dict[tuple[Rope, bool], tuple[Tensor, Tensor]] = {}
 
-    def _add(self, module: Any) -> Any:
+    def add(self, module: Any) -> Any:
+        """Store a module for the loader, and return it.  ValueError if another one has its name."""
         if module.name in self.modules:
             raise ValueError(f"two modules are named {module.name!r}")
         self.modules[module.name] = module
@@ -136,7 +137,7 @@ class ModuleParts:
         copies: Mapping[str, int] | None = None,
     ) -> Linear:
         info = self._info(name, "linear", inp, parts, bias=bias, split=split, copies=copies or {})
-        return self._add(Linear(info, self._scheme(info) or self._dense(info), self.group))
+        return self.add(Linear(info, self._scheme(info) or self._dense(info), self.group))
 
     def qkv(self, name: str, inp: int, spec: AttnSpec, bias: bool, gated: bool = False) -> Linear:
         """Make one projection with the parts "q", "k" and "v".
@@ -173,7 +174,7 @@ class ModuleParts:
             self.invariant,
         )
         self.states.append(made.layer)
-        return self._add(made)
+        return self.add(made)
 
     def short_conv(self, name: str, hidden: int, spec: ShortConv) -> ShortConvolution:
         """Make a gated short convolution without its output projection: Normed -> [T, inner] of this process.
@@ -186,7 +187,7 @@ class ModuleParts:
             name + ".conv", spec, self.shard, self.normed_linear(project), self.dtype, self.device, self.fuse
         )
         self.states.append(made.layer)
-        return self._add(made)
+        return self.add(made)
 
     def _shares(
         self, name: str, inp: int, parts: Sequence[tuple[str, int]], split: str | None
@@ -219,7 +220,7 @@ class ModuleParts:
 
         ``choice_bias`` adds a number for each expert that affects only which experts are chosen."""
         info = self._info(name, "router", inp, [("", outputs)], bias=bias)
-        return self._add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
+        return self.add(RouterLinear(info, self._scheme(info) or self._dense(info), choice_bias))
 
     def expert_linear(
         self, name: str, inp: int, count: int, parts: Sequence[tuple[str, int]], bias: bool, split: str
@@ -239,7 +240,7 @@ class ModuleParts:
         scheme = scheme or DenseExperts(info, self.fuse)
         if isinstance(scheme, DenseExperts):
             scheme.invariant = self.invariant
-        return self._add(ExpertLinear(info, scheme, self.group))
+        return self.add(ExpertLinear(info, scheme, self.group))
 
     def tensors(self, name: str, shapes: Mapping[str, tuple[Sequence[int], str | None]]) -> Mapping[str, Tensor]:
         """Make uninitialized weights that the architecture itself computes with, unsplit on every process.
@@ -249,7 +250,7 @@ class ModuleParts:
             param: torch.empty(tuple(shape), dtype=getattr(torch, dtype) if dtype else self.dtype, device=self.device)
             for param, (shape, dtype) in shapes.items()
         }
-        return self._add(Tensors(name, made)).tensors
+        return self.add(Tensors(name, made)).tensors
 
     def embedding(self, name: str, rows: int, dim: int, whole: bool = False, packable: bool = False) -> Embedding:
         """Make an embedding of ``rows`` vectors of ``dim`` elements, split by rows over the processes.
@@ -260,7 +261,7 @@ class ModuleParts:
         scheme, info = None, self._info(name, "embedding", dim, [("", VocabRange(rows, share_of(group)).rows)])
         if packable and (scheme := self._scheme(info)) is not None:
             scheme = None if type(scheme).gather is WeightScheme.gather else scheme
-        return self._add(Embedding(info, rows, scheme, group))
+        return self.add(Embedding(info, rows, scheme, group))
 
     def lm_head(self, name: str, inp: int, vocab: int, tied: Embedding | None = None) -> LMHead | TiedLMHead:
         """Make the output head: hidden states [N, inp] -> logits [N, vocab].
@@ -278,15 +279,15 @@ class ModuleParts:
                 "tensor_parallel_size that divides them"
             )
         if tied is not None:
-            return self._add(TiedLMHead(info, tied, self._scheme, self.pairs, self.invariant))
-        return self._add(LMHead(info, self._scheme(info) or self._dense(info), vocab, group))
+            return self.add(TiedLMHead(info, tied, self._scheme, self.pairs, self.invariant))
+        return self.add(LMHead(info, self._scheme(info) or self._dense(info), vocab, group))
 
     def norm(self, name: str, dim: int, kind: Norm | float) -> RMSNorm | LayerNorm:
         """Make a norm over ``dim`` elements.  A ``kind`` that is a number means an RMSNorm with that epsilon."""
         kind = kind if isinstance(kind, Norm) else Norm(kind)
         if kind.centered:
-            return self._add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
-        return self._add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
+            return self.add(LayerNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
+        return self.add(RMSNorm(name, dim, kind, self.dtype, self.device, self.fuse_norms))
 
     def width_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> RMSNorm | LayerNorm | SplitNorm:
         """Make one norm over all ``heads`` heads of ``dim`` elements together, as a projection returns them.
@@ -298,7 +299,7 @@ class ModuleParts:
         if kind.centered:
             raise ModelError(f"{name}: LayerNorm over all heads is not split: set tensor_parallel_size=1")
         copies = self._copies(heads) if keys else 1
-        return self._add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
+        return self.add(SplitNorm(name, heads * dim, kind, self.dtype, self.device, self.group, copies))
 
     def heads_norm(self, name: str, heads: int, dim: int, kind: Norm, keys: bool) -> HeadsNorm:
         """Make a norm that normalises each of ``heads`` heads of ``dim`` elements separately, with its own weights.
@@ -307,7 +308,7 @@ class ModuleParts:
         copies = self._copies(heads) if keys else 1
         here = self.kv_heads(heads) if keys else self.heads(heads)
         first = self.shard.rank // copies * here
-        return self._add(HeadsNorm(name, heads, range(first, first + here), dim, kind, self.dtype, self.device))
+        return self.add(HeadsNorm(name, heads, range(first, first + here), dim, kind, self.dtype, self.device))
 
     def activation(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return the elementwise activation of an MLP without a gate, by its name in ``decoder.ACTIVATIONS``."""
@@ -388,7 +389,7 @@ class ModuleParts:
         layer = AttnLayer(index, group, local)
         self.layers.append(layer)
         name = name or f"layers.{index}.attn"
-        return self._add(AttentionLayer(name, layer, self.backend, self.device, self.shard))
+        return self.add(AttentionLayer(name, layer, self.backend, self.device, self.shard))
 
     def rotary(self, rope: Rope, twice: bool = False) -> tuple[Tensor, Tensor]:
         """Return the cos and sin tables of ``rotary.rotary_tables`` for all positions that the engine allows.

@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from minivllm.core.interfaces.attention import AttentionContext, GraphKey
+from minivllm.core.interfaces.drafter import HeadFiles
 from minivllm.core.interfaces.model import ModelArch
 from minivllm.core.interfaces.plan import StepPlan, no_rows
 from minivllm.core.interfaces.sampling import Sampler, SamplingContext
@@ -22,6 +24,7 @@ from minivllm.device.layers.parts import ModelParts
 from minivllm.device.layers.rotary import prepare_qk
 from minivllm.device.loading import shapes
 from minivllm.device.loading.hf_config import open_checkpoint
+from minivllm.device.loading.tensor_names import names_in
 from minivllm.device.loading.weights import build_model, load_weights, weight_bytes
 from minivllm.errors import ConfigError, ResourceError
 from minivllm.registry import build_part, head_of
@@ -156,10 +159,13 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
 def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt: KVFormat) -> None:
     """Load the layers of a drafter that read hidden states of the served model, whose config object is ``cfg``."""
     part = wiring.parts["drafter"]
-    head = head_of(part, draft.model_dir, build_part("model", wiring.parts["model"]), cfg)
+    folder = draft.model_dir
+    own = cfg if folder == wiring.model_dir else open_checkpoint(folder).hf_config()
+    files = HeadFiles(folder, own, names_in(Path(folder), wiring.load_format))
+    head = head_of(part, files, build_part("model", wiring.parts["model"]), cfg)
     worker.target_states = TargetStates(worker.model, head.points, wiring.block, worker.parts.dtype, part.name)
     chosen = {**wiring.parts, **draft.parts}
-    made, parts, notes = _load(wiring, draft.model_dir, chosen, head.cfg, fmt, (), arch=head.arch)
+    made, parts, notes = _load(wiring, folder, chosen, head.cfg, fmt, (), arch=head.arch)
     made.attach(worker.model)
     worker.own_models["drafter"] = SecondModel(made, parts.backend, parts)
     worker.notes += [f"the layers of the drafter: {note}" for note in notes]

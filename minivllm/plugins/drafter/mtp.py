@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.decoder import DecoderSpec
-from minivllm.core.interfaces.drafter import Ask, Head
+from minivllm.core.interfaces.drafter import Ask, Head, HeadFiles
 from minivllm.core.interfaces.model import Model, ModelArch, Parts, Rule, decoder_rules
 from minivllm.errors import ModelError
 
@@ -34,7 +34,7 @@ class MTP(ModelDrafter):
         return tokens, count.where(ask.rows.position > 1, 0)  # the first token has no states before it
 
     @classmethod
-    def head(cls, options: Any, folder: str, target: ModelArch, cfg: Any) -> Head:
+    def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
         return Head(PredictionArch(target, cfg), _one_layer(cfg), ("norm",))
 
 

@@ -52,3 +52,14 @@ class ModelOptions(BaseModel):
     revision: str | None = Field(
         None, min_length=1, description="of a model that is a Hugging Face id: a branch, a tag or a commit"
     )
+
+
+class HeadOptions(BaseModel):
+    """Options of a head in files of its own."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str = Field("", description="directory or Hugging Face id of the head")
+    revision: str | None = Field(
+        None, min_length=1, description="of a head that is a Hugging Face id: a branch, a tag or a commit"
+    )

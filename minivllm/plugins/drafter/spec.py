@@ -29,6 +29,12 @@ MTP = _drafter(
     summary="the checkpoint's own head for next-token prediction proposes tokens",
     features=frozenset({"target_head"}),
 )
+EAGLE3 = _drafter(
+    impl=f"{HERE}.eagle3:Eagle3",
+    summary="a separate EAGLE-3 head, which reads hidden states of three layers, proposes tokens",
+    options=f"{HERE}.options:HeadOptions",
+    features=frozenset({"target_head"}),
+)
 SUFFIX = _drafter(
     impl=f"{HERE}.suffix:Suffix",
     summary="what followed the longest end of the text, in it and in earlier outputs",

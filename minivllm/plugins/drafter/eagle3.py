@@ -1,0 +1,109 @@
+"""Drafts of an EAGLE-3 head (Li et al., arXiv:2503.01840) in its published layout: config.json and safetensors with
+``fc``, ``midlayer.*``, ``norm``, ``lm_head``, ``d2t`` and ``t2d``.
+
+The head reads the hidden states before three layers of the model, and the embedding of the next token.  Its output
+layer has a part of the vocabulary; ``d2t`` maps this part to token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from minivllm.core.interfaces.decoder import DecoderSpec, WeightNames
+from minivllm.core.interfaces.drafter import Head, HeadFiles
+from minivllm.core.interfaces.model import Model, ModelArch, Parts, Rule, decoder_rules
+from minivllm.errors import ModelError, shown
+from minivllm.plugins.model.llama import Llama
+
+from .mtp import MTP
+
+IDS = "eagle_aux_hidden_state_layer_ids"
+LAYERS = ("midlayer.", "layers.0.")  # beginnings of the names of the layer's tensors
+SOURCES = {"hidden_norm": "hidden_norm", "input_layernorm": "layers.0.norm1"}
+
+
+class Eagle3(MTP):
+    """Drafts of a separate EAGLE-3 head, drawn with the noise of the row that they are for."""
+
+    @classmethod
+    def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
+        arch = EagleArch(cfg, files.names or ())
+        arch.check(files.cfg)
+        layers = _layers_read(files.cfg, cfg)
+        return Head(arch, files.cfg, tuple(f"layers.{i}.input" for i in layers))
+
+
+class EagleArch(ModelArch):
+    """An EAGLE-3 head for a model with the config object ``target``; ``names`` are those of the head's tensors."""
+
+    def __init__(self, target: Any, names: Sequence[str]) -> None:
+        self.target = target
+        self.prefix = LAYERS[0]
+        for name in names:
+            if name.startswith(LAYERS[1]):
+                self.prefix = LAYERS[1]
+        self.embeds = "embed_tokens.weight" in names
+        self.maps = [name for name in ("d2t", "t2d") if name in names]
+
+    def check(self, cfg: Any) -> None:
+        """Raise ModelError if the head does not belong to the model, or has a form that is not implemented."""
+        if cfg.model_type != "llama" or cfg.num_hidden_layers != 1:
+            found = f"model_type={shown(cfg.model_type)} with {cfg.num_hidden_layers} layers"
+            raise ModelError(f"the head has {found}; expected 'llama' with one layer, as EAGLE-3 has it")
+        if cfg.vocab_size != self.target.vocab_size:
+            expected = f"expected {self.target.vocab_size}, as the model has: the head belongs to another model"
+            raise ModelError(f"the head has vocab_size={cfg.vocab_size}; {expected}")
+        if not self.embeds and cfg.hidden_size != self.target.hidden_size:
+            expected = f"expected {self.target.hidden_size}, as the model has, or an embedding of its own"
+            raise ModelError(f"the head has hidden_size={cfg.hidden_size}; {expected}")
+        if getattr(cfg, "norm_before_residual", False):
+            raise ModelError("the head has norm_before_residual=true, which is not implemented; use another head")
+        drafted = self._drafted(cfg)
+        if type(drafted) is not int or not 1 <= drafted <= cfg.vocab_size:
+            raise ModelError(f"draft_vocab_size={shown(drafted)}: expected 1 to {cfg.vocab_size}")
+        if drafted < cfg.vocab_size and "d2t" not in self.maps:
+            raise ModelError(f"draft_vocab_size={drafted} is a part of the vocabulary: expected a tensor d2t")
+
+    def _drafted(self, cfg: Any) -> Any:
+        """Return the number of tokens of the output layer."""
+        found = getattr(cfg, "draft_vocab_size", None)
+        return cfg.vocab_size if found is None else found
+
+    def describe(self, cfg: Any) -> DecoderSpec:
+        return Llama().describe(cfg)
+
+    def build(self, cfg: Any, parts: Parts) -> Model:
+        from minivllm.device.layers.heads import EagleHead
+
+        layers = _layers_read(cfg, self.target)
+        states = len(layers) * self.target.hidden_size
+        drafted = self._drafted(cfg)
+        spec = self.describe(cfg)
+        return EagleHead(spec, parts, states, drafted, self.maps, self.embeds)  # type: ignore[arg-type]
+
+    def weights(self, cfg: Any) -> Sequence[Rule]:
+        spec = self.describe(cfg)
+        rules = []
+        for rule in decoder_rules(spec):
+            source = rule.source.removeprefix(WeightNames.layer)
+            if source not in (rule.source, "input_layernorm"):
+                rules.append(replace(rule, source=self.prefix + source))
+        for source, module in SOURCES.items():
+            rules.append(Rule(self.prefix + source, module))
+        rules += [Rule(name, name) for name in ("fc", "norm", "lm_head")]
+        rules += [Rule(name, "map", param=name) for name in self.maps]
+        return [*rules, Rule("embed_tokens", "embed" if self.embeds else None)]
+
+
+def _layers_read(cfg: Any, target: Any) -> tuple[int, ...]:
+    """Return the layers of the model before which a head reads the hidden states.  ModelError for impossible ones."""
+    count = target.num_hidden_layers
+    own = getattr(cfg, "eagle_config", None) or {}
+    found = own.get(IDS) if isinstance(own, dict) else None
+    layers = tuple(found) if isinstance(found, list) else (2, count // 2, count - 3)
+    possible = set(range(1, count))
+    if not layers or len(possible.intersection(layers)) < len(layers):
+        what = "config.json" if found is not None else "EAGLE-3"
+        raise ModelError(f"{what} reads layers {list(layers)}; expected different ones from 1 to {count - 1}")
+    return layers

@@ -1,0 +1,209 @@
+"""The drafter ``eagle3``: drafts of a head in the published layout against a reference of it, and refused files."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from prediction_heads import Eagle3Reference
+
+from minivllm import LLM, ConfigError, SamplingParams
+from minivllm.device.layers.decoder import DecoderBlock
+from minivllm.device.layers.heads import EagleHead, VocabularyMap
+from minivllm.device.worker import build
+from minivllm.device.worker.target_states import Watch
+from minivllm.errors import ModelError
+from minivllm.plugins.drafter.eagle3 import Eagle3
+from minivllm.testing.tiny import tiny_dir
+
+torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
+K, TOKENS = 3, 12
+SMALL = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "max_model_len": 160, "max_num_seqs": 6}
+
+
+class Case:
+    def __init__(self, folder, family):
+        # the layers of config.json, or those of EAGLE-3 for a model of 8 layers
+        layers, told = ((1, 2, 3), True) if family != "llama" else ((2, 4, 5), False)
+        self.folder, _, self.model = tiny_dir(
+            folder / "model", family, eos_token_id=60, num_hidden_layers=4 if told else 8
+        )
+        self.head = Eagle3Reference(self.model, layers, told)
+        self.files = self.head.write(folder / "head")
+        g = torch.Generator().manual_seed(4)
+        draw = lambda n: torch.randint(3, 60, (n,), generator=g).tolist()  # noqa: E731
+        begin = draw(37)
+        self.prompts = [draw(1), draw(4), draw(19), begin + draw(9), begin + draw(22), draw(70)]
+        with LLM(str(self.folder), drafter="none", **SMALL) as llm:
+            self.want = tokens(llm, self.prompts)
+        self.known = {}
+
+    def expected(self, history, k):
+        key = (*history, -1, k)
+        if key not in self.known:
+            self.known[key] = self.head.drafts(list(history), k)
+        return self.known[key]
+
+    def engine(self, files=None, **options):
+        options = {"num_speculative_tokens": K, "speculate": "always", **SMALL, **options}
+        drafter = {"name": "eagle3", "options": {"model": str(files or self.files)}}
+        return LLM(str(self.folder), drafter=drafter, **options)
+
+
+def tokens(llm, prompts, **params):
+    params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, **params})
+    outs = llm.generate(prompts, params, use_tqdm=False)
+    assert not any(out.error for out in outs), [out.error for out in outs]
+    llm.check()
+    return [[o.tokens for o in out.outputs] for out in outs]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen3_5"])
+def case(request, tmp_path_factory):
+    return Case(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def seen(case, monkeypatch):
+    """Return a list to which each call of ``propose`` appends (known tokens, drafts) of its rows.
+
+    In every other call the engine gets the right tokens instead, and accepts them."""
+    found, calls = [], itertools.count()
+    texts = [prompt + want[0] for prompt, want in zip(case.prompts, case.want, strict=True)]
+
+    def propose(self, ask, original=Eagle3.propose):
+        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
+        drafts, count = original(self, ask)
+        both = zip(rows, drafts.tolist(), strict=True)
+        found.extend((row, drafts) for row, drafts in both if len(row) > 1)
+        if next(calls) % 2:
+            for i, row in enumerate(rows):
+                text = next((text for text in texts if text[: len(row)] == row), row)
+                right = text[len(row) : len(row) + ask.k]
+                drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
+        return drafts, count
+
+    monkeypatch.setattr(Eagle3, "propose", propose)
+    return found
+
+
+WAYS = {
+    "whole": {},
+    "chunks, rows wait": {"max_num_seqs": 3, "max_num_batched_tokens": 9, "kvcache_block_size": 8},
+    "preempted": {"num_kvcache_blocks": 12, "kvcache_block_size": 16},
+    "batch invariant": {"batch_invariant": True, "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_are_those_of_the_reference_and_change_no_token(case, way, seen):
+    with case.engine(**WAYS[way]) as llm:
+        for _ in range(2):  # the second time with prefix hits
+            assert tokens(llm, case.prompts) == case.want
+        assert llm.stats()["speculation"]["failed"] is None
+    assert len(seen) > 40
+    wrong = [(row, drafts) for row, drafts in seen if drafts != case.expected(row, len(drafts))]
+    assert not wrong, f"{len(wrong)} of {len(seen)}: {wrong[0][1]}, expected {case.expected(wrong[0][0], K)}"
+
+
+def test_sampled_rows_get_drafts_of_the_reduced_vocabulary_only(case, seen):
+    found = {}
+    for name in ("none", "eagle3"):
+        options = {"batch_invariant": True, **SMALL}
+        with LLM(str(case.folder), drafter="none", **options) if name == "none" else case.engine(**options) as llm:
+            ways = {"n": 2, "temperature": 0.9, "seed": 5}, {"temperature": 0.7, "top_p": 0.9, "seed": 1}
+            found[name] = [tokens(llm, case.prompts, **way) for way in ways]
+    assert found["none"] == found["eagle3"]
+    marked = case.head.t2d.nonzero()[:, 0].tolist()
+    assert {draft for _, drafts in seen for draft in drafts} <= {*marked}
+
+
+# ---- refused files -------------------------------------------------------------------------------------------------
+
+D2T = torch.arange(40)
+REFUSED = {
+    "another vocabulary": ({"vocab_size": 62}, {}, ModelError, "vocab_size=62; expected 61"),
+    "another hidden size": ({"hidden_size": 64}, {}, ModelError, "hidden_size=64; expected 32"),
+    "another family": ({"model_type": "qwen3"}, {}, ModelError, "model_type='qwen3'"),
+    "layers of another model": (
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, {}, ModelError, "reads layers",
+    ),
+    "no map": ({}, {"d2t": None}, ModelError, "expected a tensor d2t"),
+    "no product of the states": ({}, {"fc.weight": None}, ConfigError, "has no tensor fc"),
+    "no layer": ({}, {"midlayer.self_attn.k_proj.weight": None}, ConfigError, r"no tensor midlayer\.self_attn\.k"),
+    "too many drafted tokens": ({"draft_vocab_size": 90}, {}, ModelError, "draft_vocab_size=90: expected 1 to 61"),
+    "a map of another size": ({"draft_vocab_size": 39}, {}, ModelError, r"has shape \[40"),
+    "norm_before_residual": ({"norm_before_residual": True}, {}, ModelError, "norm_before_residual"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_wrong_files_are_refused_before_weights_are_read(case, what, tmp_path, monkeypatch):
+    config, change, error, words = REFUSED[what]
+    files = case.head.write(tmp_path / "head", change, **config)
+    load = build.load_weights
+    monkeypatch.setattr(
+        build, "load_weights", lambda folder, *a: pytest.fail("read") if folder == str(files) else load(folder, *a)
+    )
+    with pytest.raises(error, match=words):
+        case.engine(files)
+
+
+@pytest.mark.parametrize(
+    "d2t, words", [(D2T + 30, "maps an output to 6"), (-D2T, "a token id twice"), (D2T * 0, "name different")]
+)
+def test_a_map_that_leads_elsewhere_is_refused(case, d2t, words, tmp_path):
+    files = case.head.write(tmp_path / "head", {"d2t": d2t})
+    with pytest.raises(ModelError, match=words):
+        case.engine(files)
+
+
+def test_the_option_model_is_needed():
+    with pytest.raises(ConfigError, match="drafter minivllm/eagle3: its option 'model' is not set"):
+        LLM("pocket", device="cpu", drafter="eagle3")
+
+
+# ---- planted faults ------------------------------------------------------------------------------------------------
+
+
+def off_by_one(self, part, param, tensor, load=VocabularyMap.load):
+    load(self, part, param, tensor)
+    self.ids.sub_(1).clamp_(min=0)
+
+
+def swapped_points(self, point, x, call=Watch.__call__):
+    first, second, _ = self.states.first
+    call(self, {first: second, second: first}.get(point, point), x)
+
+
+def normed_states(self, step, call=EagleHead.__call__):
+    """Passes states behind the norm to the next draft."""
+    return self.norm(call(self, step))[0]
+
+
+def later_states(self, h, residual, step, call=DecoderBlock.__call__):
+    """Hands over the residual stream before the layer."""
+    h, new = call(self, h, residual.clone(), step)
+    if self.follower == "layers.2.input" and step.watch is not None:
+        step.watch("layers.2.input", residual)
+        step.watch.points = step.watch.points - {"layers.2.input"}
+    return h, new
+
+
+FAULTS = {
+    "vocabulary map off by one": (VocabularyMap, "load", off_by_one),
+    "two layers swapped": (Watch, "__call__", swapped_points),
+    "states behind the norm": (EagleHead, "__call__", normed_states),
+    "states of the layer before": (DecoderBlock, "__call__", later_states),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_changes_drafts_and_no_token(case, fault, seen, monkeypatch):
+    monkeypatch.setattr(*FAULTS[fault])
+    if fault.startswith("vocabulary"):
+        monkeypatch.setattr(VocabularyMap, "finish", lambda self: None)  # which compares it with t2d
+    with case.engine() as llm:
+        assert tokens(llm, case.prompts) == case.want
+    assert any(drafts != case.expected(row, len(drafts)) for row, drafts in seen)
