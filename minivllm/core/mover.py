@@ -40,6 +40,8 @@ class PageMemory(Protocol):
     """The blocks of the KV groups on the device.  The recurrent states are the last group, if there are any."""
 
     page_bytes: list[int]  # of a block of each group
+    written_bytes: int  # of all copies to the device that have ended, and their time
+    written_seconds: float
 
     def read(self, group: int, blocks: Sequence[int]) -> PageBatch:
         """Start the copy of blocks to the host, behind all work queued so far and before all later work."""
@@ -154,7 +156,13 @@ class Mover:
         # before the threads start, so that no store has calls of two threads
         self._found = [dict(store.keys()) for store in stores]
         self._described = [
-            {"limit": s.limit, "patience": s.patience, "eager": bool(s.eager)} for s in stores
+            {
+                "limit": s.limit,
+                "patience": s.patience,
+                "eager": bool(s.eager),
+                "always": bool(s.always),
+            }
+            for s in stores
         ]
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
@@ -230,7 +238,9 @@ class Mover:
                 getattr(self, name)(rows)
         with self._lock:
             finished, self._finished = self._finished, []
-        return {"done": finished, "faults": [thread.faults for thread in self.tiers]}
+        written = self.memory.written_bytes, int(self.memory.written_seconds * 1e6)
+        faults = [thread.faults for thread in self.tiers]
+        return {"done": finished, "faults": faults, "written": written}
 
     def _order_get(self, thread: TierThread, ticket: int, key: bytes, size: int) -> None:
         def load() -> None:

@@ -8,6 +8,7 @@ from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, par
 
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.checkpoints import Checkpoints
+from minivllm.core.engine.tier_choice import LoadChoice, Slope
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
 from minivllm.core.mover import RELEASE, Mover, TierThread
@@ -322,3 +323,69 @@ def test_reset_empties_the_tiers():
     again = bench.ask("b", PROMPT)
     bench.run(again)
     assert again.cached_tokens == 0
+
+
+# ---- to load or to compute
+
+
+def test_the_faster_way_is_chosen_by_measured_speeds():
+    choice = LoadChoice([False, False])
+    assert choice.loads({0: 1000}, {0: 1000}, 16)  # nothing was measured: it is tried
+    choice.step_ended(np.array([64], np.int32), 64.0)  # 1 ms a token
+    choice.step_ended(np.array([1, 1], np.int32), 900.0)  # no prompts
+    assert choice.token_seconds == pytest.approx(1e-3)
+    assert choice.loads({0: 1000}, {0: 1000}, 16)
+    choice.page_loaded(0, 1000, 0.010)
+    assert choice.loads({0: 1000}, {0: 1000}, 16)  # 10 ms against 16
+    assert not choice.loads({0: 1000}, {0: 3000}, 16)  # others come first: 30 ms against 16
+    assert not choice.loads({0: 2000}, {0: 2000}, 16)
+    assert choice.loads({0: 2000, 1: 10}, {0: 2000, 1: 10}, 32)
+    choice.written(1000, 0.02)
+    assert not choice.loads({0: 1000}, {0: 1000}, 16)  # 20 ms to write it
+    assert (choice.loaded, choice.computed) == (4, 3)
+
+
+def test_a_token_costs_what_it_adds_to_a_step():
+    slope = Slope()
+    assert slope.value is None
+    slope.add(100, 0.5)
+    slope.add(101, 0.505)
+    assert slope.value == pytest.approx(0.005, rel=0.01)  # all alike: the mean
+    for tokens in (10, 50, 400, 900):
+        slope.add(tokens, 0.020 + 0.001 * tokens)
+    for tokens in (30, 300, 700) * 40:
+        slope.add(tokens, 0.020 + 0.001 * tokens)
+    assert slope.value == pytest.approx(0.001, rel=0.05)
+
+
+def test_a_slow_tier_is_tried_again():
+    choice = LoadChoice([False])
+    choice.step_ended(np.array([100], np.int32), 100.0)
+    choice.page_loaded(0, 1000, 0.5)
+    answers = [choice.loads({0: 1000}, {0: 1000}, 100) for _ in range(100)]
+    assert not any(answers[:40])
+    assert any(answers)
+
+
+def test_a_tier_that_is_always_read_is_always_read():
+    choice = LoadChoice([True])
+    choice.step_ended(np.array([100], np.int32), 1.0)
+    choice.page_loaded(0, 1000, 5.0)
+    assert choice.loads({0: 1000}, {0: 1000}, 16)
+
+
+@pytest.mark.parametrize("seconds", [1e-6, 10.0])
+def test_a_request_computes_what_a_slow_tier_has(seconds):
+    bench = Bench()
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    bench.tiers.choice.always = [False]
+    bench.tiers.choice.token_seconds = 1e-3
+    bench.tiers.choice.byte_seconds = [seconds]
+    again = bench.ask("b", PROMPT)
+    bench.run(again)
+    assert again.cached_tokens == (12 if seconds < 1 else 0)
+    assert bench.tokens(again)[0] == answer(PROMPT, again.params)[0]
+    figures = bench.engine.stats()["tier_choice"]
+    assert (figures["loaded"], figures["computed"]) == ((1, 0) if seconds < 1 else (0, 1))
+    assert figures["waited"] == (seconds < 1)

@@ -28,6 +28,7 @@ class WeakStore(KVStore):
     """Keeps pages in a dict.  ``trouble`` holds the kinds of the next faults."""
 
     patience = PATIENCE
+    always = True
 
     def __init__(self, options, ctx) -> None:
         super().__init__(options, ctx)

@@ -220,6 +220,8 @@ def test_a_kill_loses_at_most_the_page_that_was_being_written(tmp_path):
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
 SMALL = {"model": "pocket", "device": "cpu", "num_kvcache_blocks": 60, "max_num_seqs": 4, "max_model_len": 512}
+ALWAYS = {"load": "always"}
+CPU = {"name": "cpu", "options": ALWAYS}
 DRAW = SamplingParams(max_tokens=12, temperature=0.8, seed=5, ignore_eos=True)
 PROMPTS = [f"{i} {TEXT}" for i in range(5)]
 
@@ -237,7 +239,7 @@ def expected():
 @pytest.mark.parametrize("executor", ["local", "process"])
 @pytest.mark.parametrize("stores", [["cpu"], ["disk"], ["cpu", "disk"]], ids="-".join)
 def test_tokens_are_those_without_tiers(tmp_path, stores, executor, expected):
-    chosen = [{"name": "disk", "options": {"path": str(tmp_path)}} if s == "disk" else s for s in stores]
+    chosen = [{"name": "disk", "options": {"path": str(tmp_path), **ALWAYS}} if s == "disk" else CPU for s in stores]
     with LLM(**SMALL, kvstore=chosen, executor=executor) as llm:
         assert tokens(llm) == expected
         assert tokens(llm) == expected
@@ -272,7 +274,7 @@ def test_states_and_windows_come_from_tiers_too(tmp_path, kind):
     }
     with LLM(**options, enable_prefix_caching=False) as llm:
         want = tokens(llm, prompts)
-    store = {"name": "disk", "options": {"path": str(tmp_path / "kv")}}
+    store = {"name": "disk", "options": {"path": str(tmp_path / "kv"), **ALWAYS}}
     for engine in range(2):
         with LLM(**options, num_kvcache_blocks=25, kvstore=store) as llm:
             assert tokens(llm, prompts) == want
@@ -310,7 +312,7 @@ class StallingStore(DiskStore):
 
 def test_a_disk_that_stalls_delays_no_step(tmp_path, expected, monkeypatch):
     monkeypatch.setattr(disk_module, "DiskStore", StallingStore)
-    store = {"name": "disk", "options": {"path": str(tmp_path), "patience": 0.3}}
+    store = {"name": "disk", "options": {"path": str(tmp_path), "patience": 0.3, **ALWAYS}}
     with LLM(**SMALL, kvstore=store) as llm:
         assert tokens(llm) == expected
         llm.engine.cache.tiers.flush(lambda *a: llm.engine.executor.call(*a), time.sleep)
@@ -341,7 +343,7 @@ def test_metrics_count_what_tiers_do():
     pytest.importorskip("prometheus_client")
     from minivllm.server.metrics import TIER_EVENTS, Metrics
 
-    with LLM(**SMALL, kvstore="cpu") as llm:
+    with LLM(**SMALL, kvstore=CPU) as llm:
         tokens(llm)
         tokens(llm)
         stats = llm.stats()

@@ -379,6 +379,8 @@ class Engine:
         for result in self.ask(self._results, found):
             flight = self.in_flight.popleft()
             self.clock.collected(result.device_ms, result.seams)
+            if self.cache.tiers is not None:
+                self.cache.tiers.choice.step_ended(flight.plan.q_len, result.device_ms)
             self.events.publishing(self._publish, flight, result)
             self._count_failures(result)
 
@@ -517,7 +519,7 @@ class Engine:
             "evictions": sum(p.evictions for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
             **self._state_stats(),
-            **({} if tiers is None else {"tiers": tiers.figures()}),
+            **({} if tiers is None else tiers.stats()),
         }
         self.events.stats_asked(stats)
         return stats

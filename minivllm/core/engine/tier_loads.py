@@ -47,6 +47,7 @@ class Load:
         default_factory=dict
     )  # empty until there is room for them
     ready: bool = False
+    predicted: float = 0.0  # seconds until all pages are staged
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from minivllm.core.interfaces.kvstore import KEY_BYTES
 from minivllm.core.mover import RELEASE
 
 from .taps import most_cached
+from .tier_choice import LoadChoice
 from .tier_index import TierIndex
 from .tier_loads import Load, Named, Staged, Stored
 
@@ -97,6 +98,7 @@ class Tiers:
             )
             index.open([rank["tiers"][i]["keys"] for rank in opened])
             self.tiers.append(index)
+        self.choice = LoadChoice([facts["always"] for facts in opened[0]["tiers"]])
         self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]  # by block of each group
         self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
         self.rows: list[tuple[int, ...]] = []  # of ``Delta.store``, since the last delta
@@ -238,12 +240,38 @@ class Tiers:
         n = len(cache.lookup(seq, usable * cache.block + 1)[0])
         keys = self.keys_of(seq.tokens, request.salt, seq.page_keys, usable)
         wanted = self._wanted(keys, n, usable)
-        if not wanted:
+        if not wanted or not self._worth(wanted, n):
             return False
         patience = max(self.tiers[tier].patience for tier, _ in wanted.values())
-        seq.load = self.waits[seq] = Load(self.now(), patience, wanted)
-        self._start(seq.load)
+        load = seq.load = self.waits[seq] = Load(self.now(), patience, wanted)
+        load.predicted = self.choice.seconds_to_load(self._bytes(wanted, ahead=True))
+        self._start(load)
         return True
+
+    def _worth(self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], n: int) -> bool:
+        """Return True if loading the pages behind ``n`` cached blocks should be faster than computing them."""
+        blocks = max(i for g, i in wanted if g == 0) + 1 - n
+        own, sizes = self._bytes(wanted), self._bytes(wanted, ahead=True)
+        if not self.choice.loads(own, sizes, blocks * self.cache.block):
+            return False
+        for tier, index in enumerate(self.tiers):
+            keys = [key for t, key in wanted.values() if t == tier]
+            if keys:
+                index.hits += len(keys)
+                index.touch(keys)
+        return True
+
+    def _bytes(
+        self, wanted: Mapping[tuple[int, int], tuple[int, bytes]], ahead: bool = False
+    ) -> dict[int, int]:
+        """Return the bytes of pages by tier; ``ahead`` adds those that were ordered before."""
+        sizes: dict[int, int] = {}
+        for (g, _), (tier, _) in wanted.items():
+            sizes[tier] = sizes.get(tier, 0) + self.page_bytes[g]
+        for page in self.loading.values() if ahead else ():
+            if page.tier in sizes:
+                sizes[page.tier] += page.size
+        return sizes
 
     def _wanted(
         self, keys: Sequence[bytes], n: int, usable: int
@@ -258,13 +286,7 @@ class Tiers:
         for m in range(end, n, -1):
             pages = self._pages(n, m)
             if all(self._find(found, keys, g, i) for g, i in pages):
-                chosen = {page: found[page] for page in pages}
-                for i, tier in enumerate(self.tiers):
-                    mine = [key for t, key in chosen.values() if t == i]
-                    if mine:
-                        tier.hits += len(mine)
-                        tier.touch(mine)
-                return chosen
+                return {page: found[page] for page in pages}
         return {}
 
     def _pages(self, n: int, m: int) -> list[tuple[int, int]]:
@@ -393,6 +415,8 @@ class Tiers:
                 self._loaded(self.loading[ticket], bool(ok), size, microseconds / 1e6)
         for tier, faults in zip(self.tiers, rank["faults"], strict=True):
             tier.faults = max(tier.faults, faults)
+        size, microseconds = rank["written"]
+        self.choice.written(size * self.ranks, microseconds / 1e6)
 
     def _stored(self, ticket: int, ok: bool, size: int) -> None:
         order = self.storing[ticket]
@@ -432,6 +456,7 @@ class Tiers:
             tier.dropped.append(page.key)
         else:
             tier.loads += 1
+            self.choice.page_loaded(page.tier, page.size, page.seconds)
         if page.ticket in tier.overdue:
             tier.overdue.remove(page.ticket)
             tier.late += 1
@@ -448,6 +473,7 @@ class Tiers:
             ended = bool(load.pages) and all(page.done for page in load.pages.values())
             if ended or now - load.begun > load.patience:
                 load.ready = True
+                self.choice.ended(load.predicted, now - load.begun)
                 found.append(seq)
         for seq in found:
             del self.waits[seq]
@@ -473,9 +499,12 @@ class Tiers:
             page.void = True
         self.backlog.clear()
 
-    def figures(self) -> list[dict[str, Any]]:
-        """Return the state and the counters of each tier."""
-        return [tier.figures() for tier in self.tiers]
+    def stats(self) -> dict[str, Any]:
+        """Return the state and the counters of each tier, and of the choices between loads and computing."""
+        return {
+            "tiers": [tier.figures() for tier in self.tiers],
+            "tier_choice": self.choice.figures(),
+        }
 
     def check(self) -> None:
         """Compare the tables with the pools; AssertionError names the inconsistency."""

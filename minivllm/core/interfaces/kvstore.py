@@ -44,6 +44,8 @@ class KVStore(ABC):
 
     # True stores a page soon after it was computed; False stores it when the device evicts it
     eager = False
+    # True loads pages even if computing them is expected to be faster
+    always = False
     # seconds that a request waits for its pages before it computes them
     patience = 5.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -16,6 +17,7 @@ from minivllm import __version__
 from minivllm.device.loading.fingerprint import model_files
 from minivllm.device.native import library
 
+from .capture import ALONE
 from .stores import make_mover
 
 if TYPE_CHECKING:
@@ -50,15 +52,17 @@ class DevicePages:
         states: StateMemory | None,
         device: torch.device,
     ) -> None:
-        self.device = device
+        # with its number, because other threads have another current device
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.groups = [[layer[name] for layer in group for name in sorted(layer)] for group in caches]
         if states is not None:
             tensors = [memory[name] for memory in states.memory for name in sorted(memory)]
             self.groups.append([*tensors, states.valid])
         self.page_bytes = [sum(_row_bytes(t) for t in tensors) for tensors in self.groups]
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        # pages that are being copied to the device, with an event behind the copies
-        self._copied: deque[tuple[Any, list[Tensor]]] = deque()
+        self._stream = torch.cuda.Stream(self.device) if device.type == "cuda" else None
+        # pages that are being copied to the device, with events before and behind the copies
+        self._copied: deque[tuple[Any, Any, list[Tensor]]] = deque()
+        self.written_bytes, self.written_seconds = 0, 0.0
 
     def layout(self) -> list[list[tuple[str, list[int]]]]:
         """Return dtype and shape of a block in each tensor of each group."""
@@ -82,6 +86,7 @@ class DevicePages:
 
     def write(self, group: int, blocks: Sequence[int], pages: Sequence[np.ndarray]) -> None:
         sources = [torch.from_numpy(page) for page in pages]
+        begun = self._mark()
         with torch.inference_mode():
             index = torch.tensor(blocks, dtype=torch.int64).to(self.device, non_blocking=True)
             page = torch.stack([source.to(self.device, non_blocking=True) for source in sources])
@@ -91,16 +96,37 @@ class DevicePages:
                 part = page[:, at : at + size].contiguous().view(t.dtype)
                 t[index] = part.reshape(len(blocks), *t.shape[1:])
                 at += size
-        if self._stream is not None:
-            while self._copied and self._copied[0][0].query():
-                self._copied.popleft()
-            event = torch.cuda.Event()
-            event.record()
-            self._copied.append((event, sources))
+        self._copied.append((begun, self._mark(), sources))
+        self._measure()
+
+    def _mark(self) -> Any:
+        """Return the time in seconds on a CPU, or an event behind all work queued so far on a GPU."""
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _measure(self) -> None:
+        """Add up the bytes and the times of the copies that have ended, and release their pages."""
+        while self._copied:
+            begun, ended, sources = self._copied[0]
+            if self._stream is None:
+                seconds = ended - begun
+            elif ended.query():
+                seconds = begun.elapsed_time(ended) / 1e3
+            else:
+                return
+            self._copied.popleft()
+            self.written_bytes += sum(source.nbytes for source in sources)
+            self.written_seconds += seconds
 
     def empty(self, size: int) -> np.ndarray:
         """Return memory u8 [size] of any content, pinned for a GPU."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None).numpy()
+        if self._stream is None:
+            return np.empty(size, np.uint8)
+        with ALONE, torch.cuda.device(self.device):  # the allocation may wait for the device
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 def _row_bytes(t: Tensor) -> int:

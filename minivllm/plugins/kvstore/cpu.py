@@ -19,6 +19,7 @@ class CpuStore(KVStore):
     def __init__(self, options: CpuStoreOptions, ctx: StoreContext) -> None:
         super().__init__(options, ctx)
         self.eager, self.patience = options.eager, options.patience
+        self.always = options.load == "always"
         self._pages: dict[bytes, np.ndarray] = {}
         self._used = 0
 

@@ -60,6 +60,7 @@ class DiskStore(KVStore):
     def __init__(self, options: DiskStoreOptions, ctx: StoreContext) -> None:
         super().__init__(options, ctx)
         self.eager, self.patience = options.eager, options.patience
+        self.always = options.load == "always"
         self.root = Path(options.path).expanduser()
         self.folder = self.root / ctx.identity[:32]
         self.digest = digest_of(ctx.identity, ctx.rank, ctx.ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -13,6 +15,9 @@ class CpuStoreOptions(BaseModel):
     bytes: int = Field(4 << 30, ge=1 << 16, description="Bytes of CPU memory for pages, of all ranks together.")
     eager: bool = Field(
         False, description="Store a block soon after it was computed; false: when the device evicts it."
+    )
+    load: Literal["cheaper", "always"] = Field(
+        "cheaper", description="Load pages if that is expected to be faster than computing them, or always."
     )
     patience: float = Field(
         5.0, gt=0, le=3600, description="Seconds that a request waits for its pages before it computes them."
@@ -29,6 +34,9 @@ class DiskStoreOptions(BaseModel):
     )
     bytes: int = Field(16 << 30, ge=1 << 20, description="Bytes of all files in the folder that may be deleted.")
     eager: bool = Field(True, description="Store a block soon after it was computed; false: when the device evicts it.")
+    load: Literal["cheaper", "always"] = Field(
+        "cheaper", description="Load pages if that is expected to be faster than computing them, or always."
+    )
     patience: float = Field(
         5.0, gt=0, le=3600, description="Seconds that a request waits for its pages before it computes them."
     )

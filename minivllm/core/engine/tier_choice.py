@@ -1,0 +1,131 @@
+"""Whether a request loads pages from a tier, or computes them: the faster way by measured speeds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+NEW = 0.3  # weight of a new measurement in the mean
+PROMPT = 4  # tokens of a row in a step, from which the step counts as one of prompts
+FADING = (
+    0.05  # share of the older steps that each step removes from the measured speed of computing
+)
+# a tier that was slow counts as faster by this factor after each request that did not load from it, so that it is
+# measured again
+HOPE = 0.97
+
+
+def mean(before: float | None, new: float) -> float:
+    """Return a running mean in which later measurements count more."""
+    return new if before is None else before + NEW * (new - before)
+
+
+class Slope:
+    """The growth of one quantity with another, by least squares in which later pairs count more."""
+
+    def __init__(self) -> None:
+        self.sums = [0.0] * 5  # of weights, x, y, x * x and x * y
+
+    def add(self, x: float, y: float) -> None:
+        for i, value in enumerate((1.0, x, y, x * x, x * y)):
+            self.sums[i] = (1 - FADING) * self.sums[i] + value
+
+    @property
+    def value(self) -> float | None:
+        """Return the slope; the quotient of the means while all x are alike, and None without pairs."""
+        n, x, y, xx, xy = self.sums
+        if not n:
+            return None
+        spread, together = n * xx - x * x, n * xy - x * y
+        if spread > 0.05 * n * xx and together > 0:
+            return together / spread
+        return y / x
+
+
+class LoadChoice:
+    """Measured speeds, and what came of the choices.  A speed that was not measured counts as infinite for loads, so
+    that they are tried, and as zero for computing."""
+
+    def __init__(self, always: list[bool]) -> None:
+        """Begin without measurements.  ``always`` marks the tiers from which pages are loaded in any case."""
+        self.always = always
+        self.steps = Slope()  # seconds by tokens: what a token adds to a step that runs in any case
+        self.token_seconds: float | None = None  # to compute a token of a prompt
+        self.byte_seconds: list[float | None] = [None] * len(
+            always
+        )  # to load a byte from each tier
+        self.write_seconds = 0.0  # to write a byte to the device
+        self.loaded = self.computed = 0  # requests
+        self.waited = 0  # requests whose loads have ended, with the sums of the following times
+        self.predicted_seconds = self.measured_seconds = self.error_seconds = 0.0
+
+    def step_ended(self, q_len: np.ndarray, milliseconds: float) -> None:
+        """Note the time of a step whose rows have ``q_len`` i32 [R] tokens."""
+        tokens = int(q_len.sum())
+        if milliseconds > 0 and tokens >= PROMPT * len(q_len):
+            self.steps.add(tokens, milliseconds / 1e3)
+            self.token_seconds = self.steps.value
+
+    def page_loaded(self, tier: int, size: int, seconds: float) -> None:
+        """Note the time of a load of ``size`` bytes."""
+        self.byte_seconds[tier] = mean(self.byte_seconds[tier], seconds / max(size, 1))
+
+    def written(self, size: int, seconds: float) -> None:
+        """Note the total bytes that were written to the device so far, and their time."""
+        if size:
+            self.write_seconds = seconds / size
+
+    def seconds_to_load(self, sizes: Mapping[int, int]) -> float:
+        """Return the expected seconds until pages are in host memory.  ``sizes`` has the bytes from each tier, with
+        those that other requests have ordered before."""
+        each = [size * (self.byte_seconds[tier] or 0.0) for tier, size in sizes.items()]
+        return max(each, default=0.0)
+
+    def loads(self, own: Mapping[int, int], sizes: Mapping[int, int], tokens: int) -> bool:
+        """Return True if loading pages is expected to be faster than computing their ``tokens``.
+
+        ``own`` has the bytes of the request from each tier, and ``sizes`` those and the bytes ordered before."""
+        writing = sum(own.values()) * self.write_seconds
+        load = self.seconds_to_load(sizes) + writing
+        forced = any(self.always[tier] for tier in own)
+        if forced or self.token_seconds is None or load <= tokens * self.token_seconds:
+            self.loaded += 1
+            return True
+        self.computed += 1
+        for tier in own:
+            seconds = self.byte_seconds[tier]
+            if seconds is not None:
+                self.byte_seconds[tier] = seconds * HOPE
+        return False
+
+    def ended(self, predicted: float, measured: float) -> None:
+        """Note the expected and the real seconds that a request waited for its pages."""
+        self.waited += 1
+        self.predicted_seconds += predicted
+        self.measured_seconds += measured
+        self.error_seconds += abs(predicted - measured)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the speeds in bytes and tokens per second (None if they were not measured), and the counters."""
+
+        def speed(seconds: float | None) -> float | None:
+            return 1 / seconds if seconds else None
+
+        names = (
+            "loaded",
+            "computed",
+            "waited",
+            "predicted_seconds",
+            "measured_seconds",
+            "error_seconds",
+        )
+        return {
+            "tokens_per_second": speed(self.token_seconds),
+            "load_bytes_per_second": [speed(seconds) for seconds in self.byte_seconds],
+            "write_bytes_per_second": speed(self.write_seconds),
+            **{name: getattr(self, name) for name in names},
+        }
