@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterator
 from functools import cache
-from itertools import groupby
+from itertools import chain, groupby
 
 Ranges = tuple[tuple[int, int], ...]
 LAST = 0x10FFFF
-# Between these two nothing is assigned; it is looked at once, and every property holds for all of it or for none.
-UNASSIGNED = (0x40000, 0xDFFFF)
+# parts of Unicode of which all code points have the same category, the first of them unassigned, and the other parts
+BLOCKS = ((0x40000, 0xDFFFF), (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
+SPANS = ((0, 0x3FFFF), (0xE0000, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST))
+FOLDED = {"k": (0x212A,), "s": (0x17F,), "i": (0x130, 0x131)}  # characters that fold to a letter
 ECMA_SPACE: Ranges = (
     (9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029), (0x202F, 0x202F),
     (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF),
@@ -23,15 +26,19 @@ LONG = {
     "Currency_Symbol": "Sc", "Separator": "Z", "Space_Separator": "Zs", "Control": "Cc",
 }  # fmt: skip
 KINDS = {"L": "ultmo", "M": "nce", "N": "dlo", "P": "cdseifo", "S": "mcko", "Z": "slp", "C": "cfon"}
-CATEGORIES = frozenset((*KINDS, *(kind + more for kind, inner in KINDS.items() for more in inner)))
+CATEGORIES = {kind + more for kind, inner in KINDS.items() for more in ("", *inner)}
 
 
 def union(*sets: Ranges) -> Ranges:
     """Return the union of some sets."""
     made: list[tuple[int, int]] = []
-    for low, high in sorted(r for ranges in sets for r in ranges):
-        if made and low <= made[-1][1] + 1:
-            made[-1] = (made[-1][0], max(made[-1][1], high))
+    for low, high in sorted(chain(*sets)):
+        if not made:
+            made.append((low, high))
+            continue
+        begin, end = made[-1]
+        if low <= end + 1:
+            made[-1] = (begin, max(end, high))
         else:
             made.append((low, high))
     return tuple(made)
@@ -39,17 +46,24 @@ def union(*sets: Ranges) -> Ranges:
 
 def complement(ranges: Ranges) -> Ranges:
     """Return all code points outside a set."""
-    made, at = [], 0
+    made = []
+    at = 0
     for low, high in union(ranges):
         if at < low:
             made.append((at, low - 1))
         at = high + 1
-    return (*made, (at, LAST)) if at <= LAST else tuple(made)
+    if at <= LAST:
+        made.append((at, LAST))
+    return tuple(made)
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
     """Return the code points that are in both sets."""
-    made = [(max(a, c), min(b, d)) for a, b in one for c, d in other if a <= d and c <= b]
+    made = []
+    for a, b in one:
+        for c, d in other:
+            if a <= d and c <= b:
+                made.append((max(a, c), min(b, d)))
     return union(tuple(made)) if len(made) > 1 else tuple(made)
 
 
@@ -72,7 +86,10 @@ def category(name: str) -> Ranges | None:
     """Return a general category of Unicode by its short or long name, None for an unknown name."""
     name = name.removeprefix("General_Category=").removeprefix("gc=")
     name = LONG.get(name, name)
-    return tables()[0].get(name, ()) if name in CATEGORIES else None
+    if name not in CATEGORIES:
+        return None
+    categories, _ = tables()
+    return categories.get(name, ())
 
 
 @cache
@@ -82,23 +99,36 @@ def tables() -> tuple[dict[str, Ranges], Ranges]:
     All sets are computed together, before the first grammar is compiled.  If they were computed at their first use, the
     time of a request would reveal whether an earlier request had used a set.
     """
-    spans = [(0, UNASSIGNED[0] - 1), (UNASSIGNED[1] + 1, 0xE0FFF), (0xFFFFE, 0xFFFFF), (0x10FFFE, LAST)]
-    blocks = (UNASSIGNED, (0xE1000, 0xEFFFF), (0xF0000, 0xFFFFD), (0x100000, 0x10FFFD))
-    found: dict[str, list[tuple[int, int]]] = {"": []}
-    for low, high in blocks:
-        found.setdefault(unicodedata.category(chr(low)), []).append((low, high))
-    for low, high in spans:
-        for name, run in groupby(range(low, high + 1), lambda code: unicodedata.category(chr(code))):
-            codes = list(run)
-            found.setdefault(name, []).append((codes[0], codes[-1]))
-        for holds, run in groupby(range(low, high + 1), lambda code: code == 95 or chr(code).isalnum()):
-            if holds:
-                codes = list(run)
-                found[""].append((codes[0], codes[-1]))
+    found: dict[str, list[tuple[int, int]]] = {}
+    word = []
+    for low, high in BLOCKS:
+        found.setdefault(_category_of(low), []).append((low, high))
+    for low, high in SPANS:
+        codes = range(low, high + 1)
+        for name, run in groupby(codes, _category_of):
+            found.setdefault(name, []).append(_ends(run))
+        for is_word, run in groupby(codes, _is_word):
+            if is_word:
+                word.append(_ends(run))
     made = {name: union(tuple(ranges)) for name, ranges in found.items()}
-    word = made.pop("")
-    kinds = {kind: union(*(ranges for name, ranges in made.items() if name[0] == kind)) for kind in KINDS}
-    return made | kinds, word
+    kinds = {}
+    for kind in KINDS:
+        kinds[kind] = union(*(ranges for name, ranges in made.items() if name[0] == kind))
+    return made | kinds, union(tuple(word))
+
+
+def _category_of(code: int) -> str:
+    return unicodedata.category(chr(code))
+
+
+def _is_word(code: int) -> bool:
+    return code == 95 or chr(code).isalnum()
+
+
+def _ends(run: Iterator[int]) -> tuple[int, int]:
+    """Return the first and the last element."""
+    elements = list(run)
+    return elements[0], elements[-1]
 
 
 def folded(ranges: Ranges, wide: bool) -> Ranges:
@@ -107,10 +137,15 @@ def folded(ranges: Ranges, wide: bool) -> Ranges:
     """
     found = [ranges]
     for code in (*range(65, 91), *range(97, 123)):
-        if any(low <= code <= high for low, high in ranges):
-            found.append(((code ^ 32, code ^ 32),))
+        if _contains(ranges, code):
+            other = code ^ 32
+            found.append(((other, other),))
     if wide:
-        for letter, others in (("k", (0x212A,)), ("s", (0x17F,)), ("i", (0x130, 0x131))):
-            if any(low <= ord(c) <= high for low, high in ranges for c in (letter, letter.upper())):
+        for letter, others in FOLDED.items():
+            if _contains(ranges, ord(letter)) or _contains(ranges, ord(letter.upper())):
                 found += [((other, other),) for other in others]
     return union(*found)
+
+
+def _contains(ranges: Ranges, code: int) -> bool:
+    return any(low <= code <= high for low, high in ranges)

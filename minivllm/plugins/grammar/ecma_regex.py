@@ -29,6 +29,7 @@ ASCII_SPACE: Ranges = ((9, 13), (32, 32))
 WRITABLE: Ranges = ((8, 10), (12, 13), (0x20, 0x7E), (0x80, 0xD7FF), (0xE000, 0x10FFFF))
 SHORT = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 SHORT_CODES: Ranges = ((8, 10), (12, 13), (34, 34), (92, 92))
+QUANTIFIERS = {(0, None): "*", (1, None): "+", (0, 1): "?"}
 CONTROL = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13}
 
 
@@ -101,8 +102,10 @@ class _Reader:
         return node
 
     def _refuse(self, what: str, instead: str = "") -> NoReturn:
-        shown = self.pattern if len(self.pattern) <= 60 else self.pattern[:57] + "..."
-        raise ValueError(f"the regular expression {shown!r} has {what}" + (f": {instead}" if instead else ""))
+        message = f"the regular expression {_shown(self.pattern)} has {what}"
+        if instead:
+            message += f": {instead}"
+        raise ValueError(message)
 
     def _next(self) -> str:
         return self.pattern[self.at : self.at + 1]
@@ -154,7 +157,9 @@ class _Reader:
         self.at += len(inner) + 2
         if max(len(least), len(most)) > 8 or max(int(least), int(most or 0)) > MOST_REPEAT:
             self._refuse(f"{{{inner[:20]}}}", f"expected at most {MOST_REPEAT} repetitions")
-        high = int(most) if most else None if comma else int(least)
+        high: int | None = int(least)
+        if comma:
+            high = int(most) if most else None
         if high is not None and high < int(least):
             self._refuse(f"{{{inner}}}", "the second number is smaller than the first")
         return int(least), high
@@ -167,7 +172,9 @@ class _Reader:
         if c == "$":
             return END
         if c == ".":
-            return Chars(EVERYTHING if self.dot_all else intersection(complement(LINE_ENDS), EVERYTHING))
+            if self.dot_all:
+                return Chars(EVERYTHING)
+            return Chars(intersection(complement(LINE_ENDS), EVERYTHING))
         if c == "(":
             return self._group()
         if c == "[":
@@ -179,7 +186,9 @@ class _Reader:
         if self._next() in ("b", "B"):
             self._refuse(f"the word boundary \\{self._next()}", "say what stands around the word")
         item = self._escape()
-        return self._character(item) if isinstance(item, int) else Chars(intersection(item(False), EVERYTHING))
+        if isinstance(item, int):
+            return self._character(item)
+        return Chars(intersection(item(False), EVERYTHING))
 
     def _character(self, code: int) -> Node:
         return Chars(self._fold(((code, code),), False))
@@ -269,7 +278,10 @@ class _Reader:
         if found is None:
             self._refuse(f"\\p{{{name[:30]}}}", "there are the general categories of Unicode, as \\p{L} or \\p{Letter}")
         self.at += len(name) + 2
-        return lambda wide: complement(union(found, category("Cn") or ())) if negated else found
+        if negated:
+            unassigned = category("Cn") or ()
+            found = complement(union(found, unassigned))
+        return lambda wide: found
 
     def _hexadecimal(self, letter: str) -> int:
         length = 2 if letter == "x" else 4
@@ -281,11 +293,14 @@ class _Reader:
             size = length if len(digits) == length else 0
         code = int(digits, 16) if size and _is_hexadecimal(digits) else -1
         self.at += size
-        low = self.pattern[self.at : self.at + 6]
-        if 0xD800 <= code < 0xDC00 and low.startswith("\\u") and _is_hexadecimal(low[2:]):
-            code = 0x10000 + ((code - 0xD800) << 10) + int(low[2:], 16) - 0xDC00
-            self.at += 6 if 0xDC00 <= int(low[2:], 16) < 0xE000 else len(self.pattern)
-        if not 0 <= code <= 0x10FFFF or 0xD800 <= code < 0xE000 or self.at > len(self.pattern):
+        following = self.pattern[self.at : self.at + 6]
+        is_escape = following.startswith("\\u") and _is_hexadecimal(following[2:])
+        if 0xD800 <= code < 0xDC00 and is_escape:
+            low = int(following[2:], 16)
+            if 0xDC00 <= low < 0xE000:
+                code = 0x10000 + ((code - 0xD800) << 10) + low - 0xDC00
+                self.at += 6
+        if not 0 <= code <= 0x10FFFF or 0xD800 <= code < 0xE000:
             self._refuse(f"\\{letter} without the number of a character")
         return code
 
@@ -296,7 +311,8 @@ class _Reader:
         ranges: Ranges = ()
         while not self._take("]"):
             ends = [self._item()]
-            if self._next() == "-" and self.pattern[self.at + 1 : self.at + 2] not in ("", "]"):
+            following = self.pattern[self.at + 1 : self.at + 2]
+            if self._next() == "-" and following not in ("", "]"):
                 self.at += 1
                 ends.append(self._item())
             low, high = ends[0], ends[-1]
@@ -304,12 +320,20 @@ class _Reader:
                 if high < low:
                     self._refuse("a range in [ ] that does not go up")
                 found = self._fold(((low, high),), negated)
-            else:  # beside a class a hyphen stands for itself
-                inverted = negated and not self.exact
-                held = [self._fold(((e, e),), negated) if isinstance(e, int) else e(inverted) for e in ends]
-                found = union(*held, ((45, 45),) * (len(ends) > 1))
+            else:
+                found = union(*(self._set_of(end, negated) for end in ends))
+                if len(ends) > 1:  # a hyphen with a class beside it is a character
+                    found = union(found, ((45, 45),))
             ranges = union(ranges, found)
-        return Chars(intersection(complement(ranges) if negated else ranges, EVERYTHING))
+        if negated:
+            ranges = complement(ranges)
+        return Chars(intersection(ranges, EVERYTHING))
+
+    def _set_of(self, item: int | Callable[[bool], Ranges], negated: bool) -> Ranges:
+        """Return the set of an item of [ ]."""
+        if isinstance(item, int):
+            return self._fold(((item, item),), negated)
+        return item(negated and not self.exact)
 
     def _item(self) -> int | Callable[[bool], Ranges]:
         c = self._next()
@@ -328,13 +352,25 @@ class _Reader:
             return ranges
         if self.exact:
             self._refuse("(?i", "names are told apart by case: write both")
-        if ranges[-1][1] > 127 and any(
-            unicodedata.category(chr(c))[0] in "LMNS" and chr(c).lower() != chr(c).upper()
-            for low, high in ranges
-            for c in range(max(low, 128), min(high, low + 0x3000) + 1)
-        ):
-            self._refuse("letters beyond ASCII under (?i", "write both cases")
+        for low, high in ranges:
+            codes = range(max(low, 128), min(high, low + 0x3000) + 1)
+            if any(map(_has_case, codes)):
+                self._refuse("letters beyond ASCII under (?i", "write both cases")
         return folded(ranges, wide)
+
+
+def _has_case(code: int) -> bool:
+    character = chr(code)
+    if unicodedata.category(character)[0] not in "LMNS":
+        return False
+    return character.lower() != character.upper()
+
+
+def _shown(pattern: str) -> str:
+    """Return a pattern in quotes, shortened to 60 characters."""
+    if len(pattern) > 60:
+        pattern = pattern[:57] + "..."
+    return repr(pattern)
 
 
 def _is_hexadecimal(digits: str) -> bool:
@@ -348,10 +384,8 @@ def _resolve(pattern: str, node: Node, around: Node) -> Node:
     """Return a node without anchors, with ``around`` at each edge of the text that had no anchor."""
     node = _bound(node, True, True, around)
     if _anchored(node):
-        shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
-        raise ValueError(
-            f"the regular expression {shown!r} has an anchor in its middle: expected ^ and $ at its ends only"
-        )
+        problem = "has an anchor in its middle: expected ^ and $ at its ends only"
+        raise ValueError(f"the regular expression {_shown(pattern)} {problem}")
     return node
 
 
@@ -376,13 +410,17 @@ def _edge(parts: list[Node], anchor: _Anchor, around: Node) -> list[Node]:
         return parts
     if parts and isinstance(parts[0], (Alternatives, Sequence)) and _anchored(parts[0]):
         return [_bound(parts[0], anchor is START, anchor is END, around), *parts[1:]]
-    return parts if around is EMPTY or (parts and parts[0] is around) else [around, *parts]
+    if around is EMPTY or (parts and parts[0] is around):
+        return parts
+    return [around, *parts]
 
 
 def _anchored(node: Node) -> bool:
     if isinstance(node, (Alternatives, Sequence)):
         return any(_anchored(part) for part in node.parts)
-    return isinstance(node, _Anchor) or (isinstance(node, Repeat) and _anchored(node.part))
+    if isinstance(node, Repeat):
+        return _anchored(node.part)
+    return isinstance(node, _Anchor)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -398,12 +436,12 @@ def within(node: Node, ranges: Ranges) -> Node | None:
         if part is None:
             return None if node.least else EMPTY
         return Repeat(part, node.least, node.most)
-    if isinstance(node, Alternatives):
-        parts = [found for part in node.parts if (found := within(part, ranges)) is not None]
-        return Alternatives(tuple(parts)) if parts else None
-    assert isinstance(node, Sequence)
+    assert isinstance(node, (Alternatives, Sequence))
     inner = [within(part, ranges) for part in node.parts]
-    return None if None in inner else Sequence(tuple(part for part in inner if part is not None))
+    parts = tuple(part for part in inner if part is not None)
+    if isinstance(node, Alternatives):
+        return Alternatives(parts) if parts else None
+    return Sequence(parts) if len(parts) == len(inner) else None
 
 
 def spelled(node: Node) -> Node:
@@ -411,10 +449,17 @@ def spelled(node: Node) -> Node:
     if isinstance(node, Chars):
         short = intersection(node.ranges, SHORT_CODES)
         raw = intersection(node.ranges, complement(SHORT_CODES))
-        signs = union(
-            *(((ord(SHORT[code]), ord(SHORT[code])),) for low, high in short for code in range(low, high + 1))
-        )
-        parts = [Chars(raw)] * bool(raw) + [Sequence((Chars(((92, 92),)), Chars(signs)))] * bool(signs)
+        signs: Ranges = ()
+        for low, high in short:
+            for code in range(low, high + 1):
+                sign = ord(SHORT[code])
+                signs = union(signs, ((sign, sign),))
+        parts: list[Node] = []
+        if raw:
+            parts.append(Chars(raw))
+        if signs:
+            backslash = Chars(((92, 92),))
+            parts.append(Sequence((backslash, Chars(signs))))
         return parts[0] if len(parts) == 1 else Alternatives(tuple(parts))
     if isinstance(node, Repeat):
         return Repeat(spelled(node.part), node.least, node.most)
@@ -429,18 +474,20 @@ def pattern(node: Node) -> str:
 
 def write(node: Node) -> str:
     """Return a regular expression of the texts for a grammar library."""
-    sets: dict[Ranges, str] = {}  # of this text alone: one that lives longer would tell what others have sent
+    sets: dict[Ranges, str] = {}  # for this call only; a longer life would reveal patterns of other requests
 
     def part(node: Node) -> str:
         if isinstance(node, Chars):
-            if (found := sets.get(node.ranges)) is None:
-                found = sets[node.ranges] = _write_set(node.ranges)
-            return found
+            if node.ranges not in sets:
+                sets[node.ranges] = _write_set(node.ranges)
+            return sets[node.ranges]
         if isinstance(node, Alternatives):
             return "(?:" + "|".join(map(part, node.parts)) + ")"
         if isinstance(node, Repeat):
             inner = part(node.part)
-            return (f"(?:{inner})" if isinstance(node.part, (Sequence, Repeat)) else inner) + quantifier(node)
+            if isinstance(node.part, (Sequence, Repeat)):
+                inner = f"(?:{inner})"
+            return inner + quantifier(node)
         assert isinstance(node, Sequence)
         return "".join(map(part, node.parts))
 
@@ -448,16 +495,27 @@ def write(node: Node) -> str:
 
 
 def quantifier(node: Repeat) -> str:
-    if (node.least, node.most) in ((0, None), (1, None), (0, 1)):
-        return "?" if node.most else "*+"[node.least]
+    sign = QUANTIFIERS.get((node.least, node.most))
+    if sign is not None:
+        return sign
+    if node.least == node.most:
+        return f"{{{node.least}}}"
     most = "" if node.most is None else node.most
-    return f"{{{node.least}}}" if node.least == node.most else f"{{{node.least},{most}}}"
+    return f"{{{node.least},{most}}}"
 
 
 def _write_set(ranges: Ranges) -> str:
-    items = "".join(_code(low) if low == high else f"{_code(low)}-{_code(high)}" for low, high in ranges)
-    return items if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else f"[{items}]"
+    items = ""
+    for low, high in ranges:
+        items += _code(low)
+        if low != high:
+            items += f"-{_code(high)}"
+    is_single = len(ranges) == 1 and ranges[0][0] == ranges[0][1]
+    return items if is_single else f"[{items}]"
 
 
 def _code(code: int) -> str:
-    return chr(code) if chr(code).isascii() and chr(code).isalnum() else f"\\u{{{code:x}}}"
+    character = chr(code)
+    if character.isascii() and character.isalnum():
+        return character
+    return f"\\u{{{code:x}}}"

@@ -51,6 +51,7 @@ SHAPES: dict[str, tuple[type, ...]] = {
 }  # fmt: skip
 SPOKEN: dict[type, str] = {str: "a text", list: "a list", dict: "an object"}
 
+Schema = dict[str, Any]  # a node of a schema
 Formats = Mapping[str, tuple[str, ...]]
 
 
@@ -87,7 +88,7 @@ def prepare(schema: Any, write: Callable[[Node], str], formats: Formats = FORMAT
 # ---- where the schemas are -------------------------------------------------------------------------------------------
 
 
-def children(node: dict[str, Any]) -> Iterator[Any]:
+def children(node: Schema) -> Iterator[Any]:
     """Yield the schemas directly inside a schema."""
     for key in MAPS:
         if isinstance(node.get(key), dict):
@@ -103,9 +104,9 @@ def children(node: dict[str, Any]) -> Iterator[Any]:
 class Nodes:
     """All schemas that are objects within one, wherever a reference finds them, and which of them can end."""
 
-    def __init__(self, schema: dict[str, Any]) -> None:
+    def __init__(self, schema: Schema) -> None:
         self.root, self.all = schema, []
-        self._targets: dict[str, Any] = {}
+        self._targets: Schema = {}
         self._ending: set[int] = set()
         seen: set[int] = set()
         left: list[Any] = [schema]
@@ -157,65 +158,83 @@ class Nodes:
         names = types if isinstance(types, list) else [types]
         return any(getattr(self, f"_{name}_ends", _yes)(node) for name in names)
 
-    def _array_ends(self, node: dict[str, Any]) -> bool:
+    def _array_ends(self, node: Schema) -> bool:
         least = node.get("minItems")
         if not isinstance(least, int) or least < 1:
             return True
-        first = _list(node, "prefixItems") or _list(node, "items")
-        rest = [] if len(first) >= least or isinstance(node.get("items"), list) else [node.get("items")]
-        return all(map(self.ends, [*first[:least], *rest]))
+        required = (_list(node, "prefixItems") or _list(node, "items"))[:least]
+        other = node.get("items")
+        if len(required) < least and not isinstance(other, list):
+            required = [*required, other]
+        return all(map(self.ends, required))
 
-    def _object_ends(self, node: dict[str, Any]) -> bool:
+    def _object_ends(self, node: Schema) -> bool:
         listed = node.get("properties")
-        listed = listed if isinstance(listed, dict) else {}
-        wanted = [name for name in _list(node, "required") if isinstance(name, str)]
-        other = True if node.get("patternProperties") else node.get("additionalProperties")
-        return all(self.ends(listed.get(name, other)) for name in wanted)
+        if not isinstance(listed, dict):
+            listed = {}
+        other: Any = True
+        if not node.get("patternProperties"):
+            other = node.get("additionalProperties")
+        return all(self.ends(listed.get(name, other)) for name in _required(node))
 
 
-def _yes(node: dict[str, Any]) -> bool:
+def _required(node: Schema) -> list[str]:
+    return [name for name in _list(node, "required") if isinstance(name, str)]
+
+
+def _yes(node: Schema) -> bool:
     return True
 
 
-def _list(node: dict[str, Any], key: str) -> list[Any]:
+def _list(node: Schema, key: str) -> list[Any]:
     return node[key] if isinstance(node.get(key), list) else []
 
 
 # ---- what they say ---------------------------------------------------------------------------------------------------
 
 
-def _refuse_misshapen(node: dict[str, Any]) -> None:
+def _refuse_misshapen(node: Schema) -> None:
     for key, kinds in SHAPES.items():
         value = node.get(key)
         if key in node and not isinstance(value, kinds):
             raise ValueError(f"{key}={value!r:.30}: expected {' or '.join(SPOKEN[kind] for kind in kinds)}")
-        if key in ("type", "required") and not all(isinstance(name, str) for name in _list(node, key)):
-            raise ValueError(f"{key}={value!r:.30}: expected a list of texts")
+    for key in ("type", "required"):
+        if not all(isinstance(name, str) for name in _list(node, key)):
+            raise ValueError(f"{key}={node[key]!r:.30}: expected a list of texts")
 
 
-def _refuse_unheld(node: dict[str, Any]) -> None:
+def _refuse_unheld(node: Schema) -> None:
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
     if missing := sorted(NOT_HELD & set(node)):
         raise ValueError(f"answers are not held to {', '.join(missing)}: leave it out, and say it in the prompt")
-    required = {name for name in _list(node, "required") if isinstance(name, str)}
-    least, open_ = node.get("minProperties"), node.get("additionalProperties") is not False
-    # A name that is not declared may be written twice, and is then one property.
-    if isinstance(least, int) and least > len(required) + 1 and (open_ or node.get("patternProperties")):
+    least = node.get("minProperties")
+    if not isinstance(least, int) or least <= len(set(_required(node))) + 1:
+        return
+    # an answer may write an undeclared name twice, which is then one property
+    if node.get("additionalProperties") is not False or node.get("patternProperties"):
         raise ValueError(
             f"minProperties={least!r:.30} of names that are not declared: answers are held to one more than is required"
         )
 
 
-def _hold_values(node: dict[str, Any]) -> None:
+def _hold_values(node: Schema) -> None:
     """Keep the values of ``const`` and ``enum`` that have the right type and can be written."""
-    types = node.get("type")
-    tests = [TYPES[t] for t in (types if isinstance(types, list) else [types]) if isinstance(t, str) and t in TYPES]
+    types = _list(node, "type") or [node.get("type")]
+    tests = [TYPES[name] for name in types if isinstance(name, str) and name in TYPES]
+
+    def fits(value: Any) -> bool:
+        return not tests or any(test(value) for test in tests)
+
     for key in ("const", "enum"):
-        if key not in node or (key == "enum" and not isinstance(node[key], list)):
+        if key not in node:
             continue
-        values = node[key] if key == "enum" else [node[key]]
-        fitting = [value for value in values if not tests or any(test(value) for test in tests)]
+        values = [node[key]]
+        if key == "enum":
+            values = node[key]
+            if not isinstance(values, list):
+                continue
+        fitting = [value for value in values if fits(value)]
         if values and not fitting:
             raise ValueError(f"no value of {key} is of the type that the schema requires")
         for value in fitting:
@@ -240,21 +259,24 @@ def _refuse_unwritable(key: str, value: Any) -> None:
                 f"{key} holds {one!r:.30}: answers are held to numbers up to 2 ** 53, of at most 15 digits"
             )
         if isinstance(one, (list, dict)):
-            left += [*one, *one.values()] if isinstance(one, dict) else one
+            left += one
+        if isinstance(one, dict):
+            left += one.values()
 
 
 def exactly_read(number: float) -> bool:
     """Return whether every parser reads a number as the same double, since it has few digits close to the point."""
     _, digits, exponent = Decimal(repr(number)).as_tuple()
-    few = len(digits) <= 15 or int("".join(map(str, digits))) <= LARGEST
-    return few and abs(number) <= LARGEST and isinstance(exponent, int) and abs(exponent) <= 22
+    if abs(number) > LARGEST or not isinstance(exponent, int) or abs(exponent) > 22:
+        return False
+    return len(digits) <= 15 or int("".join(map(str, digits))) <= LARGEST
 
 
 def _number(value: Any) -> TypeGuard[float]:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _hold_numbers(node: dict[str, Any], merged: bool) -> None:
+def _hold_numbers(node: Schema, merged: bool) -> None:
     """Replace bounds by close bounds that libraries enforce exactly, so that answers satisfy the original bounds too.
 
     ``merged`` means that a node may also get the bounds of another node.
@@ -268,21 +290,27 @@ def _hold_numbers(node: dict[str, Any], merged: bool) -> None:
                 continue
             if bound * sign > LARGEST:
                 raise ValueError(f"{key}={bound!r:.30}: answers are held to numbers up to 2 ** 53")
-            node[key] = -LARGEST * sign if abs(bound) > LARGEST else bound + sign * 2 * math.ulp(bound)
+            if abs(bound) > LARGEST:
+                node[key] = -LARGEST * sign
+            else:
+                node[key] = bound + sign * 2 * math.ulp(bound)
     if node.get("type") == "integer":
         return
     for (inclusive, exclusive), others, sign in ((LOWER, UPPER, 1), (UPPER, LOWER, -1)):
         bound = node.get(exclusive)
         if not _number(bound):
             continue
-        if merged or any(_number(node.get(key)) and abs(node[key] - bound) < 1 for key in others):
-            # a library that has two bounds with the same digits before the point lets the bound itself pass
-            least = bound + sign * (8 * math.ulp(bound) if bound else SMALLEST)
+        is_close = any(_number(node.get(key)) and abs(node[key] - bound) < 1 for key in others)
+        if merged or is_close:
+            # libraries accept an exclusive bound itself if the other bound has the same digits before the point
+            gap = 8 * math.ulp(bound) if bound else SMALLEST
+            least = bound + sign * gap
             del node[exclusive]
-            node[inclusive] = sign * max(sign * least, sign * node.get(inclusive, least))
+            tighter = max(sign * least, sign * node.get(inclusive, least))
+            node[inclusive] = sign * tighter
 
 
-def _hold_strings(node: dict[str, Any], write: Callable[[Node], str], formats: Formats) -> None:
+def _hold_strings(node: Schema, write: Callable[[Node], str], formats: Formats) -> None:
     """Write ``pattern`` and ``format`` as patterns of the library, all but one of them in ``allOf``.
 
     ValueError for a format that is not supported."""
@@ -302,12 +330,12 @@ def _hold_strings(node: dict[str, Any], write: Callable[[Node], str], formats: F
         node["allOf"] = [*_list(node, "allOf"), *({"pattern": more} for more in held[1:])]
 
 
-def _hold_names(node: dict[str, Any], write: Callable[[Node], str]) -> None:
+def _hold_names(node: Schema, write: Callable[[Node], str]) -> None:
     given = node.get("patternProperties")
     if not isinstance(given, dict):
         return
     closed = node.get("additionalProperties") is False
-    made: dict[str, Any] = {}
+    made: Schema = {}
     for pattern, inner in given.items():
         names = search(pattern)
         # other names are those that it does not match, so that it has to be read in one way

@@ -57,8 +57,10 @@ class _Vocabulary:
     """The tokens in the form of ``llguidance.TokenizerWrapper``, which reads these attributes."""
 
     def __init__(self, ctx: GrammarContext) -> None:
-        self.tokens = [*ctx.tokens, *[b""] * (ctx.vocab_size - len(ctx.tokens))]
-        self.eos_token_id, self.bos_token_id = ctx.eos_ids[0], None
+        unnamed = ctx.vocab_size - len(ctx.tokens)
+        self.tokens = [*ctx.tokens, *[b""] * unnamed]
+        self.eos_token_id = ctx.eos_ids[0]
+        self.bos_token_id = None
         self.special_token_ids = list(ctx.eos_ids)
 
     def __call__(self, text: bytes) -> list[int]:
@@ -67,15 +69,16 @@ class _Vocabulary:
 
 
 class LLGuidance(Grammar):
+    """Grammars compiled and matched by llguidance."""
+
     def __init__(self, options: Any, ctx: GrammarContext) -> None:
         super().__init__(options, ctx)
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(_Vocabulary(ctx)),
-            eos_token=list(ctx.eos_ids),
-            slices=llguidance.LLTokenizer.json_slices(),
-        )
+        vocabulary = llguidance.TokenizerWrapper(_Vocabulary(ctx))
+        slices = llguidance.LLTokenizer.json_slices()
+        self._tokenizer = llguidance.LLTokenizer(vocabulary, eos_token=list(ctx.eos_ids), slices=slices)
         tables()
-        self.threads = Threads(getattr(options, "threads", 0) or ctx.threads, llguidance.LLExecutor)
+        threads = getattr(options, "threads", 0) or ctx.threads
+        self.threads = Threads(threads, llguidance.LLExecutor)
         self._limits = llguidance.LLParserLimits(max_items_in_row=ITEMS, verbose_errors=False)
         self._eos = frozenset(ctx.eos_ids)
 
@@ -85,7 +88,8 @@ class LLGuidance(Grammar):
         if made.is_error():
             raise ValueError(_first(made.get_error()))
         handle = made, source.kind == "reply"
-        return Compiled(handle, BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text))
+        size = BYTES + SOURCE_BYTES * len(source.text) + LARK_BYTES * len(text)
+        return Compiled(handle, size)
 
     def start(self, compiled: Compiled) -> _LLGuidanceMatcher:
         made, names_tokens = compiled.handle

@@ -22,21 +22,26 @@ class Hill:
 
     def __init__(self, sizes: int) -> None:
         self.seconds: list[float | None] = [None] * sizes
-        self.best, self._up = 0, True
-        self.calls, self.every = 0, SOON
+        self.best = 0
+        self._up = True  # whether the last trial used more threads
+        self.calls = 0  # since the last trial
+        self.every = SOON
 
     def pick(self) -> int:
         """Return the index of the number of threads for the next call."""
-        near = [i for i in (self.best - 1, self.best + 1) if 0 <= i < len(self.seconds)]
+        neighbours = (self.best - 1, self.best + 1)
+        near = [i for i in neighbours if 0 <= i < len(self.seconds)]
         self.calls += 1
-        if self.seconds[self.best] is not None:
-            new = next((i for i in near if self.seconds[i] is None), None)
-            if new is not None:
-                return new
-            if near and self.calls >= self.every:
-                self.calls, self.every = 0, min(2 * self.every, LATE)
-                self._up = not self._up
-                return near[-1] if self._up else near[0]
+        if self.seconds[self.best] is None:
+            return self.best
+        for i in near:
+            if self.seconds[i] is None:
+                return i
+        if near and self.calls >= self.every:
+            self.calls = 0
+            self.every = min(2 * self.every, LATE)
+            self._up = not self._up
+            return near[-1] if self._up else near[0]
         return self.best
 
     def record(self, at: int, seconds: float) -> None:
@@ -45,11 +50,14 @@ class Hill:
         if mean is None:
             self.seconds[at] = seconds
         else:
-            self.seconds[at] = mean + (FASTER if seconds < mean else SLOWER) * (min(seconds, MOST * mean) - mean)
-        known = [i for i, s in enumerate(self.seconds) if s is not None]
-        best = min(known, key=lambda i: self.seconds[i])  # type: ignore[arg-type, return-value]
+            weight = FASTER if seconds < mean else SLOWER
+            change = min(seconds, MOST * mean) - mean
+            self.seconds[at] = mean + weight * change
+        measured = [(s, i) for i, s in enumerate(self.seconds) if s is not None]
+        _, best = min(measured)
         if best != self.best:
-            self.best, self.every = best, SOON
+            self.best = best
+            self.every = SOON
 
 
 class Threads:
@@ -59,7 +67,8 @@ class Threads:
     """
 
     def __init__(self, most: int, make: Callable[[int], Any]) -> None:
-        self.sizes = sorted({1 << i for i in range(most.bit_length()) if 1 << i < most} | {max(1, most)})
+        powers = [1 << i for i in range(most.bit_length())]
+        self.sizes = [*(size for size in powers if size < most), max(1, most)]
         self._make = make
         self._pools: dict[int, Any] = {1: None}
         self._hills: dict[tuple[str, int], Hill] = {}
@@ -68,7 +77,8 @@ class Threads:
         """Return ``call(pool)`` for a pool of the best size; ``kind`` names the work, which concerns n rows."""
         if len(self.sizes) == 1 or n == 1:
             return call(None)
-        hill = self._hills.setdefault((kind, n.bit_length()), Hill(len(self.sizes)))
+        key = (kind, n.bit_length())
+        hill = self._hills.setdefault(key, Hill(len(self.sizes)))
         at = hill.pick()
         size = self.sizes[at]
         if size not in self._pools:
@@ -80,4 +90,8 @@ class Threads:
 
     def used(self) -> dict[str, int]:
         """Return the current number of threads of each kind of call, by its kind and its largest number of rows."""
-        return {f"{kind} {2**bits - 1}": self.sizes[h.best] for (kind, bits), h in sorted(self._hills.items())}
+        sizes = {}
+        for kind, bits in sorted(self._hills):
+            hill = self._hills[kind, bits]
+            sizes[f"{kind} {2**bits - 1}"] = self.sizes[hill.best]
+        return sizes

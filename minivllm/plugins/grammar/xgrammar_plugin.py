@@ -27,20 +27,23 @@ HALF = re.compile(rb"[\xa0-\xbf]")
 
 
 class _XGrammarMatcher:
-    """``taken``: its tokens, of which the last may end in the middle of a character."""
+    """The state of a row.  ``taken`` are its tokens, the last of which may end inside a character."""
 
     __slots__ = ("json", "taken", "xg")
 
     def __init__(self, xg: Any, json: bool, taken: list[int]) -> None:
-        self.xg, self.json, self.taken = xg, json, taken
+        self.xg = xg
+        self.json = json
+        self.taken = taken
 
 
 class XGrammar(Grammar):
+    """Grammars compiled and matched by XGrammar."""
+
     def __init__(self, options: Any, ctx: GrammarContext) -> None:
         super().__init__(options, ctx)
-        vocabulary = xgrammar.TokenizerInfo(
-            list(ctx.tokens), vocab_size=ctx.vocab_size, stop_token_ids=list(ctx.eos_ids)
-        )
+        tokens = list(ctx.tokens)
+        vocabulary = xgrammar.TokenizerInfo(tokens, vocab_size=ctx.vocab_size, stop_token_ids=list(ctx.eos_ids))
         threads = getattr(options, "threads", 0) or ctx.threads
         tables()
         self._compiler = xgrammar.GrammarCompiler(vocabulary, max_threads=threads, cache_enabled=False)
@@ -51,8 +54,10 @@ class XGrammar(Grammar):
 
     def _without(self, found: Callable[[bytes], Any]) -> np.ndarray:
         """Return a mask of the tokens that do not contain a pattern."""
-        bits = np.ones(-(-self.ctx.vocab_size // 32) * 32, bool)
-        bits[: len(self.ctx.tokens)] = [found(token) is None for token in self.ctx.tokens]
+        words = -(-self.ctx.vocab_size // 32)
+        tokens = self.ctx.tokens
+        bits = np.ones(words * 32, bool)
+        bits[: len(tokens)] = [found(token) is None for token in tokens]
         return np.packbits(bits, bitorder="little").view("<i4")
 
     def compile(self, source: GrammarSource) -> Compiled:
@@ -61,11 +66,13 @@ class XGrammar(Grammar):
         except ValueError:
             raise
         except RuntimeError as e:  # the library's own errors
-            raise ValueError(" ".join(str(e).split())[:300]) from None
+            message = " ".join(str(e).split())
+            raise ValueError(message[:300]) from None
         return Compiled((made, source.kind == "json"), made.memory_size_bytes)
 
     def _compile(self, source: GrammarSource) -> Any:
-        text, c = source.text, self._compiler
+        text = source.text
+        compiler = self._compiler
         if source.kind == "json":
             if source.whitespace is not None:
                 raise ValueError("whitespace_pattern: xgrammar has none; leave it out, or choose grammar=llguidance")
@@ -73,20 +80,21 @@ class XGrammar(Grammar):
             schema = prepare(json.loads(text), patterns.name, ONE_EACH)
             if missing := list(dict.fromkeys(unheld(schema))):
                 raise ValueError(f"xgrammar does not hold answers to {', '.join(missing)}; choose grammar=llguidance")
+            spaces: dict[str, Any] = {"separators": (",", ":"), "max_whitespace_cnt": None}
+            if source.any_whitespace:
+                spaces = {"separators": None, "max_whitespace_cnt": MOST_WHITESPACE}
             made = xgrammar.Grammar.from_json_schema(
-                json.dumps(schema),
-                any_whitespace=source.any_whitespace,
-                strict_mode=False,
-                separators=None if source.any_whitespace else (",", ":"),
-                max_whitespace_cnt=MOST_WHITESPACE if source.any_whitespace else None,
+                json.dumps(schema), any_whitespace=source.any_whitespace, strict_mode=False, **spaces
             )
-            return c.compile_grammar(patterns.exactly(str(made)))
+            return compiler.compile_grammar(patterns.exactly(str(made)))
         if source.kind == "regex":
-            return c.compile_regex(f"(?:{write(whole(text))})")
+            return compiler.compile_regex(f"(?:{write(whole(text))})")
         if source.kind == "choice":
-            options = " | ".join(json.dumps(option, ensure_ascii=False) for option in json.loads(text))
-            return c.compile_grammar(f"root ::= {options}\n")
-        return c.compile_grammar(text) if "::=" in text else c.compile_lark(text)
+            options = [json.dumps(option, ensure_ascii=False) for option in json.loads(text)]
+            return compiler.compile_grammar(f"root ::= {' | '.join(options)}\n")
+        if "::=" in text:
+            return compiler.compile_grammar(text)
+        return compiler.compile_lark(text)
 
     def start(self, compiled: Compiled) -> _XGrammarMatcher:
         made, is_json = compiled.handle
@@ -103,12 +111,19 @@ class XGrammar(Grammar):
         return len(tokens)
 
     def fill(self, matchers: Sequence[Any], mask: np.ndarray, rows: Sequence[int]) -> Mapping[int, str]:
-        failed = {i: "its text has ended" for i, m in enumerate(matchers) if m.xg.is_terminated()}
-        left = [(m, row) for i, (m, row) in enumerate(zip(matchers, rows, strict=True)) if i not in failed]
-        if left:
-            self._batch.batch_fill_next_token_bitmask([m.xg for m, _ in left], mask, [row for _, row in left])
-        for m, row in left:
-            mask[row] &= self._in_json if m.json else self._anywhere
-            if m.taken and self.ctx.tokens[m.taken[-1]].endswith(b"\xed"):
+        failed = {}
+        open_matchers = []
+        open_rows = []
+        for i, (matcher, row) in enumerate(zip(matchers, rows, strict=True)):
+            if matcher.xg.is_terminated():
+                failed[i] = "its text has ended"
+            else:
+                open_matchers.append(matcher)
+                open_rows.append(row)
+        if open_matchers:
+            self._batch.batch_fill_next_token_bitmask([m.xg for m in open_matchers], mask, open_rows)
+        for matcher, row in zip(open_matchers, open_rows, strict=True):
+            mask[row] &= self._in_json if matcher.json else self._anywhere
+            if matcher.taken and self.ctx.tokens[matcher.taken[-1]].endswith(b"\xed"):
                 mask[row] &= self._after_ed
         return failed
