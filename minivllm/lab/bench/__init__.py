@@ -10,8 +10,9 @@ state       clock, power, energy and load of the machine during a measurement
 ablate      remove one part of a configuration at a time
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Row = Mapping[str, Any]  # a result of a run, or an object in it
+Rows = Sequence[Row]
 Result = dict[str, Any]  # the same, to be filled

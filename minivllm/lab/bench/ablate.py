@@ -202,7 +202,10 @@ def recompute(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int)
     """
     texts: list[list[int]] = []  # token ids of each prompt and answer
     for a in asks:
-        texts.append(llm.tokenizer.encode(a.prompt) if isinstance(a.prompt, str) else list(a.prompt))
+        prompt = a.prompt
+        if isinstance(prompt, str):
+            prompt = llm.tokenizer.encode(prompt)
+        texts.append(list(prompt))
     answers = [TimedAnswer(prompt_tokens=len(ids)) for ids in texts]
     seconds = 0.0
     unfinished = list(range(len(asks)))

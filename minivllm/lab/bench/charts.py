@@ -263,7 +263,9 @@ class _Axes:
         """Return the place of a point in the chart."""
         up = math.log10 if self.log else float
         x = (point[0] - self.low_x) / (self.high_x - self.low_x)
-        y = (up(max(point[1], self.low_y)) - up(self.low_y)) / (up(self.high_y) - up(self.low_y))
+        bottom = up(self.low_y)
+        height = up(max(point[1], self.low_y)) - bottom
+        y = height / (up(self.high_y) - bottom)
         return self.left + x * self.width, LOW - y * self.height
 
     def path(self, points: Sequence[Point]) -> str:
@@ -293,7 +295,8 @@ def _lines(chart: LineChart) -> str:
         points += line.points
         for ends in line.whiskers():
             points += ends
-    axes = _Axes([point for point in points if point[1] > 0 or not chart.log], chart.joined, chart.log)
+    shown = [point for point in points if point[1] > 0 or not chart.log]
+    axes = _Axes(shown, chart.joined, chart.log)
     parts = axes.parts()
     parts.append(_text(axes.left + axes.width, LOW + 34, chart.x_name, "end"))
     parts.append(_text(4, 14, chart.y_name))
@@ -309,7 +312,9 @@ def _lines(chart: LineChart) -> str:
                 parts.append(f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="4"/>')
         for a, b in line.whiskers():
             parts.append(_whisker(axes.place(a), axes.place(b), f"l{colour}", DODGE * (i - middle)))
-    named = [line.name for line in chart.lines if line.name] if len(chart.lines) > 1 else []
+    named = [line.name for line in chart.lines if line.name]
+    if len(chart.lines) == 1:
+        named = []
     parts += _legend(named, axes.left, LOW + 44)
     return _svg(LOW + 44 + 20 * len(named), f"{chart.y_name} over {chart.x_name}", parts)
 

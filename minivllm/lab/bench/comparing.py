@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from . import Result, Row, quality, state, trials
+from . import Result, Row, Rows, quality, state, trials
 from .lm_tasks import LOWER
 from .repeats import merged, result, with_bounds
 from .statistics import NAN, Paired, Shift, paired, percentile, shifted
@@ -22,17 +22,21 @@ class ComparedRuns:
     """
 
     names: Sequence[str]
-    stored: Sequence[Row]
+    stored: Rows
     seeds: Sequence[int]
     settings: Row
 
     def __post_init__(self) -> None:
-        self.runs = [[one["runs"][str(seed)] for seed in self.seeds] for one in self.stored]
+        self.runs = []
+        for stored in self.stored:
+            by_seed = stored["runs"]
+            self.runs.append([by_seed[str(seed)] for seed in self.seeds])
         self.tasks: list[trials.Metric] = []
         for key in self.runs[0][0]["figures"]:
             if key.startswith("task_"):
-                name = key.removeprefix("task_").removeprefix(LOWER)
-                self.tasks.append(trials.Metric(key, name, not key.startswith(f"task_{LOWER}"), 3))
+                task = key.removeprefix("task_")
+                name = task.removeprefix(LOWER)
+                self.tasks.append(trials.Metric(key, name, name == task, 3))
         self.counted = trials.counted(self.runs)
         # evictions and preemptions explain a speed, and are no result of their own
         tested = [metric for metric in self.counted if metric.key in ("prefix_hit_rate", "draft_acceptance")]
@@ -46,37 +50,39 @@ class ComparedRuns:
         """
         tests = [self._against_first(i) for i in range(1, len(self.names))]
         judged = [{}, *trials.judged(tests)]
+        first = self.runs[0]
+        by_name = dict(zip(self.names, self.runs, strict=True))
         rows = []
-        for i, (name, stored, runs) in enumerate(zip(self.names, self.stored, self.runs, strict=True)):
+        for i, (name, runs) in enumerate(by_name.items()):
             difference = self._clock_difference(i)
             if difference:
                 for metric in trials.SPEED:
-                    judged[i][metric.key] |= {"says": f"not compared: {difference}"}
-            row = {"name": name, **merged([run["figures"] for run in runs]), "quality": stored["quality"]}
-            row["same_tokens"] = trials.same_tokens(self.runs[0], runs)
-            row["first_divergence"] = trials.first_divergence(self.runs[0], runs)
+                    judged[i][metric.key]["says"] = f"not compared: {difference}"
+            figures = [run["figures"] for run in runs]
+            row = {"name": name, **merged(figures), "quality": self.stored[i]["quality"]}
+            row["same_tokens"] = trials.same_tokens(first, runs)
+            row["first_divergence"] = trials.first_divergence(first, runs)
             row["verdict"] = (verdicts or {}).get(name, "")
             row["against_first"] = judged[i]
             rows.append(row)
-        states = [run["state"] for run in self.runs[0]]
-        figures = [run["figures"] for run in self.runs[0]]
-        by_name = dict(zip(self.names, self.runs, strict=True))
-        return result(
-            "compare", figures, states, self.settings, None, rows=rows, runs_by_name=by_name, bills_of_materials=bills
-        )
+        states = [run["state"] for run in first]
+        figures = [run["figures"] for run in first]
+        more = {"rows": rows, "runs_by_name": by_name, "bills_of_materials": bills}
+        return result("compare", figures, states, self.settings, None, **more)
 
     def _against_first(self, i: int) -> dict[str, Paired | Shift]:
         """Return the tests of configuration i against the first, by figure."""
-        quality_tests = of_quality(self.stored[0]["quality"] or {}, self.stored[i]["quality"] or {})
-        return {**trials.against(self.runs[0], self.runs[i], self.metrics), **quality_tests}
+        first, other = (self.stored[row]["quality"] or {} for row in (0, i))
+        tests: dict[str, Paired | Shift] = {**trials.against(self.runs[0], self.runs[i], self.metrics)}
+        return tests | of_quality(first, other)
 
     def _clock_difference(self, i: int) -> str:
         """Return why the speeds of configuration i and the first cannot be compared, "" if they can."""
-        first, other = (
-            percentile([run["state"]["mhz"] for run in runs if run["state"].get("mhz")], 50)
-            for runs in (self.runs[0], self.runs[i])
-        )
-        if math.isnan(first) or math.isnan(other) or not state.clocks_apart({"mhz": first}, {"mhz": other}):
+        first = _clock(self.runs[0])
+        other = _clock(self.runs[i])
+        if math.isnan(first) or math.isnan(other):
+            return ""
+        if not state.clocks_apart({"mhz": first}, {"mhz": other}):
             return ""
         return f"clocks of {first:.0f} and {other:.0f} MHz"
 
@@ -103,7 +109,8 @@ class ComparedRuns:
         for row in rows[1:]:
             out += self._verdict_lines(rows[0], row)
         if whole["joules_per_output_token"] is None:
-            out.append(f"energy: unknown: {whole['machine_states'][0].get('energy_unknown', 'no counter')}")
+            machine = whole["machine_states"][0]
+            out.append(f"energy: unknown: {machine.get('energy_unknown', 'no counter')}")
         return out
 
     def _verdict_lines(self, first: Row, row: Row) -> list[str]:
@@ -115,12 +122,19 @@ class ComparedRuns:
             if verdict["says"] != "not measured":
                 out.append(f"  {names[key]:{width}} {trials.ratio_text(verdict):>20}  {verdict['says']}")
         own = row["quality"] or {}
-        texts = {quality["tokens"] for quality in (first["quality"] or {}, own) if "tokens" in quality}
+        qualities = (first["quality"] or {}, own)
+        texts = {quality["tokens"] for quality in qualities if "tokens" in quality}
         if len(texts) > 1:
             out.append("  perplexity: not compared: other tokens (the tokenizers cut the text differently)")
         if own.get("not_measured"):
             out.append(f"  quality of a text: not measured: {own['not_measured']}")
         return out
+
+
+def _clock(runs: Rows) -> float:
+    """Return the median clock of some runs in MHz, NaN if it is unknown."""
+    clocks = [run["state"].get("mhz") for run in runs]
+    return percentile([mhz for mhz in clocks if mhz], 50)
 
 
 def _values_text(row: Row, metrics: Sequence[trials.Metric]) -> str:
@@ -134,7 +148,9 @@ def _table_line(row: Row, width: int) -> str:
     same = f"{100 * row['same_tokens']:.0f} %"
     if row["first_divergence"]:
         same += f", first at token {row['first_divergence']}"
-    agreement = f"{100 * own['top1_agreement']:.1f} %" if "top1_agreement" in own else "-"
+    agreement = "-"
+    if "top1_agreement" in own:
+        agreement = f"{100 * own['top1_agreement']:.1f} %"
     speed = with_bounds(row, "output_throughput")
     ttft = with_bounds(row, "median_ttft_ms")
     tpot = with_bounds(row, "median_tpot_ms", 2)
@@ -160,4 +176,6 @@ def of_quality(a: Row, b: Row) -> dict[str, Paired | Shift]:
 def _number(own: Row, key: str, digits: int) -> str:
     """Return a number as text, "-" if it is unknown."""
     value = own.get(key, NAN)
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+    if value is None or math.isnan(value):
+        return "-"
+    return f"{value:.{digits}f}"

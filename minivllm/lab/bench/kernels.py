@@ -32,6 +32,7 @@ from minivllm.errors import ConfigError
 from . import textbook
 
 Call = Callable[[], Any]
+Reference = Callable[[], list[Call]]
 FIRST_BLOCK = 1  # the first block that rows can use; block 0 is the null block
 
 
@@ -122,17 +123,20 @@ class KernelBench:
         """
         pages = -(-context // self.wiring.block)
         slots = np.arange(rows, dtype=np.int32)
-        table = FIRST_BLOCK + np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-        at = self.state.to(slots.astype(np.int64))
-        self.state.table[:, at, :pages] = self.state.to(table)[None]
-        self.state.tokens[at, :context] = torch.randint(
-            self.worker.vocab_size, (rows, context), dtype=torch.int32, device=self.state.device
+        blocks = FIRST_BLOCK + np.arange(rows * pages, dtype=np.int32)
+        state = self.state
+        at = state.to(slots.astype(np.int64))
+        state.table[:, at, :pages] = state.to(blocks.reshape(1, rows, pages))
+        shape = (rows, context)
+        state.tokens[at, :context] = torch.randint(
+            self.worker.vocab_size, shape, dtype=torch.int32, device=state.device
         )
-        self.state.stopped[at] = False
-        self.state.known[at] = context
-        self.state.end[at] = self.wiring.max_model_len
+        state.stopped[at] = False
+        state.known[at] = context
+        state.end[at] = self.wiring.max_model_len
         q_len = np.full(rows, tokens, np.int32)
-        return StepPlan(0, slots, q_len, np.full(rows, context - tokens, np.int32), slots)
+        computed = np.full(rows, context - tokens, np.int32)
+        return StepPlan(0, slots, q_len, computed, slots)
 
     def clear(self) -> None:
         """End all rows and release the weights of the torch operations."""
@@ -197,7 +201,8 @@ def merged(found: Sequence[Operation]) -> list[Operation]:
     """Return the operations with calls of equal name and shape merged, and with their torch calls."""
     by_shape: dict[tuple[str, float, float], Operation] = {}
     for one in found:
-        same = by_shape.setdefault((one.name, one.size, one.flops), one)
+        shape = (one.name, one.size, one.flops)
+        same = by_shape.setdefault(shape, one)
         if same is not one:
             same.calls += one.calls
     for one in by_shape.values():
@@ -225,9 +230,7 @@ class LoadOperations:
         self.x = self.torch.random(self.total, hidden, scale=0.1)
         self.residual = self.torch.random(self.total, hidden, scale=0.1)
 
-    def _op(
-        self, name: str, call: Call, size: float, flops: float, reference: Callable[[], list[Call]], **more: Any
-    ) -> Operation:
+    def _op(self, name: str, call: Call, size: float, flops: float, reference: Reference, **more: Any) -> Operation:
         """Return an operation of this load with one call."""
         return Operation(name, self.rows, self.tokens, self.context, [call], size, flops, reference, **more)
 
@@ -246,17 +249,24 @@ class LoadOperations:
         width = self.model.spec.hidden
         ids = self.read.ids
         embed = self.model.embed
-        plain = embed.weight if embed.scheme is None else self._operand(embed.range.rows, width)
+        if embed.scheme is None:
+            plain = embed.weight
+        else:
+            plain = self._operand(embed.range.rows, width)
         size = self._moved(width, width)
-        return [self._op("embedding", partial(embed, ids), size, 0.0, lambda: [partial(F.embedding, ids, plain)])]
+        torch_call: Call = partial(F.embedding, ids, plain)
+        return [self._op("embedding", partial(embed, ids), size, 0.0, lambda: [torch_call])]
 
     def layers(self) -> list[Operation]:
         """Return the operations of all layers."""
         out = []
         for i, block in enumerate(self.model.blocks):
-            out += [self._product("qkv", block.qkv.linear, partial(block.qkv, Normed(self.x)))]
+            qkv = partial(block.qkv, Normed(self.x))
+            mlp = self.model.spec.layers[i].mlp
+            out.append(self._product("qkv", block.qkv.linear, qkv))
             out += self._attention(block)
-            out += [self._out(block), *self._mlp(block, self.model.spec.layers[i].mlp)]
+            out.append(self._out(block))
+            out += self._mlp(block, mlp)
         return out
 
     def _product(
@@ -277,19 +287,22 @@ class LoadOperations:
         info = linear.info
         if x is None:
             x = self.x
-        size = held_bytes(linear) + self._moved(info.in_features, outputs or info.out_features, more)
+        moved = self._moved(info.in_features, outputs or info.out_features, more)
+        size = held_bytes(linear) + moved
         flops = 2.0 * self.total * info.in_features * info.out_features
         reference = partial(self.torch.product, x, info.out_features, self.layer_count, then)
         return self._op(name, call, size, flops, reference)
 
     def _joined(self, name: str, join: Any, linear: Any, x: Tensor) -> Operation:
         """Return a matrix product, its addition to the residual stream, and the norms of the output and of the sum."""
-        norms = [getattr(join, "after", None), join.before if hasattr(join, "before") else join.norm]
+        before = join.before if hasattr(join, "before") else join.norm
+        norms = [getattr(join, "after", None), before]
         if any(norm is not None for norm in norms):
             name += " + norm"
         then = textbook.joined(self.residual, norms, self.dtype)
         width = 2 * linear.info.out_features
-        return self._product(name, linear, partial(join, x, self.residual), x, 0, then, width)
+        call = partial(join, x, self.residual)
+        return self._product(name, linear, call, x, 0, then, width)
 
     def _out(self, block: Any) -> Operation:
         """Return the output projection of attention."""
@@ -307,13 +320,17 @@ class LoadOperations:
         join = block.both if block.parallel else block.down
         down = join.linear
         y = self._operand(self.total, down.info.in_features)
-        up = block.up.linear if hasattr(block.up, "linear") else self.bench.parts.modules[f"{block.name}mlp.up"]
+        up = getattr(block.up, "linear", None)
+        if up is None:
+            up = self.bench.parts.modules[f"{block.name}mlp.up"]
         name = "gate and up + gate" if mlp.gated else "up + activation"
         then = textbook.gated(mlp.activation, mlp.gated)
         first = self._product(name, up, partial(block.up, h), None, mlp.inner, then)
         if block.parallel:
-            return [first, self._product("down", down, partial(down, y), y)]
-        return [first, self._joined("down", join, down, y)]
+            second = self._product("down", down, partial(down, y), y)
+        else:
+            second = self._joined("down", join, down, y)
+        return [first, second]
 
     def _experts(self, block: Any, h: Normed, spec: Any) -> Operation:
         """Return the experts of a layer.
@@ -326,11 +343,15 @@ class LoadOperations:
         down = mixture.down.info
         weight_bytes = held_bytes(mixture.gate_up) + held_bytes(mixture.down)
         columns = (up.out_features + down.out_features) // count
-        weights = up.in_features * up.out_features // count + down.in_features * down.out_features // count
-        used = count * (1 - (1 - spec.chosen / count) ** self.total)
-        size = weight_bytes / count * used + held_bytes(mixture.router) + self._moved(spec.chosen * columns)
+        weights = sum(one.in_features * one.out_features // count for one in (up, down))
+        unused_share = (1 - spec.chosen / count) ** self.total
+        used = count * (1 - unused_share)
+        size = weight_bytes / count * used + held_bytes(mixture.router)
+        size += self._moved(spec.chosen * columns)
         flops = 2.0 * weights * spec.chosen * self.total
-        call: Call = partial(mixture, h) if block.parallel else partial(block.down, h, self.residual)
+        call: Call = partial(block.down, h, self.residual)
+        if block.parallel:
+            call = partial(mixture, h)
         return self._op("experts", call, size, flops, list)
 
     def _attention(self, block: Any) -> list[Operation]:
@@ -338,7 +359,8 @@ class LoadOperations:
         layer = block.attn.layer
         meta = self.read.meta
         spec: AttnSpec = layer.spec
-        token_bytes = sum(t.element_size() * t[0].numel() for t in layer.cache.values()) / self.bench.wiring.block
+        block_bytes = sum(t.element_size() * t[0].numel() for t in layer.cache.values())
+        token_bytes = block_bytes / self.bench.wiring.block
         queries = self._operand(self.total, spec.heads, spec.dim_qk)
         out = queries.new_empty(self.total, spec.heads, spec.dim_v)
         pairs, keys = self._visible(spec)
@@ -359,11 +381,13 @@ class LoadOperations:
         meta = self.read.meta
         shapes = ((spec.heads, spec.dim_qk), (spec.kv_heads, spec.dim_qk), (spec.kv_heads, spec.dim_v))
         widths = [heads * dim for heads, dim in shapes]
-        parts = self._operand(self.total, sum(widths)).split(widths, dim=-1)
-        q, k, v = (part.view(self.total, *shape) for part, shape in zip(parts, shapes, strict=True))
+        joined = self._operand(self.total, sum(widths))
+        parts = zip(joined.split(widths, dim=-1), shapes, strict=True)
+        q, k, v = (part.view(self.total, *shape) for part, shape in parts)
         slots = meta.slot_map[layer.group]
         room = max(4096, 2 * self.total)
-        size = self._moved(*widths, widths[0]) + token_bytes * self.total
+        activations = self._moved(*widths, widths[0])
+        size = activations + token_bytes * self.total
         call = partial(self.bench.backend.write, layer, q, k, v, meta, pre)
         reference = lambda: [textbook.rotated(q, k, v, meta.position, slots, pre, room)]  # noqa: E731
         return self._op("rotary and write", call, size, 0.0, reference)
@@ -373,17 +397,20 @@ class LoadOperations:
         visible = np.arange(self.context - self.tokens, self.context) + 1
         window = self.context if spec.window is None else spec.window
         read = min(self.context, window + self.tokens - 1)
-        return self.rows * float(np.minimum(visible, window).sum()), self.rows * float(read)
+        pairs = float(np.minimum(visible, window).sum())
+        return self.rows * pairs, self.rows * float(read)
 
     def head(self) -> list[Operation]:
         """Return the logits of the last token of each row, and the draws from them."""
         vocab = self.bench.worker.vocab_size
         hidden = self.x[: self.rows]
         width = hidden.shape[1]
-        size = held_bytes(self.model.head) + self.rows * (width + vocab) * self.item
+        moved = self.rows * (width + vocab) * self.item
+        size = held_bytes(self.model.head) + moved
         flops = 2.0 * self.rows * width * vocab
         reference = partial(self.torch.product, hidden, vocab, 1)
-        head = self._op("head", partial(self.model.logits, hidden), size, flops, reference, of_step=False)
+        call = partial(self.model.logits, hidden)
+        head = self._op("head", call, size, flops, reference, of_step=False)
         return [head, self._draw(0.0), self._draw(1.0)]
 
     def _draw(self, temperature: float) -> Operation:
@@ -393,15 +420,19 @@ class LoadOperations:
         n = self.rows
         sampler = runner.sampler
         columns = state.processors[-1]
-        row = sampler.bind_prompt(SamplingParams(temperature=temperature, seed=0), np.zeros(1, np.int32))
+        params = SamplingParams(temperature=temperature, seed=0)
+        row = sampler.bind_prompt(params, np.zeros(1, np.int32))
         slots = np.arange(n)
-        columns.join(slots, state.to(slots), {} if row is None else dict.fromkeys(range(n), row))
+        bound = {} if row is None else dict.fromkeys(range(n), row)
+        columns.join(slots, state.to(slots), bound)
         dtype = self.dtype if sampler.any_dtype else torch.float32
-        logits = torch.randn(n, self.bench.worker.vocab_size, device=state.device).to(dtype)
-        at = state.to(np.stack([slots, np.full(n, self.context)]))
+        logits = torch.randn(n, self.bench.worker.vocab_size, device=state.device)
+        logits = logits.to(dtype)
+        positions = np.full(n, self.context)
+        at = state.to(np.stack([slots, positions]))
         rows = step.rows_of(state, at[0], at[1], self.context)
         rows.variant = 0 if row is None else row.variant
-        drawn = Draw(torch.zeros(n, dtype=torch.int64, device=state.device))
+        drawn = Draw(torch.zeros_like(at[0]))
         torch_draw = textbook.drawn if temperature else textbook.greedy
         call = partial(sampler.draw, logits, rows, columns.columns, drawn)
         name = f"draw, temperature {temperature:g}"
@@ -421,5 +452,6 @@ class LoadOperations:
             torch_gate = textbook.gated(mlp.activation, True)
             gate = partial(self.bench.parts.gate_mul, both, activation=mlp.activation)
             size = self._moved(3 * mlp.inner)
-            found.append(self._op("gate", gate, size, 0.0, lambda: [lambda: torch_gate(both)], of_step=False))
+            reference = lambda: [partial(torch_gate, both)]  # noqa: E731
+            found.append(self._op("gate", gate, size, 0.0, reference, of_step=False))
         return found

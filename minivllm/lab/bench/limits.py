@@ -50,7 +50,8 @@ def of_engine(llm: Any) -> EngineLimits:
     """Return the limits of a running engine."""
     wiring = llm.engine.wiring
     capacity = llm.engine.capacity
-    return _limits(wiring, capacity.vocab_size, (min(capacity.blocks) - 1) * wiring.block)
+    room = (min(capacity.blocks) - 1) * wiring.block
+    return _limits(wiring, capacity.vocab_size, room)
 
 
 def _limits(wiring: Any, vocab: int, cache: int | None) -> EngineLimits:
@@ -62,7 +63,9 @@ def _limits(wiring: Any, vocab: int, cache: int | None) -> EngineLimits:
 def smallest(found: Sequence[EngineLimits]) -> EngineLimits:
     """Return the smallest limits of several engines."""
     caches = [one.cache for one in found if one.cache is not None]
-    least = {name: min(getattr(one, name) for one in found) for name in ("vocab", "tokens", "rows", "step", "block")}
+    least = {}
+    for name in ("vocab", "tokens", "rows", "step", "block"):
+        least[name] = min(getattr(one, name) for one in found)
     return EngineLimits(**least, cache=min(caches) if caches else None)
 
 
@@ -80,8 +83,9 @@ def fitted(
     """
     free = [name for name in defaults if given.get(name) is None]
     for share in range(100, -1, -1):
-        scaled = {name: max(least[name], defaults[name] * share // 100) for name in free}
-        values = {name: scaled.get(name, int(given.get(name) or 0)) for name in defaults}
+        values = {name: int(given.get(name) or 0) for name in defaults}
+        for name in free:
+            values[name] = max(least[name], defaults[name] * share // 100)
         if fits(values):
             return values
         if not free:

@@ -81,10 +81,13 @@ class MinivllmLM(TemplateLM):  # type: ignore[misc]
             prompts.append(ids)
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False, ignore_eos=True)
         found = []
-        for output, ids, (_texts, _context, scored) in zip(self._run(prompts, params), prompts, requests, strict=True):
+        outputs = self._run(prompts, params)
+        for output, ids, (_texts, _context, scored) in zip(outputs, prompts, requests, strict=True):
             first = len(ids) - len(scored)
-            entries = [one[token] for one, token in zip(output.prompt_logprobs[first:], ids[first:], strict=True)]
-            found.append((sum(one.logprob for one in entries), all(one.rank == 1 for one in entries)))
+            logprobs = output.prompt_logprobs[first:]
+            entries = [one[token] for one, token in zip(logprobs, ids[first:], strict=True)]
+            total = sum(one.logprob for one in entries)
+            found.append((total, all(one.rank == 1 for one in entries)))
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

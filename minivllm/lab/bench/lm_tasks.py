@@ -67,7 +67,8 @@ def identity(tasks: Row) -> Result:
 
     found = {}
     for name, task in tasks.items():
-        digest = hashlib.sha256(json.dumps(task.dump_config(), sort_keys=True, default=str).encode())
+        config = json.dumps(task.dump_config(), sort_keys=True, default=str)
+        digest = hashlib.sha256(config.encode())
         for document, _ in zip(task.eval_docs, range(MOST), strict=False):
             digest.update(json.dumps(document, sort_keys=True, default=str).encode())
         found[name] = digest.hexdigest()
@@ -87,7 +88,8 @@ def scores(llm: Any, tasks: Row, cases: int, seed: int) -> tuple[dict[str, float
     drawn = {}
     for name, task in tasks.items():
         whole = len(task.eval_docs)
-        drawn[name] = sorted(Random(f"{seed} {name}").sample(range(whole), min(cases, whole)))
+        rng = Random(f"{seed} {name}")
+        drawn[name] = sorted(rng.sample(range(whole), min(cases, whole)))
     with _quiet():
         found = simple_evaluate(
             model=MinivllmLM(llm),

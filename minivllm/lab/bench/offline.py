@@ -10,7 +10,7 @@ from typing import Any
 from minivllm.errors import ConfigError, EngineDeadError, MinivllmError
 from minivllm.runtime.hooks.figures import FIGURE, flat
 
-from . import Result, Row
+from . import Result, Row, Rows
 from .answers import PERCENTILES, TimedAnswer, figures, spread
 from .statistics import percentile
 from .workload import BenchAsk, Generated
@@ -23,8 +23,11 @@ def generate(llm: Any, asks: Sequence[BenchAsk], temperature: float, seed: int) 
     from minivllm.core.interfaces.params import SamplingParams
 
     plain: Result = {"temperature": temperature, "ignore_eos": True, "detokenize": False}
-    params = [SamplingParams(max_tokens=a.max_tokens, seed=seed + i, **plain) for i, a in enumerate(asks)]
-    prompts = [ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt) for ask in asks]
+    params = []
+    prompts = []
+    for number, ask in enumerate(asks, seed):
+        params.append(SamplingParams(max_tokens=ask.max_tokens, seed=number, **plain))
+        prompts.append(ask.prompt if isinstance(ask.prompt, str) else list(ask.prompt))
     begun = time.monotonic()
     outputs = llm.generate(prompts, params, use_tqdm=False)
     seconds = time.monotonic() - begun
@@ -101,7 +104,7 @@ def latency(llm: Any, batch: int, asked: Generated, temperature: float, seed: in
     return {"latency": seconds, **{name: found[name] for name in names}}
 
 
-def latencies(runs: Sequence[Row]) -> Result:
+def latencies(runs: Rows) -> Result:
     """Return results over the runs of a batch size and prompt length, under the names of ``vllm bench latency``."""
     seconds = [run["latency"] for run in runs]
     percentiles = {str(q): percentile(seconds, q) for q in (10, 25, *PERCENTILES)}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from . import Row, trials
+from . import Row, Rows, trials
 from .comparing import QUALITY, of_quality
 from .lm_tasks import LOWER
 from .statistics import DIFFERENT, NAN
@@ -24,24 +24,31 @@ class Front:
     """The verdicts of all pairs of rows in ``found``, a result of ``compare``."""
 
     def __init__(self, found: Row) -> None:
-        self.rows: Sequence[Row] = found["rows"]
+        self.rows: Rows = found["rows"]
         runs = found["runs_by_name"]
-        self.tasks = sorted({key for row in self.rows for key in row if key.startswith("task_")})
+        keys = {key for row in self.rows for key in row}
+        self.tasks = sorted(key for key in keys if key.startswith("task_"))
         pairs = [(i, j) for j in range(len(self.rows)) for i in range(1, j)]
         tests = []
         for i, j in pairs:
             a = self.rows[i]
             b = self.rows[j]
-            metrics = [trials.Metric(key, key, True) for key in (SPEED, *self.tasks) if self._compared(i, j, key)]
+            compared = [key for key in (SPEED, *self.tasks) if self._compared(i, j, key)]
+            metrics = [trials.Metric(key, key, True) for key in compared]
             speed = trials.against(runs[a["name"]], runs[b["name"]], metrics)
-            tests.append({**speed, **of_quality(a["quality"] or {}, b["quality"] or {})})
+            quality = of_quality(a["quality"] or {}, b["quality"] or {})
+            tests.append({**speed, **quality})
         self.verdicts = dict(zip(pairs, trials.judged(tests), strict=True))
-        self.verdicts |= {(0, j): row["against_first"] for j, row in enumerate(self.rows) if j}
+        for j, row in enumerate(self.rows[1:], 1):
+            self.verdicts[0, j] = row["against_first"]
 
     def _compared(self, i: int, j: int, key: str) -> bool:
         """Return whether the table compares this result of both rows with the first; it does not if clocks differ."""
-        verdicts = [self.rows[row]["against_first"].get(key, {}) for row in (i, j)]
-        return not any(str(verdict.get("says", "")).startswith("not compared") for verdict in verdicts)
+        for row in (self.rows[i], self.rows[j]):
+            verdict = row["against_first"].get(key, {})
+            if str(verdict.get("says", "")).startswith("not compared"):
+                return False
+        return True
 
     def figures(self, *keys: str) -> list[str]:
         """Return ``keys`` followed by the scores of the comparison's tasks."""
@@ -61,7 +68,9 @@ class Front:
         verdict = self.verdicts[i, j].get(key)
         if verdict is None or verdict["says"] != DIFFERENT:
             return 0
-        change = verdict["difference"] if "difference" in verdict else math.log(verdict["ratio"] or NAN)
+        change = verdict.get("difference")
+        if change is None:
+            change = math.log(verdict["ratio"] or NAN)
         more_is_better = key in MORE_IS_BETTER
         if key.startswith("task_"):
             more_is_better = not key.startswith(f"task_{LOWER}")
@@ -76,8 +85,8 @@ class Front:
         for i in range(len(self.rows)):
             signs = {key: self.sign(i, j, key) for key in keys}
             if 1 in signs.values() and -1 not in signs.values():
-                better = ", ".join(name_of(key) for key, sign in signs.items() if sign > 0)
-                return f"beaten by {self.rows[i]['name']} ({better})"
+                better = [name_of(key) for key, sign in signs.items() if sign > 0]
+                return f"beaten by {self.rows[i]['name']} ({', '.join(better)})"
         return ""
 
     def rule(self, keys: Sequence[str]) -> str:

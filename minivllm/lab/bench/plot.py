@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from minivllm.errors import ConfigError
@@ -51,7 +52,8 @@ def draw(found: Sequence[tuple[str, Chart]], path: str) -> None:
     columns = min(2, len(found))
     lines = [found[i : i + columns] for i in range(0, len(found), columns)]
     heights = [max(_height(chart) for _, chart in line) for line in lines]
-    with matplotlib.rc_context({"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": cycler(color=COLOURS)}):
+    settings: Any = {"svg.hashsalt": "minivllm", "font.size": 9, "axes.prop_cycle": cycler(color=COLOURS)}
+    with matplotlib.rc_context(settings):
         figure = Figure(figsize=(WIDE * columns, sum(heights)), layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.add_gridspec(len(lines), columns, height_ratios=heights)
@@ -106,12 +108,14 @@ def _bars(axes: Any, chart: BarChart) -> None:
     rows = [row for row in chart.rows if math.isfinite(row.value)]
     places = range(len(rows))
     names = [short(row.name) for row in rows]
-    axes.barh(places, [row.value for row in rows], color=COLOURS[0], height=0.7)
-    for y, row in zip(places, rows, strict=True):
+    values = [row.value for row in rows]
+    axes.barh(places, values, color=COLOURS[0], height=0.7)
+    for y, row in enumerate(rows):
         if row.low is not None and row.high is not None:
             _whisker(axes, (row.low, y), (row.high, y))
         if row.tick is not None:
-            axes.plot([row.tick, row.tick], [y - 0.4, y + 0.4], color=COLOURS[1], linewidth=2, zorder=OVER)
+            xs = [row.tick, row.tick]
+            axes.plot(xs, [y - 0.4, y + 0.4], color=COLOURS[1], linewidth=2, zorder=OVER)
     if chart.mark is not None:
         axes.axvline(chart.mark, color="grey", linestyle="--", linewidth=1)
     axes.set_yticks(list(places), names)
@@ -135,10 +139,12 @@ def _whisker(
     """
     from matplotlib.transforms import ScaledTranslation
 
+    xs, ys = zip(a, b, strict=True)
     upright = a[0] == b[0]
-    moved = ScaledTranslation(shift / 72 if upright else 0, 0, axes.figure.dpi_scale_trans)
+    inches = shift / 72 if upright else 0
+    moved = ScaledTranslation(inches, 0, axes.figure.dpi_scale_trans)
     style = {"color": colour, "linewidth": 1.2, "marker": "_" if upright else "|", "markersize": 7}
-    axes.plot((a[0], b[0]), (a[1], b[1]), zorder=OVER, clip_on=False, transform=axes.transData + moved, **style)
+    axes.plot(xs, ys, zorder=OVER, clip_on=False, transform=axes.transData + moved, **style)
     axes.update_datalim([a, b])
 
 
@@ -160,12 +166,16 @@ def _lines(axes: Any, chart: LineChart) -> None:
         if chart.joined:
             style = "-o" if len(line.points) < 30 else "-"
         if line.points:
-            axes.plot(*zip(*line.points, strict=True), style, label=line.name, markersize=4)
-        for a, b in line.whiskers():
-            low = a if a[1] > 0 or not chart.log else (a[0], _least(chart))
-            _whisker(axes, low, b, COLOURS[i % len(COLOURS)], DODGE * (i - middle))
+            xs, ys = zip(*line.points, strict=True)
+            axes.plot(xs, ys, style, label=line.name, markersize=4)
+        colour = COLOURS[i % len(COLOURS)]
+        for (x, y), end in line.whiskers():
+            if chart.log and y <= 0:
+                y = _least(chart)
+            _whisker(axes, (x, y), end, colour, DODGE * (i - middle))
     if len(chart.front) > 1:
-        axes.plot(*zip(*chart.front, strict=True), "--", color="grey", linewidth=1)
+        xs, ys = zip(*chart.front, strict=True)
+        axes.plot(xs, ys, "--", color="grey", linewidth=1)
     if chart.log:
         axes.set_yscale("log")
         axes.autoscale_view()
@@ -184,7 +194,8 @@ def _lines(axes: Any, chart: LineChart) -> None:
 
 def _below(chart: LineChart) -> bool:
     """Return whether an interval contains values below 0."""
-    return any(a[1] < 0 for line in chart.lines for a, _ in line.whiskers())
+    whiskers = chain(*(line.whiskers() for line in chart.lines))
+    return any(y < 0 for (_, y), _ in whiskers)
 
 
 def _least(chart: LineChart) -> float:

@@ -72,12 +72,11 @@ class TextScores:
             divergence[row] = np.sum(np.exp(wide) * (wide - q[possible]))
         same = (reference.logprobs.argmax(1) == self.logprobs.argmax(1)).astype(np.float64)
         cuts = np.cumsum(self.lengths - 1)[:-1]
-        return {
-            "kl": float(divergence.mean()),
-            "top1_agreement": float(same.mean()),
-            "kl_pieces": [float(own.mean()) for own in np.split(divergence, cuts)],
-            "top1_pieces": [float(own.mean()) for own in np.split(same, cuts)],
-        }
+        found: Result = {}
+        for key, pieces, numbers in (("kl", "kl_pieces", divergence), ("top1_agreement", "top1_pieces", same)):
+            found[key] = float(numbers.mean())
+            found[pieces] = [float(own.mean()) for own in np.split(numbers, cuts)]
+        return found
 
     def save(self, path: Path) -> None:
         """Write the scores to an .npz file."""

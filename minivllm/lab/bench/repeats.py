@@ -5,21 +5,21 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from minivllm import files
 from minivllm.errors import ConfigError
 
-from . import Result, Row
+from . import Result, Row, Rows
 from .statistics import interval, percentile
 
 FORMAT, FORMAT_VERSION = "minivllm-bench", 1
 EXPECTED = "a file that bench, ablate, compare, replay or simulate wrote (--output-json FILE)"
 
 
-def merged(runs: Sequence[Row]) -> Result:
+def merged(runs: Rows) -> Result:
     """Return the median of each number over the runs, and the other fields of the first run.
 
     ``intervals`` holds the 95 % confidence interval of each mean (Student), for at least two values.  A run without the
@@ -44,7 +44,7 @@ def merged(runs: Sequence[Row]) -> Result:
     return found
 
 
-def joules_a_token(runs: Sequence[Row], states: Sequence[Row]) -> list[float | None]:
+def joules_a_token(runs: Rows, states: Rows) -> list[float | None]:
     """Return the joules per output token of each run, None without an energy counter."""
     found: list[float | None] = []
     for run, state in zip(runs, states, strict=True):
@@ -62,8 +62,8 @@ def head(kind: str) -> Result:
 
 def result(
     kind: str,
-    runs: Sequence[Row],
-    states: Sequence[Row],
+    runs: Rows,
+    states: Rows,
     settings: Row,
     bill: Row | None,
     **more: Any,
@@ -71,15 +71,12 @@ def result(
     """Return a result as a file holds it: merged values under vLLM's names, the runs, the machine and the settings."""
     energies = joules_a_token(runs, states)
     full = [{**run, "joules_per_output_token": joules} for run, joules in zip(runs, energies, strict=True)]
-    return {
-        **head(kind),
-        **merged(full),
-        **more,
-        "repeats": full,
-        "machine_states": list(states),
-        "settings": dict(settings),
-        "bill_of_materials": bill,
-    }
+    found = head(kind) | merged(full) | more
+    found["repeats"] = full
+    found["machine_states"] = list(states)
+    found["settings"] = dict(settings)
+    found["bill_of_materials"] = bill
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -88,7 +85,9 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
-    return [plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
 
 
 def dumps(found: Row, indent: int | None = 1) -> str:

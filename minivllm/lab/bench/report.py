@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import Any
 
 from minivllm.runtime.hooks.figures import FIGURE
 
-from . import Row, report_traces
+from . import Row, Rows, report_traces
 from .charts import (
     Bar,
     BarChart,
@@ -22,7 +22,6 @@ from .charts import (
     Chart,
     DrawnLine,
     LineChart,
-    Point,
     Span,
     StackChart,
     Table,
@@ -75,24 +74,22 @@ def page(results: Sequence[tuple[str, Row]]) -> str:
 
 def blocks(found: Row) -> list[Block]:
     """Return the charts, tables and paragraphs of a result of any kind."""
-    kinds: dict[str, Callable[[Row], list[Block]]] = {
-        "serve": _serve,
-        "ablate": _ablate,
-        "compare": _compare,
-        "latency": _latency,
-        "memory": _memory,
-        "kernels": _kernels,
-        "batching": _batching,
-        "replay": report_traces.replay,
-        "simulate": report_traces.simulate,
-    }
-    return kinds.get(found["kind"], _figures)(found)
+    kind = found["kind"]
+    if kind in ("replay", "simulate"):
+        return getattr(report_traces, kind)(found)
+    kinds = {
+        "serve": _serve, "ablate": _ablate, "compare": _compare, "latency": _latency, "memory": _memory,
+        "kernels": _kernels, "batching": _batching,
+    }  # fmt: skip
+    return kinds.get(kind, _figures)(found)
 
 
 def section(name: str, found: Row) -> str:
     """Return the HTML of a result: its title, its blocks, and the machine that it was measured on."""
     inside = "".join(map(_html, blocks(found)))
-    return f"<h2>{escape(title_of(name, found))}</h2>{inside}<p class=s>{escape(_about(name, found))}</p>"
+    title = escape(title_of(name, found))
+    about = escape(_about(name, found))
+    return f"<h2>{title}</h2>{inside}<p class=s>{about}</p>"
 
 
 def title_of(name: str, found: Row) -> str:
@@ -117,10 +114,10 @@ def _html(block: Block) -> str:
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Return the HTML of a table."""
-    lines = ["".join(f"<th>{escape(head)}</th>" for head in heads)]
+    lines = [[f"<th>{escape(head)}</th>" for head in heads]]
     for row in rows:
-        lines.append("".join(f"<td>{escape(_cell(value))}</td>" for value in row))
-    inside = "".join(f"<tr>{line}</tr>" for line in lines)
+        lines.append([f"<td>{escape(_cell(value))}</td>" for value in row])
+    inside = "".join(f"<tr>{''.join(line)}</tr>" for line in lines)
     return f'<div class="t"><table>{inside}</table></div>'
 
 
@@ -128,22 +125,23 @@ def _cell(value: Any) -> str:
     """Return a value as text, "-" for None."""
     if value is None:
         return "-"
-    return number(value) if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return number(value)
+    return str(value)
 
 
 def _bar(name: str, row: Row, key: str) -> Bar:
     """Return the bar of a median, with the width of its interval around it, as tables show it."""
-    value = math.nan if row.get(key) is None else float(row[key])
-    bounds = (row.get("intervals") or {}).get(key)
+    value = math.nan
+    if row.get(key) is not None:
+        value = float(row[key])
+    intervals = row.get("intervals") or {}
+    bounds = intervals.get(key)
     if not bounds:
         return Bar(name, value)
-    half = (bounds[1] - bounds[0]) / 2
+    low, high = bounds
+    half = (high - low) / 2
     return Bar(name, value, value - half, value + half)
-
-
-def _span(bar: Bar) -> Point | None:
-    """Return the interval of a bar."""
-    return None if bar.low is None or bar.high is None else (bar.low, bar.high)
 
 
 def _figures(found: Row) -> list[Block]:
@@ -152,41 +150,56 @@ def _figures(found: Row) -> list[Block]:
     rows = []
     for key, value in found.items():
         if type(value) in (int, float) and key != "format_version":
-            rows.append((key, value, *(intervals.get(key) or (None, None))))
+            low, high = intervals.get(key) or (None, None)
+            rows.append((key, value, low, high))
     return [Table(("figure", "median", "95 % from", "to"), rows)]
 
 
 def _distribution(name: str, seconds: Sequence[float]) -> DrawnLine:
     """Return the line of the share of requests that took at most some milliseconds."""
+    if not seconds:
+        return DrawnLine(name, ())
     ordered = sorted(1e3 * value for value in seconds)
-    last = len(ordered) - 1
-    drawn = sorted({round(i * last / MOST_STEPS) for i in range(MOST_STEPS + 1)}) if ordered else []
-    return DrawnLine(name, tuple((ordered[i], (i + 1) / len(ordered)) for i in drawn))
+    n = len(ordered)
+    drawn = {round(i * (n - 1) / MOST_STEPS) for i in range(MOST_STEPS + 1)}
+    points = [(ordered[i], (i + 1) / n) for i in sorted(drawn)]
+    return DrawnLine(name, tuple(points))
 
 
 def _times_of(row: Row, key: str) -> list[float]:
     """Return a time, in seconds, of each request of a load that did not fail."""
     requests = row["requests"]
-    return [seconds for seconds, error in zip(requests[key], requests["errors"], strict=True) if not error]
+    pairs = zip(requests[key], requests["errors"], strict=True)
+    return [seconds for seconds, error in pairs if not error]
 
 
 def _serve(found: Row) -> list[Block]:
     """Return the report of ``bench serve``: results over the loads, distributions, a timeline and a table."""
     rows = found["rows"]
     rated = all(not isinstance(row["request_rate"], str) for row in rows)
-    load, name = ("request_rate", "requests/s offered") if rated else ("max_concurrency", "streams")
-    unit = "a second" if rated else "streams"
+    load = "max_concurrency"
+    name = unit = "streams"
+    axis = "concurrency"
+    if rated:
+        load = "request_rate"
+        name = "requests/s offered"
+        unit = "a second"
+        axis = "offered rate"
     labels = [f"{number(float(row[load]))} {unit}" if row[load] else "all" for row in rows]
     out: list[Block] = []
     if len(rows) > 1:
         line = functools.partial(_line, rows, load)
-        axis = "offered rate" if rated else "concurrency"
-        out.append(LineChart(f"Throughput against {axis}", [line("output_throughput", "")], name, "tokens/s"))
-        times = [line(f"{q}_{time}_ms", f"{time} {q}") for time in ("ttft", "tpot") for q in ("median", "p99")]
+        throughput = [line("output_throughput", "")]
+        out.append(LineChart(f"Throughput against {axis}", throughput, name, "tokens/s"))
+        times = []
+        for time in ("ttft", "tpot"):
+            for q in ("median", "p99"):
+                times.append(line(f"{q}_{time}_ms", f"{time} {q}"))
         out.append(LineChart(f"Latency against {axis}", times, name, "milliseconds"))
     for key, text in (("ttfts", "to the first token"), ("e2els", "to the last")):
         drawn = []
-        for row, label in zip(rows[:MOST_LINES], labels[:MOST_LINES], strict=True):
+        labelled = list(zip(rows, labels, strict=True))
+        for row, label in labelled[:MOST_LINES]:
             seconds = _times_of(row, key)
             if seconds:
                 drawn.append(_distribution(label, seconds))
@@ -198,7 +211,9 @@ def _serve(found: Row) -> list[Block]:
         out.append(f"Knee: {knee_text(found['knee'], found['knee_below'])}")
     heads = (name, "requests/s", "tokens/s", "TTFT p50 ms", "p99", "TPOT p50 ms", "p99", "failed")
     keys = ("request_throughput", "output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms")
-    cells = [(label, *_values(row, keys), row["failed"]) for row, label in zip(rows, labels, strict=True)]
+    cells = []
+    for row, label in zip(rows, labels, strict=True):
+        cells.append((label, *_values(row, keys), row["failed"]))
     return [*out, Table(heads, cells)]
 
 
@@ -207,7 +222,7 @@ def _values(row: Row, keys: Sequence[str]) -> tuple[Any, ...]:
     return tuple(row[key] for key in keys)
 
 
-def _line(rows: Sequence[Row], x: str, y: str, name: str) -> DrawnLine:
+def _line(rows: Rows, x: str, y: str, name: str) -> DrawnLine:
     """Return the line of a result y over x, with its intervals; rows without it are left out."""
     points = []
     spans = []
@@ -215,7 +230,7 @@ def _line(rows: Sequence[Row], x: str, y: str, name: str) -> DrawnLine:
         if row.get(y) is not None:
             bar = _bar("", row, y)
             points.append((float(row[x]), bar.value))
-            spans.append(_span(bar))
+            spans.append(report_traces.span_of(bar))
     return DrawnLine(name, tuple(points), upward=tuple(spans))
 
 
@@ -225,12 +240,14 @@ def _timeline(row: Row, load: str) -> list[Block]:
     if not requests.get("start_times"):
         return []
     spans = []
-    columns = (requests[key] for key in ("start_times", "ttfts", "e2els", "errors"))
+    columns = [requests[key] for key in ("start_times", "ttfts", "e2els", "errors")]
     for start, first, end, error in zip(*columns, strict=True):
         if not error:
             spans.append(Span(start, start + first, start + end))
-    spans = sorted(spans, key=lambda span: span.start)[:MOST_SPANS]
-    return [TimelineChart(f"Requests one by one, {load}", spans)] if spans else []
+    if not spans:
+        return []
+    spans.sort(key=lambda span: span.start)
+    return [TimelineChart(f"Requests one by one, {load}", spans[:MOST_SPANS])]
 
 
 def _ablate(found: Row) -> list[Block]:
@@ -238,11 +255,12 @@ def _ablate(found: Row) -> list[Block]:
     bars = []
     rows = []
     for row in found["rows"]:
+        part = row["part"]
         worth = row["worth"]["output_throughput"]
         if worth["ratio"] is not None:
-            bars.append(Bar(row["part"], worth["ratio"], worth["low"], worth["high"]))
+            bars.append(Bar(part, worth["ratio"], worth["low"], worth["high"]))
         sets = ", ".join(row["sets"])
-        rows.append((row["part"], row["output_throughput"], ratio_text(worth), worth["says"], sets))
+        rows.append((part, row["output_throughput"], ratio_text(worth), worth["says"], sets))
     chart = BarChart("Throughput with the part over that without it", bars, 1.0)
     return [chart, Table(("without", "tokens/s", "worth", "", "by"), rows)]
 
@@ -251,17 +269,18 @@ def _compare(found: Row) -> list[Block]:
     """Return the report of ``compare``: speed, quality and memory of configurations, with their Pareto front."""
     rows = found["rows"]
     front = Front(found)
-    out: list[Block] = [BarChart("Tokens a second", [_bar(row["name"], row, SPEED) for row in rows])]
-    scored = [i for i, row in enumerate(rows) if (row["quality"] or {}).get("perplexity")]
+    out: list[Block] = [_bars("Tokens a second", rows, SPEED)]
+    perplexities = [(row["quality"] or {}).get("perplexity") or math.nan for row in rows]
+    scored = [i for i, perplexity in enumerate(perplexities) if perplexity == perplexity]
     quality_keys = front.figures(SPEED, *QUALITY)
     if scored:
-        perplexities = [row["quality"]["perplexity"] if i in scored else math.nan for i, row in enumerate(rows)]
         axis = "perplexity (lower is better; not from 0)"
         out.append(_scatter("Quality and speed", front, scored, quality_keys, perplexities, axis))
     if len({row["weight_bytes"] for row in rows}) > 1:
         sizes = [row["weight_bytes"] / 2**20 for row in rows]
         axis = "weights, MiB (not from 0)"
-        out.append(_scatter("Memory and speed", front, range(len(rows)), (SPEED, "weight_bytes"), sizes, axis))
+        of_memory = (SPEED, "weight_bytes")
+        out.append(_scatter("Memory and speed", front, range(len(rows)), of_memory, sizes, axis))
     out += _counters(found)
     heads = ("configuration", "tokens/s", "over the first", "", "TTFT ms", "weights MiB", "perplexity", "KL", "top-1")
     cells = [_compared_row(row) for row in rows]
@@ -270,9 +289,17 @@ def _compare(found: Row) -> list[Block]:
     keys = [*quality_keys, "weight_bytes"]
     judged = []
     for i, row in enumerate(cells):
-        verdict = front.beaten(i, keys) or "on the front" if i in scored else "not scored"
+        verdict = "not scored"
+        if i in scored:
+            verdict = front.beaten(i, keys) or "on the front"
         judged.append((*row, verdict))
-    return [*out, Table((*heads, "Pareto"), judged), *_quality_tests(rows), front.rule(keys)]
+    out.append(Table((*heads, "Pareto"), judged))
+    return [*out, *_quality_tests(rows), front.rule(keys)]
+
+
+def _bars(title: str, rows: Rows, key: str) -> BarChart:
+    """Return a chart with a bar for each configuration."""
+    return BarChart(title, [_bar(row["name"], row, key) for row in rows])
 
 
 def _counters(found: Row) -> list[Block]:
@@ -280,21 +307,31 @@ def _counters(found: Row) -> list[Block]:
     rows = found["rows"]
     counters: list[Metric] = []
     plugins: list[Metric] = []
-    for metric in counted(list(found["runs_by_name"].values())):
-        (plugins if metric.key.startswith(FIGURE) else counters).append(metric)
+    runs = list(found["runs_by_name"].values())
+    for metric in counted(runs):
+        if metric.key.startswith(FIGURE):
+            plugins.append(metric)
+        else:
+            counters.append(metric)
     out: list[Block] = []
     for metric in counters:
-        out.append(BarChart(metric.name.capitalize(), [_bar(row["name"], row, metric.key) for row in rows]))
-    if found.get("failed"):
-        out.append(Table(("configuration", "left out"), list(found["failed"].items())))
+        out.append(_bars(metric.name.capitalize(), rows, metric.key))
+    failed = found.get("failed")
+    if failed:
+        out.append(Table(("configuration", "left out"), list(failed.items())))
     if counters:
-        cells = [(row["name"], *(row.get(metric.key) for metric in counters)) for row in rows]
-        out.append(Table(("configuration", *(metric.name for metric in counters)), cells))
+        cells = []
+        for row in rows:
+            counts = [row.get(metric.key) for metric in counters]
+            cells.append((row["name"], *counts))
+        names = [metric.name for metric in counters]
+        out.append(Table(("configuration", *names), cells))
     if plugins:
         figures = []
         for row in rows:
-            known = [metric for metric in plugins if row.get(metric.key) is not None]
-            figures += [(row["name"], metric.name, with_bounds(row, metric.key, 3)) for metric in known]
+            for metric in plugins:
+                if row.get(metric.key) is not None:
+                    figures.append((row["name"], metric.name, with_bounds(row, metric.key, 3)))
         out.append(Table(("configuration", "figure of a plug-in", "median, ± half the 95 % interval"), figures))
     return out
 
@@ -305,10 +342,11 @@ def _compared_row(row: Row) -> tuple[Any, ...]:
     quality = row["quality"] or {}
     ratio = (ratio_text(test), test["says"]) if test else ("", "")
     scores = [quality.get(key) for key in ("perplexity", "kl", "top1_agreement")]
-    return (row["name"], row[SPEED], *ratio, row["median_ttft_ms"], row["weight_bytes"] / 2**20, *scores)
+    mebibytes = row["weight_bytes"] / 2**20
+    return (row["name"], row[SPEED], *ratio, row["median_ttft_ms"], mebibytes, *scores)
 
 
-def _quality_tests(rows: Sequence[Row]) -> list[Block]:
+def _quality_tests(rows: Rows) -> list[Block]:
     """Return a table of the tests of quality against the first configuration, [] if there are none."""
     cells = []
     for row in rows[1:]:
@@ -331,10 +369,13 @@ def _scatter(
     drawn = []
     for i in chosen:
         row = front.rows[i]
-        points[i] = (float(row[SPEED]), float(values[i]))
-        drawn.append(DrawnLine(row["name"], (points[i],), across=(_span(_bar("", row, SPEED)),)))
-    best = tuple(sorted(points[i] for i in chosen if not front.beaten(i, keys)))
-    return LineChart(f"{title} (whiskers: 95 %)", drawn, "tokens/s", axis, joined=False, front=best)
+        point = (float(row[SPEED]), float(values[i]))
+        points[i] = point
+        span = report_traces.span_of(_bar("", row, SPEED))
+        drawn.append(DrawnLine(row["name"], (point,), across=(span,)))
+    best = [points[i] for i in chosen if not front.beaten(i, keys)]
+    title = f"{title} (whiskers: 95 %)"
+    return LineChart(title, drawn, "tokens/s", axis, joined=False, front=tuple(sorted(best)))
 
 
 def _latency(found: Row) -> list[Block]:
@@ -343,13 +384,17 @@ def _latency(found: Row) -> list[Block]:
     bars = [_bar(f"{row['input_len']} tokens, batch {row['batch_size']}", row, "latency") for row in rows]
     keys = ("input_len", "batch_size", "latency", "median_ttft_ms", "median_tpot_ms")
     heads = ("prompt", "batch", "latency s", "TTFT ms", "TPOT ms")
-    return [BarChart("Seconds of a batch", bars), Table(heads, [_values(row, keys) for row in rows])]
+    cells = [_values(row, keys) for row in rows]
+    return [BarChart("Seconds of a batch", bars), Table(heads, cells)]
 
 
 def _memory(found: Row) -> list[Block]:
     """Return the report of ``bench memory``."""
     parts = {"weight_bytes": "weights", "kv_peak_bytes": "KV cache, held", "rest_bytes": "activations and the rest"}
-    bars = [Bar(f"{text}, MiB", found[key] / 2**20) for key, text in parts.items() if found.get(key) is not None]
+    bars = []
+    for key, text in parts.items():
+        if found.get(key) is not None:
+            bars.append(Bar(f"{text}, MiB", found[key] / 2**20))
     return [StackChart("Memory at the peak", bars), *_figures(found)]
 
 
@@ -357,10 +402,12 @@ def _kernels(found: Row) -> list[Block]:
     """Return the report of ``bench kernels``: a chart for each load, and a table."""
     by_load: dict[tuple[Any, ...], list[Row]] = {}
     for row in found["rows"]:
-        by_load.setdefault(_values(row, ("batch_size", "tokens", "context")), []).append(row)
+        load = _values(row, ("batch_size", "tokens", "context"))
+        by_load.setdefault(load, []).append(row)
     out: list[Block] = []
     for (rows, tokens, context), own in by_load.items():
-        bars = [_in_step(row) for row in own if row["us"] is not None and row["operation"] != WHOLE_STEP]
+        measured = [row for row in own if row["us"] is not None]
+        bars = [_in_step(row) for row in measured if row["operation"] != WHOLE_STEP]
         title = "Microseconds in a step, of all layers (bar), and the floor (line)"
         out.append(BarChart(f"{title}: {rows} rows, {tokens} tokens, context {context}", bars))
     keys = {
@@ -375,13 +422,16 @@ def _kernels(found: Row) -> list[Block]:
         "torch us": "torch_us",
         "torch/own": "torch_over_own",
     }
-    return [*out, Table(tuple(keys), [_values(row, tuple(keys.values())) for row in found["rows"]])]
+    cells = [_values(row, list(keys.values())) for row in found["rows"]]
+    return [*out, Table(tuple(keys), cells)]
 
 
 def _in_step(row: Row) -> Bar:
     """Return the bar of an operation's time in a step, over all its calls."""
-    times = [row["us"], *(row["intervals"].get("us") or (None, None)), row["floor_us"]]
-    value, low, high, floor = (None if time is None else row["calls"] * time for time in times)
+    bounds = row["intervals"].get("us") or (None, None)
+    times = (row["us"], *bounds, row["floor_us"])
+    calls = row["calls"]
+    value, low, high, floor = (None if time is None else calls * time for time in times)
     return Bar(row["operation"], value or 0.0, low, high, floor)
 
 
@@ -408,8 +458,10 @@ def _batching(found: Row) -> list[Block]:
     for row in sorted(found["rows"], key=lambda row: row["request_rate"]):
         test = row.get("against")
         ratio = (ratio_text(test), test["says"]) if test else ("", "")
-        cells.append((*_values(row, tuple(keys.values())), *ratio))
-    latency, answered, first = (drawn(key) for key in ("mean_e2el_ms", "request_throughput", "mean_ttft_ms"))
+        cells.append((*_values(row, list(keys.values())), *ratio))
+    latency = drawn("mean_e2el_ms")
+    answered = drawn("request_throughput")
+    first = drawn("mean_ttft_ms")
     return [
         LineChart("Latency against offered rate", latency, offered, "mean ms to the last token", log=True),
         LineChart("Throughput against offered rate", answered, offered, "requests/s answered"),
@@ -420,7 +472,10 @@ def _batching(found: Row) -> list[Block]:
 
 def _about(name: str, found: Row) -> str:
     """Return what was measured, when, and on which machine, as text."""
-    bill = found.get("bill_of_materials") or next(iter((found.get("bills_of_materials") or {}).values()), None)
+    bill = found.get("bill_of_materials")
+    if not bill:
+        several = found.get("bills_of_materials") or {}
+        bill = next(iter(several.values()), None)
     parts = [name, str(found.get("date", ""))]
     if bill:
         machine = bill["machine"]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from minivllm.runtime.hooks.figures import FIGURE
 
-from . import Row
-from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Table, number, short
+from . import Row, Rows
+from .charts import COLOURS, Bar, BarChart, Block, DrawnLine, LineChart, Point, Table, number, short
 
 PARTS = ("config", "scheduler", "evictor")
 LABELS = ("config", "rate", "scheduler", "evictor")
@@ -56,7 +56,8 @@ def replay(found: Row) -> list[Block]:
     heads = [*PARTS, "blocks", "hits", "of optimum", "evicted"]
     if not alone:
         heads += ["preempted", "steps", "steps queued p50", "p99", "most"]
-    return [*out, Table(heads, [_replay_row(run, alone) for run in runs]), *_plugins(runs)]
+    rows = [_replay_row(run, alone) for run in runs]
+    return [*out, Table(heads, rows), *_plugins(runs)]
 
 
 def _replay_row(run: Row, alone: bool) -> tuple[Any, ...]:
@@ -73,13 +74,14 @@ def _replay_row(run: Row, alone: bool) -> tuple[Any, ...]:
     return tuple(cells)
 
 
-def _plugins(runs: Sequence[Row]) -> list[Block]:
+def _plugins(runs: Rows) -> list[Block]:
     """Return a table of the counters of plug-ins (``figures()``), [] if there are none."""
     rows = []
     for run in runs:
+        parts = [run[part] for part in PARTS]
         for key, value in run.items():
             if key.startswith(FIGURE):
-                rows.append((*(run[part] for part in PARTS), key.removeprefix(FIGURE), value))
+                rows.append((*parts, key.removeprefix(FIGURE), value))
     return [Table((*PARTS, "figure of a plug-in", ""), rows)] if rows else []
 
 
@@ -92,7 +94,9 @@ def simulate(found: Row) -> list[Block]:
     if warning:
         out.append(f"Rough: {warning}")
     for key, title in LATENCIES.items():
-        bars = [bar for name, run in zip(names, runs, strict=True) for bar in _percentiles(name, run, key)]
+        bars = []
+        for name, run in zip(names, runs, strict=True):
+            bars += _percentiles(name, run, key)
         if bars:
             out.append(BarChart(f"{title}, ms: p50, p90 and p99{_whiskers(runs)}", bars))
     out += _throughput(names, runs)
@@ -104,12 +108,21 @@ def simulate(found: Row) -> list[Block]:
     goals = [f"{name} of at most {number(limit)} ms" for name, limit in found["goodput"].items()]
     if goals:
         out.append(f"Good are requests with {' and '.join(goals)}.")
-    shown = {head: key for head, key in COLUMNS.items() if any(run.get(key) is not None for run in runs)}
+    shown = _present(COLUMNS, runs)
     if not any(run.get("failed") for run in runs):
         shown.pop("failed", None)
-    rows = [(*_labels(run, run["rate"]), *(_cell(run, key) for key in shown.values())) for run in runs]
+    rows = []
+    for run in runs:
+        cells = [_cell(run, key) for key in shown.values()]
+        rows.append((*_labels(run, run["rate"]), *cells))
     out.append(Table((*LABELS, *shown), rows))
     return [*out, *_bands(found, shown), *_errors(found["runs"]), *_plugins(runs)]
+
+
+def _present(columns: Mapping[str, str], runs: Iterable[Row]) -> dict[str, str]:
+    """Return the heads and keys of columns for which at least one run has a value."""
+    runs = list(runs)
+    return {head: key for head, key in columns.items() if any(run.get(key) is not None for run in runs)}
 
 
 def _labels(run: Row, rate: str) -> tuple[str, str, str, str]:
@@ -129,10 +142,11 @@ def _bands(found: Row, shown: dict[str, str]) -> list[Block]:
     runs = [run for run in found["runs"] if run.get("band")]
     if not runs:
         return []
-    columns = {head: key for head, key in shown.items() if any(key in run["band"] for run in runs)}
+    columns = _present(shown, (run["band"] for run in runs))
     rows = []
     for run in runs:
-        cells = [_range_text(run["band"].get(key), key) for key in columns.values()]
+        band = run["band"]
+        cells = [_range_text(band.get(key), key) for key in columns.values()]
         rows.append((*_labels(run, _rate_text(run)), *cells))
     error = found["uncertainty"]
     checked = f"{error['steps']} steps of the {error['phase']} of the costs"
@@ -145,11 +159,12 @@ def _range_text(bounds: Sequence[float] | None, key: str) -> str | None:
     """Return a range of a result as text, None if there is none."""
     if bounds is None:
         return None
-    low, high = (f"{100 * value:.1f} %" if key == "prefix_hit_rate" else number(value) for value in bounds)
+    texts = [f"{100 * value:.1f} %" if key == "prefix_hit_rate" else number(value) for value in bounds]
+    low, high = texts
     return low if low == high else f"{low} to {high}"
 
 
-def _whiskers(runs: Sequence[Row]) -> str:
+def _whiskers(runs: Rows) -> str:
     """Return the end of a chart's title that explains its intervals, "" if it has none."""
     parts = []
     if any(run.get("band") for run in runs):
@@ -159,10 +174,10 @@ def _whiskers(runs: Sequence[Row]) -> str:
     return f" (whiskers: {', '.join(parts)})" if parts else ""
 
 
-def _errors(runs: Sequence[Row]) -> list[Block]:
+def _errors(runs: Rows) -> list[Block]:
     """Return a table of the errors of simulated runs against real runs, [] if there are no real runs."""
     compared = [run for run in runs if "off" in run]
-    columns = {head: key for head, key in OFF.items() if any(key in run["off"] for run in compared)}
+    columns = _present(OFF, (run["off"] for run in compared))
     if not columns:
         return []
     rows = []
@@ -184,13 +199,17 @@ def _error_text(run: Row, key: str) -> str | None:
     return f"{text} [{100 * low:+.1f}, {100 * high:+.1f}]"
 
 
-def _names(runs: Sequence[Row], keys: Sequence[str]) -> list[str]:
+def _names(runs: Rows, keys: Sequence[str]) -> list[str]:
     """Return a name for each run from the fields in which the runs differ, or its evictor if they do not."""
-    differing = [key for key in keys if len({run[key] for run in runs}) > 1] or ["evictor"]
-    return [" ".join(run[key] for key in differing) for run in runs]
+    differing = []
+    for key in keys:
+        values = {run[key] for run in runs}
+        if len(values) > 1:
+            differing.append(key)
+    return [" ".join(run[key] for key in differing or ["evictor"]) for run in runs]
 
 
-def _bar_names(runs: Sequence[Row], keys: Sequence[str]) -> list[str]:
+def _bar_names(runs: Rows, keys: Sequence[str]) -> list[str]:
     """Return the names of runs for a chart, with table rows as prefixes if the shortened names would be equal."""
     names = _names(runs, keys)
     if len(set(map(short, names))) == len(set(names)):
@@ -204,27 +223,34 @@ def _sizes(found: Row) -> str:
     return f"{found['requests']} requests in {found['seconds']:.0f} s, {tokens}"
 
 
-def _bars(names: Sequence[str], runs: Sequence[Row], key: str, scale: float = 1.0) -> list[Bar]:
+def _bars(names: Sequence[str], runs: Rows, key: str, scale: float = 1.0) -> list[Bar]:
     """Return a bar for each run that has the result."""
-    return [bar_of(name, run, key, scale) for name, run in zip(names, runs, strict=True) if run.get(key) is not None]
+    bars = []
+    for name, run in zip(names, runs, strict=True):
+        if run.get(key) is not None:
+            bars.append(bar_of(name, run, key, scale))
+    return bars
 
 
 def bar_of(name: str, run: Row, key: str, scale: float = 1.0) -> Bar:
     """Return the bar of a result with its band, or with the interval of real runs around their median."""
     value = scale * float(run[key])
-    band = (run.get("band") or {}).get(key)
-    if band:
-        return Bar(name, value, scale * band[0], scale * band[1])
-    bounds = (run.get("intervals") or {}).get(key)
-    if bounds:
-        half = scale * (bounds[1] - bounds[0]) / 2
+    bands = run.get("band") or {}
+    intervals = run.get("intervals") or {}
+    if bands.get(key):
+        low, high = bands[key]
+        return Bar(name, value, scale * low, scale * high)
+    if intervals.get(key):
+        low, high = intervals[key]
+        half = scale * (high - low) / 2
         return Bar(name, value, value - half, value + half)
     return Bar(name, value)
 
 
-def _cache(names: Sequence[str], runs: Sequence[Row], hit_rate: str, unit: str) -> list[Block]:
+def _cache(names: Sequence[str], runs: Rows, hit_rate: str, unit: str) -> list[Block]:
     """Return charts of the hit rate (in % of ``unit``), of evictions and of preemptions."""
-    out: list[Block] = [BarChart(f"Found in the cache, % of {unit}", _bars(names, runs, hit_rate, 100.0))]
+    hits = _bars(names, runs, hit_rate, 100.0)
+    out: list[Block] = [BarChart(f"Found in the cache, % of {unit}", hits)]
     for key, title in (("evictions", "Evictions"), ("preemptions", "Preemptions")):
         if any(run.get(key) for run in runs):
             out.append(BarChart(title, _bars(names, runs, key)))
@@ -237,25 +263,35 @@ def _with_real(run: Row) -> list[Row]:
     if "real" not in run:
         return [simulated]
     labels = {key: simulated[key] for key in (*PARTS, "rate")}
-    return [simulated, {**run["real"], **labels, "scheduler": f"{run['scheduler']}, really"}]
+    labels["scheduler"] += ", really"
+    return [simulated, run["real"] | labels]
 
 
 def _percentiles(name: str, run: Row, key: str) -> list[Bar]:
     """Return a bar for each percentile of a latency that the run has."""
-    keys = [(q, f"{q}_{key}_ms") for q in ("p50", "p90", "p99")]
-    return [bar_of(f"{q} {name}", run, figure) for q, figure in keys if run.get(figure) is not None]
+    bars = []
+    for q in ("p50", "p90", "p99"):
+        figure = f"{q}_{key}_ms"
+        if run.get(figure) is not None:
+            bars.append(bar_of(f"{q} {name}", run, figure))
+    return bars
 
 
-def _throughput(names: Sequence[str], runs: Sequence[Row]) -> list[Block]:
+def _throughput(names: Sequence[str], runs: Rows) -> list[Block]:
     """Return charts of throughput and goodput: lines over the rate if there are several rates, else bars."""
     figures = []
-    for figure in (("Throughput", "output_throughput", "tokens/s"), ("Goodput", "request_goodput", "good requests/s")):
-        if any(run.get(figure[1]) is not None for run in runs):
-            figures.append(figure)
+    throughput = ("Throughput", "output_throughput", "tokens/s")
+    goodput = ("Goodput", "request_goodput", "good requests/s")
+    for title, key, unit in (throughput, goodput):
+        if any(run.get(key) is not None for run in runs):
+            figures.append((title, key, unit))
     rates = {_rate(run) for run in runs}
     finite = {rate for rate in rates if math.isfinite(rate)}
     if len(finite) < 2:
-        return [BarChart(f"{title}, {unit}", _bars(names, runs, key)) for title, key, unit in figures]
+        charts: list[Block] = []
+        for title, key, unit in figures:
+            charts.append(BarChart(f"{title}, {unit}", _bars(names, runs, key)))
+        return charts
     out: list[Block] = []
     for title, key, unit in figures:
         lines = _over_rate(runs, key)
@@ -267,20 +303,28 @@ def _throughput(names: Sequence[str], runs: Sequence[Row]) -> list[Block]:
     return out
 
 
-def _over_rate(runs: Sequence[Row], key: str) -> list[DrawnLine]:
+def _over_rate(runs: Rows, key: str) -> list[DrawnLine]:
     """Return a line over the rate for each configuration, scheduler and evictor."""
     bars: dict[str, list[tuple[float, Bar]]] = {}
     for name, run in zip(_names(runs, PARTS), runs, strict=True):
         rate = _rate(run)
         if math.isfinite(rate) and run.get(key) is not None:
-            bars.setdefault(name, []).append((rate, bar_of(name, run, key)))
+            bar = bar_of(name, run, key)
+            bars.setdefault(name, []).append((rate, bar))
     out = []
     for name, points in bars.items():
         points.sort(key=lambda point: point[0])
-        spans = tuple(None if bar.low is None or bar.high is None else (bar.low, bar.high) for _, bar in points)
+        spans = tuple(span_of(bar) for _, bar in points)
         line = tuple((rate, bar.value) for rate, bar in points)
         out.append(DrawnLine(name, line, spans if any(spans) else ()))
     return out
+
+
+def span_of(bar: Bar) -> Point | None:
+    """Return the interval of a bar, None without one."""
+    if bar.low is None or bar.high is None:
+        return None
+    return bar.low, bar.high
 
 
 def _rate(run: Row) -> float:
@@ -291,7 +335,8 @@ def _rate(run: Row) -> float:
 def _measured(about: Row) -> str:
     """Return the model and machine of a table of costs in parentheses, "" if they are unknown."""
     machine = about.get("machine") or {}
-    parts = [about.get("model"), about.get("dtype"), machine.get("gpu") or machine.get("cpu")]
+    processor = machine.get("gpu") or machine.get("cpu")
+    parts = [about.get("model"), about.get("dtype"), processor]
     known = [str(part) for part in parts if part]
     return f" ({', '.join(known)})" if known else ""
 

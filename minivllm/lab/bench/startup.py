@@ -43,13 +43,16 @@ def once(loaded: Loaded) -> Result:
         begun = time.monotonic()
         argv = [sys.executable, "-m", "minivllm.lab.bench.startup", path]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env=fresh.environ())
-    line = next((one for one in done.stdout.splitlines() if one.startswith(MARK)), None)
+    marked = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+    line = marked[0] if marked else None
     if line is None:
         errors = " ".join(done.stderr.split()[-40:])
         raise ResourceError(f"the process that was to start an engine ended with {done.returncode}: {errors}")
     times = json.loads(line.removeprefix(MARK))
     marks = [begun, times["imported"], times["built"], times["first"]]  # all processes share the monotonic clock
-    found = {f"{name}_s": end - start for name, (start, end) in zip(PARTS, itertools.pairwise(marks), strict=True)}
+    found = {}
+    for name, (start, end) in zip(PARTS, itertools.pairwise(marks), strict=True):
+        found[f"{name}_s"] = end - start
     found["startup_s"] = times["first"] - begun
     return found
 

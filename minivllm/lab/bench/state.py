@@ -117,7 +117,8 @@ def _cpu_seconds(pid: int | None) -> tuple[float, float]:
     times = os.times()
     own = times.user + times.system + times.children_user + times.children_system
     try:
-        words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+        first, _, _ = Path("/proc/stat").read_text().partition("\n")
+        words = first.split()[1:]
     except OSError:
         return 0.0, own
     pids = [] if pid is None else [pid]

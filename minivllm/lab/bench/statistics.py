@@ -178,7 +178,11 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
         raise ValueError(f"{len(a)} values and {len(b)}: expected pairs")
     if a and list(a) == list(b):
         return Paired(1.0, 1.0, 1.0, NAN, len(a))
-    logs = _shift_of([math.log(y / x) for x, y in zip(a, b, strict=True) if 0 < x < math.inf and 0 < y < math.inf])
+    ratios = []
+    for x, y in zip(a, b, strict=True):
+        if 0 < x < math.inf and 0 < y < math.inf:
+            ratios.append(math.log(y / x))
+    logs = _shift_of(ratios)
     return Paired(math.exp(logs.difference), math.exp(logs.low), math.exp(logs.high), logs.p, logs.pairs)
 
 

@@ -22,7 +22,8 @@ from .repeats import plain
 def digest(bill: Row, workload: Row) -> str:
     """Return a digest of a configuration and its workload, 16 hexadecimal characters."""
     parts = [bill["fingerprint"], bill["versions"], bill["machine"], bill["environment"], workload]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Store:

@@ -7,13 +7,12 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any
 
 from minivllm.errors import MinivllmError, brief
 from minivllm.runtime.hooks.figures import FIGURE
 
-from . import Result, Row, offline
+from . import Result, Row, Rows, offline
 from .repeats import joules_a_token
 from .statistics import NAN, Paired, Shift, holm, paired
 from .workload import BenchAsk
@@ -45,16 +44,19 @@ COUNTED = (
 )
 
 
-def counted(runs: Sequence[Sequence[Row]]) -> tuple[Metric, ...]:
+def counted(runs: Sequence[Rows]) -> tuple[Metric, ...]:
     """Return the counters of the engine and its plug-ins (``figures()``) that are not 0 in every run.
 
     ``runs`` are the runs of each configuration.
     """
     every = [run for own in runs for run in own]
-    keys = dict.fromkeys(key for run in every for key in run["figures"] if key.startswith(FIGURE))
-    plugins = [Metric(key, key.removeprefix(FIGURE), True, 3) for key in keys]
+    plugins = {}
+    for run in every:
+        for key in run["figures"]:
+            if key.startswith(FIGURE):
+                plugins[key] = Metric(key, key.removeprefix(FIGURE), True, 3)
     found = []
-    for metric in (*COUNTED, *plugins):
+    for metric in (*COUNTED, *plugins.values()):
         known = [value for value in values(every, metric.key) if not math.isnan(value)]
         if any(known):
             found.append(metric)
@@ -73,36 +75,40 @@ def run(
     with watch() as state:
         found = offline.throughput(llm, asks, temperature, seed, generate)
     tokens = found.pop("token_ids")
-    found["joules_per_output_token"] = joules_a_token([found], [state.found])[0]
+    (joules,) = joules_a_token([found], [state.found])
+    found["joules_per_output_token"] = joules
     return {"seed": seed, "figures": found, "state": state.found, "tokens": tokens}
 
 
-def values(runs: Sequence[Row], key: str) -> list[float]:
+def values(runs: Rows, key: str) -> list[float]:
     """Return a result of each run, NaN if the run does not have it."""
     found = [run["figures"].get(key) for run in runs]
     return [NAN if value is None else float(value) for value in found]
 
 
-def same_tokens(a: Sequence[Row], b: Sequence[Row]) -> float:
+def same_tokens(a: Rows, b: Rows) -> float:
     """Return the share of requests whose answers have the same tokens in both configurations, NaN without requests."""
     same = [x == y for x, y in _answer_pairs(a, b)]
     return sum(same) / len(same) if same else NAN
 
 
-def _answer_pairs(a: Sequence[Row], b: Sequence[Row]) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+def _answer_pairs(a: Rows, b: Rows) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
     """Yield the tokens of each request's answer in the runs of two configurations."""
     for one, two in zip(a, b, strict=True):
         yield from zip(one["tokens"], two["tokens"], strict=True)
 
 
-def same_over_seeds(cells: Sequence[Sequence[Row]], dataset: str, temperature: float) -> str:
+def same_over_seeds(cells: Sequence[Rows], dataset: str, temperature: float) -> str:
     """Return a warning if all seeds gave the same answers, "" if they did not or there is a single seed.
 
     ``cells`` are the runs of each configuration.
     """
     known = [own for own in cells if len(own) > 1]
-    if not known or any(run["tokens"] != own[0]["tokens"] for own in known for run in own):
+    if not known:
         return ""
+    for own in known:
+        if any(run["tokens"] != own[0]["tokens"] for run in own):
+            return ""
     reason = "no draw differs"
     if dataset and not temperature:
         reason = f"{dataset} at temperature 0: all seeds have the same requests"
@@ -112,17 +118,18 @@ def same_over_seeds(cells: Sequence[Sequence[Row]], dataset: str, temperature: f
     )
 
 
-def first_divergence(a: Sequence[Row], b: Sequence[Row]) -> int | None:
+def first_divergence(a: Rows, b: Rows) -> int | None:
     """Return the first position, counted from 1, at which any request's answers differ; None if all are equal."""
     positions = []
     for x, y in _answer_pairs(a, b):
         if x != y:
-            common = takewhile(lambda pair: pair[0] == pair[1], zip(x, y, strict=False))
-            positions.append(1 + sum(1 for _ in common))
+            equal = [one == two for one, two in zip(x, y, strict=False)]
+            equal.append(False)
+            positions.append(1 + equal.index(False))
     return min(positions, default=None)
 
 
-def against(first: Sequence[Row], other: Sequence[Row], metrics: Sequence[Metric]) -> dict[str, Paired]:
+def against(first: Rows, other: Rows, metrics: Sequence[Metric]) -> dict[str, Paired]:
     """Return the test of each metric of ``other`` against ``first``, paired by seed.
 
     Pairs without a value are left out; without any pair the verdict is "not measured".
@@ -130,8 +137,13 @@ def against(first: Sequence[Row], other: Sequence[Row], metrics: Sequence[Metric
     found = {}
     for metric in metrics:
         pairs = zip(values(first, metric.key), values(other, metric.key), strict=True)
-        known = [(x, y) for x, y in pairs if not (math.isnan(x) or math.isnan(y))]
-        found[metric.key] = paired([x for x, _ in known], [y for _, y in known])
+        xs = []
+        ys = []
+        for x, y in pairs:
+            if not (math.isnan(x) or math.isnan(y)):
+                xs.append(x)
+                ys.append(y)
+        found[metric.key] = paired(xs, ys)
     return found
 
 
@@ -142,8 +154,12 @@ def judged(rows: Sequence[Mapping[str, Paired | Shift]]) -> list[dict[str, Resul
     out: list[dict[str, Result]] = [{} for _ in rows]
     for (i, key), p in zip(keys, corrected, strict=True):
         one = rows[i][key]
-        value = {"difference": one.difference} if isinstance(one, Shift) else {"ratio": one.ratio}
-        out[i][key] = {**value, "low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
+        value: Result = {}
+        if isinstance(one, Shift):
+            value["difference"] = one.difference
+        else:
+            value["ratio"] = one.ratio
+        out[i][key] = value | {"low": one.low, "high": one.high, "p": p, "says": one.sentence(p)}
     return out
 
 
