@@ -9,3 +9,9 @@ weights     safetensors, or dummies, to the parameters of a model
 shapes      config.json against the headers of the weights and the free memory, before either is taken
 build       a Wiring to a Worker: plug-ins made, model loaded, KV memory allocated
 """
+
+from collections.abc import Mapping
+from typing import Any
+
+Fields = Mapping[str, Any]  # an object of JSON, such as config.json
+NewFields = dict[str, Any]  # the same, to be filled

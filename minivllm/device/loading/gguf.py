@@ -19,6 +19,8 @@ from torch import Tensor
 from minivllm.device.loading.gguf_file import GgufFile, GgufTensor, read_gguf
 from minivllm.errors import shown
 
+from . import NewFields
+
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 LINEAR = {
     "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
@@ -54,7 +56,7 @@ FIXED_ROPE: Mapping[str, tuple[float, ...]] = {
 _IN_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
-def config_of(path: Path) -> dict[str, Any]:
+def config_of(path: Path) -> NewFields:
     """Return the config.json that describes the model of a GGUF file.
 
     Raise ModelError for a model that is not supported.
@@ -72,7 +74,7 @@ def config_of(path: Path) -> dict[str, Any]:
         raise file.refuse("lacks a matrix token_embd.weight; download it again")
     head_dim = _count(file, "attention.key_length", width // heads)
     _check_fixed(file, head_dim)
-    raw: dict[str, Any] = {
+    raw: NewFields = {
         "model_type": model_type,
         "architectures": [name],
         "vocab_size": embedding.shape[0],
@@ -137,7 +139,7 @@ def _dtype(file: GgufFile) -> str:
     return {"F32": "float32", "F16": "float16"}.get(next(iter(kinds)) if len(kinds) == 1 else "", "bfloat16")
 
 
-def _special(file: GgufFile) -> dict[str, Any]:
+def _special(file: GgufFile) -> NewFields:
     bos, ends = file.values.get("tokenizer.ggml.bos_token_id"), list(file.ends)
     return {
         "bos_token_id": bos if type(bos) is int else None,
@@ -145,7 +147,7 @@ def _special(file: GgufFile) -> dict[str, Any]:
     }
 
 
-def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[str, Any]:
+def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> NewFields:
     if file.architecture == "llama":
         biased = {part: f"blk.0.{part}.bias" in file.tensors for part in LINEAR}
         return {
@@ -154,7 +156,7 @@ def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[st
         }
     if not file.architecture.startswith("gemma"):
         return {}
-    found: dict[str, Any] = {}
+    found: NewFields = {}
     for name, default in SOFT_CAPS.items():
         found[name] = file.of_model(name, default if file.architecture == "gemma2" else None)
     if file.of_model("attention.sliding_window") is not None:
@@ -164,7 +166,7 @@ def _attention(file: GgufFile, heads: int, width: int, head_dim: int) -> dict[st
     return found
 
 
-def _rope(file: GgufFile) -> dict[str, Any]:
+def _rope(file: GgufFile) -> NewFields:
     """Return ``rope_theta`` and ``rope_scaling``, which transformers reads as ``rope_parameters``."""
     theta, scaling = _digits(_number(file, "rope.freq_base", 10000.0)), None
     factor = _number(file, "rope.scaling.factor") if file.of_model("rope.scaling.factor") is not None else None
@@ -187,7 +189,7 @@ def _rope(file: GgufFile) -> dict[str, Any]:
     return {"rope_theta": theta, **({"rope_scaling": scaling} if scaling else {})}
 
 
-def _llama3(file: GgufFile, theta: float) -> dict[str, Any]:
+def _llama3(file: GgufFile, theta: float) -> NewFields:
     """Return the rotary embedding whose frequencies have these factors; ModelError for factors other than Llama 3's."""
     found = file.tensors[ROPE_FACTORS]
     if found.kind not in FLOATS:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from minivllm import files
 from minivllm.device.loading.gguf_file import is_gguf
 from minivllm.errors import ModelError, brief, shown
 
+from . import Fields
 from .hub import MODEL, HubFiles, HubOptions, find_snapshot, one_line
 from .numbers import check_numbers, with_floats
 from .overrides import lay_over
@@ -36,7 +36,7 @@ class Checkpoint:
     """A model directory, or a GGUF file, and the facts of its config.json that choose plug-ins."""
 
     folder: Path
-    raw: Mapping[str, Any]
+    raw: Fields
 
     @property
     def architecture(self) -> str:
@@ -62,7 +62,7 @@ class Checkpoint:
     def quantization(self) -> str:
         """Return the method that the weights are quantized with, "none" if they are not."""
         parts = [self.raw, *(part for _, part in nested_parts(self.raw))]
-        named: Mapping[str, Any] = next((c["quantization_config"] for c in parts if c.get("quantization_config")), {})
+        named: Fields = next((c["quantization_config"] for c in parts if c.get("quantization_config")), {})
         return str(named.get("quant_method", "unknown")) if named else "none"
 
     @cached_property
@@ -103,7 +103,7 @@ def open_checkpoint(
     model: str,
     wanted: HubFiles = MODEL,
     hub: HubOptions = HubOptions(),  # noqa: B008
-    overrides: Mapping[str, Any] | None = None,
+    overrides: Fields | None = None,
 ) -> Checkpoint:
     """Find a model and read its config.json, with ``overrides`` laid over it.  ModelError names what is missing or
     broken."""
@@ -128,7 +128,7 @@ def open_checkpoint(
     return Checkpoint(folder, raw)
 
 
-def _said_beside(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _said_beside(folder: Path, raw: Fields) -> dict[str, Any]:
     """Return the quantization of older checkpoints, which store it in another file or under another name."""
     if not raw.get("quantization_config") and isinstance(raw.get("compression_config"), dict):
         return {"quantization_config": {"quant_method": "compressed-tensors", **raw["compression_config"]}}

@@ -21,6 +21,8 @@ from typing import Any
 from minivllm import files
 from minivllm.errors import ConfigError, ModelError, brief, shown
 
+from . import NewFields
+
 CONFIGURATION = ("*.json", "*.jinja", "*.model", "*.txt")  # and tokenizer: no code, no pickle
 PICKLED = ("*.bin", "*.pt", "*.pth")  # fetched for load_format='pt' alone
 WEIGHTS = "*.safetensors"
@@ -140,7 +142,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _asked(wanted: HubFiles, hub: HubOptions) -> dict[str, Any]:
+def _asked(wanted: HubFiles, hub: HubOptions) -> NewFields:
     """Return the arguments of ``snapshot_download``."""
     place = None if hub.download_dir is None else os.path.expanduser(hub.download_dir)
     return {
@@ -194,7 +196,7 @@ def _download(name: str, wanted: HubFiles, hub: HubOptions) -> Path:
         raise ModelError(f"{at}: cannot be fetched from the Hugging Face hub ({url}): {one_line(exc)}") from exc
 
 
-def _bars() -> dict[str, Any]:
+def _bars() -> NewFields:
     """Return the arguments for progress bars: those of the library on a terminal, and none elsewhere."""
     if sys.stderr is not None and sys.stderr.isatty():
         return {}

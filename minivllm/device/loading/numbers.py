@@ -13,6 +13,7 @@ from typing import Any
 
 from minivllm.errors import ModelError, shown
 
+from . import Fields
 from .text_model import NESTED, nested_parts
 
 MOST_LAYERS = 2_000  # published models end at some 130; a model of thousands takes seconds to lay out
@@ -177,7 +178,7 @@ def _is_none(value: Any) -> bool:
     return value is None or (type(value) is int and value == 0)
 
 
-def unread(part: Mapping[str, Any]) -> set[str]:
+def unread(part: Fields) -> set[str]:
     """Return the keys of a configuration that belong to a part which it disables, so that nothing reads them."""
     counts = {key: part[key] for key in COUNTS if key in part}
     found = {key for key, value in counts.items() if _is_none(value)}
@@ -190,7 +191,7 @@ def unread(part: Mapping[str, Any]) -> set[str]:
     return found
 
 
-def check_numbers(where: str, raw: Mapping[str, Any]) -> None:
+def check_numbers(where: str, raw: Fields) -> None:
     """Refuse the first number that cannot be, naming the key, its value and what was wanted (ModelError).
 
     ``raw`` is config.json as it is, ``where`` its path.  Values of a part that the configuration disables are not

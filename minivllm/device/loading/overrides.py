@@ -16,6 +16,7 @@ from minivllm.device.layers.fields import ROPES
 from minivllm.errors import ConfigError, shown, suggest
 from minivllm.validation import merge
 
+from . import Fields
 from .plain_config import FIELDS, ROPE, PlainConfig
 from .text_model import MARK, NESTED, nested_parts
 
@@ -40,7 +41,7 @@ OLDER = {*ROPE, "partial_rotary_factor", "original_max_position_embeddings"}  # 
 CHECKED = {"is_causal", "per_layer_config", "use_bidirectional_attention", "use_mrope"}  # by ``device.layers.fields``
 
 
-def lay_over(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+def lay_over(raw: Fields, overrides: Fields | None) -> dict[str, Any]:
     """Return config.json with overrides in it.  ConfigError for a text model's table that the file does not have."""
     wrong = [key for key in overrides or {} if key in NESTED and not isinstance(raw.get(key), Mapping)]
     if wrong:
@@ -48,12 +49,12 @@ def lay_over(raw: Mapping[str, Any], overrides: Mapping[str, Any] | None) -> dic
     return merge(raw, overrides or {})
 
 
-def in_words(overrides: Mapping[str, Any]) -> str:
+def in_words(overrides: Fields) -> str:
     """Return the overrides as ``key.key=value``, for a message."""
     return ", ".join(f"{'.'.join(path)}={json.dumps(value)}" for path, value in _leaves(overrides, ()))
 
 
-def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _leaves(values: Fields, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, (*path, key))
@@ -61,9 +62,7 @@ def _leaves(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[
             yield (*path, key), value
 
 
-def refuse_unread(
-    overrides: Mapping[str, Any], raw: Mapping[str, Any], cfg: Any, ignores: Sequence[str], who: str
-) -> None:
+def refuse_unread(overrides: Fields, raw: Fields, cfg: Any, ignores: Sequence[str], who: str) -> None:
     """Refuse overrides that change nothing: ConfigError with the key and what to do.
 
     ``raw`` is config.json with the overrides in it, ``cfg`` the configuration that was read from it, ``ignores`` the
@@ -72,7 +71,7 @@ def refuse_unread(
     _refuse_in(overrides, parts[-1][0] if parts else "", "", cfg, ignores, who)
 
 
-def _refuse_in(table: Mapping[str, Any], text: str, at: str, cfg: Any, ignores: Sequence[str], who: str) -> None:
+def _refuse_in(table: Fields, text: str, at: str, cfg: Any, ignores: Sequence[str], who: str) -> None:
     """Refuse keys of the table ``at``, where the text model's configuration is in the table ``text``."""
     for key, value in table.items():
         if key in BY_ENGINE or (at != text and key == "tie_word_embeddings"):
@@ -149,7 +148,7 @@ def _refuse(key: str, value: Any, cfg: Any, ignores: Sequence[str], who: str, at
         )
 
 
-def _refuse_idle(said: str, given: Mapping[str, Any], kinds: set[str]) -> None:
+def _refuse_idle(said: str, given: Fields, kinds: set[str]) -> None:
     """Refuse numbers of a rotary embedding that none of its types reads."""
     read = {name for kind in kinds - {"default"} for names in ROPES.get(kind, ()) for name in names}
     every = {name for needs, takes in ROPES.values() for name in (*needs, *takes)}
@@ -161,13 +160,13 @@ def _refuse_idle(said: str, given: Mapping[str, Any], kinds: set[str]) -> None:
         )
 
 
-def _tables(found: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _tables(found: Fields) -> Iterator[Fields]:
     """Give the tables of a rotary embedding: one, or one for each type of layer."""
     inner = [table for table in found.values() if isinstance(table, Mapping)]
     yield from inner or [found]
 
 
-def _flat(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _flat(table: Fields) -> Iterator[tuple[str, Any]]:
     """Give the numbers of a rotary embedding in any nesting; the type by its new name."""
     for name, value in table.items():
         if isinstance(value, Mapping):

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from . import Fields
+
 WHOLE, REAL, FLAG, WORD, NULL, MANY = int, (int, float), bool, str, type(None), list
 Kinds = tuple[type, ...]
 THETA = 10_000.0  # of the rotary embedding, where a file has none
@@ -74,7 +76,7 @@ UNSET = {
 class PlainConfig:
     """Fields of a config.json as attributes; ``whole`` makes transformers' object, which has the other attributes."""
 
-    def __init__(self, values: Mapping[str, Any], whole: Callable[[], Any]) -> None:
+    def __init__(self, values: Fields, whole: Callable[[], Any]) -> None:
         self.__dict__.update(values)
         self._whole, self._made = whole, None
 
@@ -90,7 +92,7 @@ class PlainConfig:
         return self._made
 
 
-def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfig | None:
+def plain_config(raw: Fields, whole: Callable[[], Any]) -> PlainConfig | None:
     """Return the configuration in a file; None if the file is left to transformers, ``whole``."""
     fields = FIELDS.get(str(raw.get("model_type")))
     if fields is None or not set(raw) <= fields.keys() | NO_MATTER | ROPE:
@@ -119,7 +121,7 @@ def plain_config(raw: Mapping[str, Any], whole: Callable[[], Any]) -> PlainConfi
     return PlainConfig({**values, "is_causal": True, "is_heterogeneous": False}, whole)
 
 
-def two_ropes(raw: Mapping[str, Any]) -> str:
+def two_ropes(raw: Fields) -> str:
     """Return a sentence about a file with ``rope_scaling`` and ``rope_parameters``, of which the first alone is read;
     "" for any other file."""
     scaling, parameters = raw.get("rope_scaling"), raw.get("rope_parameters")
@@ -134,7 +136,7 @@ def two_ropes(raw: Mapping[str, Any]) -> str:
     return f"rope_scaling is read, and rope_parameters is not, as in transformers{more}"
 
 
-def _rope(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def _rope(raw: Fields) -> dict[str, Any] | None:
     """Return ``rope_parameters`` as transformers 5 has them, of new files and old ones: ``rope_scaling`` comes first
     where a file has both."""
     given = raw.get("rope_scaling") or raw.get("rope_parameters") or {}

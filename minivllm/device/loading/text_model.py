@@ -12,6 +12,8 @@ from typing import Any
 
 from minivllm.errors import ModelError, shown
 
+from . import Fields
+
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ENCODERS = ("vision_config", "audio_config")  # flat files of Qwen2-VL have the text model's fields beside one of them
 MROPE = ("mrope_section", "mrope_interleaved", "interleaved")  # equal positions on all axes: ordinary rotary embedding
@@ -31,7 +33,7 @@ class Alike:
     """
 
     model_type: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
     turned: tuple[str, ...] = ()
 
 
@@ -59,15 +61,15 @@ class TextModel:
     wrapper: str
 
 
-def holds_text_model(raw: Mapping[str, Any]) -> bool:
+def holds_text_model(raw: Fields) -> bool:
     """Return whether config.json describes several models, one of which is a text model."""
     nested = any(isinstance(raw.get(name), dict) for name in (*NESTED, *ENCODERS))
     return nested and not raw.get("is_encoder_decoder")
 
 
-def nested_parts(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Mapping[str, Any]]]:
+def nested_parts(raw: Fields, prefix: str = "") -> list[tuple[str, Fields]]:
     """Return (prefix of keys, object) of the configurations of text models inside config.json, outer ones first."""
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    found: list[tuple[str, Fields]] = []
     for name in NESTED:
         part = raw.get(name)
         if isinstance(part, dict) and prefix.count(".") < len(NESTED):
@@ -75,7 +77,7 @@ def nested_parts(raw: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Ma
     return found
 
 
-def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
+def find_text_model(raw: Fields, wrapper: str) -> TextModel | None:
     """Return the text model of the checkpoint that ``raw``, its config.json, describes; None if transformers' class
     has the text model's fields itself.  ModelError for one that cannot be served."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -101,7 +103,7 @@ def find_text_model(raw: Mapping[str, Any], wrapper: str) -> TextModel | None:
     return _made(text, raw, tied, wrapper)
 
 
-def _of_unknown(raw: Mapping[str, Any], known: Any) -> tuple[Any, bool | None]:
+def _of_unknown(raw: Fields, known: Any) -> tuple[Any, bool | None]:
     """Return the configuration of the text model in a file whose own model type transformers does not know, and
     whether the whole says that embedding and head share their weight."""
     parts = nested_parts(raw)
@@ -118,17 +120,17 @@ def _of_unknown(raw: Mapping[str, Any], known: Any) -> tuple[Any, bool | None]:
     )
 
 
-def prefix_of(parts: list[tuple[str, Mapping[str, Any]]]) -> str:
+def prefix_of(parts: list[tuple[str, Fields]]) -> str:
     """Return the prefix of the keys of the innermost configuration."""
     return parts[-1][0]
 
 
-def _tied(raw: Mapping[str, Any], part: Mapping[str, Any]) -> bool | None:
+def _tied(raw: Fields, part: Fields) -> bool | None:
     """Return what the file says of ``tie_word_embeddings``, the text model's own part first; None if nothing."""
     return next((c["tie_word_embeddings"] for c in (part, raw) if "tie_word_embeddings" in c), None)
 
 
-def _made(text: Any, raw: Mapping[str, Any], tied: bool | None, wrapper: str) -> TextModel:
+def _made(text: Any, raw: Fields, tied: bool | None, wrapper: str) -> TextModel:
     """Return the text model with the values that a file has beside the nested configuration."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
@@ -153,7 +155,7 @@ def _made(text: Any, raw: Mapping[str, Any], tied: bool | None, wrapper: str) ->
     return TextModel(text, architecture, text.model_type, wrapper)
 
 
-def _as(alike: Alike, fields: Mapping[str, Any]) -> dict[str, Any]:
+def _as(alike: Alike, fields: Fields) -> dict[str, Any]:
     """Return the fields of a text model's configuration as those of the model type that computes the same on text."""
     found = {k: v for k, v in fields.items() if k not in ("model_type", "architectures")}
     rope = found.get("rope_parameters")

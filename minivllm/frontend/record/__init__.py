@@ -12,3 +12,4 @@ from collections.abc import Mapping
 from typing import Any
 
 JsonObject = Mapping[str, Any]  # a bill, or an object in it
+Entries = dict[str, Any]  # the same, to be filled

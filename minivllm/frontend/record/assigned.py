@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import Entries
+
 SAID, CLOCK, COMPUTED = "said", "clock", "computed"
 EMPTY = ("dict", "list", "set", "frozenset", "deque", "defaultdict", "OrderedDict", "Counter", "ChainMap", "count",
          "Lock", "RLock", "local", "Event", "WeakKeyDictionary", "WeakValueDictionary", "WeakSet")  # fmt: skip
@@ -54,7 +56,7 @@ def _of_file(file: str, changed_ns: int) -> Assigned:
     except (OSError, SyntaxError, ValueError):  # a compiled extension
         return Assigned()
     begins: dict[str, str] = {}
-    literals: dict[str, Any] = {}
+    literals: Entries = {}
     for name, value in _assignments(tree.body, ""):
         begins[name] = COMPUTED if name in begins else _begins(value, literals, name)
     for name in touched(tree, inside=False) & set(begins):  # such as a table that a loop of the module fills
@@ -83,7 +85,7 @@ def _assignments(body: list[ast.stmt], prefix: str) -> Iterator[tuple[str, ast.e
                 yield name, None  # the value depends on the condition or the loop
 
 
-def _begins(value: ast.expr | None, literals: dict[str, Any], name: str) -> str:
+def _begins(value: ast.expr | None, literals: Entries, name: str) -> str:
     """Return how a name gets its value, and add a literal to ``literals``."""
     if value is None:
         return COMPUTED

@@ -24,7 +24,7 @@ from minivllm.errors import ConfigError
 from minivllm.registration.discovery import LOCAL
 from minivllm.runtime.text.template import is_name, read_template
 
-from . import live, machine, replaced, sources, values
+from . import Entries, live, machine, replaced, sources, values
 
 if TYPE_CHECKING:
     from minivllm.config import Loaded
@@ -40,8 +40,6 @@ KEYS = (
     "machine", "environment", "git", "results",
 )  # fmt: skip
 NOT_IN_FILES = {"allow_targets"}  # options that a configuration file may not set
-
-Entries = dict[str, Any]  # a bill, or an object in it
 
 
 def make(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from . import JsonObject, values
+from . import Entries, JsonObject, values
 from .nodes import GROUPS, LOOK_ON, SEVERAL, DiffNode, nodes, show
 
 NOTHING = "nothing that decides the tokens differs"
@@ -74,9 +74,9 @@ class Comparison:
             names = [*names[: MOST_NAMED - 1], f"{rest} more"]
         return f"{', '.join(names[:-1])} and {names[-1]} differ{values}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> Entries:
         """Return the comparison as a JSON object."""
-        found: dict[str, Any] = {"verdict": self.verdict, "subjects": list(self.subjects)}
+        found: Entries = {"verdict": self.verdict, "subjects": list(self.subjects)}
         found["unknown"] = list(self.unknown)
         found["tokens"] = self.tokens
         found["differences"] = [asdict(difference) for difference in self.differences]

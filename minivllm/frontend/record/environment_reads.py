@@ -10,8 +10,8 @@ import ast
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
 
+from . import Entries
 from .machine import SECRET
 
 ENVIRON, GETENV = "environ", "getenv"
@@ -20,7 +20,7 @@ SHOWN = 60  # characters of a value
 COMPUTED = "?"  # stands for a name that the text computes
 
 
-def values(texts: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def values(texts: Mapping[str, str]) -> dict[str, Entries]:
     """Return the known facts about each variable, as ``values.of_part`` does: ``{"own.environ[X]": {...}}``.
 
     ``texts`` is the source of each module by name.  A variable whose name is computed has the digest "".
@@ -54,7 +54,7 @@ def names(text: str) -> Iterator[str]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
         return
-    constants: dict[str, Any] = {}
+    constants: Entries = {}
     for statement in tree.body:
         if not isinstance(statement, ast.Assign) or not isinstance(statement.value, ast.Constant):
             continue

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import Entries
+
 LIBRARIES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy")
 VARIABLES = re.compile(  # without MINIVLLM__..., which is part of the configuration
     r"(MINIVLLM_(?!_)|OMP_|MKL_|OPENBLAS_|ONEDNN_|DNNL_|ATEN_|CUBLAS_|CUDNN_|NVIDIA_TF32|PYTORCH_|TORCH_|TRITON_)\w*|"
@@ -35,7 +37,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine(device: Any) -> dict[str, Any]:
+def machine(device: Any) -> Entries:
     """Describe the CPU, the memory, and the GPU if ``device`` (a hardware.Device) is one.
 
     On a CPU the instruction set of the native kernels is included.  No name of a host or user is.
@@ -49,7 +51,7 @@ def machine(device: Any) -> dict[str, Any]:
     cores = os.cpu_count()
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
-    found: dict[str, Any] = {"cpu": cpu.name, "cores": cores, "threads": torch.get_num_threads()}
+    found: Entries = {"cpu": cpu.name, "cores": cores, "threads": torch.get_num_threads()}
     found["memory_gib"] = round(cpu.memory / 2**30, 1)
     found["system"] = f"{platform.system()} {platform.release()} {platform.machine()}"
     if device.kind == "cpu":
@@ -62,14 +64,14 @@ def machine(device: Any) -> dict[str, Any]:
     return found
 
 
-def torch_settings() -> dict[str, Any]:
+def torch_settings() -> Entries:
     """Return torch's global settings of this process that change numbers."""
     import torch
 
     backends = torch.backends
     matmul = backends.cuda.matmul
     reduced = [matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction]
-    settings: dict[str, Any] = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
+    settings: Entries = {"float32_matmul_precision": torch.get_float32_matmul_precision()}
     settings["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
     settings["default_dtype"] = str(torch.get_default_dtype()).removeprefix("torch.")
     settings["interop_threads"] = torch.get_num_interop_threads()
@@ -108,7 +110,7 @@ def environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     return {name: variables[name] for name in names}
 
 
-def git_state(folder: Path, tracks: str | None = None) -> dict[str, Any] | None:
+def git_state(folder: Path, tracks: str | None = None) -> Entries | None:
     """Return the commit and branch of a folder, and how many files differ from the commit.
 
     None outside a repository and without git.  None also if the repository does not track the file ``tracks``, because

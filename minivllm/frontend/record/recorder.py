@@ -6,6 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any
 
+from . import Entries
 from .tally import ResultTally
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class RunRecorder:
         self.loaded = loaded
         self.path = path
         self.tally = ResultTally(keep=path is not None and not loaded.run.prompts)
-        self._bill: dict[str, Any] | None = None
+        self._bill: Entries | None = None
 
     def begin(self, resolved: Resolved, engine: Any) -> None:
         """Note the engine that was built; with a path make its bill."""
@@ -46,7 +47,7 @@ class RunRecorder:
         if self.path is not None:
             self.prepare()
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> Entries:
         """Return the bill without results.  The first call hashes the sources and reads the machine."""
         from minivllm.frontend.record import bill
 
@@ -55,7 +56,7 @@ class RunRecorder:
             self._bill = bill.make(self.resolved, self.loaded, self.engine.capacity, self.started, first)
         return self._bill
 
-    def bill_of_materials(self) -> dict[str, Any]:
+    def bill_of_materials(self) -> Entries:
         """Return the bill with the results so far.  Before the first request ``results`` is None."""
         from minivllm.frontend.record import bill, values
 
@@ -66,7 +67,7 @@ class RunRecorder:
             results = self.tally.results(self.engine.stats())
         return bill.finish(prepared, results, self.tally.requests or None)
 
-    def write(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
+    def write(self, path: str | os.PathLike[str], record: Entries | None = None) -> None:
         """Write a record, by default ``bill_of_materials()``.  ConfigError if the file cannot be written."""
         from minivllm.frontend.record import bill
 

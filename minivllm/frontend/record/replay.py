@@ -8,11 +8,11 @@ from typing import Any
 
 from minivllm.errors import ConfigError
 
-from . import JsonObject
+from . import Entries, JsonObject
 from .diff import Comparison, Difference, compare
 
 
-def as_config(record: JsonObject) -> dict[str, Any]:
+def as_config(record: JsonObject) -> Entries:
     """Return the configuration of a record, as a configuration file would have it.
 
     The values are those that the user asked for.  Values that minivllm chose are left open, so that they can change
@@ -28,7 +28,7 @@ def as_config(record: JsonObject) -> dict[str, Any]:
     }
 
 
-def batches(record: JsonObject, path: str) -> list[tuple[list[Any], list[dict[str, Any]], list[list[str]]]]:
+def batches(record: JsonObject, path: str) -> list[tuple[list[Any], list[Entries], list[list[str]]]]:
     """Return (prompts, sampling parameters, points of reading taps) of each recorded call with requests.
 
     ConfigError if there are no requests, or if one had a Python function or added a vector.
@@ -61,7 +61,7 @@ def _check_repeatable(request: JsonObject, name: str) -> None:
             raise ConfigError(f"{name} had {param}={value['function']}, a Python function: {advice}")
 
 
-def _params(values: JsonObject) -> dict[str, Any]:
+def _params(values: JsonObject) -> Entries:
     """Return recorded sampling parameters with the token ids of ``logit_bias`` as numbers, which JSON keys are not."""
     params = dict(values)
     if bias := values.get("logit_bias"):

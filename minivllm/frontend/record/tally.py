@@ -18,6 +18,8 @@ import numpy as np
 
 from minivllm.core import declared_params
 
+from . import Entries
+
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.taps import Tap
@@ -35,7 +37,7 @@ class ResultTally:
     """
 
     def __init__(self, keep: bool = False) -> None:
-        self.requests: list[dict[str, Any]] | None = [] if keep else None
+        self.requests: list[Entries] | None = [] if keep else None
         self.too_many = False
         self.count = self.prompt_tokens = self.cached = self.output_tokens = 0
         self.ends: Counter[str] = Counter()
@@ -48,7 +50,7 @@ class ResultTally:
         self._since = 0.0  # when the present time with active requests began
         self._batch = 0
         # the last sampling parameters with their JSON and hash: all requests of a call mostly have the same
-        self._params: tuple[Any, dict[str, Any], int] = (None, {}, 0)
+        self._params: tuple[Any, Entries, int] = (None, {}, 0)
 
     def next_batch(self) -> None:
         """Begin a new batch: the requests watched from now on belong to one call of the user."""
@@ -89,7 +91,7 @@ class ResultTally:
         if request.finished is not None:
             self._ended(tracked, number)
 
-    def _keep(self, request: Any, params: dict[str, Any], taps: list[dict[str, Any]]) -> None:
+    def _keep(self, request: Any, params: Entries, taps: list[Entries]) -> None:
         """Add a request to ``requests``.  Beyond ``MOST_REQUESTS`` drop all of them."""
         if self.requests is None:
             return
@@ -97,7 +99,7 @@ class ResultTally:
             self.requests = None
             self.too_many = True
             return
-        kept: dict[str, Any] = {"batch": self._batch}
+        kept: Entries = {"batch": self._batch}
         if request.text is not None:
             kept["prompt"] = request.text
         kept["prompt_token_ids"] = request.prompt.tolist()
@@ -129,7 +131,7 @@ class ResultTally:
         if not self._active:
             self._busy += time.monotonic() - self._since
 
-    def results(self, stats: Mapping[str, Any]) -> dict[str, Any]:
+    def results(self, stats: Mapping[str, Any]) -> Entries:
         """Return the results so far; ``stats`` are those of the engine.
 
         ``seconds`` is the time during which at least one request was active.  ``tokens_hash`` covers the token ids of
@@ -140,7 +142,7 @@ class ResultTally:
         if self._active:
             seconds += time.monotonic() - self._since
         whole = self.count <= MOST_DIGESTS
-        found: dict[str, Any] = {
+        found: Entries = {
             "requests": self.count,
             "unfinished": self._active,
             "prompt_tokens": self.prompt_tokens,
@@ -162,24 +164,24 @@ class ResultTally:
         return found
 
 
-def plain_taps(taps: Sequence[Tap]) -> list[dict[str, Any]]:
+def plain_taps(taps: Sequence[Tap]) -> list[Entries]:
     """Return taps as JSON.  A vector is replaced by its hash, because it can be as large as a model's weights."""
     found = []
     for tap in taps:
-        plain: dict[str, Any] = {"point": tap.point, "read": tap.read}
+        plain: Entries = {"point": tap.point, "read": tap.read}
         if tap.add is not None:
             plain["add_sha256"] = hashlib.sha256(tap.vector.tobytes()).hexdigest()
         found.append(plain)
     return found
 
 
-def plain_params(params: SamplingParams) -> dict[str, Any]:
+def plain_params(params: SamplingParams) -> Entries:
     """Return the sampling parameters that are not at their defaults, as JSON.
 
     A function becomes ``{"function": name}``.  Parameters that minivllm declares are at the top, those that other
     packages declare are under ``extra``.
     """
-    found: dict[str, Any] = {}
+    found: Entries = {}
     for field in fields(params):
         name = field.name
         value = getattr(params, name)
@@ -198,7 +200,7 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
         else:
             found[name] = _plain(value)
     builtin = declared_params.builtin()
-    others: dict[str, Any] = {}
+    others: Entries = {}
     for name, value in found.pop("extra", {}).items():
         (found if name in builtin else others)[name] = value
     if others:
@@ -206,7 +208,7 @@ def plain_params(params: SamplingParams) -> dict[str, Any]:
     return found
 
 
-def _changed_fields(value: Any) -> dict[str, Any]:
+def _changed_fields(value: Any) -> Entries:
     """Return the fields of a dataclass that are not at their defaults, as JSON."""
     changed = {f.name: getattr(value, f.name) for f in fields(value) if getattr(value, f.name) != f.default}
     return json.loads(json.dumps(changed, default=dict))

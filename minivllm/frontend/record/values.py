@@ -23,7 +23,7 @@ from typing import Any
 
 from minivllm.registration import given
 
-from . import JsonObject, assigned, environment_reads, live, replaced, sources
+from . import Entries, JsonObject, assigned, environment_reads, live, replaced, sources
 from .assigned import CLOCK
 from .machine import SECRET
 from .plain_values import NAMED, PLAIN, UnknownValueError, ValueText
@@ -34,7 +34,7 @@ NOT_THERE = "what its file says"  # shown for a value that one of two records do
 SAME, OTHER, UNKNOWN, IGNORED = "same", "other", "unknown", "ignored"
 
 
-def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str], dict[str, dict[str, Any]]]:
+def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str], dict[str, Entries]]:
     """Return the modules that were read, and the known facts about each value of a part by name.
 
     ``files`` contains the names of the part's modules.  Nothing is returned for a part that is not loaded and cannot be
@@ -51,7 +51,7 @@ def of_part(target: str, files: Iterable[str], builtin: bool) -> tuple[list[str]
     return sorted(reads.scope), dict(sorted(reads.found.items()))
 
 
-def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, dict[str, Any]]:
+def beside(modules: Iterable[str], source: Source, builtin: bool) -> dict[str, Entries]:
     """Return more values of a part: its functions that were replaced at run time, and environment variables.
 
     Only the variables that the text of a part of another package reads are returned.
@@ -138,7 +138,7 @@ class _Reads:
 
     def __init__(self, scope: set[str]) -> None:
         self.scope = scope
-        self.found: dict[str, dict[str, Any]] = {}
+        self.found: dict[str, Entries] = {}
         self._seen: dict[int, Any] = {}  # by id; keeping the objects keeps the ids unique
         self._changed: set[str] = set()
         self._where: dict[str, tuple[str, str]] = {}  # name of a value -> module, name in it
@@ -207,7 +207,7 @@ class _Reads:
         if name in self.found or len(self.found) >= MOST:
             return
         text = ValueText(self._folders)
-        known: dict[str, Any] = {"digest": ""}
+        known: Entries = {"digest": ""}
         try:
             digest = known["digest"] = text.digest(value)
             secret = isinstance(value, (str, bytes)) and SECRET.search(key)
