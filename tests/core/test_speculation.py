@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -89,14 +90,22 @@ def test_prefills_come_before_drafts_in_the_token_budget():
 # ---- when it pays --------------------------------------------------------------------------------------------------
 
 
-def serve(spec: Speculation, rows: int, plain: float, drafted: float, per_row: float, steps: int) -> int:
-    """Steps of a batch under a clock of their own; how many had drafts."""
-    now, with_drafts = 0.0, 0
+def serve(
+    spec: Speculation, rows: int, plain: float, drafted: float, per_row: float, steps: int, chance=None, slope=0.0
+) -> int:
+    """Steps of a batch under a clock of their own; how many had drafts.  A step with drafts takes ``drafted``, and
+    ``slope`` more for each of them.  Each draft holds with ``chance`` behind those before it, or all of
+    them give ``per_row`` tokens."""
+    now, with_drafts, rng = 0.0, 0, np.random.default_rng(1)
     for _ in range(steps):
-        drafts = spec.on(rows)
-        with_drafts += drafts
-        ms = drafted if drafts else plain
-        spec.time(rows, drafts, round(rows * (per_row if drafts else 1)), now, now + ms / 1e3, True)
+        k = spec.most_drafts(rows)
+        with_drafts += k > 0
+        ms = drafted + slope * k if k else plain
+        if chance is None:
+            taken = np.minimum(np.array([int(per_row - 1 + i / rows) for i in range(rows)]), k)
+        else:
+            taken = (rng.random((rows, k)) < chance).cumprod(1).sum(1)
+        spec.time(rows, k, taken if k else taken[:0], now, now + ms / 1e3, True)
         now += ms / 1e3
     return with_drafts
 
@@ -128,14 +137,31 @@ def test_where_it_loses_the_trials_cost_a_tenth_at_most(drafted, per_row):
 def test_batches_of_other_sizes_are_judged_apart():
     spec = Speculation(4, "x")
     serve(spec, 1, plain=1.0, drafted=1.2, per_row=3.0, steps=300)
-    serve(spec, 64, plain=1.0, drafted=3.0, per_row=2.0, steps=TRIES * 2 + 1)
+    serve(spec, 64, plain=1.0, drafted=3.0, per_row=2.0, steps=TRIES * 3 + 2)
     assert spec.on(1) and not spec.on(64)
 
 
 def test_where_it_begins_to_win_it_is_noticed():
     spec = Speculation(4, "x")
     serve(spec, 8, plain=1.0, drafted=3.0, per_row=1.5, steps=100)
-    assert serve(spec, 8, plain=1.0, drafted=1.0, per_row=4.0, steps=1500) > 1500 - 10 * FIRST_WAIT
+    assert serve(spec, 8, plain=1.0, drafted=1.0, per_row=4.0, steps=1500) > 1500 - 16 * FIRST_WAIT
+
+
+@pytest.mark.parametrize("most", [4, 8])
+@pytest.mark.parametrize("fixed, slope", [(0.1, 0.05), (0.1, 0.2), (0.6, 0.05), (0.3, 0.4), (2.0, 0.1)])
+@pytest.mark.parametrize("chance", [0.3, 0.5, 0.65, 0.8, 0.9])
+def test_the_number_of_drafts_is_about_the_best_one(most, fixed, slope, chance):
+    """From no drafts to all, by acceptance and by the fixed and growing part of the time."""
+    spec = Speculation(most, "x")
+    with_drafts = serve(spec, 2, 1.0, 1.0 + fixed, 0, 3000, chance, slope)
+    gains = [1.0] + [(1 - chance ** (k + 1)) / (1 - chance) / (1 + fixed + slope * k) for k in range(1, most + 1)]
+    c = spec.summary()["batch"]["2"]
+    chosen = c["k"] if c["on"] else 0
+    assert gains[chosen] > 0.94 * max(gains) or max(gains) < 1.1
+    if max(gains) < 0.98:
+        assert with_drafts < 0.1 * 3000
+    elif max(gains) > 1.3:
+        assert with_drafts > 0.9 * 3000
 
 
 def test_always_means_always():

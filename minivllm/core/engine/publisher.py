@@ -167,14 +167,7 @@ class Publisher:
         plan = flight.plan
         decodes = int((plan.q_len == 1).sum())
         if not len(plan.draft):
-            spec.time(
-                decodes,
-                False,
-                int(result.count.sum()),
-                flight.begun,
-                now,
-                decodes == len(plan.slots),
-            )
+            spec.time(decodes, 0, plan.draft, flight.begun, now, decodes == len(plan.slots))
             return
         first, heads = group_rows(plan.draft)
         given = np.zeros(len(plan.slots), np.int32)
@@ -182,7 +175,8 @@ class Publisher:
         got = np.bincount(first, given, len(first)).astype(np.int32)
         spec.collect(plan, result, heads, got[heads])
         rows, pure = int((plan.draft == 0).sum()), bool((plan.q_len == 1).all())
-        spec.time(rows, True, int(result.count.sum()), flight.begun, now, pure)
+        taken = np.maximum(got[heads] - 1, 0)
+        spec.time(rows, int(plan.draft.max()), taken, flight.begun, now, pure)
         for head, drafts in zip(heads.tolist(), result.drafted.tolist(), strict=False):
             seq = self.slots.seq[plan.slots[head]] if live[head] else None
             if seq is not None:

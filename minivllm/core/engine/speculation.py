@@ -1,13 +1,16 @@
 """Speculation on the host: the number of drafts in a step, the accepted drafts, and whether speculation pays.
 
 Drafts are accepted with some probability and cost time; beyond some batch size a step with drafts takes longer than
-the accepted tokens save.  That size is measured: for each class of batch sizes (powers of two) the time of a step with
-and without drafts, and the tokens per row in a step with drafts.  Speculation is on while
+the accepted tokens save.  Both are measured, for each class of batch sizes (powers of two): the time of a step without
+drafts and with k drafts per row, and the share of rows whose first, second ... draft was accepted.  The number of
+drafts is the k with the largest gain, and speculation is on while this gain is at least 1:
 
-    tokens per row and step with drafts * milliseconds without  >=  milliseconds with
+    gain(k) = (1 + share of the first + ... + share of the k-th) * milliseconds without / milliseconds with k
 
-Where it is off it is tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial
-determines the wait before the next one.
+Times of a k that was not tried lie on the line between the neighbouring ones.  A trial begins with the most drafts,
+whose shares tell those of fewer, and goes on with the best k until that was timed too.  Where speculation is off it is
+tried again for a few steps, at first soon and then more and more rarely.  The cost of a trial determines the wait
+before the next one.
 """
 
 from __future__ import annotations
@@ -35,58 +38,101 @@ WEIGHT = 0.1  # weight of a new step in the running means
 HOPELESS, ENOUGH = 0.7, 3  # a trial ends early below this gain, after this many steps
 # wait this many times a trial's duration before the next, so that trials take a twentieth of the time
 TRIAL_COST = 20
+KEEP = 1.02  # another number of drafts is used if its gain is larger by this factor
 
 
 @dataclass
 class Class:
-    """Measurements of one class of batch sizes."""
+    """Measurements of one class of batch sizes.  ``most`` is the largest number of drafts of a row."""
 
-    plain_ms: float = 0.0  # 0: not measured yet
-    drafted_ms: float = 0.0
-    per_row: float = 0.0  # tokens of a row in a step with drafts
+    most: int
+    ms: dict[int, float] = field(default_factory=dict)  # drafts of a row -> milliseconds of a step
+    k: int = 0  # drafts of a row while the class speculates
     on: bool = False
     left: int = TRIES  # steps until the next decision
     trial: bool = True  # the current steps are a trial
     wait: int = FIRST_WAIT
+    spent: float = 0.0  # milliseconds of steps with drafts in the current trial
+
+    def __post_init__(self) -> None:
+        self.k = self.k or self.most
+        # share of the rows of a step whose first, second ... draft was accepted, with all before
+        self.shares = np.zeros(self.most)
+        self.observed = np.zeros(self.most, bool)  # shares that were measured
+
+    def tokens(self, k: int) -> float:
+        """Return the expected tokens of a row in a step with k drafts."""
+        return 1.0 + float(self.shares[:k].sum())
+
+    def estimate(self, k: int) -> float:
+        """Return the milliseconds of a step with k drafts, interpolated where k was not timed."""
+        known = sorted(self.ms)
+        return float(np.interp(k, known, [self.ms[n] for n in known]))
+
+    def gain_of(self, k: int) -> float:
+        """Return the tokens per second with k drafts divided by those without; 0 before both were measured."""
+        if 0 not in self.ms or len(self.ms) < 2:
+            return 0.0
+        return self.tokens(k) * self.ms[0] / self.estimate(k)
 
     @property
     def gain(self) -> float:
-        """Return the tokens per second with drafts divided by those without; 0 before both were measured."""
-        return (
-            self.per_row * self.plain_ms / self.drafted_ms
-            if self.plain_ms and self.drafted_ms
-            else 0.0
-        )
+        """Return the gain of the current number of drafts; 0 before it was measured."""
+        return self.gain_of(self.k)
 
-    def note(self, drafts: bool, ms: float, per_row: float) -> None:
-        mix = lambda old, new: new if not old else old + WEIGHT * (new - old)  # noqa: E731
-        if drafts:
-            self.drafted_ms, self.per_row = mix(self.drafted_ms, ms), mix(self.per_row, per_row)
-        else:
-            self.plain_ms = mix(self.plain_ms, ms)
+    def best(self) -> int:
+        """Return the number of drafts with the largest gain.  Of about equal ones the current one stays."""
+        gains = {k: self.gain_of(k) for k in range(1, max(self.ms) + 1)}
+        best = max(gains, key=lambda k: gains[k])
+        return best if gains[best] > KEEP * gains.get(self.k, 0.0) else self.k
+
+    def note(self, drafts: int, ms: float, shares: np.ndarray) -> None:
+        """Add a step with so many drafts per row, and the shares f64 [most] of its rows, to the running means."""
+        if drafts and self.trial:
+            self.spent += ms
+        old = self.ms.get(drafts)
+        self.ms[drafts] = ms if old is None else old + WEIGHT * (ms - old)
+        weight = np.where(self.observed[:drafts], WEIGHT, 1.0)
+        self.shares[:drafts] += weight * (shares[:drafts] - self.shares[:drafts])
+        self.observed[:drafts] = True
 
     def turn(self) -> bool:
-        """Count down one step, and decide anew at 0 whether the class speculates.  Return True if speculation was
-        switched off because it does not pay."""
+        """Count down one step, and decide anew at 0 whether the class speculates, and with how many drafts.  Return
+        True if speculation was switched off because it does not pay."""
         self.left -= 1
-        hopeless = (
-            self.on and self.trial and 0 < self.gain < HOPELESS and self.left <= TRIES - ENOUGH
-        )
+        gain = max(self.gain_of(k) for k in range(1, self.most + 1)) if self.on else 0.0
+        hopeless = self.on and self.trial and 0 < gain < HOPELESS and self.left <= TRIES - ENOUGH
         if self.left > 0 and not hopeless:
             return False
-        pays, was, trial = self.gain >= 1, self.on, self.trial
-        if self.gain and was and not pays:
-            spent = (TRIES - self.left) * self.drafted_ms if trial else 0.0
-            self.left = max(self.wait, int(TRIAL_COST * spent / self.plain_ms))
-            self.wait = min(2 * self.wait, MOST_WAIT)
-            self.on = self.trial = False
+        if not self.on:  # steps without drafts were just timed
+            self.on = self.trial = True
+            self.left, self.spent = TRIES, 0.0
+            self.ms.pop(self.k, None)  # an older time
+            return False
+        if gain and gain < 1:
+            self._stop()
             return True
-        # Switch on if steps without drafts were just timed. Stay on only after a successful trial.
-        self.on = (was and trial and pays) or not was
-        self.trial = not self.gain or not pays or (was and not trial)
-        self.left = TRIES if self.trial else RENEW
-        self.wait = FIRST_WAIT if pays else self.wait
+        if self.trial and gain and not self._changed():
+            self.trial, self.left, self.wait = False, RENEW, FIRST_WAIT
+            return False
+        if not self.trial:  # time steps without drafts again, and then one draft more
+            self.on, self.trial = False, True
+            self.ms.pop(0)
+            self.k = min(self.k + 1, self.most)
+        self.left = TRIES
         return False
+
+    def _stop(self) -> None:
+        """Switch off until the next trial, which uses the number of drafts that lost least."""
+        self.left = max(self.wait, int(TRIAL_COST * self.spent / self.ms[0]))
+        self.wait = min(2 * self.wait, MOST_WAIT)
+        self.on = self.trial = False
+        self.k = self.best()
+
+    def _changed(self) -> bool:
+        """Choose the best number of drafts; return whether it still has to be timed."""
+        before, self.k = self.k, self.best()
+        return self.k != before and self.k not in self.ms
 
 
 @dataclass
@@ -107,7 +153,7 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self.proposed, self.accepted = np.zeros(self.k, np.int64), np.zeros(self.k, np.int64)
-        self._last: tuple[int, bool] | None = None
+        self._last: tuple[int, int] | None = None
         self._begun = 0.0
 
     @classmethod
@@ -135,16 +181,29 @@ class Speculation:
 
     def on(self, rows: int) -> bool:
         """Return True if a batch of ``rows`` decoding rows speculates now."""
-        return not self.failed and (self.always or self._class(rows).on)
+        return self.most_drafts(rows) > 0
+
+    def most_drafts(self, rows: int) -> int:
+        """Return the number of drafts of each row in a batch of ``rows`` decoding rows now, 0 if none has drafts."""
+        if self.failed:
+            return 0
+        if self.always:
+            return self.k
+        found = self._class(rows)
+        return found.k if found.on else 0
 
     def _class(self, rows: int) -> Class:
-        return self.classes.setdefault(max(rows - 1, 0).bit_length(), Class())
+        size = max(rows - 1, 0).bit_length()
+        if size not in self.classes:
+            self.classes[size] = Class(self.k)
+        return self.classes[size]
 
     def drafts(self, s: Slots, cache: KVCache, decode: np.ndarray, budget: int) -> np.ndarray:
         """Return the number of drafts i32 [n] of each decoding row, within ``budget`` tokens in total.  The blocks for
         them are taken, but no row is preempted for them."""
         n = np.zeros(len(decode), np.int32)
-        if not len(decode) or budget <= 0 or not self.on(len(decode)):
+        most = self.most_drafts(len(decode)) if len(decode) and budget > 0 else 0
+        if not most:
             return n
         # A row that waits to fork also lacks one token, but it does not sample.
         known = s.known[decode]
@@ -153,7 +212,7 @@ class Speculation:
             & (s.collected[decode] == known)
             & (s.computed[decode] == known - 1)
         )
-        n[fits] = np.minimum(self.k, s.end[decode[fits]] - s.known[decode[fits]] - 1)
+        n[fits] = np.minimum(most, s.end[decode[fits]] - s.known[decode[fits]] - 1)
         if n.sum() > budget:
             n = np.minimum(n, budget // max(1, int(np.count_nonzero(n)))).astype(np.int32)
         missing = cache.missing(decode, s.computed[decode] + 1 + n)
@@ -185,9 +244,12 @@ class Speculation:
             self.proposed[j] += np.count_nonzero(drafts > j)
             self.accepted[j] += np.count_nonzero((taken > j) & (drafts > j))
 
-    def time(self, rows: int, drafts: bool, got: int, begun: float, now: float, pure: bool) -> None:
+    def time(
+        self, rows: int, drafts: int, taken: np.ndarray, begun: float, now: float, pure: bool
+    ) -> None:
         """Record the time of a step of ``rows`` decoding rows, which was planned at ``begun`` and published at ``now``,
-        in seconds.  ``got`` is the tokens of all rows.  ``pure`` means that the step had no other rows."""
+        in seconds.  ``drafts`` is the largest number of drafts of a row, and ``taken`` i32 [n] the accepted drafts of
+        the rows that had drafts.  ``pure`` means that the step had no other rows."""
         ms, self._begun = (now - max(begun, self._begun)) * 1e3, now
         if self.always or self.failed or not rows:
             return
@@ -195,13 +257,13 @@ class Speculation:
         same, self._last = here == self._last, here
         c = self._class(rows)
         if pure and same:
-            c.note(drafts, ms, got / rows)
-        if drafts == c.on and c.turn():
+            shares = (taken[:, None] > np.arange(self.k)).sum(0) / rows
+            c.note(drafts, ms, shares)
+        if (drafts > 0) == c.on and c.turn():
             log.info(
-                "speculation is off for batches of about %d rows: it would give %.2f times the tokens per second; it "
-                "is tried again after %d steps",
+                "speculation is off for batches of about %d rows: the best number of drafts would not give more "
+                "tokens per second; it is tried again after %d steps",
                 rows,
-                c.gain,
                 c.left,
             )
 
@@ -215,9 +277,10 @@ class Speculation:
         sizes = {
             f"{(1 << c >> 1) + 1}-{1 << c}" if c > 1 else str(1 << c): {
                 "gain": round(v.gain, 3),
-                "plain_ms": round(v.plain_ms, 3),
-                "drafted_ms": round(v.drafted_ms, 3),
-                "tokens_per_row": round(v.per_row, 3),
+                "k": v.k,
+                "plain_ms": round(v.ms.get(0, 0.0), 3),
+                "drafted_ms": round(v.ms.get(v.k, 0.0), 3),
+                "tokens_per_row": round(v.tokens(v.k), 3),
                 "on": self.failed == "" and v.on,
             }
             for c, v in sorted(self.classes.items())
