@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 from minivllm import files
 from minivllm.errors import ModelError, ResourceError, shown
 
-from . import NewFields
-
 SUFFIX = ".gguf"
 VERSIONS = (2, 3)
 MAGIC = b"GGUF"
@@ -142,13 +140,13 @@ class _Header:
         self.data, self.at = data, 8
         self.strings, self.text = 0, 0  # that were read so far; bytes of them
 
-    def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[NewFields, dict[str, GgufTensor]]:
+    def read(self, sizes: Mapping[int, tuple[str, int, int]]) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         """Return the values and the tensors.  ``sizes``: number of a tensor type -> (name, elements of a block, bytes
         of a block)."""
         tensors, keys = self._unpack("<Q"), self._unpack("<Q")
         self._fits("tensors", tensors, 24, MOST_TENSORS)  # bytes that an entry has at least
         self._fits("keys", keys, 13, MOST_KEYS)
-        values: NewFields = {}
+        values: dict[str, Any] = {}
         for _ in range(keys):
             key = self._string("a key")
             if key in values:
