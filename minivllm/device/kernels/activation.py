@@ -1,6 +1,7 @@
-"""activation(gate) * up in one kernel over the joined projection [T, 2 * inner].
+"""activation(gate) * up in one kernel over the joined projection [T, 2 * inner], and sigmoid(gate) * x.
 
-grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  Reference: ``device.layers.activation.gate_mul``.
+grid (T, inner / BLOCK);  bytes: 3 * inner * 2 a token.  References: ``gate_mul`` and ``gate_out`` of
+``device.layers.activation``.
 """
 
 from __future__ import annotations
@@ -80,6 +81,28 @@ def gate_mul(
             num_warps=8,
             **pdl(x),
         )
+    return y
+
+
+@triton.jit
+def _gate_out(x, gate, y, gate_stride, INNER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    wait(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    on = at < INNER
+    share = tl.sigmoid(tl.load(gate + row * gate_stride + at, mask=on, other=0.0).to(tl.float32))
+    value = tl.load(x + row * INNER + at, mask=on, other=0.0).to(tl.float32)
+    rounded = share.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + row * INNER + at, (value * rounded).to(y.dtype.element_ty), mask=on)
+
+
+def gate_out(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute x * sigmoid(gate) [T, inner] of a contiguous x [T, inner].  The rows of gate [T, inner] may lie apart."""
+    tokens, inner = x.shape
+    y = torch.empty_like(x)
+    if tokens:
+        grid = (tokens, triton.cdiv(inner, BLOCK))
+        _gate_out[grid](x, gate, y, gate.stride(0), INNER=inner, BLOCK=BLOCK, num_warps=8, **pdl(x))
     return y
 
 

@@ -27,3 +27,8 @@ def gate_mul(x: Tensor, activation: str = "silu") -> Tensor:
     """Return activation(gate) * up [T, n] for x [T, 2 n] = gate | up, as in a gated MLP (arXiv:2002.05202)."""
     gate, up = x.chunk(2, dim=-1)
     return APPLY[activation](gate).mul_(up)
+
+
+def gate_out(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate) [T, n], the output of attention with a gate (Qwen3-Next)."""
+    return x * gate.sigmoid()

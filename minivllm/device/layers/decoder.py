@@ -44,7 +44,6 @@ from minivllm.core.interfaces.decoder import (
 from minivllm.core.interfaces.model import StepTaps, StepTensors
 from minivllm.errors import ModelError, shown
 
-from . import invariant
 from .experts import Mixture
 from .fused import GatedLinear, Joined, LinearNorm, Normed
 from .module_parts import ModuleParts
@@ -201,8 +200,7 @@ class DecoderBlock:
         twice, self.gated = spec.switch is not None, layer.gated
         linear = parts.qkv(name + ".qkv", self.inputs * spec.hidden, a, layer.qkv_bias, layer.gated)
         self.sizes = [rows for _, rows in linear.info.parts]
-        apart = parts.invariant and parts.device == "cpu"  # an element's rounding may depend on its position
-        self.sigmoid = invariant.sigmoid if apart else torch.sigmoid
+        self.gate_out = parts.gate_out
         self.qkv, self.attn = parts.normed_linear(linear), parts.attention(len(parts.layers), a, name)
         norms: list[Any] = [None, None]
         if layer.qk_norm == HEADS:
@@ -259,7 +257,7 @@ class DecoderBlock:
         if self.wide:
             q, k = self.wide[0](q)[0], self.wide[1](k)[0]
         x = self.attn(q, k, v, step, self.pre)
-        return x * self.sigmoid(gate[0]) if self.gated else x
+        return self.gate_out(x, gate[0]) if self.gated else x
 
     def _beside(self, h: Normed, residual: Tensor) -> Normed:
         """Return the input of a parallel layer's MLP: attention's, or the stream behind a norm of its own."""

@@ -69,6 +69,11 @@ def sigmoid(x: Tensor) -> Tensor:
     return x.float().neg().exp_().add_(1.0).reciprocal_().to(x.dtype)
 
 
+def gate_out(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate) as ``device.layers.activation.gate_out``."""
+    return x * sigmoid(gate)
+
+
 def activate(x: Tensor, activation: str = "silu") -> Tensor:
     """Apply an activation of ``activation.APPLY`` in operations whose result depends on each element alone."""
     y = x.float()

@@ -19,7 +19,7 @@ from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer
 from minivllm.errors import ModelError, PluginError, from_file, shown
 
 from . import invariant
-from .activation import APPLY, gate_mul
+from .activation import APPLY, gate_mul, gate_out
 from .attention import AttentionLayer
 from .communicator import share_of
 from .delta_net import DeltaNet
@@ -322,6 +322,16 @@ class ModuleParts:
         from minivllm.device.kernels.activation import gate_mul as fused
 
         return fused
+
+    @property
+    def gate_out(self) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the function that gates the output of attention: x, gate [T, n] -> x * sigmoid(gate)."""
+        if self.fuse_gate:
+            from minivllm.device.kernels.activation import gate_out as fused
+
+            return fused
+        # on a CPU the rounding of torch's sigmoid depends on the position of an element
+        return invariant.gate_out if self.invariant and self.device == "cpu" else gate_out
 
     def mlp_up(self, name: str, hidden: int, mlp: MLP) -> Callable[[Normed], Tensor]:
         """Make the first half of an MLP: Normed -> activation(gate) * up [T, inner]; without a gate, activation(up)."""
