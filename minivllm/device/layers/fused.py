@@ -15,17 +15,21 @@ such a product (see ``follow``) then returns the rows ``Rounded``, because its k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .linear import Linear, joined_by
+from .linear import Dense, Linear, joined_by
 from .norm import LayerNorm, RMSNorm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+ALIGNED = 16  # numbers of a row, so that the rows of 16-bit outputs begin at multiples of 32 bytes
 
 
 class Rounded(NamedTuple):
@@ -124,6 +128,25 @@ class NormedLinear(_Pair):
     def __call__(self, h: Normed) -> Tensor:
         kernel = self.kernel(h.x)
         return self.product(h.finished()) if kernel is None else kernel(h.x, h.squares, h.eps)[0]
+
+
+def joined(first: NormedLinear, second: NormedLinear) -> NormedLinear | None:
+    """Return one layer that computes the products of two layers of the same input, one beside the other.
+
+    The weights of the two become parts of its weight.  None unless both weights are unquantized, and the second has a
+    number of outputs that keeps rows aligned."""
+    pair = (first.linear, second.linear)
+    if any(type(one.scheme) is not Dense or one.bias is not None for one in pair):
+        return None
+    if second.linear.info.out_features % ALIGNED:
+        return None
+    weight = torch.cat([one.scheme.tensors["weight"] for one in pair])
+    info = replace(first.linear.info, parts=(*first.linear.info.parts, *second.linear.info.parts))
+    for one, rows in zip(pair, weight.split([one.info.out_features for one in pair]), strict=True):
+        one.replace(Dense(one.info, first.fuse, rows))
+    whole = Linear(info, Dense(info, first.fuse, weight))
+    whole.finish()
+    return NormedLinear(whole, first.fuse)
 
 
 class GatedLinear(_Pair):

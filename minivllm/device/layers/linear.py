@@ -152,6 +152,11 @@ class Linear(Module):
         if self.bias is not None:
             self.tensors["bias"] = self.bias
 
+    def replace(self, scheme: WeightScheme) -> None:
+        """Compute with the weight of another scheme, which is loaded, from now on."""
+        self.scheme = scheme
+        self.finish()
+
     def stored(self) -> StoredWeight | None:
         return stored_by(self.scheme)
 
