@@ -147,8 +147,7 @@ class Harness:
         stopped = torch.zeros(self.states.slots, dtype=torch.bool, device=self.device)
         stopped[sorted(self.stopped)] = True
         drafts = [slot in self.drafted for slot in meta.slots.tolist()]
-        start = meta.kv_len[0] - meta.q_len
-        return self.states.of_step(meta.slots, start, meta.cu_q, stopped, torch.tensor(drafts, device=self.device))
+        return self.states.of_meta(meta, stopped, torch.tensor(drafts, device=self.device))
 
     # ---- recurrent states, as the engine moves them --------------------------------------------------------------
 

@@ -396,6 +396,19 @@ def test_the_delta_rule_gives_the_outputs_states_rings_and_copies_of_the_referen
     delta_rule_cases.check_scan("cpu", torch.float32, shape, seed, 1e-4)
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", delta_rule_cases.SHAPES)
+def test_one_launch_gives_a_step_of_one_token_for_each_row(shape, seed):
+    delta_rule_cases.check_one("cpu", torch.float32, shape, seed, 1e-5)
+    delta_rule_cases.check_one("cpu", torch.float32, shape, seed, 1e-5, part=16)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("shape", delta_rule_cases.LONG_SHAPES[:2])
+def test_long_rows_in_chunks_give_what_tokens_one_after_another_give(shape, seed):
+    delta_rule_cases.check_long("cpu", torch.float16, shape, seed, 3e-3)  # the interpreter has no bfloat16 products
+
+
 def test_the_gated_norm_is_that_of_the_reference():
     delta_rule_cases.check_gated_norm("cpu", torch.float32, 1e-5)
 

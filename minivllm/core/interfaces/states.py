@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,3 +70,7 @@ class StepStates:
     advance: Callable[
         [], None
     ]  # called once behind the last layer: notes which tokens the states cover
+    row: Tensor | None = None  # i64 [T] row of each token of a row; None means unknown
+    longest: int | None = None  # no row has more tokens; None means unknown
+    shortest: int | None = None  # no row has fewer tokens; None means unknown
+    chunks: Any = None  # what the kernels of long rows compute once for all layers

@@ -1,11 +1,12 @@
 """The gated delta rule over the tokens of each row, with the convolution before it and the gated norm behind it.
 
+    one    grid (R, value heads, parts of a value)   all of a step whose rows have one token each
     scan   grid (R, value heads, parts of a value)   convolution, delta rule: state and window stay in registers
     keep   grid (R, parts of the channels)           the newest inputs go to the ring, behind ``scan``
-    norm   grid (T, value heads)                     RMSNorm of a head, times silu(z)
+    norm   grid (T * value heads / 8)                RMSNorm of a head, times silu(z)
 
 The state is read and written once for each row: 8 * key_dim * value_dim bytes a head and layer, which bounds a decode
-step.  Tokens of a row are computed one after another.
+step.  ``scan`` computes the tokens of a row one after another.  ``delta_chunks`` computes long rows of 16-bit models.
 Reference: ``device.layers.delta_net.scan``.
 """
 
@@ -20,15 +21,18 @@ from torch import Tensor
 
 from minivllm.core.interfaces.states import COPIES
 
-from .launch import kernel, pdl, wait
+from . import delta_chunks
+from .launch import kernel, pdl, release, settle, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
 
+OF_ROWS = ("rows", "start", "behind", "cu_q", "save_at", "save_to")  # arguments of kernels that change in each step
 MOST_TAPS = 3  # inputs before a token that the convolution reads
 EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
 # times of an H200 choose these (value dim 128): elements of a state in the registers of a warp, rows that are few
 WARP, FEW_ROWS, PART = 4096, 4, 32
+HEADS = 8  # of tokens that a program of the gated norm computes
 
 
 @triton.jit
@@ -44,10 +48,29 @@ def _unit(x):
 
 
 @triton.jit
-def _load(ring, at, first: tl.constexpr, position, channels, on, C: tl.constexpr, RING: tl.constexpr):
+def _weights(weight, c, on, W: tl.constexpr):
+    """Return the weights of lags 0 to 3 of the channels ``c``; the weight of lag j is column W - 1 - j."""
+    w0 = tl.load(weight + c * W + W - 1, mask=on, other=0.0).to(tl.float32)
+    w1 = tl.load(weight + c * W + W - 2, mask=on & (W > 1), other=0.0).to(tl.float32)
+    w2 = tl.load(weight + c * W + W - 3, mask=on & (W > 2), other=0.0).to(tl.float32)
+    w3 = tl.load(weight + c * W + W - 4, mask=on & (W > 3), other=0.0).to(tl.float32)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def _load(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr):
     """Return the input of ``position`` from the ring, zero before the sequence."""
     place = at * RING + (position + RING) % RING
-    return tl.load(ring + place * C + first + channels, mask=on & (position >= 0), other=0.0).to(tl.float32)
+    return tl.load(ring + place * C + c, mask=on & (position >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _window(ring, at, position, c, on, C: tl.constexpr, RING: tl.constexpr, W: tl.constexpr):
+    """Return the inputs of the W - 1 positions before ``position``, the newest first, and zeros for the others of 3."""
+    x1 = _load(ring, at, position - 1, c, on & (W > 1), C, RING)
+    x2 = _load(ring, at, position - 2, c, on & (W > 2), C, RING)
+    x3 = _load(ring, at, position - 3, c, on & (W > 3), C, RING)
+    return x1, x2, x3
 
 
 @triton.jit
@@ -61,12 +84,12 @@ def _advance(S, q, k, v, a, b, decay_rate, dt):
     return S, tl.sum(S * q[:, None], 0)
 
 
-@kernel("x", "ab", "rows", "start", "behind", "cu_q", "drafts", "save_at", "save_to", "out", "x_stride", "ab_stride")
+@kernel("x", "ab", *OF_ROWS, "drafts", "long", "out", "x_stride", "ab_stride")
 def _scan(
-    x, ab, weight, rates, dt_bias, ring, gates, state, rows, start, behind, cu_q, drafts, save_at, save_to, out,
+    x, ab, weight, rates, dt_bias, ring, gates, state, rows, start, behind, cu_q, drafts, save_at, save_to, long, out,
     x_stride, ab_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
-    PK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HK * DK + HV * DV
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -74,19 +97,9 @@ def _scan(
     ok, ov = tl.arange(0, PK), part * BV + tl.arange(0, BV)
     on_k, on_v = ok < DK, ov < DV
     cq, ck, cv = key * DK + ok, (HK + key) * DK + ok, 2 * HK * DK + head * DV + ov
-    # taps: the weight of lag j is column W - 1 - j
-    q0 = tl.load(weight + cq * W + W - 1, mask=on_k, other=0.0).to(tl.float32)
-    q1 = tl.load(weight + cq * W + W - 2, mask=on_k & (W > 1), other=0.0).to(tl.float32)
-    q2 = tl.load(weight + cq * W + W - 3, mask=on_k & (W > 2), other=0.0).to(tl.float32)
-    q3 = tl.load(weight + cq * W + W - 4, mask=on_k & (W > 3), other=0.0).to(tl.float32)
-    k0 = tl.load(weight + ck * W + W - 1, mask=on_k, other=0.0).to(tl.float32)
-    k1 = tl.load(weight + ck * W + W - 2, mask=on_k & (W > 1), other=0.0).to(tl.float32)
-    k2 = tl.load(weight + ck * W + W - 3, mask=on_k & (W > 2), other=0.0).to(tl.float32)
-    k3 = tl.load(weight + ck * W + W - 4, mask=on_k & (W > 3), other=0.0).to(tl.float32)
-    v0 = tl.load(weight + cv * W + W - 1, mask=on_v, other=0.0).to(tl.float32)
-    v1 = tl.load(weight + cv * W + W - 2, mask=on_v & (W > 1), other=0.0).to(tl.float32)
-    v2 = tl.load(weight + cv * W + W - 3, mask=on_v & (W > 2), other=0.0).to(tl.float32)
-    v3 = tl.load(weight + cv * W + W - 4, mask=on_v & (W > 3), other=0.0).to(tl.float32)
+    q0, q1, q2, q3 = _weights(weight, cq, on_k, W)
+    k0, k1, k2, k3 = _weights(weight, ck, on_k, W)
+    v0, v1, v2, v3 = _weights(weight, cv, on_v, W)
     rate, dt = tl.load(rates + head), tl.load(dt_bias + head)
     wait(PDL)
     at = tl.load(rows + row)
@@ -99,26 +112,21 @@ def _scan(
     tile = (head * DK + ok)[:, None] * DV + ov[None, :]
     on = on_k[:, None] & on_v[None, :]
     size: tl.constexpr = HV * DK * DV
+    if LONG:  # leave rows that are computed in chunks alone
+        mine = tl.load(long + row) == 0
+        on, n = on & mine, tl.where(mine, n, 0)
     usable, fold = gap >= 0, tl.maximum(gap, 0)
     begin = first - fold
     S = tl.load(state + at * size + tile, mask=on & (begin > 0) & usable, other=0.0)
     S = tl.where(usable, S, float("nan"))
-    xq1 = _load(ring, at, 0, begin - 1, cq, on_k, C, RING)
-    xq2 = _load(ring, at, 0, begin - 2, cq, on_k, C, RING)
-    xq3 = _load(ring, at, 0, begin - 3, cq, on_k, C, RING)
-    xk1 = _load(ring, at, 0, begin - 1, ck, on_k, C, RING)
-    xk2 = _load(ring, at, 0, begin - 2, ck, on_k, C, RING)
-    xk3 = _load(ring, at, 0, begin - 3, ck, on_k, C, RING)
-    xv1 = _load(ring, at, 0, begin - 1, cv, on_v, C, RING)
-    xv2 = _load(ring, at, 0, begin - 2, cv, on_v, C, RING)
-    xv3 = _load(ring, at, 0, begin - 3, cv, on_v, C, RING)
+    xq1, xq2, xq3 = _window(ring, at, begin, cq, on_k, C, RING, W)
+    xk1, xk2, xk3 = _window(ring, at, begin, ck, on_k, C, RING, W)
+    xv1, xv2, xv3 = _window(ring, at, begin, cv, on_v, C, RING, W)
     for i in range(fold):
         p = begin + i
-        xq, xk, xv = (
-            _load(ring, at, 0, p, cq, on_k, C, RING),
-            _load(ring, at, 0, p, ck, on_k, C, RING),
-            _load(ring, at, 0, p, cv, on_v, C, RING),
-        )
+        xq = _load(ring, at, p, cq, on_k, C, RING)
+        xk = _load(ring, at, p, ck, on_k, C, RING)
+        xv = _load(ring, at, p, cv, on_v, C, RING)
         place = (at * RING + p % RING) * 2 * HV
         b, a = tl.load(gates + place + head).to(tl.float32), tl.load(gates + place + HV + head).to(tl.float32)
         q = _unit(_conv(xq, xq1, xq2, xq3, q0, q1, q2, q3))
@@ -166,18 +174,109 @@ def _scan(
         xv3 = xv2
         xv2 = xv1
         xv1 = xv
-    if provisional == 0:
+    if (provisional == 0) & (fold + n > 0):
         tl.store(state + at * size + tile, S, mask=on)
 
 
-@kernel("x", "rows", "start", "behind", "cu_q", "drafts", "save_at", "save_to", "x_stride")
-def _keep(
-    x, ring, rows, start, behind, cu_q, drafts, save_at, save_to, x_stride,
-    C: tl.constexpr, COPIES: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr, BC: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _keep_input(ring, to, p, value, c, on, C: tl.constexpr, RING: tl.constexpr):
+    """Store the input ``value`` of position ``p`` in the ring of the state ``to``, if it is one of the sequence."""
+    place = to * RING + (p + RING) % RING
+    tl.store(ring + place * C + c, value.to(ring.dtype.element_ty), mask=on & (p >= 0))
+
+
+@triton.jit
+def _copy_inputs(ring, to, p, x0, x1, x2, c, on, C: tl.constexpr, RING: tl.constexpr, W: tl.constexpr):
+    """Store the W - 1 inputs up to position ``p`` in the ring of a copied state, x0 the newest."""
+    if W > 1:
+        _keep_input(ring, to, p, x0, c, on, C, RING)
+    if W > 2:
+        _keep_input(ring, to, p - 1, x1, c, on, C, RING)
+    if W > 3:
+        _keep_input(ring, to, p - 2, x2, c, on, C, RING)
+
+
+@kernel("x", "ab", "z", *OF_ROWS, "out", "R", "x_stride", "ab_stride", "z_stride")
+def _one(
+    x, ab, z, weight, rates, dt_bias, norm, ring, gates, state, rows, start, behind, cu_q, save_at, save_to, out,
+    R, x_stride, ab_stride, z_stride, eps,
+    HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, COPIES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    wait(PDL)
-    row = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    C: tl.constexpr = 2 * HK * DK + HV * DV
+    release(PDL)
+    row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    key = head // (HV // HK)
+    ok, ov = tl.arange(0, PK), part * BV + tl.arange(0, BV)
+    on_k, on_v = ok < DK, ov < DV
+    cq, ck, cv = key * DK + ok, (HK + key) * DK + ok, 2 * HK * DK + head * DV + ov
+    # the state and the window were written before this step, so they are read while the product before still runs
+    at, first, gap = tl.load(rows + row), tl.load(start + row), tl.load(behind + row)
+    token = tl.load(cu_q + row)
+    mine = tl.load(cu_q + row + 1) > token
+    tile = (head * DK + ok)[:, None] * DV + ov[None, :]
+    on = on_k[:, None] & on_v[None, :] & mine
+    size: tl.constexpr = HV * DK * DV
+    S = tl.load(state + at * size + tile, mask=on & (first > 0) & (gap >= 0), other=0.0)
+    q0, q1, q2, q3 = _weights(weight, cq, on_k, W)
+    k0, k1, k2, k3 = _weights(weight, ck, on_k, W)
+    v0, v1, v2, v3 = _weights(weight, cv, on_v, W)
+    rate, dt = tl.load(rates + head), tl.load(dt_bias + head)
+    xq1, xq2, xq3 = _window(ring, at, first, cq, on_k & mine, C, RING, W)
+    xk1, xk2, xk3 = _window(ring, at, first, ck, on_k & mine, C, RING, W)
+    xv1, xv2, xv3 = _window(ring, at, first, cv, on_v & mine, C, RING, W)
+    settle(PDL)
+    t = token.to(tl.int64)
+    xq = tl.load(x + t * x_stride + cq, mask=on_k & mine, other=0.0).to(tl.float32)
+    xk = tl.load(x + t * x_stride + ck, mask=on_k & mine, other=0.0).to(tl.float32)
+    xv = tl.load(x + t * x_stride + cv, mask=on_v & mine, other=0.0).to(tl.float32)
+    b = tl.load(ab + t * ab_stride + head, mask=mine, other=0.0).to(tl.float32)
+    a = tl.load(ab + t * ab_stride + HV + head, mask=mine, other=0.0).to(tl.float32)
+    S = tl.where(gap >= 0, S, float("nan"))
+    q = _unit(_conv(xq, xq1, xq2, xq3, q0, q1, q2, q3))
+    k = _unit(_conv(xk, xk1, xk2, xk3, k0, k1, k2, k3))
+    v = _conv(xv, xv1, xv2, xv3, v0, v1, v2, v3)
+    S, o = _advance(S, q * (DK**-0.5), k, v, a, b, rate, dt)
+    tl.store(state + at * size + tile, S, mask=on)
+    if NORM:
+        dtype = out.dtype.element_ty
+        gate = tl.load(z + t * z_stride + head * DV + ov, mask=on_v & mine, other=0.0).to(tl.float32)
+        o = o.to(dtype).to(tl.float32)
+        o = (o * tl.rsqrt(tl.sum(o * o, 0) / DV + eps)).to(dtype).to(tl.float32)
+        o = (o * tl.load(norm + ov, mask=on_v, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
+        o = o * gate * tl.sigmoid(gate)
+    tl.store(out + (t * HV + head) * DV + ov, o.to(out.dtype.element_ty), mask=on_v & mine)
+    spare = row >= tl.load(cu_q + R)  # a token of no row
+    tl.store(
+        out + (row.to(tl.int64) * HV + head) * DV + ov, tl.zeros_like(o).to(out.dtype.element_ty), mask=on_v & spare
+    )
+    # one program of each channel keeps its inputs
+    lead = (head % (HV // HK) == 0) & (part == 0)
+    keeps_k, keeps_v, keeps_gate = on_k & mine & lead, on_v & mine, mine & (part == 0)
+    _keep_input(ring, at, first, xq, cq, keeps_k, C, RING)
+    _keep_input(ring, at, first, xk, ck, keeps_k, C, RING)
+    _keep_input(ring, at, first, xv, cv, keeps_v, C, RING)
+    _keep_input(gates, at, first, b, head, keeps_gate, 2 * HV, RING)
+    _keep_input(gates, at, first, a, HV + head, keeps_gate, 2 * HV, RING)
+    for copy in tl.static_range(COPIES):
+        kept, to = tl.load(save_at + row * COPIES + copy), tl.load(save_to + row * COPIES + copy)
+        if mine & (kept == first + 1):
+            tl.store(state + to * size + tile, S, mask=on)
+            _copy_inputs(ring, to, first, xq, xq1, xq2, cq, keeps_k, C, RING, W)
+            _copy_inputs(ring, to, first, xk, xk1, xk2, ck, keeps_k, C, RING, W)
+            _copy_inputs(ring, to, first, xv, xv1, xv2, cv, keeps_v, C, RING, W)
+            b1, b2, _ = _window(gates, at, first, head, keeps_gate, 2 * HV, RING, W)
+            a1, a2, _ = _window(gates, at, first, HV + head, keeps_gate, 2 * HV, RING, W)
+            _copy_inputs(gates, to, first, b, b1, b2, head, keeps_gate, 2 * HV, RING, W)
+            _copy_inputs(gates, to, first, a, a1, a2, HV + head, keeps_gate, 2 * HV, RING, W)
+
+
+@triton.jit
+def _keep_row(
+    x, x_stride, ring, c, row, rows, start, behind, cu_q, drafts, save_at, save_to,
+    C: tl.constexpr, COPIES: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Store the newest inputs of the channels ``c`` of a row, and those before a copied state."""
     on = c < C
     at, first = tl.load(rows + row), tl.load(start + row)
     token = tl.load(cu_q + row).to(tl.int64)
@@ -200,20 +299,47 @@ def _keep(
         tl.store(ring + (at * RING + (first + i) % RING) * C + c, new, mask=on)
 
 
-@kernel("o", "z", "y", "z_stride")
-def _norm(
-    o, z, weight, y, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr, PDL: tl.constexpr
+@kernel("x", "more", *OF_ROWS, "drafts", "x_stride", "more_stride")
+def _keep(
+    x, ring, more, more_ring, rows, start, behind, cu_q, drafts, save_at, save_to, x_stride, more_stride,
+    C: tl.constexpr, MORE: tl.constexpr, COPIES: tl.constexpr, TAPS: tl.constexpr, RING: tl.constexpr,
+    BC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     wait(PDL)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, part = tl.program_id(0), tl.program_id(1)
+    of_ring: tl.constexpr = (C + BC - 1) // BC
+    c = tl.arange(0, BC)
+    if part < of_ring:
+        _keep_row(
+            x, x_stride, ring, part * BC + c, row, rows, start, behind, cu_q, drafts, save_at, save_to,
+            C, COPIES, TAPS, RING,
+        )  # fmt: skip
+    elif MORE > 0:
+        _keep_row(
+            more, more_stride, more_ring, (part - of_ring) * BC + c, row, rows, start, behind, cu_q, drafts, save_at,
+            save_to, MORE, COPIES, TAPS, RING,
+        )  # fmt: skip
+
+
+@kernel("cu_q", "R", "N")
+def _norm(
+    o, z, weight, y, cu_q, R, N, z_stride, eps, HV: tl.constexpr, DV: tl.constexpr, PV: tl.constexpr,
+    HEADS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    wait(PDL)
     at = tl.arange(0, PV)
-    on = at < DV
+    which = tl.program_id(0).to(tl.int64) * HEADS + tl.arange(0, HEADS)  # a head of a token
+    token = which // HV
     dtype = y.dtype.element_ty
-    x = tl.load(o + (token * HV + head) * DV + at, mask=on, other=0.0).to(tl.float32)
-    x = (x * tl.rsqrt(tl.sum(x * x, 0) / DV + eps)).to(dtype).to(tl.float32)
-    x = (x * tl.load(weight + at, mask=on, other=0.0).to(tl.float32)).to(dtype).to(tl.float32)
-    gate = tl.load(z + token * z_stride + head * DV + at, mask=on, other=0.0).to(tl.float32)
-    tl.store(y + (token * HV + head) * DV + at, (x * gate * tl.sigmoid(gate)).to(dtype), mask=on)
+    place = which[:, None] * DV + at[None, :]
+    on = (which < N)[:, None] & (at < DV)[None, :]
+    there = on & (token < tl.load(cu_q + R))[:, None]  # tokens of no row become zeros
+    x = tl.load(o + place, mask=there, other=0.0).to(tl.float32)
+    x = (x * tl.rsqrt(tl.sum(x * x, 1) / DV + eps)[:, None]).to(dtype).to(tl.float32)
+    x = (x * tl.load(weight + at, mask=at < DV, other=0.0).to(tl.float32)[None, :]).to(dtype).to(tl.float32)
+    gate = tl.load(z + (token * z_stride + which % HV * DV)[:, None] + at[None, :], mask=there, other=0.0)
+    gate = gate.to(tl.float32)
+    tl.store(y + place, (x * gate * tl.sigmoid(gate)).to(dtype), mask=on)
 
 
 def part_of(rows: int, tokens: int) -> int:
@@ -226,6 +352,67 @@ def part_of(rows: int, tokens: int) -> int:
     return PART if rows <= FEW_ROWS else 128
 
 
+def mix(
+    x: Tensor,
+    ab: Tensor,
+    z: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    norm: Tensor,
+    eps: float,
+    memory: dict[str, Tensor],
+    sizes: tuple[int, int, int, int],
+    step: StepStates,
+    invariant: bool = False,
+) -> Tensor:
+    """Return gated_norm(scan(x, ab, *weights, ...), z, norm, eps) [T, value heads * value dim].
+
+    A step whose rows have at most one token each, and whose states never lack tokens, is one launch."""
+    lacks_none = memory["ring"].shape[1] == weights[0].shape[1]  # the ring has no places for drafts
+    if invariant or step.longest != 1 or len(x) != len(step.rows) or not lacks_none:
+        o = x.new_empty(len(x), sizes[1], sizes[3])
+        scan(x, ab, *weights, memory, sizes, step, invariant, o)
+        return gated_norm(o, z, norm, eps, step.cu_q)
+    return scan_one(x, ab, z, weights, norm, eps, memory, sizes, step)
+
+
+def scan_one(
+    x: Tensor,
+    ab: Tensor,
+    z: Tensor,
+    weights: tuple[Tensor, Tensor, Tensor],
+    norm: Tensor,
+    eps: float,
+    memory: dict[str, Tensor],
+    sizes: tuple[int, int, int, int],
+    step: StepStates,
+    part: int | None = None,
+    warps: int | None = None,
+) -> Tensor:
+    """Return the same as ``mix`` for a step of R tokens whose rows have at most one token each.
+
+    ``part`` is the elements of a value that a program computes, and ``warps`` its number of warps; None means the
+    measured choice."""
+    key_heads, heads, key_dim, value_dim = sizes
+    rows = len(step.rows)
+    few = rows <= FEW_ROWS
+    keys = triton.next_power_of_2(key_dim)
+    values = triton.next_power_of_2(value_dim)
+    if part is None:
+        part = PART if few else 128
+    part = min(part, values)
+    whole = part == values
+    out = torch.empty(rows, heads * value_dim, dtype=x.dtype, device=x.device)
+    of_rows = (step.rows, step.start, step.behind, step.cu_q, step.save_at, step.save_to)
+    states = (memory["ring"], memory["gates"], memory["state"])
+    strides = (x.stride(0), ab.stride(0), z.stride(0))
+    shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": weights[0].shape[1]}
+    tile = {"RING": states[0].shape[1], "PK": keys, "BV": part, "COPIES": COPIES, "NORM": whole}
+    tile["num_warps"] = warps or (2 if few else 4)
+    grid = (rows, heads, values // part)
+    _one[grid](x, ab, z, *weights, norm, *states, *of_rows, out, rows, *strides, eps, **shape, **tile, **pdl(x))
+    return out if whole else gated_norm(out.view(rows, heads, value_dim), z, norm, eps, step.cu_q)
+
+
 def scan(
     x: Tensor,
     ab: Tensor,
@@ -236,52 +423,95 @@ def scan(
     sizes: tuple[int, int, int, int],
     step: StepStates,
     invariant: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return the outputs of the delta rule [T, value heads, value dim], and bring states and rings up to date.
 
-    As ``device.layers.delta_net.scan``.  Tokens behind ``cu_q[R]`` get zeros.  ``invariant`` means that the bits of a
-    row do not depend on the other rows of the step.
-    """
+    As ``device.layers.delta_net.scan``.  ``invariant`` means that the bits of a row do not depend on the other rows of
+    the step.  The outputs are written to ``out``, in which tokens of no row keep their values; None means new memory,
+    in which they are zeros."""
     key_heads, heads, key_dim, value_dim = sizes
-    ring, gates, state = memory["ring"], memory["gates"], memory["state"]
-    out = x.new_zeros(len(x), heads, value_dim)
-    rows, taps = len(step.rows), weight.shape[1]
+    ring = memory["ring"]
+    gates = memory["gates"]
+    if out is None:
+        out = x.new_zeros(len(x), heads, value_dim)
+    rows = len(step.rows)
+    taps = weight.shape[1]
     drafts = step.drafts.view(torch.uint8)
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
+    chunks = None if invariant else chunks_of(step, x, sizes)
+    long = drafts if chunks is None else chunks.long
+    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to, long)
     keys = triton.next_power_of_2(key_dim)
     part = PART if invariant else part_of(rows, len(x))
     part = min(part, triton.next_power_of_2(value_dim))
     grid = (rows, heads, triton.cdiv(value_dim, part))
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": taps, "RING": ring.shape[1]}
-    tile = {"PK": keys, "BV": part, "num_warps": min(max(keys * part // WARP, 1), 8)}
-    weights, strides = (weight, rates, dt_bias), (x.stride(0), ab.stride(0))
-    _scan[grid](x, ab, *weights, ring, gates, state, *of_rows, out, *strides, **shape, **tile, **pdl(x))
-    for new, kept in ((x, ring), (ab, gates)):
-        keep(new, kept, step, taps - 1)
+    tile = {"PK": keys, "BV": part, "LONG": chunks is not None, "num_warps": warps_of(keys, part)}
+    weights = (weight, rates, dt_bias)
+    states = (ring, gates, memory["state"])
+    strides = (x.stride(0), ab.stride(0))
+    all_long = chunks is not None and ring.shape[1] == taps and (step.shortest or 0) >= delta_chunks.LONG
+    if not all_long:
+        _scan[grid](x, ab, *weights, *states, *of_rows, out, *strides, **shape, **tile, **pdl(x))
+    if chunks is not None:
+        delta_chunks.scan_long(x, ab, *weights, memory, sizes, step, chunks, out)
+    keep(x, ring, step, taps - 1, ab, gates)
     return out
 
 
-def keep(new: Tensor, ring: Tensor, step: StepStates, taps: int) -> None:
+def chunks_of(step: StepStates, x: Tensor, sizes: tuple[int, int, int, int]) -> delta_chunks.Chunks | None:
+    """Return the chunks of the long rows of a step, None where no row is long or the heads have no such kernel.
+
+    They are computed once for all layers."""
+    most = step.longest or 0
+    if step.row is None or most < delta_chunks.LONG or not delta_chunks.takes(x.dtype, sizes):
+        return None
+    if step.chunks is None:
+        step.chunks = delta_chunks.chunks_of(step, len(x))
+    return step.chunks
+
+
+def warps_of(keys: int, part: int) -> int:
+    """Return the warps of a program whose state has ``keys`` times ``part`` elements."""
+    return min(max(keys * part // WARP, 1), 8)
+
+
+def keep(
+    new: Tensor,
+    ring: Tensor,
+    step: StepStates,
+    taps: int,
+    more: Tensor | None = None,
+    more_ring: Tensor | None = None,
+) -> None:
     """Store the newest inputs ``new`` [T, channels] of each row in its ring [states, places, channels], and the
-    ``taps`` inputs before a copied state in the ring of the copy."""
+    ``taps`` inputs before a copied state in the ring of the copy.
+
+    ``more`` [T, m] and ``more_ring`` [states, places, m] are a second pair, for which the same is done."""
     drafts = step.drafts.view(torch.uint8)
     of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to)
     width = ring.shape[2]
+    second = 0 if more_ring is None else more_ring.shape[2]
     columns = min(1024, triton.next_power_of_2(width))
-    shape = {"C": width, "COPIES": COPIES, "TAPS": taps, "RING": ring.shape[1], "BC": columns}
-    grid = (len(step.rows), triton.cdiv(width, columns))
-    _keep[grid](new, ring, *of_rows, new.stride(0), **shape, num_warps=4, **pdl(new))
+    shape = {"C": width, "MORE": second, "COPIES": COPIES, "TAPS": taps, "RING": ring.shape[1], "BC": columns}
+    if more is None or more_ring is None:
+        more, more_ring = new, ring
+    grid = (len(step.rows), triton.cdiv(width, columns) + triton.cdiv(second, columns))
+    pairs = (new, ring, more, more_ring)
+    strides = (new.stride(0), more.stride(0))
+    _keep[grid](*pairs, *of_rows, *strides, **shape, num_warps=4, **pdl(new))
 
 
-def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, cu_q: Tensor) -> Tensor:
     """Return RMSNorm(o) * weight * silu(z) [T, heads * dim], of o [T, heads, dim] and z [T, heads * dim].
 
-    The rows of z may lie apart.  The statistics are float32.
+    The rows of z may lie apart.  The statistics are float32.  Tokens from cu_q[-1] on, which are of no row, get zeros.
     """
     tokens, heads, dim = o.shape
     y = torch.empty(tokens, heads * dim, dtype=o.dtype, device=o.device)
     if tokens:
-        _norm[(tokens, heads)](
-            o, z, weight, y, z.stride(0), eps, HV=heads, DV=dim, PV=triton.next_power_of_2(dim), num_warps=1, **pdl(o)
-        )
+        shape = {"HV": heads, "DV": dim, "PV": triton.next_power_of_2(dim), "HEADS": HEADS}
+        sizes = (len(cu_q) - 1, tokens * heads, z.stride(0))
+        grid = (triton.cdiv(tokens * heads, HEADS),)
+        _norm[grid](o, z, weight, y, cu_q, *sizes, eps, **shape, num_warps=4, **pdl(o))
     return y

@@ -26,7 +26,7 @@ from minivllm.core.interfaces.states import StepStates
 from minivllm.device.native import library, recurrent
 
 from . import invariant
-from .fused import Normed
+from .fused import Normed, NormedLinear, joined
 from .module import Module, check_shape, fill
 from .state_layer import StateLayer, states_of
 
@@ -44,8 +44,8 @@ class DeltaNet(Module):
         name: str,
         spec: GatedDelta,
         shard: Shard,
-        project: Callable[[Normed], Tensor],
-        gates: Callable[[Normed], Tensor],
+        project: NormedLinear,
+        gates: NormedLinear,
         dtype: torch.dtype,
         device: str,
         fuse: bool,
@@ -69,6 +69,7 @@ class DeltaNet(Module):
         self.tensors = {"conv": self.conv, "A_log": self.rates, "dt_bias": self.dt_bias, "norm": self.norm}
         self.layer = StateLayer(spec.state(shard.size))
         self.fused: Any = None
+        self.both: NormedLinear | None = None  # ``project`` and ``gates`` as one product
         # a CPU without Triton's interpreter: the weight as the native library reads it, f32 [width, channels]
         self.native = device == "cpu" and not fuse and library.load() is not None
         self.native_conv: Tensor | None = None
@@ -106,6 +107,16 @@ class DeltaNet(Module):
         self.rates.exp_()
         if self.native:
             self.native_conv = recurrent.newest_first(self.conv)
+        if self.fused is not None and not self.invariant:
+            self.both = joined(self.project, self.gates)
+
+    def _inputs(self, h: Normed) -> tuple[Tensor, Tensor, Tensor]:
+        """Return q | k | v [T, channels], z [T, value_heads * value_dim] and b | a [T, 2 * value_heads]."""
+        if self.both is not None:
+            x, z, ab = self.both(h).split([self.channels, self.inner, 2 * self.heads], dim=-1)
+            return x, z, ab
+        x, z = self.project(h).split([self.channels, self.inner], dim=-1)
+        return x, z, self.gates(h)
 
     def structure(self) -> recurrent.DeltaLayer:
         """Return the layer for the native library, with the addresses of its weights and of the states' memory."""
@@ -118,17 +129,17 @@ class DeltaNet(Module):
         """Return [T, value_heads * value_dim].  PluginError without the states of the step."""
         spec = self.spec
         states = states_of(step)
-        x, z = self.project(h).split([self.channels, self.inner], dim=-1)
+        x, z, ab = self._inputs(h)
         if self.native_conv is not None:
-            o = recurrent.scan(self.structure(), x, self.gates(h), states)
+            o = recurrent.scan(self.structure(), x, ab, states)
             return gated_norm(o, z, self.norm, spec.eps, invariant.activate if self.invariant else F.silu)
         weights = self.conv, self.rates, self.dt_bias
         sizes = self.key_heads, self.heads, spec.key_dim, spec.value_dim
         if self.fused is None:
-            o = scan(x, self.gates(h), *weights, self.layer.memory, sizes, states)
+            o = scan(x, ab, *weights, self.layer.memory, sizes, states)
             return gated_norm(o, z, self.norm, spec.eps)
-        o = self.fused.scan(x, self.gates(h), *weights, self.layer.memory, sizes, states, self.invariant)
-        return self.fused.gated_norm(o, z, self.norm, spec.eps)
+        at = self.layer.memory, sizes, states, self.invariant
+        return self.fused.mix(x, ab, z, weights, self.norm, spec.eps, *at)
 
 
 def gated_norm(o: Tensor, z: Tensor, weight: Tensor, eps: float, silu: Callable[[Tensor], Tensor] = F.silu) -> Tensor:

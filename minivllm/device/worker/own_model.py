@@ -120,9 +120,8 @@ class OwnModel(DraftModel):
         states = self.second.states
         read.states = None  # not those of the served model
         if states is not None:
-            meta, first = read.meta, states.slots if copied else 0
-            start = meta.kv_len[0] - meta.q_len
-            read.states = states.of_step(meta.slots, start, meta.cu_q, self.state.stopped, first=first)
+            first = states.slots if copied else 0
+            read.states = states.of_meta(read.meta, self.state.stopped, first=first)
         indices = self.state.to(last) if len(read.ids) > len(slots) else None
         hidden = step.forward(model, backend, read, GraphKey(), indices)
         return model.logits(hidden).float()

@@ -23,6 +23,7 @@ from minivllm.core.interfaces.states import COPIES, UNUSABLE, StepStates
 from minivllm.device.layers.kv_memory import zeros
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.attention import AttnMeta
     from minivllm.device.layers.state_layer import StateLayer
 
 
@@ -117,6 +118,20 @@ class StateMemory:
         save_at = self.save_at[slots].masked_fill(dead[:, None], -1)
         step = StepStates(rows, start, behind, cu_q, drafts, save_at, self.save_to[slots], lambda: None)
         step.advance = partial(self._advance, step)
+        return step
+
+    def of_meta(
+        self, meta: AttnMeta, stopped: Tensor, drafts: Tensor | None = None, first: int = 0, exact: bool = False
+    ) -> StepStates:
+        """Return the states of the rows of ``meta``; the other arguments are those of ``of_step``.
+
+        ``exact`` says that the lengths on the host are those of the rows, and no upper bounds."""
+        start = meta.kv_len[0] - meta.q_len
+        step = self.of_step(meta.slots, start, meta.cu_q, stopped, drafts, first)
+        step.row = meta.row
+        step.longest = int(meta.host_q_len.max(initial=0))
+        if exact:
+            step.shortest = int(meta.host_q_len.min(initial=step.longest))
         return step
 
     def _advance(self, step: StepStates) -> None:

@@ -107,15 +107,14 @@ def read_rows(state: DeviceState, table: Tensor, host: HostLengths, padded: bool
         host_q_len=host.q_len,
         host_kv_len=host.kv_len,
     )
-    return StepTensors(ids, position, meta, states=states_of(state, meta)), last
+    return StepTensors(ids, position, meta, states=states_of(state, meta, exact=not padded)), last
 
 
-def states_of(state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None) -> StepStates | None:
-    """Return the recurrent states of the rows of a step, None for a model without any; ``drafts`` as in ``of_step``."""
-    if state.recurrent is None:
-        return None
-    start = meta.kv_len[0] - meta.q_len
-    return state.recurrent.of_step(meta.slots, start, meta.cu_q, state.stopped, drafts)
+def states_of(
+    state: DeviceState, meta: AttnMeta, drafts: Tensor | None = None, exact: bool = False
+) -> StepStates | None:
+    """Return the recurrent states of the rows of a step, None for a model without any; see ``StateMemory.of_meta``."""
+    return None if state.recurrent is None else state.recurrent.of_meta(meta, state.stopped, drafts, exact=exact)
 
 
 def forward(

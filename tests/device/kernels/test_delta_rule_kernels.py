@@ -14,9 +14,11 @@ import delta_rule_cases as checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 BOUNDS = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
+LONG_BOUNDS = {torch.float16: 3e-3, torch.bfloat16: 1.5e-2}
+WIDE = (2, 4, 128, 128, 4)
 
 
-@pytest.mark.parametrize("shape", [*checks.SHAPES, (2, 4, 128, 128, 4)])
+@pytest.mark.parametrize("shape", [*checks.SHAPES, WIDE])
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_delta_rule_gives_the_outputs_states_rings_and_copies_of_the_reference(dtype, shape):
     for seed in range(4):
@@ -26,3 +28,18 @@ def test_the_delta_rule_gives_the_outputs_states_rings_and_copies_of_the_referen
 @pytest.mark.parametrize("dtype", BOUNDS, ids=str)
 def test_the_gated_norm_is_that_of_the_reference(dtype):
     checks.check_gated_norm("cuda", dtype, BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("shape", [*checks.SHAPES, WIDE])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("part", [32, 128])
+def test_one_launch_gives_a_step_of_one_token_for_each_row(part, dtype, shape):
+    for seed in range(6):
+        checks.check_one("cuda", dtype, shape, seed, min(BOUNDS[dtype], 1.5e-2), part=part)
+
+
+@pytest.mark.parametrize("shape", [*checks.LONG_SHAPES, WIDE])
+@pytest.mark.parametrize("dtype", LONG_BOUNDS, ids=str)
+def test_long_rows_in_chunks_give_what_tokens_one_after_another_give(dtype, shape):
+    for seed in range(8):
+        checks.check_long("cuda", dtype, shape, seed, LONG_BOUNDS[dtype])
