@@ -21,6 +21,7 @@ from minivllm.cli import (
     ablate,
     batch,
     bench,
+    cache,
     compare,
     compare_hf,
     config,
@@ -147,6 +148,7 @@ def make_parser() -> argparse.ArgumentParser:
     batch.add_commands(command, wiring)
     doctor.add_commands(command)
     stats.add_commands(command)
+    cache.add_commands(command)
     command("version", "cli.commands:version", "Print the version, as --version does.")
     text = "Measure the quality of the packaged model."
     sub = command("eval", "cli.commands:evaluate", text, wiring, record)

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -97,6 +98,15 @@ class TierThread:
             return None
         return page
 
+    def mark(self, ticket: int, name: str, keys: list[bytes] | None) -> None:
+        """Keep or forget a name."""
+        kept = False
+        try:
+            kept = bool(self.store.mark(name, keys))
+        except Exception as e:
+            self._fault("mark", e)
+        self._done(ticket, kept, 0, 0.0)
+
     def drop(self, keys: list[bytes]) -> None:
         """Remove pages."""
         try:
@@ -155,12 +165,14 @@ class Mover:
         self._lock = threading.Lock()
         # before the threads start, so that no store has calls of two threads
         self._found = [dict(store.keys()) for store in stores]
+        self._names = [store.names() for store in stores]
         self._described = [
             {
                 "limit": s.limit,
                 "patience": s.patience,
                 "eager": bool(s.eager),
                 "always": bool(s.always),
+                "keeps_names": bool(s.keeps_names),
             }
             for s in stores
         ]
@@ -169,8 +181,10 @@ class Mover:
     def opened(self) -> dict[str, Any]:
         """Return what the engine needs to build its index, as JSON values."""
         tiers = []
-        for described, found in zip(self._described, self._found, strict=True):
-            tiers.append({**described, "keys": {key.hex(): size for key, size in found.items()}})
+        for described, found, marks in zip(self._described, self._found, self._names, strict=True):
+            names = {name: [key.hex() for key in keys] for name, keys in marks.items()}
+            sizes = {key.hex(): size for key, size in found.items()}
+            tiers.append({**described, "keys": sizes, "names": names})
         self._found = [{} for _ in self.tiers]
         return {
             "identity": self.identity,
@@ -224,7 +238,8 @@ class Mover:
     def call(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out orders, and return the tickets that are done since the last call, as JSON values.
 
-        ``get`` has rows (tier, ticket, key, KV group), ``drop`` has rows (tier, keys).  ``store`` and ``fill`` have the
+        ``get`` has rows (tier, ticket, key, KV group), ``drop`` has rows (tier, keys), ``mark``
+        has rows (tier, ticket, name, keys or None).  ``store`` and ``fill`` have the
         rows of these methods; the engine sends them here only if no step is in flight."""
         for tier, ticket, key, group in args.get("get", ()):
             size = self.memory.page_bytes[group]
@@ -232,6 +247,9 @@ class Mover:
         for tier, keys in args.get("drop", ()):
             thread, gone = self.tiers[tier], [bytes.fromhex(key) for key in keys]
             thread.add(lambda t=thread, k=gone: t.drop(k))
+        for tier, ticket, name, keys in args.get("mark", ()):
+            pages = None if keys is None else [bytes.fromhex(key) for key in keys]
+            self.tiers[tier].add(partial(self.tiers[tier].mark, ticket, name, pages))
         for name, width in (("store", 6), ("fill", 3)):
             rows = np.array(args.get(name, ()), np.int64).reshape(-1, width)
             if len(rows):

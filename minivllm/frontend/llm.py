@@ -358,6 +358,45 @@ class LLM(FrontDoor):
         all of their tokens."""
         self.engine.reset_prefix_cache()
 
+    def save_prefix(self, name: str, prompt: Any, tenant: str = "", cache_salt: str | None = None) -> int:
+        """Compute a prompt, and keep its blocks on the disk under a name until ``drop_prefix``, also over restarts.
+
+        Return the number of tokens that are kept: those of whole blocks, and with recurrent states up to their last
+        copy.  Requests with this beginning, ``tenant`` and ``cache_salt`` find them.  RequestError if no tier keeps
+        names, or if there is no room."""
+        from minivllm.core.interfaces.params import SamplingParams
+
+        from .prompts import read_prompt
+
+        self.engine.named_prefixes()  # raises before anything is computed
+        params = SamplingParams(max_tokens=1, temperature=0.0, tenant=tenant, cache_salt=cache_salt)
+        ids = read_prompt(prompt, self.tokenizer).ids
+        output = self.generate({"prompt_token_ids": ids.tolist()}, params, use_tqdm=False)[0]
+        if output.error:
+            raise RequestError(output.error)
+        return self.engine.save_prefix(name, ids, params.salt)
+
+    def drop_prefix(self, name: str) -> None:
+        """Forget the name of a prefix, so that its blocks may be evicted."""
+        self.engine.drop_prefix(name)
+
+    def prefixes(self) -> dict[str, int]:
+        """Return the names of the saved prefixes, each with its number of tokens."""
+        return self.engine.named_prefixes().tokens()
+
+    def block_keys(self, prompt: Any, tenant: str = "", cache_salt: str | None = None) -> list[str]:
+        """Return the keys (hex) of the whole blocks of a prompt.
+
+        They are the same in every process with the same model and options.  RequestError without tiers."""
+        from .prompts import read_prompt
+
+        tiers = self.engine.cache.tiers
+        if tiers is None:
+            raise RequestError("the keys of blocks need a tier: set kvstore")
+        ids = read_prompt(prompt, self.tokenizer).ids
+        keys = tiers.keys_of(ids, (tenant, cache_salt or ""), [], len(ids) // tiers.cache.block)
+        return [key.hex() for key in keys]
+
     def start_profile(self) -> None:
         """Start a torch profiler trace of everything that the executor runs."""
         self.engine.call("profile_start")

@@ -228,6 +228,30 @@ class KVStoreConformance(Lasting, SpecConformance):
             store.close()
 
     @since(1, 0)
+    def test_names_are_kept_until_they_are_forgotten(self) -> None:
+        """Check names of prefixes: they survive ``close`` with their keys, and other models have their own.  A store
+        that keeps no names says so."""
+        store = self.build(*self.context())
+        keys = [key_of(number) for number in range(3)]
+        if not store.keeps_names:
+            assert store.mark("a", keys) is False and not store.names(), "keeps_names is False: expected no names"
+            store.close()
+            return
+        for name in ("a/b .. \u00e9", "second"):
+            assert store.mark(name, keys[:2]) is True
+        assert store.mark("second", keys) is True
+        store.close()
+        store = self.build(*self.context())
+        found = {name: list(kept) for name, kept in store.names().items()}
+        assert found == {"a/b .. \u00e9": keys[:2], "second": keys}, f"names returned {found}"
+        other = self.build(self.context_of(OTHER))
+        assert not other.names(), "another model has the names"
+        assert store.mark("second", None) is True and store.mark("third", None) is True
+        assert list(store.names()) == ["a/b .. \u00e9"], "a name is still there after it was forgotten"
+        store.close()
+        other.close()
+
+    @since(1, 0)
     def test_two_durable_stores_share_pages(self) -> None:
         """Check that two stores of the same model can be open at a time, and that neither spoils the other's pages."""
         if not self.claims("durable"):

@@ -67,7 +67,7 @@ PAGES = {
     "structured": 2,
     "taps": 2,
     "caching": 1,
-    "tiers": 1,
+    "tiers": 2,
     "reproducibility": 2,
     "speculative": 1,
     "experiments": 9,

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from minivllm import LLM, SamplingParams
+from minivllm.cli import main
 from minivllm.core.interfaces.kvstore import StoreContext
-from minivllm.errors import ConfigError, ResourceError
+from minivllm.errors import ConfigError, RequestError, ResourceError
 from minivllm.plugins.kvstore import disk as disk_module
 from minivllm.plugins.kvstore.disk import DiskStore
 from minivllm.plugins.kvstore.options import DiskStoreOptions
@@ -366,3 +367,107 @@ def test_metrics_count_what_tiers_do():
     assert value("moved_bytes_total", event="load") == figures["load_bytes"] > 0
     assert value("load_seconds_total") == figures["load_seconds"]
     assert value("used_bytes") == figures["used"] > 0
+
+
+# ---------------------------------------------------------------- prefixes with names
+
+
+def disk_at(path, **options):
+    return {"name": "disk", "options": {"path": str(path), **ALWAYS, **options}}
+
+
+def test_a_saved_prefix_outlives_everything_but_its_name(tmp_path, expected):
+    # a page of pocket has 131,072 bytes: 11 of the 14 pages in use may be of the prefix, and five prompts evict others
+    disk = disk_at(tmp_path, bytes=6 << 20)
+    prefix = TEXT[:500]
+    with LLM(**SMALL, kvstore=disk) as llm:
+        saved = llm.save_prefix("fox", prefix)
+        keys = llm.block_keys(prefix)
+        assert saved == 16 * len(keys) > 100
+        for _ in range(2):
+            tokens(llm)
+        llm.reset_prefix_cache()
+        assert llm.prefixes() == {"fox": saved}
+        assert tokens(llm) == expected
+        llm.check()
+    with LLM(**SMALL, kvstore=disk) as llm:
+        assert llm.prefixes() == {"fox": saved}
+        assert llm.block_keys(prefix) == keys
+        assert llm.block_keys(prefix, tenant="a") != keys
+        out = llm.generate(prefix + " And then", DRAW, use_tqdm=False)[0]
+        assert out.num_cached_tokens >= saved
+        tier = llm.engine.cache.tiers.tiers[0]
+        assert len(tier.pinned) == len(keys)
+        llm.drop_prefix("fox")
+        assert not llm.prefixes()
+        assert not tier.pinned
+        tokens(llm)
+        llm.check()
+    with LLM(**SMALL, kvstore=disk) as llm:
+        assert not llm.prefixes()
+
+
+def test_what_cannot_be_saved_is_refused_with_its_reason(tmp_path):
+    with LLM(**SMALL) as llm:
+        for call in (llm.prefixes, lambda: llm.save_prefix("a", TEXT)):
+            with pytest.raises(RequestError, match="set kvstore=disk"):
+                call()
+        with pytest.raises(RequestError, match="set kvstore"):
+            llm.block_keys(TEXT)
+    with LLM(**SMALL, kvstore="cpu") as llm, pytest.raises(RequestError, match="add the store disk"):
+        llm.save_prefix("a", TEXT)
+    with LLM(**SMALL, kvstore=disk_at(tmp_path, bytes=1 << 20)) as llm:
+        with pytest.raises(RequestError, match="expected a prompt of at least 17 tokens"):
+            llm.save_prefix("a", "fox")
+        with pytest.raises(RequestError, match="expected 1 to 60 bytes"):
+            llm.save_prefix("a" * 61, TEXT)
+        with pytest.raises(RequestError, match="no prefix is called 'b'; there are: none"):
+            llm.drop_prefix("b")
+        with pytest.raises(RequestError, match="the blocks have no place in the tier"):
+            llm.save_prefix("a", TEXT)
+        assert not llm.prefixes()
+        assert llm.save_prefix("small", TEXT[:100]) > 0
+        llm.check()
+
+
+def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
+    here, there = tmp_path / "here", tmp_path / "there"
+    with LLM(**SMALL, kvstore=disk_at(here)) as llm:
+        saved = llm.save_prefix("fox é", TEXT)
+        tokens(llm)
+
+    def said(*args):
+        code = main(["cache", *map(str, args)])
+        return code, capsys.readouterr()
+
+    code, shown = said("ls", "--path", here)
+    assert code == 0
+    assert "prefix fox é" in shown.out
+    assert "float32 on cpu" in shown.out
+    assert said("verify", "--path", here)[0] == 0
+    target = tmp_path / "fox.tar"
+    code, shown = said("export", "fox é", target, "--path", here)
+    assert (code, shown.out) == (0, f"{saved // 16} pages in {target}\n")
+    assert said("export", "hen", target, "--path", here)[1].err.startswith(
+        "minivllm: error: no model has a prefix 'hen'"
+    )
+    assert said("import", target, "--path", there)[0] == 0
+    with LLM(**SMALL, kvstore=disk_at(there)) as llm:
+        assert llm.prefixes() == {"fox é": saved}
+        assert llm.generate(TEXT, DRAW, use_tqdm=False)[0].num_cached_tokens == saved
+    raw = bytearray(target.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    target.write_bytes(raw)
+    code, shown = said("import", target, "--path", tmp_path / "third")
+    assert code != 0
+    assert "it is damaged" in shown.err
+    assert not (tmp_path / "third").exists()
+    (file, *_) = files_of(there)
+    raw = bytearray(file.read_bytes())
+    raw[-5] ^= 1
+    file.write_bytes(raw)
+    code, shown = said("verify", "--path", there)
+    assert code == 1
+    assert "1 pages damaged" in shown.out
+    assert said("ls", "--path", tmp_path / "nowhere")[1].err.endswith("expected the option path of a disk store\n")
+    assert said("export", "fox", "--path", here)[1].err == "minivllm: error: cache export: expected NAME FILE\n"

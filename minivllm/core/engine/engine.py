@@ -56,11 +56,14 @@ from .taps import TapLimits
 from .tiers import POLL, VERB, Tiers
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from minivllm.core.interfaces.evictor import Evictor
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.plan import StepResult
 
     from .parts import CacheOptions, EngineParts
+    from .tier_names import NamedPrefixes
 
 FAILED_STEPS = 3  # failed steps in a row that end the engine
 CHECK = "MINIVLLM_CHECK"  # 1: ``check`` after every step
@@ -490,6 +493,27 @@ class Engine:
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))
             raise
+
+    def named_prefixes(self) -> NamedPrefixes:
+        """Return the prefixes with names.  RequestError if no tier keeps names, or while steps are in flight."""
+        tiers = self.cache.tiers
+        if tiers is None:
+            raise RequestError("prefixes with names need a tier that keeps them: set kvstore=disk")
+        if self.in_flight:
+            raise RequestError("prefixes are saved and dropped while nothing runs")
+        assert tiers.prefixes.index is not None
+        return tiers.prefixes
+
+    @alone
+    def save_prefix(self, name: str, tokens: np.ndarray, salt: tuple[str, ...]) -> int:
+        """Keep the pages of a prompt i32 [n] that was computed under a name, and return the number of their tokens."""
+        call = partial(self.ask, self.executor.call)
+        return self.named_prefixes().save(name, tokens, salt, call)
+
+    @alone
+    def drop_prefix(self, name: str) -> None:
+        """Forget the name of a prefix, so that its pages may be evicted."""
+        self.named_prefixes().drop(name, partial(self.ask, self.executor.call))
 
     @alone
     def call(self, verb: str, args: Mapping[str, Any] | None = None) -> Any:

@@ -34,6 +34,9 @@ class TierIndex:
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
         self.used = 0
+        self.pinned: dict[
+            bytes, int
+        ] = {}  # pages that are never evicted, and how many names they have
         self.dropped: list[bytes] = []  # to remove from the store
         self.overdue: set[int] = set()  # tickets of loads that no request waits for any longer
         self.hits = self.misses = 0  # pages that requests looked for
@@ -72,17 +75,37 @@ class TierIndex:
     def arrived(self, key: bytes) -> None:
         """Mark a page as stored."""
         self.stored.add(key)
-        self.evictor.free(np.array([evictor_key(key)], np.uint64))
+        if key not in self.pinned:
+            self.evictor.free(np.array([evictor_key(key)], np.uint64))
+
+    def pin(self, keys: Sequence[bytes]) -> None:
+        """Keep pages from eviction, and from ``reset``, until ``unpin``."""
+        for key in keys:
+            if key in self.stored and key not in self.pinned:
+                self.evictor.hold(np.array([evictor_key(key)], np.uint64))
+            self.pinned[key] = self.pinned.get(key, 0) + 1
+
+    def unpin(self, keys: Sequence[bytes]) -> None:
+        """Take back one ``pin`` of each of these pages."""
+        for key in keys:
+            self.pinned[key] -= 1
+            if not self.pinned[key]:
+                del self.pinned[key]
+                if key in self.stored:
+                    self.evictor.free(np.array([evictor_key(key)], np.uint64))
 
     def remove(self, key: bytes) -> None:
         """Forget a page that the store has lost, or could not store."""
         if key in self.size:
+            if key in self.pinned and key in self.stored:
+                self.evictor.free(np.array([evictor_key(key)], np.uint64))
             self.evictor.drop(np.array([evictor_key(key)], np.uint64))
             self._forget(key)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """Report stored pages as used to the evictor."""
-        numbers = np.array([evictor_key(key) for key in keys], np.uint64)
+        loose = [key for key in keys if key not in self.pinned]
+        numbers = np.array([evictor_key(key) for key in loose], np.uint64)
         for call in (self.evictor.hit, self.evictor.hold, self.evictor.free):
             call(numbers)
 
@@ -103,25 +126,30 @@ class TierIndex:
         del self.by_number[evictor_key(key)]
 
     def reset(self) -> None:
-        """Remove all stored pages."""
-        gone = list(self.stored)
+        """Remove all stored pages that are not pinned."""
+        gone = [key for key in self.stored if key not in self.pinned]
         if gone:
             self.evictor.drop(np.array([evictor_key(key) for key in gone], np.uint64))
         for key in gone:
             self._forget(key)
         self.dropped += gone
 
-    def open(self, found: Sequence[Mapping[str, int]]) -> None:
-        """Index the pages that the stores of all ranks had at the start; ``found`` maps keys (hex) to bytes."""
+    def open(self, found: Sequence[Mapping[str, int]], held: Sequence[str]) -> None:
+        """Index the pages that the stores of all ranks had at the start; ``found`` maps keys (hex) to bytes.
+
+        The pages ``held`` of named prefixes are indexed first, and not evicted for others."""
         sizes: dict[str, int] = {}
         for rank in found:
             for key, size in rank.items():
                 sizes[key] = sizes.get(key, 0) + size
-        for key in found[0]:
-            if all(key in rank for rank in found):
-                page = bytes.fromhex(key)
-                if self.reserve(page, sizes[key], 0, 1.0, 0):
-                    self.arrived(page)
+        pinned = [bytes.fromhex(key) for key in held]
+        self.pin(pinned)
+        for key in [*held, *found[0]]:
+            page = bytes.fromhex(key)
+            everywhere = all(key in rank for rank in found)
+            if everywhere and self.reserve(page, sizes[key], 0, 1.0, 0):
+                self.arrived(page)
+        self.unpin(pinned)
 
     def figures(self) -> dict[str, Any]:
         """Return the state and the counters."""

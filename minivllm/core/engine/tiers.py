@@ -26,6 +26,7 @@ from .taps import most_cached
 from .tier_choice import LoadChoice
 from .tier_index import TierIndex
 from .tier_loads import Load, Named, Staged, Stored
+from .tier_names import NamedPrefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -96,8 +97,10 @@ class Tiers:
                 facts["eager"],
                 evictor(context(name, pages)),
             )
-            index.open([rank["tiers"][i]["keys"] for rank in opened])
+            held = [key for keys in facts["names"].values() for key in keys]
+            index.open([rank["tiers"][i]["keys"] for rank in opened], held)
             self.tiers.append(index)
+        self.prefixes = NamedPrefixes(self, opened)
         self.choice = LoadChoice([facts["always"] for facts in opened[0]["tiers"]])
         self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]  # by block of each group
         self.backlog: dict[tuple[int, int], None] = {}  # blocks for eager tiers, in order
@@ -192,19 +195,23 @@ class Tiers:
 
     def _order(self, group: int, block: int, named: Named, evicted: bool) -> None:
         """Order a block to be stored in each tier that lacks it."""
-        size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
         for i, tier in enumerate(self.tiers):
-            if named.key in tier.size or not (evicted or tier.eager):
-                continue
-            full = self.storing and self.queued + size > QUEUE
-            if full or not tier.reserve(named.key, size, named.depth, cost, named.tenant):
-                tier.skipped += 1
-                continue
-            ticket = self._ticket()
-            self.storing[ticket] = Stored(i, named.key, size)
-            self.queued += size
-            key = np.frombuffer(named.key, ">i8").tolist()
-            self.rows.append((i, group, block, ticket, *key))
+            if named.key not in tier.size and (evicted or tier.eager):
+                tier.skipped += not self.order(i, group, block, named)
+
+    def order(self, tier: int, group: int, block: int, named: Named) -> bool:
+        """Order a block to be stored in a tier that lacks it.  Return False if the queue or the tier is full."""
+        size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
+        full = self.storing and self.queued + size > QUEUE
+        index = self.tiers[tier]
+        if full or not index.reserve(named.key, size, named.depth, cost, named.tenant):
+            return False
+        ticket = self.new_ticket()
+        self.storing[ticket] = Stored(tier, named.key, size)
+        self.queued += size
+        key = np.frombuffer(named.key, ">i8").tolist()
+        self.rows.append((tier, group, block, ticket, *key))
+        return True
 
     def _drain(self) -> None:
         """Order blocks of the backlog while there is room in the queue."""
@@ -213,7 +220,8 @@ class Tiers:
             del self.backlog[group, block]
             self._order(group, block, self.named[group][block], evicted=False)
 
-    def _ticket(self) -> int:
+    def new_ticket(self) -> int:
+        """Return a number that is never used again."""
         self.next_ticket += 1
         return self.next_ticket
 
@@ -284,12 +292,12 @@ class Tiers:
         for tier in self.tiers:
             tier.misses += usable - end
         for m in range(end, n, -1):
-            pages = self._pages(n, m)
+            pages = self.pages_of(n, m)
             if all(self._find(found, keys, g, i) for g, i in pages):
                 return {page: found[page] for page in pages}
         return {}
 
-    def _pages(self, n: int, m: int) -> list[tuple[int, int]]:
+    def pages_of(self, n: int, m: int) -> list[tuple[int, int]]:
         """Return the pages (group, block) that extend a hit of ``n`` blocks to ``m`` blocks."""
         pages = [
             (g, i)
@@ -319,7 +327,7 @@ class Tiers:
         for (g, i), (tier, key) in load.wanted.items():
             page = self.staged.get(key)
             if page is None:
-                page = Staged(self._ticket(), tier, key, self.page_bytes[g])
+                page = Staged(self.new_ticket(), tier, key, self.page_bytes[g])
                 self.staged[key] = self.loading[page.ticket] = page
                 self.staged_bytes += page.size
                 self.gets.append([tier, page.ticket, key.hex(), g])
@@ -334,7 +342,7 @@ class Tiers:
             return n, {}
         ends = [i + 1 for g, i in load.pages if g == 0]
         for m in range(max(ends, default=n), n, -1):
-            pages = {page: load.pages.get(page) for page in self._pages(n, m)}
+            pages = {page: load.pages.get(page) for page in self.pages_of(n, m)}
             if all(page is not None and page.usable for page in pages.values()):
                 chosen = {place: page.ticket for place, page in pages.items() if page is not None}
                 break
@@ -388,6 +396,8 @@ class Tiers:
         args: dict[str, Any] = {}
         if self.gets:
             args["get"], self.gets = self.gets, []
+        if self.prefixes.marks:
+            args["mark"], self.prefixes.marks = self.prefixes.marks, []
         drops = [
             [i, [key.hex() for key in tier.dropped]]
             for i, tier in enumerate(self.tiers)
@@ -399,7 +409,7 @@ class Tiers:
                 tier.dropped = []
         if idle:
             args |= {name: rows.tolist() for name, rows in self.changes().items()}
-        waits = bool(self.storing or self.loading)
+        waits = bool(self.storing or self.loading or self.prefixes.marking)
         if args or (waits and (idle or self.now() - self.polled >= POLL)):
             self.polled = self.now()
             for rank in call(VERB, args):
@@ -409,7 +419,9 @@ class Tiers:
     def _note(self, rank: Mapping[str, Any]) -> None:
         """Count what one rank has done."""
         for ticket, ok, size, microseconds in rank["done"]:
-            if ticket in self.storing:
+            if ticket in self.prefixes.marking:
+                self.prefixes.marked(ticket, bool(ok))
+            elif ticket in self.storing:
                 self._stored(ticket, bool(ok), size)
             else:
                 self._loaded(self.loading[ticket], bool(ok), size, microseconds / 1e6)

@@ -8,7 +8,7 @@ pages, in every process.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ class StoreContext:
     identity: str
     rank: int = 0  # number of the process among those that share the model; each stores its own part of a page
     ranks: int = 1
+    label: str = ""  # the model, for readers
     # memory u8 [n] of any content, from which the device copies without a stop (pinned memory for a GPU)
     empty: Callable[[int], np.ndarray] = _empty
 
@@ -46,6 +47,8 @@ class KVStore(ABC):
     eager = False
     # True loads pages even if computing them is expected to be faster
     always = False
+    # True if the store keeps names of prefixes (``mark`` and ``names``) for later processes
+    keeps_names = False
     # seconds that a request waits for its pages before it computes them
     patience = 5.0
 
@@ -74,6 +77,15 @@ class KVStore(ABC):
     @abstractmethod
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove pages.  Unknown keys are ignored."""
+
+    def names(self) -> Mapping[str, Sequence[bytes]]:
+        """Return the names that were kept, each with the keys of the pages of its prefix."""
+        return {}
+
+    def mark(self, name: str, keys: Sequence[bytes] | None) -> bool:
+        """Keep a name for the pages of a prefix, in place of the pages that it had, and return True.  None forgets the
+        name.  False means that the store keeps no names."""
+        return False
 
     def close(self) -> None:  # noqa: B027  (optional)
         """Write what is left, and free all resources."""

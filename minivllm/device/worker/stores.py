@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +29,9 @@ def make_mover(
     ``identity`` is the digest (hex) of all that determines a page besides its tokens.  ``empty`` returns memory from
     which the device copies without a stop; None means ordinary memory.  Not ``threaded``: the caller runs the work."""
     place = wiring.parallel
-    ctx = StoreContext(identity, place.rank, place.tensor_parallel_size)
+    label = f"{wiring.model_dir}, {wiring.dtype} on {wiring.device}"
+    ctx = StoreContext(identity, place.rank, place.tensor_parallel_size, label)
     if empty is not None:
-        ctx = StoreContext(identity, place.rank, place.tensor_parallel_size, empty)
+        ctx = replace(ctx, empty=empty)
     stores = [build_part("kvstore", part, ctx) for part in wiring.cache.stores]
     return Mover(stores, pages, identity, threaded)

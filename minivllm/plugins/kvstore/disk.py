@@ -14,9 +14,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import itertools
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import numpy as np
 
@@ -41,6 +43,7 @@ from .segments import (
 LARGEST = 256 << 20  # bytes of a file, after which the next one is begun
 FILES = 16  # files that the limit is divided into, at least
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
+ABOUT, NAMED = "about.txt", ".name"  # the model, for readers; files with the keys of a named prefix
 NUMBERS = itertools.count()  # of the files of this process
 
 
@@ -56,6 +59,7 @@ class DiskStore(KVStore):
     """Appends pages to files, and finds the pages of earlier processes by scanning the files."""
 
     eager = True
+    keeps_names = True
 
     def __init__(self, options: DiskStoreOptions, ctx: StoreContext) -> None:
         super().__init__(options, ctx)
@@ -63,6 +67,7 @@ class DiskStore(KVStore):
         self.always = options.load == "always"
         self.root = Path(options.path).expanduser()
         self.folder = self.root / ctx.identity[:32]
+        self._prefix = f"r{ctx.rank}of{ctx.ranks}-"
         self.digest = digest_of(ctx.identity, ctx.rank, ctx.ranks)
         self.share = options.bytes // ctx.ranks
         self.largest = max(1 << 16, min(LARGEST, self.share // FILES))
@@ -74,6 +79,7 @@ class DiskStore(KVStore):
         self.foreign: list[tuple[Path, int]] = []  # files of other models and their sizes, the oldest first
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / ABOUT).write_text(ctx.label, encoding="utf-8")
             self._open_all()
             self._find_foreign()
         except OSError as e:
@@ -93,9 +99,8 @@ class DiskStore(KVStore):
 
     def _open_all(self) -> None:
         """Open the files of this rank that are there, and index their pages."""
-        prefix = f"r{self.ctx.rank}of{self.ctx.ranks}-"
         for path in files_below(self.root):
-            if path.parent == self.folder and path.name.startswith(prefix):
+            if path.parent == self.folder and path.name.startswith(self._prefix):
                 self._open(path)
 
     def _open(self, path: Path) -> None:
@@ -121,7 +126,7 @@ class DiskStore(KVStore):
 
     def _begin(self) -> PageFile:
         """Begin a new file and return it."""
-        name = f"r{self.ctx.rank}of{self.ctx.ranks}-{os.getpid()}-{next(NUMBERS)}{SUFFIX}"
+        name = f"{self._prefix}{os.getpid()}-{next(NUMBERS)}{SUFFIX}"
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / name
         if path.exists():  # of an earlier process with the same number
@@ -165,10 +170,12 @@ class DiskStore(KVStore):
         return own + sum(size for _, size in self.foreign)
 
     def _find_foreign(self) -> None:
-        """List the files of other models and their sizes, the oldest first.  Rank 0 alone counts them."""
+        """List the files of other models without named prefixes, and their sizes, the oldest first.  Rank 0 alone
+        counts them."""
         self.foreign = []
         for path in () if self.ctx.rank else files_below(self.root):
-            if path.parent != self.folder:
+            kept = path.parent == self.folder or any(path.parent.glob(f"*{NAMED}"))
+            if not kept:
                 with contextlib.suppress(OSError):  # another process may just have deleted it
                     self.foreign.append((path, path.stat().st_size))
 
@@ -266,6 +273,30 @@ class DiskStore(KVStore):
             file.live -= PAGE_HEAD.size + place.size
             if file.owned and not file.live and place.file != self.newest:
                 self._close(place.file, delete=True)
+
+    # ---- names ---------------------------------------------------------------------------------------------------
+
+    def _name_file(self, name: str) -> Path:
+        return self.folder / f"{self._prefix}{quote(name, safe='')}{NAMED}"
+
+    def names(self) -> Mapping[str, Sequence[bytes]]:
+        found = {}
+        for path in self.folder.glob(f"{self._prefix}*{NAMED}"):
+            with contextlib.suppress(OSError, ValueError):  # it was deleted, or is damaged
+                name = unquote(path.name.removeprefix(self._prefix).removesuffix(NAMED))
+                found[name] = [bytes.fromhex(key) for key in json.loads(path.read_text())]
+        return found
+
+    def mark(self, name: str, keys: Sequence[bytes] | None) -> bool:
+        path = self._name_file(name)
+        if keys is None:
+            path.unlink(missing_ok=True)
+            return True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps([key.hex() for key in keys]))
+        new.replace(path)
+        return True
 
     def close(self) -> None:
         for number in list(self.files):

@@ -54,6 +54,15 @@ def page_head(key: bytes, page: np.ndarray) -> tuple[bytes, int]:
     return PAGE_HEAD.pack(PAGE_MAGIC, key, page.nbytes, checksum, zlib.crc32(fields)), checksum
 
 
+def read_digest(fd: int) -> bytes:
+    """Return the digest in the head of a file.  ValueError if the head is of another version or damaged."""
+    head = os.pread(fd, FILE_HEAD.size, 0)
+    digest = FILE_HEAD.unpack(head)[2] if len(head) == FILE_HEAD.size else b""
+    if head != file_head(digest):
+        raise ValueError("it has no valid head")
+    return digest
+
+
 def scan(fd: int, digest: bytes, file: int) -> tuple[dict[bytes, Place], int]:
     """Return the places of the pages of a file by key, and the number of bytes behind the last whole record.
 

@@ -18,6 +18,7 @@ TWICE = "test_a_page_that_is_there_is_not_stored_twice"
 LIMIT = "test_the_limit_is_kept"
 APART = "test_models_and_ranks_share_no_page"
 NEXT = "test_durable_pages_are_found_by_the_next_store"
+NAMES = "test_names_are_kept_until_they_are_forgotten"
 TWO = "test_two_durable_stores_share_pages"
 FAULTS = {
     "KeepsTheCallersMemory": (BACK,),
@@ -35,6 +36,8 @@ FAULTS = {
     "ForgetsAtTheEnd": (BACK, NEXT),
     "FindsAllModels": (NEXT,),
     "DeletesFilesOfOthers": (TWO,),
+    "ForgetsNames": (NAMES,),
+    "SaysItKeepsNames": (NAMES,),
     "WritesToFilesOfOthers": (TWO,),
 }
 RIGHT = ("Memory", "Files")
@@ -224,6 +227,20 @@ class DeletesFilesOfOthers(Files):
                     emptied.write(b"")
                 os.truncate(f"/proc/self/fd/{file.fd}", 100)
         return super().put(key, page)
+
+
+class ForgetsNames(Files):
+    spec = spec("ForgetsNames", "durable")
+
+    def close(self):
+        for name in list(self.names()):
+            self.mark(name, None)
+        super().close()
+
+
+class SaysItKeepsNames(Memory):
+    spec = spec("SaysItKeepsNames")
+    keeps_names = True
 
 
 class WritesToFilesOfOthers(Files):
