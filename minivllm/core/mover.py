@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from .interfaces.kvstore import KVStore
+from .interfaces.kvstore import KEY_BYTES, KVStore
 
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
 CLOSING = 2.0  # seconds to wait for the threads at the end
@@ -152,6 +152,22 @@ class TierThread:
             self._thread.join(seconds)
 
 
+def _description(store: KVStore) -> dict[str, Any]:
+    """Return the limits, the pages and the names of a store as JSON values."""
+    names = {}
+    for name, keys in store.names().items():
+        names[name] = [key.hex() for key in keys]
+    return {
+        "limit": store.limit,
+        "patience": store.patience,
+        "eager": bool(store.eager),
+        "always": bool(store.always),
+        "keeps_names": bool(store.keeps_names),
+        "keys": {key.hex(): size for key, size in store.keys().items()},
+        "names": names,
+    }
+
+
 class Mover:
     """The stores of one worker, and the pages that were loaded from them."""
 
@@ -164,33 +180,14 @@ class Mover:
         self._finished: list[tuple[int, int, int, int]] = []
         self._lock = threading.Lock()
         # before the threads start, so that no store has calls of two threads
-        self._found = [dict(store.keys()) for store in stores]
-        self._names = [store.names() for store in stores]
-        self._described = [
-            {
-                "limit": s.limit,
-                "patience": s.patience,
-                "eager": bool(s.eager),
-                "always": bool(s.always),
-                "keeps_names": bool(s.keeps_names),
-            }
-            for s in stores
-        ]
+        self._described = [_description(store) for store in stores]
         self.tiers = [TierThread(store, self._done, threaded) for store in stores]
 
     def opened(self) -> dict[str, Any]:
         """Return what the engine needs to build its index, as JSON values."""
-        tiers = []
-        for described, found, marks in zip(self._described, self._found, self._names, strict=True):
-            names = {name: [key.hex() for key in keys] for name, keys in marks.items()}
-            sizes = {key.hex(): size for key, size in found.items()}
-            tiers.append({**described, "keys": sizes, "names": names})
-        self._found = [{} for _ in self.tiers]
-        return {
-            "identity": self.identity,
-            "page_bytes": list(self.memory.page_bytes),
-            "tiers": tiers,
-        }
+        described, self._described = self._described, []
+        page_bytes = list(self.memory.page_bytes)
+        return {"identity": self.identity, "page_bytes": page_bytes, "tiers": described}
 
     def _done(self, ticket: int, ok: bool, size: int, seconds: float) -> None:
         with self._lock:
@@ -206,13 +203,11 @@ class Mover:
             blocks, index = np.unique(of_group[:, 2], return_inverse=True)
             batch = self.memory.read(group, blocks.tolist())
             keys = of_group[:, 4:].astype(">i8").tobytes()
-            orders = zip(
-                of_group[:, 0].tolist(), of_group[:, 3].tolist(), index.tolist(), strict=True
-            )
-            for i, (tier, ticket, at) in enumerate(orders):
-                key = keys[16 * i : 16 * (i + 1)]
-                thread = self.tiers[tier]
-                thread.add(lambda t=thread, a=(ticket, key, batch, at): t.put(*a))
+            tiers, tickets = of_group[:, 0].tolist(), of_group[:, 3].tolist()
+            for i, at in enumerate(index.tolist()):
+                key = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
+                thread = self.tiers[tiers[i]]
+                thread.add(partial(thread.put, tickets[i], key, batch, at))
 
     def fill(self, rows: np.ndarray) -> None:
         """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the
@@ -245,8 +240,9 @@ class Mover:
             size = self.memory.page_bytes[group]
             self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), size)
         for tier, keys in args.get("drop", ()):
-            thread, gone = self.tiers[tier], [bytes.fromhex(key) for key in keys]
-            thread.add(lambda t=thread, k=gone: t.drop(k))
+            thread = self.tiers[tier]
+            gone = [bytes.fromhex(key) for key in keys]
+            thread.add(partial(thread.drop, gone))
         for tier, ticket, name, keys in args.get("mark", ()):
             pages = None if keys is None else [bytes.fromhex(key) for key in keys]
             self.tiers[tier].add(partial(self.tiers[tier].mark, ticket, name, pages))

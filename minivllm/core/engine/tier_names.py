@@ -50,7 +50,7 @@ class NamedPrefixes:
     """The names of one tier, which is the first that keeps names."""
 
     def __init__(self, owner: NameOwner, opened: Sequence[Mapping[str, Any]]) -> None:
-        """Pin the pages of the names that the store has.  ``opened`` is the answer of each rank."""
+        """Keep the pages of the names that the store has.  ``opened`` is the answer of each rank."""
         self.owner = owner
         keeping = [i for i, facts in enumerate(opened[0]["tiers"]) if facts["keeps_names"]]
         self.tier = keeping[0] if keeping else -1

@@ -126,7 +126,8 @@ def export(root: Path, name: str, target: Path) -> int:
 
 def _collect(folder: Path, rank: str, keys: list[bytes]) -> bytes:
     """Return a file with these pages of a rank.  ConfigError if one is missing."""
-    wanted, parts = set(keys), []
+    wanted = set(keys)
+    parts: list[bytes] = []
     for path in sorted(folder.glob(f"{rank}-*{SUFFIX}")):
         try:
             places, _ = _places(path)
@@ -178,7 +179,7 @@ def _member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> tuple[str, bytes]:
     """Return the name and the content of a member.  ConfigError for a name that no export has."""
     file = tar.extractfile(info) if info.isfile() and MEMBER.fullmatch(info.name) else None
     if file is None or (info.name.endswith(NAMED) and info.size > LARGEST_NAME):
-        raise ConfigError(f"{tar.name}: the member {shown(info.name)} is not of `minivllm cache export`")
+        raise ConfigError(f"{tar.name!s}: the member {shown(info.name)} is not of `minivllm cache export`")
     return info.name, file.read()
 
 
