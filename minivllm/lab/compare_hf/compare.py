@@ -39,14 +39,11 @@ class ComparedModel:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for JSON."""
-        return {
-            "model": self.model,
-            "reference": self.reference,
-            "device": self.device,
-            "parts": self.parts,
-            "prompts": [{"tokens": run.drawn + 1, "token_ids": run.generated} for run in self.runs],
-            **self.found.as_dict(),
-        }
+        found: dict[str, Any] = {"model": self.model, "reference": self.reference}
+        found["device"] = self.device
+        found["parts"] = self.parts
+        found["prompts"] = [{"tokens": run.drawn + 1, "token_ids": run.generated} for run in self.runs]
+        return found | self.found.as_dict()
 
 
 def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | None = None) -> ComparedModel:
@@ -62,7 +59,8 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
         raise ConfigError("load_format=dummy: its weights are random; expected the weights of the model's files")
     wiring = llm.engine.wiring
     resolved = llm.resolved
-    ids = [read_prompt(prompt, llm.tokenizer).ids.tolist() for prompt in prompts or _default_prompts(llm)]
+    prompts = prompts or _default_prompts(llm)
+    ids = [read_prompt(prompt, llm.tokenizer).ids.tolist() for prompt in prompts]
     runs, missing = engine.run(llm, ids, max_tokens)
     llm.close()
     found = DtypeComparison(wiring.dtype, bound or BOUNDS[wiring.dtype])
@@ -77,7 +75,11 @@ def compare(llm: Any, prompts: Sequence[Any], max_tokens: int, bound: float | No
         found.take(number, run, own, reference.run(run.ids))
         known |= own.keys()
     reason = f"{reference.name} has no module that is known to compute it"
-    only_ours = dict.fromkeys((split(point)[1] for point in runs[0].values if point not in known), reason)
+    only_ours = {}
+    for point in runs[0].values:
+        if point not in known:
+            _, operation = split(point)
+            only_ours[operation] = reason
     found.missing = {**missing, **only_ours, **reference.missing}
     parts = {seam: resolved.parts[seam].name for seam in SEAMS if seam in resolved.parts}
     return ComparedModel(llm.config.model, reference.name, wiring.device, parts, runs, found)

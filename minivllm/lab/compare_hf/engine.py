@@ -43,7 +43,8 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[li
         return runs, dict.fromkeys(DERIVED, NO_DECODER)
     dtype = getattr(torch, llm.engine.wiring.dtype)
     for ids, one_run in zip(prompts, runs, strict=True):
-        one_run.values.update(_attention_inputs(decoder, one_run, len(ids) + max_tokens, dtype))
+        inputs = _attention_inputs(decoder, one_run, len(ids) + max_tokens, dtype)
+        one_run.values.update(inputs)
     return runs, {}
 
 
@@ -58,7 +59,8 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
 
     def generate(points: Sequence[str]) -> Any:
         taps = [Tap(point, read=True) for point in points]
-        (out,) = llm.generate({"prompt_token_ids": list(ids)}, params, use_tqdm=False, taps=taps)
+        prompt = {"prompt_token_ids": list(ids)}
+        (out,) = llm.generate(prompt, params, use_tqdm=False, taps=taps)
         if out.error:
             raise MinivllmError(f"the engine failed on a prompt: {out.error}")
         return out
@@ -71,7 +73,8 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
         if tokens and out.tokens != tokens:
             raise MinivllmError(f"greedy runs of one prompt give different tokens: {tokens}, then {out.tokens}")
         tokens = list(out.tokens)
-        values |= {point: torch.from_numpy(rows) for point, rows in out.taps.items()}
+        for point, rows in out.taps.items():
+            values[point] = torch.from_numpy(rows)
     fused = generate([LOGITS])
     equal = 0  # behind the first different token the logits have different inputs
     while equal < len(tokens) - 1 and fused.tokens[equal] == tokens[equal]:
@@ -102,7 +105,8 @@ def _find_decoder(llm: Any) -> Any:
     """Return the engine's model, or None if it is not a ``Decoder`` or runs in another process."""
     from minivllm.device.layers.decoder import Decoder
 
-    model = getattr(getattr(llm.engine.executor, "runner", None), "model", None)
+    runner = getattr(llm.engine.executor, "runner", None)
+    model = getattr(runner, "model", None)
     return model if isinstance(model, Decoder) else None
 
 
@@ -137,7 +141,8 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
         rotated = prepare_qk(q, k, position, block.pre)
         checkpoint_order = order.argsort()
         for name, x in zip(DERIVED, (*normed, *rotated), strict=True):
-            values[layer_point(number, name)] = x[..., checkpoint_order].flatten(1).float().cpu()
+            columns = x[..., checkpoint_order].flatten(1)
+            values[layer_point(number, name)] = columns.float().cpu()
     return values
 
 

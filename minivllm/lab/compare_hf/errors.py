@@ -32,6 +32,9 @@ from .points import (
 BOUNDS = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 4e-2}
 
 
+Values = Mapping[str, Tensor]  # by point
+
+
 @dataclass(frozen=True)
 class EngineRun:
     """The engine's tokens and values of one prompt.
@@ -69,7 +72,11 @@ class PointError:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields for JSON, with None for an infinite number."""
-        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+        found = asdict(self)
+        for name, value in found.items():
+            if value == math.inf:
+                found[name] = None
+        return found
 
 
 @dataclass
@@ -112,8 +119,9 @@ class DtypeComparison:
         The logits of fused layers contain the rounding of the whole model.  Their bound is therefore at least twice
         the logits' error in transformers' pass over the prompt alone, which contains it too.
         """
-        if point == FUSED and LOGITS in self.along and self.along[LOGITS].relative < math.inf:
-            return max(self.bound, 2 * self.along[LOGITS].relative)
+        logits = self.along.get(LOGITS)
+        if point == FUSED and logits is not None and logits.relative < math.inf:
+            return max(self.bound, 2 * logits.relative)
         return self.bound
 
     @property
@@ -124,19 +132,23 @@ class DtypeComparison:
     def as_dict(self) -> dict[str, Any]:
         """Return the comparison for JSON."""
         beyond = self.beyond
-        first = {**beyond[0].as_dict(), "where": explain(self)} if beyond else None
-        along = {point: error.as_dict()["relative"] for point, error in self.along.items()}
-        return {
-            "dtype": self.dtype,
-            "bound": self.bound,
-            "within": self.within,
-            "first": first,
-            "errors": [{**error.as_dict(), "along": along.get(error.point)} for error in self._sorted_errors()],
-            "tokens": asdict(self.tokens),
-            "not_compared": self.missing,
-        }
+        first = None
+        if beyond:
+            first = beyond[0].as_dict() | {"where": explain(self)}
+        errors = []
+        for error in self._sorted_errors():
+            fields = error.as_dict()
+            along = self.along.get(error.point)
+            fields["along"] = None if along is None else along.as_dict()["relative"]
+            errors.append(fields)
+        found: dict[str, Any] = {"dtype": self.dtype, "bound": self.bound, "within": self.within}
+        found["first"] = first
+        found["errors"] = errors
+        found["tokens"] = asdict(self.tokens)
+        found["not_compared"] = self.missing
+        return found
 
-    def take(self, number: int, run: EngineRun, own: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> None:
+    def take(self, number: int, run: EngineRun, own: Values, plain: Values) -> None:
         """Add the values of prompt ``number``.
 
         ``own`` are transformers' values with the engine's values as inputs, ``plain`` those of the prompt alone.
@@ -144,28 +156,34 @@ class DtypeComparison:
         for theirs, errors in ((own, self.errors), (plain, self.along)):
             for point in run.values.keys() & theirs.keys():
                 ours = run.values[point]
-                first = len(run.ids) - len(ours)
-                error = measure(point, ours, theirs[point][-len(ours) :], self.bound, number, first)
+                n = len(ours)
+                error = measure(point, ours, theirs[point][-n:], self.bound, number, len(run.ids) - n)
                 self._add(errors, error)
         if LOGITS in run.values:
             logits = run.values[LOGITS]
-            chosen = logits[-len(run.generated) :].gather(1, torch.tensor(run.generated)[:, None])
+            generated = torch.tensor(run.generated)[:, None]
+            chosen = logits[-len(generated) :].gather(1, generated)
             best = logits.amax(-1, keepdim=True)
-            self._add(self.errors, measure(TOKEN, chosen, best, self.bound, number, run.drawn))
+            error = measure(TOKEN, chosen, best, self.bound, number, run.drawn)
+            self._add(self.errors, error)
             if run.fused is not None:
                 separate = logits[: len(run.fused)]
-                self._add(self.errors, measure(FUSED, run.fused, separate, self.bound, number, run.drawn))
+                error = measure(FUSED, run.fused, separate, self.bound, number, run.drawn)
+                self._add(self.errors, error)
         self._judge_tokens(number, run, plain[LOGITS])
 
     def _add(self, errors: dict[str, PointError], new: PointError) -> None:
         """Merge a prompt's error with the error of earlier prompts at the same point."""
         before = errors.get(new.point)
-        errors[new.point] = new if before is None else worse(before, new, self.bound)
+        if before is not None:
+            new = worse(before, new, self.bound)
+        errors[new.point] = new
 
     def _judge_tokens(self, number: int, run: EngineRun, logits: Tensor) -> None:
         """Count the greedy tokens of prompt ``number`` that are the best of transformers' logits."""
         tally = self.tokens
-        for i, (token, row) in enumerate(zip(run.generated, logits[-len(run.generated) :], strict=True)):
+        rows = logits[-len(run.generated) :]
+        for i, (token, row) in enumerate(zip(run.generated, rows, strict=True)):
             tally.count += 1
             best = int(row.argmax())
             margin = float(row[best] - row[token])
@@ -186,13 +204,14 @@ def measure(point: str, ours: Tensor, theirs: Tensor, bound: float, prompt: int,
     if ours.shape != theirs.shape:
         return PointError(point, math.inf, math.inf, prompt, first)
     off = (ours - theirs).double()
+    size = off.abs()
     ratio = off.norm(dim=-1) / theirs.double().norm(dim=-1)
-    ratio[off.abs().amax(-1) == 0] = 0.0  # zeros on both sides
+    ratio[size.amax(-1) == 0] = 0.0  # zeros on both sides
     ratio.nan_to_num_(math.inf, math.inf)
     beyond = (ratio > bound).nonzero()
-    row = int(beyond[0]) if len(beyond) else int(ratio.argmax())
-    largest = float(off.abs().max().nan_to_num(math.inf, math.inf))
-    return PointError(point, largest, float(ratio.max()), prompt, first + row)
+    row = int(beyond[0] if len(beyond) else ratio.argmax())
+    largest = size.max().nan_to_num(math.inf, math.inf)
+    return PointError(point, float(largest), float(ratio.max()), prompt, first + row)
 
 
 def worse(a: PointError, b: PointError, bound: float) -> PointError:
@@ -200,9 +219,12 @@ def worse(a: PointError, b: PointError, bound: float) -> PointError:
 
     The position is that of the first error beyond the bound, else that of the larger one.
     """
-    where = a if a.relative > bound or a.relative >= b.relative else b
+    where = b
+    if a.relative > bound or a.relative >= b.relative:
+        where = a
     largest = max(a.largest, b.largest)
-    return PointError(a.point, largest, max(a.relative, b.relative), where.prompt, where.position)
+    relative = max(a.relative, b.relative)
+    return PointError(a.point, largest, relative, where.prompt, where.position)
 
 
 def explain(found: DtypeComparison) -> str:
@@ -211,7 +233,8 @@ def explain(found: DtypeComparison) -> str:
     layer, operation = split(first)
     if layer is not None:
         differing = {e.point for e in found.beyond}
-        if operation == Q and {layer_point(layer, K), layer_point(layer, V)} <= differing:
+        others = {layer_point(layer, K), layer_point(layer, V)}
+        if operation == Q and others <= differing:
             return BEFORE_QKV
         rotated = {layer_point(layer, Q_ROPE), layer_point(layer, K_ROPE)}
         if operation == ATTENTION and not rotated <= found.errors.keys():

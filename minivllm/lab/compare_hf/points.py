@@ -58,7 +58,9 @@ def layer_point(layer: int, operation: str) -> str:
 def split(point: str) -> tuple[int | None, str]:
     """Return a point's layer, None for a point outside the layers, and its operation."""
     match = _LAYER.fullmatch(point)
-    return (int(match[1]), match[2]) if match else (None, point)
+    if match is None:
+        return None, point
+    return int(match[1]), match[2]
 
 
 def place(point: str) -> tuple[int, int]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module, ModuleList
 
 from minivllm.errors import ModelError, describe_error
 from minivllm.validation import merge
@@ -116,12 +117,14 @@ class Reference:
         self._tokens = len(ids)
         try:
             with torch.inference_mode():
-                out = self.model(input_ids=torch.tensor([list(ids)], device=self.device), use_cache=False)
+                tokens = torch.tensor([list(ids)], device=self.device)
+                out = self.model(input_ids=tokens, use_cache=False)
         except Exception as exc:
             raise ModelError(f"transformers failed on a prompt of {len(ids)} tokens: {describe_error(exc)}") from exc
         for number in range(self._count):
             for operation, source in NORM_OF.items():
-                if layer_point(number, operation) not in self.norms and operation not in self.missing:
+                has_norm = layer_point(number, operation) in self.norms
+                if not has_norm and operation not in self.missing:
                     self._copy_input(number, operation, source)
             if not self.rotates:
                 for operation, source in UNROTATED.items():
@@ -135,21 +138,22 @@ class Reference:
         """Store the input of an operation that the model does not have, the value of ``source``, as its output."""
         before = layer_point(layer, source)
         if before in self._found:
-            self._found[layer_point(layer, operation)] = self._replacements.get(before, self._found[before])
+            value = self._replacements.get(before, self._found[before])
+            self._found[layer_point(layer, operation)] = value
 
     # ---- hooks of modules --------------------------------------------------------------------------------------------
 
-    def _watch_layer(self, number: int, layer: nn.Module, recorded: bool) -> None:
+    def _watch_layer(self, number: int, layer: Module, recorded: bool) -> None:
         """Register the hooks of layer ``number``; ``recorded`` means that its attention can call ``_attend``."""
         layer.register_forward_pre_hook(self._on_input(number), with_kwargs=True)
         scale = float(getattr(layer, "residual_multiplier", 1.0))
         for operation, names in BRANCHES.items():
-            modules = (_module(layer, name, beside) for name, beside in names)
-            module = next((m for m in modules if m is not None), None)
-            if module is None:
-                self._miss(operation, layer, [name for name, _ in names])
+            modules = [_module(layer, name, beside) for name, beside in names]
+            present = [module for module in modules if module is not None]
+            if present:
+                self._watch(present[0], layer_point(number, operation), scale)
             else:
-                self._watch(module, layer_point(number, operation), scale)
+                self._miss(operation, layer, [name for name, _ in names])
         for module in layer.children():
             if _module(module, "experts") is not None:
                 self._watch_first(module, ROUTERS, ROUTER, layer_point(number, ROUTER))
@@ -167,7 +171,7 @@ class Reference:
             attention.recorded_by = functools.partial(self._attend, number)  # type: ignore[assignment]
 
     def _watch_first(
-        self, parent: nn.Module, names: Sequence[str], operation: str, point: str, remember: str = ""
+        self, parent: Module, names: Sequence[str], operation: str, point: str, remember: str = ""
     ) -> None:
         """Watch the first submodule of ``parent`` with one of the names, or record that the operation is missing."""
         module = _first(parent, names)
@@ -176,7 +180,7 @@ class Reference:
         else:
             self._watch(module, point, remember=remember)
 
-    def _watch_projections(self, number: int, attention: nn.Module) -> None:
+    def _watch_projections(self, number: int, attention: Module) -> None:
         """Register the hooks of q, k and v: three projections, or a fused one whose output they split."""
         grouped = _module(attention, GROUPED)
         if grouped is not None:
@@ -189,16 +193,19 @@ class Reference:
                 if operation == Q and module is not None and self._has_gates(attention, module):
                     module.register_forward_hook(self._on_gated(number, attention))
                     continue
-                self._watch_first(attention, [name, *FUSED], operation, layer_point(number, operation), operation)
+                point = layer_point(number, operation)
+                self._watch_first(attention, [name, *FUSED], operation, point, operation)
             return
 
-        def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def split(module: Module, args: Any, output: Tensor) -> Tensor:
             limit = getattr(attention, "clip_qkv", None)
             if limit:
                 output = output.clamp(-limit, limit)
-            parts = output.split(_sizes(attention, output.shape[-1]), dim=-1)
-            points = zip(PROJECTIONS, parts, strict=True)
-            return torch.cat([self._note(layer_point(number, name), part, name) for name, part in points], dim=-1)
+            sizes = _sizes(attention, output.shape[-1])
+            noted = []
+            for name, part in zip(PROJECTIONS, output.split(sizes, dim=-1), strict=True):
+                noted.append(self._note(layer_point(number, name), part, name))
+            return torch.cat(noted, dim=-1)
 
         fused.register_forward_hook(split)
 
@@ -212,10 +219,11 @@ class Reference:
     def _on_gated(self, number: int, attention: Any) -> Callable[..., Any]:
         """Return the hook of a projection whose output [1, tokens, heads, 2 * dim] holds q and a gate of each head."""
 
-        def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def split(module: Module, args: Any, output: Tensor) -> Tensor:
             heads = output.unflatten(-1, (-1, 2 * attention.head_dim))
             q, gate = heads.chunk(2, dim=-1)
-            noted = self._note(layer_point(number, Q), q.flatten(2), Q)
+            point = layer_point(number, Q)
+            noted = self._note(point, q.flatten(2), Q)
             both = torch.cat([noted.view(q.shape), gate], dim=-1)
             return both.view(output.shape)
 
@@ -229,32 +237,35 @@ class Reference:
         dim = config.hidden_size // heads
         queries = heads // kv_heads
 
-        def split(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-            grouped = output.view(*output.shape[:-1], kv_heads, queries + 2, dim)
+        def split(module: Module, args: Any, output: Tensor) -> Tensor:
+            tokens = output.shape[:-1]
+            grouped = output.view(*tokens, kv_heads, queries + 2, dim)
             noted = []
             parts = grouped.split((queries, 1, 1), dim=-2)
             for name, part in zip(PROJECTIONS, parts, strict=True):
-                flat = part.reshape(*output.shape[:-1], -1)
+                flat = part.reshape(*tokens, -1)
                 kept = self._note(layer_point(number, name), flat, name)
                 noted.append(kept.view(part.shape))
-            return torch.cat(noted, dim=-2).view(output.shape)
+            joined = torch.cat(noted, dim=-2)
+            return joined.view(output.shape)
 
         return split
 
-    def _watch(self, module: nn.Module, point: str, scale: float = 1.0, remember: str = "") -> None:
+    def _watch(self, module: Module, point: str, scale: float = 1.0, remember: str = "") -> None:
         """Register a hook that stores a module's output as the value of a point.
 
         The engine's value is the output times ``scale``.  For ``remember`` see ``_note``.
         """
 
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            if isinstance(output, tuple):
-                return (self._note(point, output[0], remember, scale), *output[1:])
-            return self._note(point, output, remember, scale)
+        def hook(module: Module, args: Any, output: Any) -> Any:
+            if not isinstance(output, tuple):
+                return self._note(point, output, remember, scale)
+            first, *others = output
+            return (self._note(point, first, remember, scale), *others)
 
         module.register_forward_hook(hook)
 
-    def _watch_head_norms(self, number: int, attention: nn.Module) -> None:
+    def _watch_head_norms(self, number: int, attention: Module) -> None:
         """Register the hooks of the q and k norms; a norm under an unknown name makes both operations missing."""
         for operation, names in HEAD_NORMS.items():
             norm = _first(attention, names)
@@ -265,31 +276,41 @@ class Reference:
             elif any("norm" in name for name, _ in attention.named_children()):
                 self._miss(operation, attention, names)
 
-    def _watch_head_norm(self, module: nn.Module, point: str, source: str) -> None:
+    def _watch_head_norm(self, module: Module, point: str, source: str) -> None:
         """Register the hook of a norm over heads, whose output may be [1, heads, tokens, dim] or tokens first.
 
         The input shows which: read in order, a tensor with tokens first equals the projection ``source``.
         """
 
-        def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+        def hook(module: Module, args: Any, output: Tensor) -> Tensor:
             projected = self._projected.get(source)
-            if output.dim() != 4 or projected is None or torch.equal(args[0].reshape(projected.shape), projected):
+            if output.dim() != 4 or projected is None:
                 return self._note(point, output)
-            return self._note(point, output.transpose(1, 2)).transpose(1, 2)
+            x = args[0].reshape(projected.shape)
+            if torch.equal(x, projected):
+                return self._note(point, output)
+            return self._note_heads(point, output)
 
         module.register_forward_hook(hook)
 
     def _on_input(self, number: int) -> Callable[..., Any]:
         """Return the hook that stores the input of layer ``number``, which for layer 0 is the embedding too."""
 
-        def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        def hook(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["hidden_states"]
             if number == 0:
                 x = self._note(EMBEDDING, x)
             x = self._note(layer_point(number, INPUT), x)
-            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+            if args:
+                return (x, *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": x}
 
         return hook
+
+    def _note_heads(self, point: str, x: Tensor, scale: float = 1.0) -> Tensor:
+        """Store the values x [1, heads, tokens, dim] as ``_note`` does."""
+        noted = self._note(point, x.transpose(1, 2), scale=scale)
+        return noted.transpose(1, 2)
 
     def _note(self, point: str, x: Tensor, remember: str = "", scale: float = 1.0) -> Tensor:
         """Store the values x [1, tokens, ...] times ``scale``, and return x or the engine's values in its place.
@@ -300,14 +321,15 @@ class Reference:
         self._found[point] = flat.float().cpu() * scale
         replacement = self._replacements.get(point)
         if replacement is not None and replacement.shape == flat.shape:
-            x = (replacement / scale).to(x.device, x.dtype).reshape(x.shape)
+            unscaled = (replacement / scale).to(x.device, x.dtype)
+            x = unscaled.reshape(x.shape)
         if remember:
             self._projected[remember] = x
         return x
 
     # ---- the inputs of attention -------------------------------------------------------------------------------------
 
-    def _record_attention(self, layers: Sequence[nn.Module]) -> bool:
+    def _record_attention(self, layers: Sequence[Module]) -> bool:
         """Make the model call ``_attend`` in place of its attention function, and return whether that is possible.
 
         It is if the model's source file has transformers' usual function.  Otherwise q and k behind a rotary embedding
@@ -316,9 +338,12 @@ class Reference:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import eager_mask
 
-        files = {type(m).__module__ for layer in layers for m in layer.modules()}
+        files = set()
+        for layer in layers:
+            files.update(type(module).__module__ for module in layer.modules())
         if not any(hasattr(sys.modules[file], "eager_attention_forward") for file in files):
-            self.rotates = any("rotary" in name for name, _ in self.model.named_modules())
+            names = [name for name, _ in self.model.named_modules()]
+            self.rotates = any("rotary" in name for name in names)
             if self.rotates:
                 reason = f"{self.name} does not call attention through transformers' interface"
                 self.missing |= {Q_ROPE: reason, K_ROPE: reason}
@@ -336,22 +361,26 @@ class Reference:
         Some models multiply q by a factor and divide the softmax scale by it; q is stored without this factor.
         """
         scaling = more.get("scaling")
-        factor = 1.0 if scaling is None else scaling / getattr(module, "scaling", scaling)
-        query = self._note(layer_point(number, Q_ROPE), query.transpose(1, 2), scale=factor).transpose(1, 2)
-        key = self._note(layer_point(number, K_ROPE), key.transpose(1, 2)).transpose(1, 2)
-        return _eager(module)(module, query, key, value, *args, **more)
+        factor = 1.0
+        if scaling is not None:
+            factor = scaling / getattr(module, "scaling", scaling)
+        query = self._note_heads(layer_point(number, Q_ROPE), query, factor)
+        key = self._note_heads(layer_point(number, K_ROPE), key)
+        attend = _eager(module)
+        return attend(module, query, key, value, *args, **more)
 
-    def _miss(self, operation: str, parent: nn.Module, names: Sequence[str]) -> None:
+    def _miss(self, operation: str, parent: Module, names: Sequence[str]) -> None:
         """Record that an operation has no values since ``parent`` has no submodule with one of the names."""
         self.missing[operation] = f"{type(parent).__name__} has none of {', '.join(names)}"
 
 
-def _recorded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _recorded(module: Module, *args: Any, **kwargs: Any) -> Any:
     """Call the ``_attend`` of a watched attention module, or the model's own function for any other module."""
-    return getattr(module, "recorded_by", _eager(module))(module, *args, **kwargs)
+    attend = getattr(module, "recorded_by", _eager(module))
+    return attend(module, *args, **kwargs)
 
 
-def _eager(module: nn.Module) -> Callable[..., Any]:
+def _eager(module: Module) -> Callable[..., Any]:
     """Return the attention function of the source file of a module's class."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
@@ -387,12 +416,12 @@ def _load(folder: str | Path, dtype: str, overrides: Mapping[str, Any]) -> Any:
     return model.eval()
 
 
-def _find_layers(model: nn.Module, count: int) -> tuple[nn.Module, Sequence[nn.Module]]:
+def _find_layers(model: Module, count: int) -> tuple[Module, Sequence[Module]]:
     """Return the model's list of ``count`` layers, and the module that contains the list.
 
     Raise ModelError if there is none.
     """
-    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    lists = [(name, m) for name, m in model.named_modules() if isinstance(m, ModuleList)]
     for name, found in lists:
         parent, _, last = name.rpartition(".")
         if last in LAYERS and len(found) == count:
@@ -404,17 +433,17 @@ def _find_layers(model: nn.Module, count: int) -> tuple[nn.Module, Sequence[nn.M
     )
 
 
-def _module(parent: nn.Module, name: str, beside: str = "") -> nn.Module | None:
+def _module(parent: Module, name: str, beside: str = "") -> Module | None:
     """Return the submodule with a dotted name, None if it or the module ``beside`` it does not exist."""
-    if beside and not isinstance(getattr(parent, beside, None), nn.Module):
+    if beside and not isinstance(getattr(parent, beside, None), Module):
         return None
     found: Any = parent
     for part in name.split("."):
         found = getattr(found, part, None)
-    return found if isinstance(found, nn.Module) else None
+    return found if isinstance(found, Module) else None
 
 
-def _first(parent: nn.Module, names: Sequence[str]) -> nn.Module | None:
+def _first(parent: Module, names: Sequence[str]) -> Module | None:
     """Return the first submodule that exists, None if no name does."""
     modules = (_module(parent, name) for name in names)
     return next((m for m in modules if m is not None), None)

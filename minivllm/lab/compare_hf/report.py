@@ -18,8 +18,8 @@ def lines(found: DtypeComparison, prompts: Sequence[EngineRun]) -> Iterator[str]
     yield f"{found.dtype}: {size}; relative errors of each operation, bound {found.bound:g}"
     yield from table(found)
     for reason in dict.fromkeys(found.missing.values()):
-        names = ", ".join(operation for operation, other in found.missing.items() if other == reason)
-        yield f"not compared: {names} ({reason})"
+        names = [operation for operation, other in found.missing.items() if other == reason]
+        yield f"not compared: {', '.join(names)} ({reason})"
     yield from _tokens(found.tokens)
     beyond = found.beyond
     if not beyond:
@@ -60,26 +60,36 @@ def table(found: DtypeComparison) -> list[str]:
     rows = [["layer", *columns, "along"]]
     for layer, row in layers.items():
         cells = [_number(row[name].relative) if name in row else "-" for name in columns]
-        rows.append([str(layer), *cells, _along(found, layer_point(layer, RESIDUAL))])
-    by_column = [[row[name] for row in layers.values() if name in row] for name in columns]
-    rows.append(["largest", *(_number(max(e.relative for e in errors)) for errors in by_column), ""])
-    rows.append(["absolute", *(_number(max(e.largest for e in errors)) for errors in by_column), ""])
+        along = _along(found, layer_point(layer, RESIDUAL))
+        rows.append([str(layer), *cells, along])
+    relative = ["largest"]
+    absolute = ["absolute"]
+    for name in columns:
+        errors = [row[name] for row in layers.values() if name in row]
+        relative.append(_number(max(e.relative for e in errors)))
+        absolute.append(_number(max(e.largest for e in errors)))
+    rows += [[*relative, ""], [*absolute, ""]]
     rest = [["", "relative", "absolute", "along"]]
     for operation, error in outside.items():
-        rest.append([operation, _number(error.relative), _number(error.largest), _along(found, operation)])
+        numbers = [_number(error.relative), _number(error.largest)]
+        rest.append([operation, *numbers, _along(found, operation)])
     return [*align(rows), *align(rest)]
 
 
 def _along(found: DtypeComparison, point: str) -> str:
     """Return the relative error of a point in the pass over the prompt alone, or "" if it has none."""
-    return _number(found.along[point].relative) if point in found.along else ""
+    if point not in found.along:
+        return ""
+    return _number(found.along[point].relative)
 
 
 def align(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the rows as lines whose columns have equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    padded = [[cell.ljust(n) for cell, n in zip(row, widths, strict=True)] for row in rows]
-    return ["  ".join(cells).rstrip() for cells in padded]
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        columns.append([cell.ljust(width) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 def _number(value: float) -> str:
