@@ -31,7 +31,10 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], max_tokens: int) -> tuple[li
     """
     # the numbers of the chosen experts are left out: close numbers are not close values, and the MLP's output shows
     # a wrong choice
-    widths = {point: width for point, width in llm.tap_points().items() if not point.endswith(EXPERTS)}
+    widths = dict(llm.tap_points())
+    for point in list(widths):
+        if point.endswith(EXPERTS):
+            del widths[point]
     if not widths:
         raise ModelError(
             "this model names no tap points, or its executor serves none, so no operation can be compared: expected a "
@@ -79,8 +82,9 @@ def _read_points(llm: Any, ids: Sequence[int], max_tokens: int, widths: Mapping[
     equal = 0  # behind the first different token the logits have different inputs
     while equal < len(tokens) - 1 and fused.tokens[equal] == tokens[equal]:
         equal += 1
-    fused_logits = torch.from_numpy(fused.taps[LOGITS][: equal + 1])
-    return EngineRun([*ids, *tokens[:-1]], tokens, values, fused_logits)
+    logits = fused.taps[LOGITS][: equal + 1]
+    computed = [*ids, *tokens[:-1]]
+    return EngineRun(computed, tokens, values, torch.from_numpy(logits))
 
 
 def _groups(widths: Mapping[str, int], bytes_per_column: int, limit: int) -> Iterator[list[str]]:
@@ -127,20 +131,23 @@ def _attention_inputs(decoder: Any, run: EngineRun, longest: int, dtype: torch.d
         order = torch.arange(dim)
         if rope is not None and rope.interleaved:
             order = order_of_halves(dim, rope.dim)
-        q, k = (_heads(run.values[layer_point(number, name)], dim) for name in (Q, K))
-        q, k = (x[..., order].to(device, dtype) for x in (q, k))
+        inputs = []
+        for name in (Q, K):
+            heads = _heads(run.values[layer_point(number, name)], dim)
+            inputs.append(heads[..., order].to(device, dtype))
         if block.wide:
-            q_norm, k_norm = block.wide
-            q = _heads(q_norm(q.flatten(1))[0], dim)
-            k = _heads(k_norm(k.flatten(1))[0], dim)
+            for i, norm in enumerate(block.wide):
+                normed, *_ = norm(inputs[i].flatten(1))
+                inputs[i] = _heads(normed, dim)
+        q, k = inputs
         position = torch.arange(len(run.ids), device=device)
         if switch is not None and longest > switch:
             # the table of the long rotary embedding follows the rows of the short one
             position = position + len(block.pre.cos) // 2
-        normed = prepare_qk(q, k, position, replace(block.pre, cos=None, sin=None))
-        rotated = prepare_qk(q, k, position, block.pre)
+        without_rope = replace(block.pre, cos=None, sin=None)
+        derived = [*prepare_qk(q, k, position, without_rope), *prepare_qk(q, k, position, block.pre)]
         checkpoint_order = order.argsort()
-        for name, x in zip(DERIVED, (*normed, *rotated), strict=True):
+        for name, x in zip(DERIVED, derived, strict=True):
             columns = x[..., checkpoint_order].flatten(1)
             values[layer_point(number, name)] = columns.float().cpu()
     return values

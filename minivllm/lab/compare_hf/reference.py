@@ -47,26 +47,23 @@ RECURRENT = ("linear_attn", "conv")  # in place of attention
 FUSED = ("qkv_proj", "c_attn", "Wqkv")  # the rows of q, then those of k, then those of v
 GROUPED = "query_key_value"  # per head of k and v: the rows of its q heads, then its rows of k and of v
 # (module whose output is compared, sibling that must exist or ""); the first existing module of a layer is used
-BRANCHES: Mapping[str, Sequence[tuple[str, str]]] = {
-    ATTENTION: (
-        ("post_self_attn_layernorm", ""),
-        ("post_attention_layernorm", "post_feedforward_layernorm"),
-        ("self_attention.dense", ""),  # the output of Bloom's attention contains the residual
-        *((name, "") for name in (*SELF_ATTENTION, *RECURRENT)),
-    ),
-    MLP: (
-        ("mlp.dense_4h_to_h", ""),  # the output of Bloom's MLP contains the residual too
-        ("ffn.down_proj", ""),  # and so does the output of MPT's MLP
-        ("post_mlp_layernorm", ""),
-        ("post_feedforward_layernorm", ""),
-        *((name, "") for name in ("mlp", "feed_forward", "block_sparse_moe", "fc2")),
-    ),
-}
+# the outputs of Bloom's attention and MLP, and of MPT's MLP, contain the residual
+AFTER_ATTENTION = [("post_self_attn_layernorm", ""), ("post_attention_layernorm", "post_feedforward_layernorm")]
+ATTENTIONS = ("self_attention.dense", *SELF_ATTENTION, *RECURRENT)
+MLPS = (
+    "mlp.dense_4h_to_h", "ffn.down_proj", "post_mlp_layernorm", "post_feedforward_layernorm", "mlp", "feed_forward",
+    "block_sparse_moe", "fc2",
+)  # fmt: skip
+BRANCHES = {ATTENTION: AFTER_ATTENTION + [(name, "") for name in ATTENTIONS]}
+BRANCHES[MLP] = [(name, "") for name in MLPS]
 ROUTERS = ("router", "gate")  # beside ``experts``
 PROJECTIONS = {Q: "q_proj", K: "k_proj", V: "v_proj"}
 HEAD_NORMS = {Q_NORM: ("q_norm", "q_layernorm"), K_NORM: ("k_norm", "k_layernorm")}
 UNROTATED = {Q_ROPE: Q_NORM, K_ROPE: K_NORM}  # equal points of a model without a rotary embedding
 RECORDED = "minivllm_recorded"  # the name under which transformers registers ``_recorded``
+
+Hook = Callable[..., Any]
+Values = Mapping[str, Tensor]  # by point
 
 
 class Reference:
@@ -90,7 +87,7 @@ class Reference:
         self.norms: set[str] = set()
         self.rotates = True  # False for a model without a rotary embedding
         self._count = layers
-        self._replacements: Mapping[str, Tensor] = {}
+        self._replacements: Values = {}
         self._found: dict[str, Tensor] = {}
         self._projected: dict[str, Tensor] = {}  # q, k and v of the current layer, as its norms receive them
         self._tokens = 0
@@ -105,7 +102,7 @@ class Reference:
         """Return the name of the model's class."""
         return type(self.model).__name__
 
-    def run(self, ids: Sequence[int], given: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    def run(self, ids: Sequence[int], given: Values | None = None) -> dict[str, Tensor]:
         """Run the model on a sequence and return its values by point, float32 [tokens, width] on the CPU.
 
         ``given`` are the engine's values.  At each point the model's value is stored and then replaced by the engine's
@@ -131,7 +128,8 @@ class Reference:
                     self._copy_input(number, operation, source)
         found = self._found
         self._found = {}
-        found[LOGITS] = out.logits[0].float().cpu()
+        logits = out.logits[0]
+        found[LOGITS] = logits.float().cpu()
         return found
 
     def _copy_input(self, layer: int, operation: str, source: str) -> None:
@@ -190,7 +188,8 @@ class Reference:
         if fused is None:
             for operation, name in PROJECTIONS.items():
                 module = _module(attention, name)
-                if operation == Q and module is not None and self._has_gates(attention, module):
+                gated = operation == Q and module is not None and self._has_gates(attention, module)
+                if gated:
                     module.register_forward_hook(self._on_gated(number, attention))
                     continue
                 point = layer_point(number, operation)
@@ -203,8 +202,10 @@ class Reference:
                 output = output.clamp(-limit, limit)
             sizes = _sizes(attention, output.shape[-1])
             noted = []
-            for name, part in zip(PROJECTIONS, output.split(sizes, dim=-1), strict=True):
-                noted.append(self._note(layer_point(number, name), part, name))
+            parts = output.split(sizes, dim=-1)
+            for name, part in zip(PROJECTIONS, parts, strict=True):
+                point = layer_point(number, name)
+                noted.append(self._note(point, part, name))
             return torch.cat(noted, dim=-1)
 
         fused.register_forward_hook(split)
@@ -216,7 +217,7 @@ class Reference:
         rows = module.weight.shape[0]
         return bool(rows == 2 * heads * dim)
 
-    def _on_gated(self, number: int, attention: Any) -> Callable[..., Any]:
+    def _on_gated(self, number: int, attention: Any) -> Hook:
         """Return the hook of a projection whose output [1, tokens, heads, 2 * dim] holds q and a gate of each head."""
 
         def split(module: Module, args: Any, output: Tensor) -> Tensor:
@@ -224,12 +225,13 @@ class Reference:
             q, gate = heads.chunk(2, dim=-1)
             point = layer_point(number, Q)
             noted = self._note(point, q.flatten(2), Q)
-            both = torch.cat([noted.view(q.shape), gate], dim=-1)
+            q = noted.view(q.shape)
+            both = torch.cat([q, gate], dim=-1)
             return both.view(output.shape)
 
         return split
 
-    def _on_grouped(self, number: int, attention: Any) -> Callable[..., Any]:
+    def _on_grouped(self, number: int, attention: Any) -> Hook:
         """Return the hook of a projection whose output [1, tokens, kv heads, queries + 2, dim] holds q, k and v."""
         config = self.model.config
         heads = int(getattr(attention, "num_heads", config.num_attention_heads))
@@ -293,7 +295,7 @@ class Reference:
 
         module.register_forward_hook(hook)
 
-    def _on_input(self, number: int) -> Callable[..., Any]:
+    def _on_input(self, number: int) -> Hook:
         """Return the hook that stores the input of layer ``number``, which for layer 0 is the embedding too."""
 
         def hook(module: Module, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -309,7 +311,8 @@ class Reference:
 
     def _note_heads(self, point: str, x: Tensor, scale: float = 1.0) -> Tensor:
         """Store the values x [1, heads, tokens, dim] as ``_note`` does."""
-        noted = self._note(point, x.transpose(1, 2), scale=scale)
+        tokens_first = x.transpose(1, 2)
+        noted = self._note(point, tokens_first, scale=scale)
         return noted.transpose(1, 2)
 
     def _note(self, point: str, x: Tensor, remember: str = "", scale: float = 1.0) -> Tensor:
@@ -341,7 +344,8 @@ class Reference:
         files = set()
         for layer in layers:
             files.update(type(module).__module__ for module in layer.modules())
-        if not any(hasattr(sys.modules[file], "eager_attention_forward") for file in files):
+        modules = [sys.modules[file] for file in files]
+        if not any(hasattr(module, "eager_attention_forward") for module in modules):
             names = [name for name, _ in self.model.named_modules()]
             self.rotates = any("rotary" in name for name in names)
             if self.rotates:
@@ -380,7 +384,7 @@ def _recorded(module: Module, *args: Any, **kwargs: Any) -> Any:
     return attend(module, *args, **kwargs)
 
 
-def _eager(module: Module) -> Callable[..., Any]:
+def _eager(module: Module) -> Hook:
     """Return the attention function of the source file of a module's class."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
@@ -393,18 +397,17 @@ def _load(folder: str | Path, dtype: str, overrides: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
     from transformers.utils import logging
 
-    more = {}
+    more = {"dtype": getattr(torch, dtype), "attn_implementation": "eager", "trust_remote_code": False}
     if overrides:
-        raw = merge(PretrainedConfig.get_config_dict(str(folder))[0], overrides)
+        config, _ = PretrainedConfig.get_config_dict(str(folder))
+        raw = merge(config, overrides)
         more["config"] = AutoConfig.for_model(raw.pop("model_type"), **raw)
     bars = logging.is_progress_bar_enabled()
     verbosity = logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=getattr(torch, dtype), attn_implementation="eager", trust_remote_code=False, **more
-        )
+        model = AutoModelForCausalLM.from_pretrained(str(folder), **more)
     except Exception as exc:  # transformers raises errors of many types for a wrong directory
         raise ModelError(
             f"transformers cannot load {folder}, so there is nothing to compare with: {describe_error(exc)}"
@@ -435,8 +438,10 @@ def _find_layers(model: Module, count: int) -> tuple[Module, Sequence[Module]]:
 
 def _module(parent: Module, name: str, beside: str = "") -> Module | None:
     """Return the submodule with a dotted name, None if it or the module ``beside`` it does not exist."""
-    if beside and not isinstance(getattr(parent, beside, None), Module):
-        return None
+    if beside:
+        neighbour = getattr(parent, beside, None)
+        if not isinstance(neighbour, Module):
+            return None
     found: Any = parent
     for part in name.split("."):
         found = getattr(found, part, None)
