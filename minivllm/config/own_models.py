@@ -12,6 +12,7 @@ from typing import Any
 from minivllm.core.interfaces.attention import AttnSpec
 from minivllm.core.interfaces.drafter import HeadFiles
 from minivllm.core.interfaces.executor import DraftWiring, Part
+from minivllm.core.interfaces.states import Recurrent
 from minivllm.device.loading.hf_config import Checkpoint
 from minivllm.device.loading.tensor_names import names_in
 from minivllm.errors import ConfigError, ModelError, PluginError, shown
@@ -92,6 +93,8 @@ class OwnModels:
     places: ModelPlaces
     layers: list[AttnSpec] = field(default_factory=list)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    # claim, recurrent states and number of layers of each model with recurrent layers
+    states: list[tuple[str, Sequence[Recurrent], int]] = field(default_factory=list)
 
     def add(self, part: Part, claim: str, label: str) -> DraftWiring:
         """Choose the plug-ins of the second model of ``part``, which declares the feature ``claim``.
@@ -113,6 +116,8 @@ class OwnModels:
         layers = attention_layers(arch, cfg)
         self.limits.check_layers(label, layers, arch.switch(cfg))
         self.layers += layers
+        if states := arch.states(cfg):
+            self.states.append((claim, states, len(layers) + len(states)))
         self.notes.append((claim, f"{describe_folder(checkpoint.folder)} ({checkpoint.architecture})"))
         return DraftWiring(str(checkpoint.folder), parts)
 

@@ -41,7 +41,7 @@ from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
 from .own_models import MTP_PART, OwnModels, Served, check_head, has_head
 from .places import ModelPlaces, describe_folder
-from .states import states_explained
+from .states import second_states_explained, states_explained
 from .steps import wire_steps
 from .unused import method_read, online_counterpart, refuse_unused
 from .values import PluginChoice
@@ -194,7 +194,7 @@ class _Fold:
         stores = self._stores()
         cache = CacheWiring(block, *room, groups, self._checkpoints(), bool(self.states), stores)
         wiring = self._wiring(checkpoint, device, dtype, limits, processors, cache, speculation)
-        self._tell_states(len(specs), wiring)
+        self._tell_states(len(specs), second_models, wiring)
         return Resolved(
             config=config,
             wiring=replace(wiring, own_models=models),
@@ -214,11 +214,14 @@ class _Fold:
             sampling=sampling,
         )
 
-    def _tell_states(self, attention: int, wiring: Wiring) -> None:
-        """Note the memory of recurrent states of a model with ``attention`` layers with attention."""
+    def _tell_states(self, attention: int, own: OwnModels, wiring: Wiring) -> None:
+        """Note the memory of recurrent states of the served model, with ``attention`` layers of attention, and of the
+        second models."""
         if self.states:
             layers = attention + len(self.states)
             self.notes.append(("model.states", states_explained(self.states, layers, wiring)))
+        for claim, states, layers in own.states:
+            self.notes.append((f"{claim}.states", second_states_explained(states, layers, wiring)))
 
     def _stores(self) -> tuple[Part, ...]:
         """Choose the tiers of the KV cache.  Raise ConfigError if the prefix cache is off."""

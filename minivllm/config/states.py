@@ -17,13 +17,26 @@ def states_explained(states: Sequence[Recurrent], layers: int, wiring: Wiring) -
     """Return the bytes and the number of the states of a model with ``layers`` layers, over all processes."""
     drafts = wiring.speculation.num_speculative_tokens
     each = sum(_bytes(state, wiring.dtype, drafts) for state in states)
-    slots, checkpoints = wiring.max_num_seqs + 1, wiring.cache.num_state_checkpoints
-    text = f"{len(states)} of {layers} layers have a recurrent state: {_words(each)} for each of {slots} states"
+    slots = wiring.max_num_seqs + 1
+    checkpoints = wiring.cache.num_state_checkpoints
+    text = f"{_counted(states, layers)}: {_words(each)} for each of {slots} states"
     text += f" (max_num_seqs and a spare one, {_words(slots * each)})"
     if checkpoints < 0:
         return f"{text}; as many checkpoints as fit are taken at the start"
     taken = "no checkpoints" if not checkpoints else f"{checkpoints} checkpoints ({_words(checkpoints * each)})"
     return f"{text}, and {taken}"
+
+
+def second_states_explained(states: Sequence[Recurrent], layers: int, wiring: Wiring) -> str:
+    """Return the bytes and the number of the states of a second model (``OwnModel``), in each process."""
+    each = sum(_bytes(state, wiring.dtype, 0) for state in states)
+    slots = wiring.max_num_seqs + 1
+    text = f"{_counted(states, layers)}: {_words(each)} for each of {2 * slots} states"
+    return f"{text} (two for each of max_num_seqs slots and a spare one, {_words(2 * slots * each)})"
+
+
+def _counted(states: Sequence[Recurrent], layers: int) -> str:
+    return f"{len(states)} of {layers} layers have a recurrent state"
 
 
 def _bytes(state: Recurrent, dtype: str, drafts: int) -> int:

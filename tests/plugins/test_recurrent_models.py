@@ -199,6 +199,18 @@ def test_explain_has_the_bytes_and_the_numbers_of_states(options, says, tmp_path
     )
 
 
+def test_the_explanation_names_the_states_of_a_draft_model(tmp_path):
+    make(tmp_path, "lfm2")
+    drafter = {"name": "model", "options": {"model": str(tmp_path)}}
+    options = {"dtype": "float32", "max_num_seqs": 8, "drafter": drafter, "num_speculative_tokens": 2}
+    found = explain(str(tmp_path), skip_tokenizer_init=True, **options).text()
+    line = next(line for line in found.splitlines() if line.startswith("draft_model.states"))
+    assert line.partition("states")[2].strip() == (
+        "3 of 4 layers have a recurrent state: 1.5 KiB for each of 18 states "
+        "(two for each of max_num_seqs slots and a spare one, 27.0 KiB)"
+    )
+
+
 def test_bench_memory_names_what_the_states_take(tmp_path, capsys):
     make(tmp_path, "lfm2")
     sizes = {"max_num_seqs": 4, "num_kvcache_blocks": 32, "num_state_checkpoints": 5, "dtype": "float32"}
