@@ -98,7 +98,8 @@ class Publisher:
             keep_prompt(s, plan, sequence, result.prompt)
         many: Iterable[Seq] = ()
         if len(plan.taps):
-            many = self.taps.keep(plan, bool(live.all()), sequence, result.taps)
+            refused = rejected_drafts(plan, result)
+            many = self.taps.keep(plan, bool(live.all()), sequence, result.taps, refused)
         whole: Iterable[Seq] = ()
         if len(plan.pooled):
             whole = keep_pooled(plan, sequence, result.pooled)
@@ -374,3 +375,12 @@ class Publisher:
 def _chosen(seq: Seq, logits: np.ndarray, ids: list[int]) -> int:
     assert seq.choose is not None
     return checks.chosen_token(seq.choose(logits, ids), len(logits))
+
+
+def rejected_drafts(plan: StepPlan, result: StepResult) -> np.ndarray | None:
+    """Return bool [R], True for drafts of a step that were rejected; None for a step without drafts."""
+    if not len(plan.draft):
+        return None
+    accepted = np.zeros(len(plan.slots), np.int32)
+    accepted[plan.samples] = result.count
+    return (plan.draft > 0) & (accepted == 0)

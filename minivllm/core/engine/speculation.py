@@ -67,7 +67,8 @@ class Class:
     def estimate(self, k: int) -> float:
         """Return the milliseconds of a step with k drafts, interpolated where k was not timed."""
         known = sorted(self.ms)
-        return float(np.interp(k, known, [self.ms[n] for n in known]))
+        times = [self.ms[n] for n in known]
+        return float(np.interp(k, known, times))
 
     def gain_of(self, k: int) -> float:
         """Return the tokens per second with k drafts divided by those without; 0 before both were measured."""
@@ -100,8 +101,11 @@ class Class:
         """Count down one step, and decide anew at 0 whether the class speculates, and with how many drafts.  Return
         True if speculation was switched off because it does not pay."""
         self.left -= 1
-        gain = max(self.gain_of(k) for k in range(1, self.most + 1)) if self.on else 0.0
-        hopeless = self.on and self.trial and 0 < gain < HOPELESS and self.left <= TRIES - ENOUGH
+        gain = 0.0
+        if self.on:
+            gain = max(self.gain_of(k) for k in range(1, self.most + 1))
+        early = self.trial and self.left <= TRIES - ENOUGH
+        hopeless = early and 0 < gain < HOPELESS
         if self.left > 0 and not hopeless:
             return False
         if not self.on:  # steps without drafts were just timed
@@ -257,7 +261,8 @@ class Speculation:
         same, self._last = here == self._last, here
         c = self._class(rows)
         if pure and same:
-            shares = (taken[:, None] > np.arange(self.k)).sum(0) / rows
+            accepted = taken[:, None] > np.arange(self.k)
+            shares = accepted.sum(0) / rows
             c.note(drafts, ms, shares)
         if (drafts > 0) == c.on and c.turn():
             log.info(

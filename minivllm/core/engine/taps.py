@@ -100,7 +100,6 @@ def check_taps(request: Request, wiring: Wiring, capacity: Capacity, executor: E
     # each output includes the prompt's values
     if row * len(request.prompt) * max(request.params.n, 1) > limits.most:
         raise RequestError(limits.too_many, "taps")
-    request.speculates = False
 
 
 def _fitting(tap: Tap, width: int) -> np.ndarray:
@@ -192,11 +191,17 @@ class TapKeeper:
         )
 
     def keep(
-        self, plan: StepPlan, live: bool, sequence: Callable[[int], Seq | None], values: np.ndarray
+        self,
+        plan: StepPlan,
+        live: bool,
+        sequence: Callable[[int], Seq | None],
+        values: np.ndarray,
+        rejected: np.ndarray | None = None,
     ) -> Iterable[Seq]:
         """Append the tap values of a step, f32 in one flat array, to its sequences.  Return the sequences whose request
         now exceeds its byte limit.  ``sequence(row)`` returns the sequence of a plan row, also one preempted meanwhile,
-        or None.  ``live`` means that every row still holds its slot."""
+        or None.  ``live`` means that every row still holds its slot.  ``rejected`` bool [R] marks rejected drafts,
+        whose values are dropped; None means that there are none."""
         if plan.taps is self.taps and live:
             if not self.memory:
                 self._begin(sequence)
@@ -211,7 +216,7 @@ class TapKeeper:
                 return ()
         self.end()
         self.taps = plan.taps
-        return self._look_up(plan, sequence, values)
+        return self._look_up(plan, sequence, values, rejected)
 
     def end(self) -> None:
         """Add the bytes of steady steps to their requests and clear the looked-up memory.  It is called when a step
@@ -236,7 +241,11 @@ class TapKeeper:
         self.room = min((self.limits.most - r.tap_bytes) // size for r, size in sizes.items())
 
     def _look_up(
-        self, plan: StepPlan, sequence: Callable[[int], Seq | None], values: np.ndarray
+        self,
+        plan: StepPlan,
+        sequence: Callable[[int], Seq | None],
+        values: np.ndarray,
+        rejected: np.ndarray | None,
     ) -> Iterable[Seq]:
         over, at = {}, 0
         for number, rows, firsts in by_point(plan.taps):
@@ -248,6 +257,10 @@ class TapKeeper:
             for row, first, begin, end in zip(*(x.tolist() for x in of_rows), strict=True):
                 seq = sequence(row)
                 if seq is None or seq.status == FINISHED or seq.tap_values is None:
+                    continue
+                if rejected is not None and rejected[row]:
+                    # the position is computed again with another token
+                    seq.tap_values.upto = min(seq.tap_values.upto, int(plan.computed[row]))
                     continue
                 request, part = seq.request, block[begin:end]
                 request.tap_bytes += part.nbytes

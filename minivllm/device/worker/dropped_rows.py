@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -23,7 +24,7 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     back = at[rows][samples]
     new, row = np.zeros(len(plan.samples), np.int32), np.zeros(len(keep), np.int32)
     new[back], row[rows] = np.arange(len(back)), np.arange(len(rows))
-    prompt, taps, pooled = plan.prompt.copy(), plan.taps.copy(), plan.pooled.copy()
+    prompt, taps, pooled = plan.prompt.copy(), plan.taps[keep[plan.taps[:, 1]]], plan.pooled.copy()
     prompt[:, 0], taps[:, 1] = row[prompt[:, 0]], row[taps[:, 1]]
     pooled[:, 0] = row[pooled[:, 0]]
     return replace(
@@ -43,10 +44,10 @@ def without(plan: StepPlan, keep: np.ndarray) -> tuple[StepPlan, np.ndarray]:
     ), back
 
 
-def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
+def spread(result: StepResult, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> StepResult:
     """Return a result of the remaining rows as one of all rows of ``plan``; ``back`` comes from ``without``.
 
-    Removed rows get zeros."""
+    Removed rows get zeros.  ``widths`` has the width of each point of the model."""
 
     def full(part: np.ndarray) -> np.ndarray:
         out = np.zeros((len(plan.samples), *part.shape[1:]), part.dtype)
@@ -71,4 +72,19 @@ def spread(result: StepResult, back: np.ndarray, plan: StepPlan) -> StepResult:
         flags=full(result.flags),
         logprobs=lp,
         errors=errors,
+        taps=_spread_taps(result.taps, back, plan, widths),
     )
+
+
+def _spread_taps(values: np.ndarray, back: np.ndarray, plan: StepPlan, widths: Sequence[int]) -> np.ndarray:
+    """Return the values f32 of the taps of the remaining rows with zeros for those of removed rows."""
+    if not len(plan.taps):
+        return values
+    removed = np.zeros(len(plan.slots), bool)
+    removed[np.delete(plan.samples, back)] = True  # each removed row was to draw
+    point, row, first = plan.taps.T
+    sizes = np.asarray(widths)[point] * (plan.q_len[row] - first)
+    there = np.repeat(~removed[row], sizes)
+    out = np.zeros(len(there), np.float32)
+    out[there] = values
+    return out

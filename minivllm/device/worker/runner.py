@@ -160,7 +160,7 @@ class Runner:
 
         The returned step holds the hidden states of the rows that draw, for ``sample``.  An exception becomes an error
         of the step."""
-        running = Running(plan, start=time.perf_counter())
+        running = Running(plan, start=time.perf_counter(), widths=self.taps.widths)
         what = "delta"
         try:
             running.begun = self._mark()

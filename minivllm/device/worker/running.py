@@ -40,6 +40,7 @@ class Running:
     errors: list[StepError] = field(default_factory=list)
     without_drafts: StepError | None = None  # the error of the drafter; the step runs without drafts
     drafted: torch.Tensor | None = None  # i32 number of drafts of each speculating row
+    widths: tuple[int, ...] = ()  # of the points of the model
     came: StepPlan | None = None  # the submitted plan, if rows were removed from it
     back: np.ndarray | None = None  # for each remaining row that draws, its index in ``came.samples``
     host_tokens: HostTokens | None = None  # gets the tokens of the step; None if no drafter reads them
@@ -97,7 +98,7 @@ class Running:
             pooled=NO_SUMS if self.pooled is None else self.pooled.numpy(),
         )
         if self.came is not None and self.back is not None:
-            result = spread(result, self.back, self.came)
+            result = spread(result, self.back, self.came, self.widths)
         if self.host_tokens is not None:
             self.host_tokens.collect(plan if self.came is None else self.came, result)
         return result

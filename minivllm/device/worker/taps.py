@@ -52,6 +52,7 @@ class TapState:
     ) -> None:
         self.ranks, found = ranks, tap_points(model)
         self.points: dict[str, int] = {**found, LOGITS: vocab} if found else {}
+        self.widths = tuple(self.points.values())
         self.names, self.dtype, self.state = list(self.points), dtype, state
         self.slots = len(state.known)
         self.steering: dict[str, Tensor] = {}

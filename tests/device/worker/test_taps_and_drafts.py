@@ -8,6 +8,7 @@ import torch
 from greedy import GREEDY, prompts
 
 from minivllm import LLM, SamplingParams, Tap
+from minivllm.core.engine import publisher
 from minivllm.device.worker import drafting
 from minivllm.testing.tiny import tiny_dir
 
@@ -45,3 +46,53 @@ def test_values_belong_to_their_rows_where_rows_before_them_leave_the_step(folde
         for point in POINTS if a.taps else ():
             assert b.taps[point].shape == a.taps[point].shape, point
             assert np.abs(b.taps[point] - a.taps[point]).max() <= 1e-4, point
+
+
+DRAFTERS = ["ngram", "suffix", {"name": "model", "options": {}}]
+ADDED = np.random.default_rng(2).standard_normal(32).astype(np.float32)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS, ids=["ngram", "suffix", "model"])
+@pytest.mark.parametrize("options", [{}, {"num_kvcache_blocks": 21}, {"batch_invariant": True, "graph": "off"}])
+def test_rows_with_taps_speculate_and_read_each_position_once(folder, drafter, options):
+    """Reads and additions, accepted and rejected drafts, chunks, branches and preemption."""
+    g = np.random.default_rng(5)
+    items = [g.integers(3, 61, n).tolist() * 3 for n in (2, 3, 5, 4, 7, 1)]
+    read = [Tap(p, read=True) for p in POINTS]
+    taps = [read, [Tap("layers.0.residual", add=ADDED, read=True)], [], [Tap("norm", add=ADDED)], read[1:], read[:1]]
+    ways = [SamplingParams(**{**GREEDY, "max_tokens": 24}, n=1 + (i == 4)) for i in range(len(items))]
+
+    def outputs(**more):
+        with LLM(folder, **{**SMALL, **options, **more}) as llm:
+            found = llm.generate(items, ways, False, taps)
+            llm.check()
+            return found, llm.stats()
+
+    plain, _ = outputs(drafter="none")
+    if isinstance(drafter, dict):
+        drafter = {"name": "model", "options": {"model": folder}}
+    drafted, stats = outputs(drafter=drafter, speculate="always", num_speculative_tokens=3)
+    assert stats["speculation"]["failed"] is None
+    assert sum(out.metrics.accepted_tokens for out in drafted) > 8
+    for a, b in zip(plain, drafted, strict=True):
+        assert (a.error, b.error) == (None, None)
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert x.token_ids == y.token_ids
+            assert (x.taps or {}).keys() == (y.taps or {}).keys()
+            for point, values in (x.taps or {}).items():
+                assert y.taps[point].shape == values.shape, point
+                assert np.abs(y.taps[point] - values).max() <= 1e-3, point
+
+
+def test_kept_values_of_rejected_drafts_are_found(monkeypatch):
+    """A planted fault, which the comparison of values catches."""
+    monkeypatch.setattr(publisher, "rejected_drafts", lambda plan, result: None)
+    params, taps = SamplingParams(**{**GREEDY, "max_tokens": 24}), [Tap("norm", read=True)]
+    found = []
+    for drafter in ("none", {"name": "model", "options": {"model": "pocket-draft"}}):
+        with LLM("pocket", drafter=drafter, speculate="always", **{**SMALL, "max_num_batched_tokens": 64}) as llm:
+            (out,) = llm.generate([[5, 6, 7, 8, 9]], params, False, taps)
+            found.append(out)
+    assert found[0].tokens == found[1].tokens
+    values, wrong = (out.taps["norm"] for out in found)
+    assert values.shape != wrong.shape or np.abs(values - wrong).max() > 1e-3
