@@ -29,6 +29,11 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, None
 _INT, _REAL, _ADDRESS = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
 
 
+def each(kind: Any, names: str) -> list[tuple[str, Any]]:
+    """Return fields of a structure with the same type; ``names`` are separated by spaces."""
+    return [(name, kind) for name in names.split()]
+
+
 # what the functions of program.cpp take; those that give nothing
 _TAKES: Mapping[str, list[Any]] = {
     "register": [_ADDRESS, _ADDRESS, _INT, _INT],
@@ -48,19 +53,19 @@ class Op(ctypes.Structure):
     """``program.cpp:Op``, which says what the fields mean."""
 
     _fields_ = [
-        *((name, _INT) for name in ("kind", "in_", "out", "format", "n", "k", "group")),
-        *((name, _ADDRESS) for name in ("data", "scale", "zero", "bias")),
-        *((name, _INT) for name in ("adds", "activation", "gated")),
-        *((name, _ADDRESS) for name in ("norm_weight", "norm_bias")),
+        *each(_INT, "kind in_ out format n k group"),
+        *each(_ADDRESS, "data scale zero bias"),
+        *each(_INT, "adds activation gated"),
+        *each(_ADDRESS, "norm_weight norm_bias"),
         ("centered", _INT),
-        *((name, _REAL) for name in ("eps", "alpha", "cap")),
-        *((name, _INT) for name in ("heads", "kv_heads", "dim_qk", "dim_v", "rope_dim", "kv_group", "window")),
-        *((name, _ADDRESS) for name in ("cos", "sin", "q_norm", "k_norm", "sinks")),
+        *each(_REAL, "eps alpha cap"),
+        *each(_INT, "heads kv_heads dim_qk dim_v rope_dim kv_group window"),
+        *each(_ADDRESS, "cos sin q_norm k_norm sinks"),
         ("softmax_scale", _REAL),
-        *((name, _ADDRESS) for name in ("keys", "values", "key_scales", "value_scales")),
+        *each(_ADDRESS, "keys values key_scales value_scales"),
         ("kv_format", _INT),
         ("positions", _ADDRESS),
-        *((name, _INT) for name in ("positions_format", "first_position")),
+        *each(_INT, "positions_format first_position"),
     ]
 
 
@@ -71,8 +76,8 @@ class ColumnAddresses(ctypes.Structure):
         ("tokens", _ADDRESS),
         ("longest", _INT),
         ("table", _ADDRESS),
-        *((name, _INT) for name in ("slots", "blocks", "block")),
-        *((name, _ADDRESS) for name in ("stopped", "rope_first", "known", "end", "min_end", "seed", "sample", "n_eos")),
+        *each(_INT, "slots blocks block"),
+        *each(_ADDRESS, "stopped rope_first known end min_end seed sample n_eos"),
         ("stop_ids", _ADDRESS),
         ("per_row", _INT),
         ("temperature", _ADDRESS),
@@ -111,12 +116,15 @@ class Program:
     """
 
     def __init__(self, threads: int, most_tokens: int, columns: Mapping[str, Any]) -> None:
-        self._library, self.most_tokens = declared(), most_tokens
+        self._library = declared()
+        self.most_tokens = most_tokens
         self._keep: list[Any] = list(columns.values())
         self._registers = 0
-        made = ColumnAddresses(**{name: _field(value) for name, value in columns.items()})
+        addresses = {name: _field(value) for name, value in columns.items()}
+        made = ColumnAddresses(**addresses)
         self._process = os.getpid()
-        self._made = self._library.minivllm_program(ISAS.index(isa()), threads, most_tokens, ctypes.addressof(made))
+        instructions = ISAS.index(isa())
+        self._made = self._library.minivllm_program(instructions, threads, most_tokens, ctypes.addressof(made))
         if not self._made:
             raise ResourceError("no memory for a program of the native part")
         self._forward: Callable[..., None] = self._library.minivllm_forward
@@ -128,8 +136,9 @@ class Program:
         another register."""
         self._keep.append(memory)
         self._registers += 1
-        stride = memory.stride(0) if len(memory) > 1 else memory.shape[1]
-        self._library.minivllm_register(self._made, memory.data_ptr(), memory.shape[1], stride)
+        width = memory.shape[1]
+        stride = memory.stride(0) if len(memory) > 1 else width
+        self._library.minivllm_register(self._made, memory.data_ptr(), width, stride)
         return self._registers - 1
 
     def add(self, kind: str, sampling: bool = False, **fields: Any) -> None:
@@ -137,7 +146,8 @@ class Program:
         as its address."""
         self._keep += [value for value in fields.values() if isinstance(value, Tensor)]
         defaults = {"alpha": 1.0, "activation": ACTIVATIONS[None], "group": 1}
-        made = {name: _field(value) for name, value in {**defaults, **fields}.items()}
+        fields = defaults | fields
+        made = {name: _field(value) for name, value in fields.items()}
         op = Op(kind=KINDS.index(kind), **made)
         self._library.minivllm_op(self._made, ctypes.addressof(op), int(sampling))
 
@@ -172,15 +182,17 @@ class Program:
 
 def _field(value: Any) -> Any:
     """Return a field of an operation or a column for C: the address of a tensor, or the number itself."""
-    return value.data_ptr() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return value
 
 
 class MatrixAddresses(ctypes.Structure):
     """``kernels.h:Matrix``."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("data", "scale", "zero", "bias")),
-        *((name, _INT) for name in ("format", "n", "k", "group")),
+        *each(_ADDRESS, "data scale zero bias"),
+        *each(_INT, "format n k group"),
     ]
 
 
@@ -190,10 +202,13 @@ def product(
     """Multiply x f32 [T, in] by a weight [out, in], and return f32 [T, out].  The weight has one of the formats of
     ``kernels.h:Matrix``, and one thread computes the product."""
     library = declared()
-    x, out = x.contiguous(), torch.empty(len(x), len(weight))
-    address = [None if t is None else t.data_ptr() for t in (weight, scale, zero)]
-    made = MatrixAddresses(*address, None, FORMATS[weight.dtype], len(weight), x.shape[1], group)
-    library.minivllm_product(ISAS.index(isa()), ctypes.addressof(made), x.data_ptr(), len(x), out.data_ptr())
+    x = x.contiguous()
+    rows, inputs = x.shape
+    out = torch.empty(rows, len(weight))
+    addresses = [_field(tensor) for tensor in (weight, scale, zero, None)]
+    made = MatrixAddresses(*addresses, FORMATS[weight.dtype], len(weight), inputs, group)
+    instructions = ISAS.index(isa())
+    library.minivllm_product(instructions, ctypes.addressof(made), x.data_ptr(), rows, out.data_ptr())
     return out
 
 

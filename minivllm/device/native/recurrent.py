@@ -18,7 +18,7 @@ from torch import Tensor
 from minivllm.errors import ResourceError
 
 from .library import ISAS, isa
-from .program import FORMATS, declared
+from .program import FORMATS, declared, each
 
 _INT, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
 
@@ -28,7 +28,7 @@ class StateRows(ctypes.Structure):
 
     _fields_ = [
         ("count", _INT),
-        *((name, _ADDRESS) for name in ("rows", "start", "behind", "cu_q", "drafts", "save_at", "save_to")),
+        *each(_ADDRESS, "rows start behind cu_q drafts save_at save_to"),
     ]
 
 
@@ -38,8 +38,8 @@ class DeltaLayer(ctypes.Structure):
     held: tuple[Tensor, ...]
 
     _fields_ = [
-        *((name, _INT) for name in ("key_heads", "heads", "key_dim", "value_dim", "width", "places", "format")),
-        *((name, _ADDRESS) for name in ("conv", "rates", "dt_bias", "state", "ring", "gates")),
+        *each(_INT, "key_heads heads key_dim value_dim width places format"),
+        *each(_ADDRESS, "conv rates dt_bias state ring gates"),
     ]
 
 
@@ -47,8 +47,8 @@ class StepInputs(ctypes.Structure):
     """``recurrent.h:StepInputs``."""
 
     _fields_ = [
-        *((name, _ADDRESS) for name in ("x", "ab", "out")),
-        *((name, _INT) for name in ("format", "x_stride", "ab_stride", "out_stride")),
+        *each(_ADDRESS, "x ab out"),
+        *each(_INT, "format x_stride ab_stride out_stride"),
     ]
 
 

@@ -19,6 +19,9 @@ class ModelDrafter(Drafter):
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         model = self.ctx.model
         assert model is not None
-        tokens = [model.draw(ask, model.logits(ask, j), j) for j in range(ask.k)]
+        tokens = []
+        for j in range(ask.k):
+            logits = model.logits(ask, j)
+            tokens.append(model.draw(ask, logits, j))
         counts = torch.full_like(ask.rows.slots, ask.k)
         return torch.stack(tokens, dim=1), counts

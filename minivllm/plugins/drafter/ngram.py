@@ -26,10 +26,11 @@ class NGram(Drafter):
         history = rows.tokens[rows.slots, : rows.max_position]
         length = history.shape[1]
         at = torch.arange(length, device=history.device)
-        equal = torch.zeros(history.shape, dtype=torch.int32, device=history.device)
+        equal = torch.zeros_like(history, dtype=torch.int32)
         alive = at < known - 1  # an occurrence that ends at ``at``, before the last token
         for back in range(min(self.options.prompt_lookup_max, length - 1)):
-            last = history.gather(1, (known - 1 - back).clamp_(min=0))
+            place = (known - 1 - back).clamp_(min=0)
+            last = history.gather(1, place)
             same = torch.zeros_like(alive)
             same[:, back:] = history[:, : length - back] == last
             alive = alive & same & (known > back + 1)
@@ -38,6 +39,8 @@ class NGram(Drafter):
         rank = (equal * length + at).where(long_enough, -1)
         best, end = rank.max(dim=1, keepdim=True)
         period = (known - 1 - end).clamp_(min=1)
-        follow = end + 1 + torch.arange(k, device=history.device) % period
+        steps = torch.arange(k, device=history.device)
+        follow = end + 1 + steps % period
         tokens = history.gather(1, follow.clamp_(max=length - 1))
-        return tokens.long(), torch.where(best[:, 0] >= 0, k, 0)
+        found = best[:, 0] >= 0
+        return tokens.long(), torch.where(found, k, 0)

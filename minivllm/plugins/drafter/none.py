@@ -13,5 +13,6 @@ class NoDrafts(Drafter):
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
         slots = ask.rows.slots
-        tokens = torch.zeros(len(slots), ask.k, dtype=torch.int64, device=slots.device)
+        shape = (len(slots), ask.k)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=slots.device)
         return tokens, torch.zeros_like(slots)

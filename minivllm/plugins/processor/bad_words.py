@@ -11,7 +11,7 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 from minivllm.errors import RequestError, shown
 
-from .ids import token_ids
+from .ids import ban, token_ids
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
@@ -52,7 +52,9 @@ class BadWords(Processor):
             ids = self._ids(word)
             last[i] = ids[-1]
             before[i, MAX_LEN - len(ids) :] = ids[:-1]
-        return Row({"last": last, "before": before}) if words else None
+        if not words:
+            return None
+        return Row({"last": last, "before": before})
 
     def _ids(self, word: Any) -> np.ndarray:
         if isinstance(word, str):
@@ -68,11 +70,8 @@ class BadWords(Processor):
         last = state["last"][rows.slots]
         before = state["before"][rows.slots]
         matches = (before == output[:, None]) | (before == ANY)
-        banned = matches.all(dim=2) & (last >= 0)
-        # bans are added rather than stored: entries without a ban add 0 to token 0
-        push = torch.where(banned, float("-inf"), 0.0).to(logits.dtype)
-        token = torch.where(banned, last, 0)
-        logits.scatter_add_(1, token.long(), push)
+        complete = matches.all(dim=2)
+        ban(logits, last, complete & (last >= 0))
 
 
 def _error(message: str) -> RequestError:

@@ -48,7 +48,9 @@ class LogitBias(Processor):
             bias[i] = value
         distinct = set(ids[:n].tolist())
         _check(len(distinct) == n, "logit_bias names a token id twice")
-        return Row({"ids": ids, "bias": bias}) if bias.any() else None
+        if not bias.any():
+            return None
+        return Row({"ids": ids, "bias": bias})
 
     def _token(self, key: Any) -> int:
         if isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 10:
@@ -64,7 +66,8 @@ class LogitBias(Processor):
         bias = state["bias"][rows.slots]
         # padding entries add a bias of 0 to token 0
         bias = torch.where(ids >= 0, bias, 0.0)
-        logits.scatter_add_(1, ids.clamp(min=0).long(), bias)
+        tokens = ids.clamp(min=0)
+        logits.scatter_add_(1, tokens.long(), bias)
 
 
 def _check(ok: bool, message: str) -> None:

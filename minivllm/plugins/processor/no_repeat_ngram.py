@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.sampling import Column, Columns, Processor, Row, Rows, State
 
+from .ids import ban
 from .spec import NO_REPEAT_NGRAM
 
 if TYPE_CHECKING:
@@ -42,12 +43,12 @@ class NoRepeatNgram(Processor):
         banned = (size > 0) & (index < end) & (index >= size - 1)  # [N, L], an n-gram ends at this token
         longest = 1
         if rows.variant:  # the largest n of the step is at most the largest bit of the variant
-            longest = min(1 << (rows.variant.bit_length() - 1), width)
+            bit = rows.variant.bit_length() - 1
+            longest = min(1 << bit, width)
         for back in range(1, longest):
-            now = history.gather(1, (end - back).clamp(0, width - 1))  # the token ``back`` positions before the end
+            at = (end - back).clamp(0, width - 1)
+            now = history.gather(1, at)  # the token ``back`` positions before the end
             same = torch.zeros_like(banned)
             same[:, back:] = history[:, : width - back] == now
             banned &= same | (size <= back)
-        push = torch.where(banned, float("-inf"), 0.0).to(logits.dtype)
-        # stale entries of the history may be any number; they add 0 to token 0
-        logits.scatter_add_(1, torch.where(banned, history, 0), push)
+        ban(logits, history, banned)

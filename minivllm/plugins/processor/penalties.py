@@ -26,7 +26,8 @@ class Penalties(Processor):
     reads = frozenset(("repetition_penalty", "presence_penalty", "frequency_penalty"))
 
     def columns(self) -> Columns:
-        return {"repetition": Column(fill=1.0), "presence": Column(), "frequency": Column()}
+        repetition = Column(fill=1.0)
+        return {"repetition": repetition, "presence": Column(), "frequency": Column()}
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row | None:
         repetition = params.repetition_penalty
@@ -45,13 +46,15 @@ class Penalties(Processor):
         if self.ctx.fuse and logits.is_cuda:
             from .triton_penalties import penalize
 
-            return penalize(logits, rows, state["repetition"], state["presence"], state["frequency"])
+            columns = [state[name] for name in ("repetition", "presence", "frequency")]
+            return penalize(logits, rows, *columns)
+        slots = rows.slots
         history = rows.history()
         index = torch.arange(history.shape[1], device=history.device)
         known = index < rows.position[:, None]
         history = torch.where(known, history, 0)  # stale entries may be any number; they count 0 for token 0
         if rows.variant & REPETITION:
-            penalty = state["repetition"][rows.slots][:, None]
+            penalty = state["repetition"][slots][:, None]
             seen = _count(history, known, logits) > 0
             penalized = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits.copy_(torch.where(seen, penalized, logits))
@@ -59,8 +62,10 @@ class Penalties(Processor):
             output = known & (index >= rows.prompt[:, None])
             count = _count(history, output, logits)
             present = (count > 0).to(logits.dtype)
-            logits -= count.mul_(state["frequency"][rows.slots][:, None])
-            logits -= present.mul_(state["presence"][rows.slots][:, None])
+            frequency = state["frequency"][slots]
+            presence = state["presence"][slots]
+            logits -= count.mul_(frequency[:, None])
+            logits -= present.mul_(presence[:, None])
 
 
 def _count(history: Tensor, counts: Tensor, logits: Tensor) -> Tensor:

@@ -30,7 +30,8 @@ class PromptPenalty(Processor):
     def columns(self) -> Columns:
         words = -(-self.ctx.vocab_size // BITS)
         # bit t % 32 of word t // 32 means that token t is in the prompt
-        return {"prompt": Column((words,), "int32"), "penalty": Column(fill=1.0)}
+        prompt = Column((words,), "int32")
+        return {"prompt": prompt, "penalty": Column(fill=1.0)}
 
     def bind_prompt(self, params: SamplingParams, prompt: np.ndarray) -> Row | None:
         penalty = params.encoder_repetition_penalty
@@ -43,7 +44,8 @@ class PromptPenalty(Processor):
         return Row({"prompt": packed.view("<i4"), "penalty": penalty})
 
     def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
-        there = unpack_bits(state["prompt"][rows.slots], logits.shape[1])
+        words = state["prompt"][rows.slots]
+        there = unpack_bits(words, logits.shape[1])
         penalty = state["penalty"][rows.slots][:, None]
         changed = torch.where(logits > 0, logits * penalty, logits / penalty)
         torch.where(there, changed, logits, out=logits)

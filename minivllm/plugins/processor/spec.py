@@ -7,7 +7,8 @@ from minivllm.registration.spec import ANY, Param, Spec
 LONGEST = 64  # n-gram
 MOST_PENALTY = 100.0
 
-_processor = partial(Spec, api=(1, 4), limits={"device": ANY}, features=frozenset({"graph_safe", "multi_position"}))
+_FEATURES = frozenset({"graph_safe", "multi_position"})
+_processor = partial(Spec, api=(1, 4), limits={"device": ANY}, features=_FEATURES)
 
 ALLOWED_TOKENS = _processor(
     impl="minivllm.plugins.processor.allowed_tokens:AllowedTokens",

@@ -46,12 +46,13 @@ class ThinkingBudget(Processor):
             return None
         texts = params.thinking_tags or {}
         tags = ThinkingTags.of(texts, self.ctx.vocab_size)
-        opened = int(tags.opened(prompt, self.ctx.eos_ids))
+        opened = tags.opened(prompt, self.ctx.eos_ids)
         start = _right(tags.start)
         end = _right(tags.end)
         longest = max(len(tags.start), len(tags.end))
         variant = 1 << (longest - 1).bit_length()
-        return Row({"budget": budget, "opened": opened, "start": start, "end": end}, variant)
+        values = {"budget": budget, "opened": int(opened), "start": start, "end": end}
+        return Row(values, variant)
 
     def apply(self, logits: Tensor, rows: Rows, state: State) -> None:
         # the longest tag of the step is at most the largest bit of the variant
@@ -68,7 +69,7 @@ class ThinkingBudget(Processor):
         reasoning = torch.where(index < last, inside, 0)
         spent = reasoning.sum(dim=1)
         at = last.clamp(0, width - 1)
-        now = inside.gather(1, at)[:, 0]
+        now = inside.gather(1, at).squeeze(1)
         budget = state["budget"][slots]
         used_up = (budget >= 0) & (spent >= budget)
         forced = (now > 0) & used_up
