@@ -25,6 +25,7 @@ import numpy as np
 from .interfaces.kvstore import KEY_BYTES, KVStore
 
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
+LOOK = 1.0  # seconds without work after which a store looks for pages of other processes
 CLOSING = 2.0  # seconds to wait for the threads at the end
 log = logging.getLogger("minivllm")
 
@@ -60,6 +61,8 @@ class TierThread:
         self, store: KVStore, done: Callable[[int, bool, int, float], None], threaded: bool
     ) -> None:
         self.store, self._done = store, done
+        self.looks = type(store).look is not KVStore.look
+        self.news: dict[bytes, int] = {}
         self.faults = 0
         self._loads: deque[Callable[[], None]] = deque()
         self._others: deque[Callable[[], None]] = deque()
@@ -121,6 +124,22 @@ class TierThread:
                 "%s failed in %s (%d faults): %s", type(self.store).__name__, what, self.faults, e
             )
 
+    def take_news(self) -> dict[str, int]:
+        """Return the pages that other processes have added since the last call, by key (hex)."""
+        with self._wake:
+            news, self.news = self.news, {}
+        return {key.hex(): size for key, size in news.items()}
+
+    def look(self) -> None:
+        """Note the pages that other processes have added."""
+        try:
+            found = self.store.look()
+        except Exception as e:
+            self._fault("look", e)
+            return
+        with self._wake:
+            self.news.update(found)
+
     def work(self) -> bool:
         """Do the next piece of work, and return True; False if there is none."""
         with self._wake:
@@ -133,8 +152,10 @@ class TierThread:
     def _run(self) -> None:
         while self.work() or not self._closing:
             with self._wake:
-                while not (self._loads or self._others or self._closing):
-                    self._wake.wait()
+                idle = not (self._loads or self._others or self._closing)
+                idle = idle and not self._wake.wait(LOOK)
+            if idle and self.looks:
+                self.look()
         try:
             self.store.close()
         except Exception as e:
@@ -254,7 +275,8 @@ class Mover:
             finished, self._finished = self._finished, []
         written = self.memory.written_bytes, int(self.memory.written_seconds * 1e6)
         faults = [thread.faults for thread in self.tiers]
-        return {"done": finished, "faults": faults, "written": written}
+        news = [thread.take_news() for thread in self.tiers]
+        return {"done": finished, "faults": faults, "written": written, "news": news}
 
     def _order_get(self, thread: TierThread, ticket: int, key: bytes, size: int) -> None:
         def load() -> None:

@@ -228,6 +228,26 @@ class KVStoreConformance(Lasting, SpecConformance):
             store.close()
 
     @since(1, 0)
+    def test_look_finds_pages_of_other_processes(self) -> None:
+        """Check that ``look`` returns only new pages of other stores of the same model, each once, and that these can
+        be read.  A store may find none."""
+        first, second = self.build(*self.context()), self.build(*self.context())
+        assert not first.look() and not second.look(), "look found pages, and there are none"
+        for number in range(5):
+            first.put(key_of(number), page_of(number, 600))
+        found = dict(second.look())
+        assert not first.look(), "look returned pages of the store itself"
+        assert set(found) <= {key_of(number) for number in range(5)}, "look returned pages that nobody has stored"
+        for number in range(5):
+            page = second.get(key_of(number))
+            if key_of(number) in found:
+                assert found[key_of(number)] == 600, f"look gave {found[key_of(number)]} bytes: expected 600"
+                assert page is not None and np.array_equal(page, page_of(number, 600)), "a found page is not there"
+        assert not second.look(), "look returned a page twice"
+        first.close()
+        second.close()
+
+    @since(1, 0)
     def test_names_are_kept_until_they_are_forgotten(self) -> None:
         """Check names of prefixes: they survive ``close`` with their keys, and other models have their own.  A store
         that keeps no names says so."""
@@ -265,6 +285,7 @@ class KVStoreConformance(Lasting, SpecConformance):
             second.put(key_of(number), page_of(number, 900))
             second.drop([key_of(number - 10)])
         for store in (first, second):
+            store.look()
             for number in range(20):
                 found = store.get(key_of(number))
                 whole = found is None or np.array_equal(found, page_of(number, 900))

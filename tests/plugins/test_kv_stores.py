@@ -216,6 +216,24 @@ def test_a_kill_loses_at_most_the_page_that_was_being_written(tmp_path):
     assert all(file.owned for file in store.files.values())
 
 
+def test_pages_of_a_running_engine_are_found_while_it_writes_and_deletes(tmp_path):
+    first, second = store_at(tmp_path, 1 << 20), store_at(tmp_path, 1 << 20)
+    held: list[int] = []
+    seen = set()
+    for number in range(1500):
+        if (len(held) + 1) * SIZE > first.limit:
+            first.drop([key_of(held.pop(0))])
+        assert first.put(key_of(number), page_of(number, SIZE))
+        held.append(number)
+        if number % 25 == 0:
+            seen |= set(second.look())
+            found(second, number + 1)
+    assert len(seen) > 1400
+    assert len(second.files) <= len(first.files) + 1
+    assert not any(file.owned for file in second.files.values())
+    assert set(held[:-25]) <= set(found(second, 1500))
+
+
 # ---------------------------------------------------------------- a model
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 20
@@ -470,3 +488,36 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     assert "1 pages damaged" in shown.out
     assert said("ls", "--path", tmp_path / "nowhere")[1].err.endswith("expected the option path of a disk store\n")
     assert said("export", "fox", "--path", here)[1].err == "minivllm: error: cache export: expected NAME FILE\n"
+
+
+ENGINE = """
+import sys, time
+from test_kv_stores import *
+with LLM(**SMALL, kvstore=disk_at(sys.argv[1])) as llm:
+    tokens(llm, PROMPTS[:2])
+    while llm.engine.cache.tiers.active:
+        llm.engine.step()
+    print("done", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_an_engine_that_is_killed_leaves_its_pages_and_another_one_finds_them(tmp_path, expected):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    with LLM(**SMALL, kvstore=disk_at(tmp_path)) as other:
+        command = [sys.executable, "-c", ENGINE, str(tmp_path)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        end = time.monotonic() + 30
+        while not other.stats()["tiers"][0]["pages"] and time.monotonic() < end:
+            other.engine.step()
+            time.sleep(0.1)
+        assert tokens(other, PROMPTS[:1]) == expected[:1]
+        assert other.stats()["tiers"][0]["loads"] > 10  # of an engine that runs
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    with LLM(**SMALL, kvstore=disk_at(tmp_path)) as llm:
+        assert tokens(llm, PROMPTS[:2]) == expected[:2]
+        assert llm.stats()["tiers"][0]["loads"] > 20
+        llm.check()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from minivllm.core.interfaces.kvstore import KEY_BYTES
-from minivllm.core.mover import RELEASE
+from minivllm.core.mover import LOOK, RELEASE
 
 from .taps import most_cached
 from .tier_choice import LoadChoice
@@ -100,6 +100,8 @@ class Tiers:
             held = [key for keys in facts["names"].values() for key in keys]
             index.open([rank["tiers"][i]["keys"] for rank in opened], held)
             self.tiers.append(index)
+        # (tier, key) -> ranks that found their part of a page of another process, and bytes
+        self.found: dict[tuple[int, str], tuple[int, int]] = {}
         self.prefixes = NamedPrefixes(self, opened)
         self.choice = LoadChoice([facts["always"] for facts in opened[0]["tiers"]])
         self.named: list[dict[int, Named]] = [{} for _ in self.page_bytes]  # by block of each group
@@ -410,7 +412,8 @@ class Tiers:
         if idle:
             args |= {name: rows.tolist() for name, rows in self.changes().items()}
         waits = bool(self.storing or self.loading or self.prefixes.marking)
-        if args or (waits and (idle or self.now() - self.polled >= POLL)):
+        due = self.now() - self.polled >= (POLL if waits else LOOK)
+        if args or due or (waits and idle):
             self.polled = self.now()
             for rank in call(VERB, args):
                 self._note(rank)
@@ -427,8 +430,22 @@ class Tiers:
                 self._loaded(self.loading[ticket], bool(ok), size, microseconds / 1e6)
         for tier, faults in zip(self.tiers, rank["faults"], strict=True):
             tier.faults = max(tier.faults, faults)
+        for i, news in enumerate(rank["news"]):
+            for key, part in news.items():
+                self._news(i, key, part)
         size, microseconds = rank["written"]
         self.choice.written(size * self.ranks, microseconds / 1e6)
+
+    def _news(self, tier: int, key: str, part: int) -> None:
+        """Index a page that another process has stored, once all ranks have found their parts."""
+        ranks, size = self.found.pop((tier, key), (0, 0))
+        ranks, size = ranks + 1, size + part
+        if ranks < self.ranks:
+            self.found[tier, key] = ranks, size
+            return
+        page, index = bytes.fromhex(key), self.tiers[tier]
+        if index.reserve(page, size, 0, 1.0, 0):
+            index.arrived(page)
 
     def _stored(self, ticket: int, ok: bool, size: int) -> None:
         order = self.storing[ticket]

@@ -78,6 +78,11 @@ class KVStore(ABC):
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove pages.  Unknown keys are ignored."""
 
+    def look(self) -> Mapping[bytes, int]:
+        """Return the keys and sizes of pages that other processes have added since the last call, or since the start.
+        It is called when the store has had nothing to do for a second."""
+        return {}
+
     def names(self) -> Mapping[str, Sequence[bytes]]:
         """Return the names that were kept, each with the keys of the pages of its prefix."""
         return {}

@@ -117,12 +117,44 @@ class DiskStore(KVStore):
             os.close(fd)
             self.skipped += 1
             return
-        self.skipped += behind > 0
-        file = self.files[number] = PageFile(path, fd, owned, os.fstat(fd).st_size)
+        self.skipped += owned and behind > 0
+        size = os.fstat(fd).st_size
+        self.files[number] = PageFile(path, fd, owned, size if owned else size - behind)
+        self._add(found)
+
+    def _add(self, found: Mapping[bytes, Place]) -> dict[bytes, int]:
+        """Index pages that were found in files, and return the sizes of those that are new."""
+        new = {}
         for key, place in found.items():
             if key not in self.places:
                 self.places[key] = place
-                file.live += PAGE_HEAD.size + place.size
+                self.files[place.file].live += PAGE_HEAD.size + place.size
+                new[key] = place.size
+        return new
+
+    def look(self) -> Mapping[bytes, int]:
+        before = set(self.places)
+        known = {file.path for file in self.files.values()}
+        for path in files_below(self.root):
+            if path.parent == self.folder and path.name.startswith(self._prefix) and path not in known:
+                self._open(path)
+        for number, file in list(self.files.items()):
+            if file.owned:
+                continue
+            state = os.fstat(file.fd)
+            if not state.st_nlink:  # its owner has deleted it
+                self._forget(number)
+            elif state.st_size > file.size:
+                found, behind = scan(file.fd, self.digest, number, file.size)
+                file.size = state.st_size - behind
+                self._add(found)
+        return {key: place.size for key, place in self.places.items() if key not in before}
+
+    def _forget(self, number: int) -> None:
+        """Close a file, and forget its pages."""
+        for key in [key for key, place in self.places.items() if place.file == number]:
+            del self.places[key]
+        self._close(number, delete=False)
 
     def _begin(self) -> PageFile:
         """Begin a new file and return it."""

@@ -63,8 +63,9 @@ def read_digest(fd: int) -> bytes:
     return digest
 
 
-def scan(fd: int, digest: bytes, file: int) -> tuple[dict[bytes, Place], int]:
-    """Return the places of the pages of a file by key, and the number of bytes behind the last whole record.
+def scan(fd: int, digest: bytes, file: int, at: int = FILE_HEAD.size) -> tuple[dict[bytes, Place], int]:
+    """Return the places of the pages of a file by key, from the record at an offset on, and the number of bytes behind
+    the last whole record.
 
     ValueError if the file is of another version, model or rank.
     """
@@ -72,7 +73,6 @@ def scan(fd: int, digest: bytes, file: int) -> tuple[dict[bytes, Place], int]:
     if os.pread(fd, FILE_HEAD.size, 0) != file_head(digest):
         raise ValueError("it is of another version, model or rank")
     found: dict[bytes, Place] = {}
-    at = FILE_HEAD.size
     while at + PAGE_HEAD.size <= total:
         head = os.pread(fd, PAGE_HEAD.size, at)
         magic, key, size, checksum, own = PAGE_HEAD.unpack(head)

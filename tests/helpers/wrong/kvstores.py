@@ -18,6 +18,7 @@ TWICE = "test_a_page_that_is_there_is_not_stored_twice"
 LIMIT = "test_the_limit_is_kept"
 APART = "test_models_and_ranks_share_no_page"
 NEXT = "test_durable_pages_are_found_by_the_next_store"
+LOOK = "test_look_finds_pages_of_other_processes"
 NAMES = "test_names_are_kept_until_they_are_forgotten"
 TWO = "test_two_durable_stores_share_pages"
 FAULTS = {
@@ -37,6 +38,7 @@ FAULTS = {
     "FindsAllModels": (NEXT,),
     "DeletesFilesOfOthers": (TWO,),
     "ForgetsNames": (NAMES,),
+    "LooksAtItself": (LOOK,),
     "SaysItKeepsNames": (NAMES,),
     "WritesToFilesOfOthers": (TWO,),
 }
@@ -236,6 +238,14 @@ class ForgetsNames(Files):
         for name in list(self.names()):
             self.mark(name, None)
         super().close()
+
+
+class LooksAtItself(Files):
+    spec = spec("LooksAtItself", "durable")
+
+    def look(self):
+        super().look()
+        return self.keys()
 
 
 class SaysItKeepsNames(Memory):
