@@ -400,15 +400,14 @@ class Tiers:
             args["get"], self.gets = self.gets, []
         if self.prefixes.marks:
             args["mark"], self.prefixes.marks = self.prefixes.marks, []
-        drops = [
-            [i, [key.hex() for key in tier.dropped]]
-            for i, tier in enumerate(self.tiers)
-            if tier.dropped
-        ]
+        drops = []
+        for i, tier in enumerate(self.tiers):
+            if tier.dropped:
+                keys = [key.hex() for key in tier.dropped]
+                drops.append([i, keys])
+                tier.dropped = []
         if drops:
             args["drop"] = drops
-            for tier in self.tiers:
-                tier.dropped = []
         if idle:
             args |= {name: rows.tolist() for name, rows in self.changes().items()}
         waits = bool(self.storing or self.loading or self.prefixes.marking)
@@ -552,8 +551,9 @@ class Tiers:
             used[page.ticket] = page.users
             assert page.users > 0, "a staged page has no user"
         sizes = sum(page.size for page in self.staged.values())
-        overdue = [self.loading[t].size for tier in self.tiers for t in tier.overdue]
-        assert self.staged_bytes == sizes + sum(overdue), "the bytes of staged pages do not add up"
+        for tier in self.tiers:
+            sizes += sum(self.loading[ticket].size for ticket in tier.overdue)
+        assert self.staged_bytes == sizes, "the bytes of staged pages do not add up"
         assert self.queued == sum(order.size for order in self.storing.values()), (
             "the queue's bytes"
         )
