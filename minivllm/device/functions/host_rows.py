@@ -36,44 +36,45 @@ class HostDraw:
 
     def __init__(self, seq: Seq, functions: Sequence[Callable[..., Any]], sampler: Sampler, row: Row | None) -> None:
         self.functions = [(f, _takes_prompt(f)) for f in functions]
-        self.seq, self.sampler, self.prompt = seq, sampler, len(seq.request.prompt)
+        self.seq, self.sampler = seq, sampler
+        self.prompt = len(seq.request.prompt)
         self.state = ProcessorState(sampler, 1, torch.device("cpu"))
         slot = np.zeros(1, np.int64)
-        self.state.join(slot, torch.from_numpy(slot), {} if row is None else {0: row})
+        joined = {} if row is None else {0: row}
+        self.state.join(slot, torch.from_numpy(slot), joined)
 
     def __call__(self, logits: np.ndarray, ids: Sequence[int]) -> int:
         x = torch.from_numpy(logits.astype(np.float32))  # a copy: the functions may write to it
         for function, takes_prompt in self.functions:
-            given = (list(ids[: self.prompt]),) if takes_prompt else ()
-            x = _logits(function(*given, list(ids[self.prompt :]), x), function, len(logits))
+            arguments = [list(ids[self.prompt :]), x]
+            if takes_prompt:
+                arguments.insert(0, list(ids[: self.prompt]))
+            x = _logits(function(*arguments), function, len(logits))
         if not x.amax().isfinite():
             raise ValueError("they left no token to draw: all logits are -inf, or one is NaN or +inf")
         try:
             return call_foreign(self._draw, x, ids)
         except Exception as e:
-            raise RuntimeError(
-                f"sampler {type(self.sampler).__name__} failed on the host: {describe_error(e, self.sampler)}"
-            ) from e
+            name = type(self.sampler).__name__
+            problem = describe_error(e, self.sampler)
+            raise RuntimeError(f"sampler {name} failed on the host: {problem}") from e
 
     def _draw(self, x: torch.Tensor, ids: Sequence[int]) -> int:
         """Draw a token with the sampler from logits f32 [V], and return it."""
         one = lambda value: torch.tensor([value], dtype=torch.int64)  # noqa: E731
         tokens = torch.tensor([[*ids, 0]], dtype=torch.int32)
-        rows = Rows(
-            one(0),
-            one(len(ids)),
-            one(self.prompt),
-            one(self.seq.seed),
-            one(self.seq.sample),
-            int(self.state.variant[0]),
-            tokens,
-            len(ids),
-        )
+        seq = self.seq
+        length = len(ids)
+        slot, position, prompt = one(0), one(length), one(self.prompt)
+        variant = int(self.state.variant[0])
+        rows = Rows(slot, position, prompt, one(seq.seed), one(seq.sample), variant, tokens, length)
         out = Draw(torch.zeros(1, dtype=torch.int64))
+        accepted = torch.ones(1, dtype=torch.int32)
+        columns = self.state.columns
         with torch.inference_mode():
-            self.sampler.draw(x[None], rows, self.state.columns, out)
+            self.sampler.draw(x[None], rows, columns, out)
             token = checks.whole(out.tokens[0], 0, len(x) - 1, "it drew token")
-            self.sampler.commit(out.tokens[:, None], torch.ones(1, dtype=torch.int32), rows, self.state.columns)
+            self.sampler.commit(out.tokens[:, None], accepted, rows, columns)
         return token
 
 
@@ -102,5 +103,6 @@ def _logits(value: Any, function: Callable[..., Any], vocab: int) -> torch.Tenso
         raise TypeError(f"{shown(function)} returned logits of {x.dtype}; expected numbers")
     x = x.to("cpu", torch.float32)
     if x.shape != (vocab,):
-        raise ValueError(f"{shown(function)} returned logits of shape {tuple(x.shape)}; expected ({vocab},)")
+        shape = tuple(x.shape)
+        raise ValueError(f"{shown(function)} returned logits of shape {shape}; expected ({vocab},)")
     return x

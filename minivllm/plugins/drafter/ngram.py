@@ -21,24 +21,26 @@ class NGram(Drafter):
     """
 
     def propose(self, ask: Ask) -> tuple[Tensor, Tensor]:
-        rows, k = ask.rows, ask.k
+        rows = ask.rows
+        k = ask.k
         known = rows.position[:, None]
+        newest = known - 1
         history = rows.tokens[rows.slots, : rows.max_position]
         length = history.shape[1]
         at = torch.arange(length, device=history.device)
         equal = torch.zeros_like(history, dtype=torch.int32)
-        alive = at < known - 1  # an occurrence that ends at ``at``, before the last token
+        alive = at < newest  # an occurrence that ends at ``at``, before the last token
         for back in range(min(self.options.prompt_lookup_max, length - 1)):
-            place = (known - 1 - back).clamp_(min=0)
+            place = (newest - back).clamp_(min=0)
             last = history.gather(1, place)
             same = torch.zeros_like(alive)
             same[:, back:] = history[:, : length - back] == last
-            alive = alive & same & (known > back + 1)
+            alive = alive & same & (newest > back)
             equal += alive
         long_enough = equal >= self.options.prompt_lookup_min
         rank = (equal * length + at).where(long_enough, -1)
         best, end = rank.max(dim=1, keepdim=True)
-        period = (known - 1 - end).clamp_(min=1)
+        period = (newest - end).clamp_(min=1)
         steps = torch.arange(k, device=history.device)
         follow = end + 1 + steps % period
         tokens = history.gather(1, follow.clamp_(max=length - 1))

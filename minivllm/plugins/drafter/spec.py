@@ -5,6 +5,7 @@ from functools import partial
 from minivllm.registration.spec import ANY, Spec
 
 HERE = "minivllm.plugins.drafter"
+TARGET_HEAD = frozenset({"target_head"})
 _drafter = partial(Spec, api=(1, 2), limits={"device": ANY})
 
 NONE = _drafter(
@@ -27,13 +28,13 @@ MODEL = _drafter(
 MTP = _drafter(
     impl=f"{HERE}.mtp:MTP",
     summary="the checkpoint's own head for next-token prediction proposes tokens",
-    features=frozenset({"target_head"}),
+    features=TARGET_HEAD,
 )
 EAGLE3 = _drafter(
     impl=f"{HERE}.eagle3:Eagle3",
     summary="a separate EAGLE-3 head, which reads hidden states of three layers, proposes tokens",
     options=f"{HERE}.options:HeadOptions",
-    features=frozenset({"target_head"}),
+    features=TARGET_HEAD,
 )
 SUFFIX = _drafter(
     impl=f"{HERE}.suffix:Suffix",

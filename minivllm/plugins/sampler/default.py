@@ -60,7 +60,9 @@ class DefaultSampler(Sampler):
         if params.min_p > 0:
             variant |= MIN_P
         if k or params.top_p < 1:
-            variant |= LIMITED | (1 << (K_SHIFT + (k - 1).bit_length()) if 0 < k <= SMALL_K else FULL)
+            variant |= LIMITED
+            bound = (k - 1).bit_length()
+            variant |= 1 << (K_SHIFT + bound) if 0 < k <= SMALL_K else FULL
         top_p = max(params.top_p, MIN_TOP_P)
         values = {"temperature": params.temperature, "top_k": k, "top_p": top_p, "min_p": params.min_p}
         return Row(values, variant)
@@ -75,14 +77,13 @@ class DefaultSampler(Sampler):
         greedy = logits.argmax(dim=1) if rows.variant & GREEDY else None
         x += gumbel(rows.seed, rows.position, rows.sample, x.shape[1])
         drawn = x.argmax(dim=1)
-        is_drawn = state["temperature"][rows.slots] > 0
-        out.tokens.copy_(drawn if greedy is None else torch.where(is_drawn, drawn, greedy))
+        if greedy is not None:
+            is_drawn = state["temperature"][rows.slots] > 0
+            drawn = torch.where(is_drawn, drawn, greedy)
+        out.tokens.copy_(drawn)
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
-        temperature = state["temperature"][rows.slots]
-        # relative to the best: no overflow at small temperatures, and small numbers where float32 is fine
-        logits = logits.float()
-        x = (logits - logits.amax(dim=1, keepdim=True)).div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
+        x = relative(logits, state["temperature"][rows.slots])
         floor = None
         if rows.variant & MIN_P:
             floor = state["min_p"][rows.slots].log()
@@ -101,9 +102,8 @@ class DefaultSampler(Sampler):
 
         variant, columns = rows.variant, tuple(state[name] for name in COLUMNS)
         few, limited = bool(variant >> K_SHIFT), variant & (LIMITED | MIN_P)
-        work = triton_draw.first(
-            logits, rows.slots, (rows.seed, rows.position, rows.sample), columns, out.tokens, bool(limited)
-        )
+        noise = (rows.seed, rows.position, rows.sample)
+        work = triton_draw.first(logits, rows.slots, noise, columns, out.tokens, bool(limited))
         out.peaks = work.peak
         if few:
             triton_topk.few(logits, work, out.tokens)
@@ -121,10 +121,13 @@ class DefaultSampler(Sampler):
             floor = x.new_full((n,), float("-inf"))
         top_k, top_p = state["top_k"][rows.slots], state["top_p"][rows.slots]
         if not rows.variant & FULL:
-            best = min(1 << ((rows.variant >> K_SHIFT).bit_length() - 1), width)
+            bounds = rows.variant >> K_SHIFT
+            count = min(1 << (bounds.bit_length() - 1), width)
+            best_first = x.topk(count, dim=1).values
+            limit = _nucleus(best_first, floor, top_k, top_p)
             # rows without a limit share the step: their floor must not come from the few best
             free = (top_k == 0) & (top_p == 1)
-            return torch.where(free, floor, _nucleus(x.topk(best, dim=1).values, floor, top_k, top_p))
+            return torch.where(free, floor, limit)
         chunk = max(CHUNK // width, 1)
         parts = []
         for i in range(0, n, chunk):
@@ -134,6 +137,22 @@ class DefaultSampler(Sampler):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def relative(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return logits / temperature [N, V] as f32, minus the best.  A temperature [N] of 0, which is greedy, counts as 1.
+
+    So a small temperature causes no overflow, and the numbers are small where f32 is exact.
+    """
+    logits = logits.float()
+    best = logits.amax(dim=1, keepdim=True)
+    divisor = torch.where(temperature > 0, temperature, 1.0)
+    return (logits - best).div_(divisor[:, None])
+
+
+def last_kept(keep: Tensor) -> Tensor:
+    """Return the index [N, 1] of the last kept value, where ``keep`` [N, M] keeps a prefix; 0 if it keeps none."""
+    return keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+
+
 def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Return the smallest value [N] that top-k and then top-p keep of descending values [N, M], relative to the
     largest.
@@ -141,10 +160,14 @@ def _nucleus(best: Tensor, floor: Tensor, top_k: Tensor, top_p: Tensor) -> Tenso
     A value is kept while the mass before it is less than top_p of the mass of the top_k values at or above ``floor``.
     """
     rank = torch.arange(best.shape[1], device=best.device)
-    keep = (best >= floor[:, None]) & ((rank < top_k[:, None]) | (top_k == 0)[:, None])
+    above = best >= floor[:, None]
+    among = (rank < top_k[:, None]) | (top_k == 0)[:, None]
+    keep = above & among
     mass = torch.where(keep, best.exp() * MASS_SCALE, 0.0).to(torch.int64)
     after = mass.cumsum(dim=1)
-    budget = (after[:, -1:].double() * top_p.double()[:, None]).masked_fill_((top_p == 1)[:, None], float("inf"))
-    keep &= (after - mass).double() < budget
-    last = keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
-    return best.gather(1, last).squeeze(1)
+    total = after[:, -1:].double()
+    budget = total * top_p.double()[:, None]
+    budget.masked_fill_((top_p == 1)[:, None], float("inf"))
+    before = after - mass
+    keep &= before.double() < budget
+    return best.gather(1, last_kept(keep)).squeeze(1)

@@ -13,13 +13,15 @@ from minivllm.core.interfaces.sampling import Column, Columns, Draw, Row, Rows, 
 from minivllm.errors import RequestError
 
 from .default import MASS_SCALE, MIN_TEMPERATURE, DefaultSampler
-from .mass import masses
+from .mass import masses, totals
 from .spec import MIROSTAT as MIROSTAT_SPEC
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
 
 MIROSTAT = 1 << 40  # variant bit, above those of the default sampler
+RESTRICTIONS = ("top_k", "top_p", "min_p")
+CHOOSERS = ("choose_fn", "beam_width")
 
 
 class MirostatSampler(DefaultSampler):
@@ -39,51 +41,60 @@ class MirostatSampler(DefaultSampler):
     reads = DefaultSampler.reads | MIROSTAT_SPEC.reads
 
     def columns(self) -> Columns:
-        return {
-            **super().columns(),
-            "tau": Column(),
-            "eta": Column(),
-            "mu": Column(fill=math.inf, kept=True),
-            "error": Column(),
-        }
+        columns = dict(super().columns())
+        for name in ("tau", "eta", "error"):
+            columns[name] = Column()
+        columns["mu"] = Column(fill=math.inf, kept=True)
+        return columns
 
     def bind(self, params: SamplingParams, prompt_len: int) -> Row:
-        row, tau, eta = super().bind(params, prompt_len), params.mirostat_tau, params.mirostat_eta
+        row = super().bind(params, prompt_len)
+        tau, eta = params.mirostat_tau, params.mirostat_eta
         if tau is None:
             if "mirostat_eta" in params.extra:
                 raise RequestError(f"mirostat_eta={eta}: set mirostat_tau too, which turns it on", "mirostat_eta")
             return row
-        clash: list[str] = [name for name in ("top_k", "top_p", "min_p") if name in params.asked()]
-        clash += [name for name in ("choose_fn", "beam_width") if getattr(params, name) is not None]
+        asked = params.asked()
+        clash: list[str] = [name for name in RESTRICTIONS if name in asked]
+        clash += [name for name in CHOOSERS if getattr(params, name) is not None]
         if clash or params.temperature < MIN_TEMPERATURE:
             what = f"no {clash[0]}" if clash else "temperature above 0"
-            raise RequestError(
-                f"mirostat_tau={tau}: expected {what} beside it: it chooses among tokens", "mirostat_tau"
-            )
-        return Row({**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}, row.variant | MIROSTAT)
+            text = f"mirostat_tau={tau}: expected {what} beside it: it chooses among tokens"
+            raise RequestError(text, "mirostat_tau")
+        values = {**row.values, "tau": tau, "eta": eta, "mu": 2 * tau}
+        return Row(values, row.variant | MIROSTAT)
 
     def draw(self, logits: Tensor, rows: Rows, state: State, out: Draw) -> None:
-        plain = replace(rows, variant=rows.variant & (MIROSTAT - 1))
+        plain = _plain(rows)
         if not rows.variant & MIROSTAT:
             return super().draw(logits, plain, state, out)
         surprise = _leave(logits, rows, state)
         super().draw(logits, plain, state, out)
         out.peaks = None  # they would be those of what is left
         tau = state["tau"][rows.slots]
-        error = surprise.gather(1, out.tokens.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1) - tau
+        tokens = out.tokens.clamp(0, logits.shape[1] - 1)
+        observed = surprise.gather(1, tokens[:, None]).squeeze(1)
+        error = observed - tau
         state["error"][rows.slots] = torch.where(tau > 0, error, 0.0)
 
     def drawn_from(self, logits: Tensor, rows: Rows, state: State) -> Tensor:
         if rows.variant & MIROSTAT:
             logits = logits.float().clone()
             _leave(logits, rows, state)
-        return super().drawn_from(logits, replace(rows, variant=rows.variant & (MIROSTAT - 1)), state)
+        return super().drawn_from(logits, _plain(rows), state)
 
     def commit(self, tokens: Tensor, count: Tensor, rows: Rows, state: State) -> None:
-        error, mu = state["error"][rows.slots], state["mu"][rows.slots]
-        heard = count > 0
-        state["mu"][rows.slots] = torch.where(heard & (error != 0), mu - state["eta"][rows.slots] * error, mu)
-        state["error"][rows.slots] = torch.where(heard, 0.0, error)
+        slots = rows.slots
+        error, mu, eta = (state[name][slots] for name in ("error", "mu", "eta"))
+        accepted = count > 0
+        moved = mu - eta * error
+        state["mu"][slots] = torch.where(accepted & (error != 0), moved, mu)
+        state["error"][slots] = torch.where(accepted, 0.0, error)
+
+
+def _plain(rows: Rows) -> Rows:
+    """Return the rows as the default sampler takes them."""
+    return replace(rows, variant=rows.variant & (MIROSTAT - 1))
 
 
 def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
@@ -91,9 +102,9 @@ def _leave(logits: Tensor, rows: Rows, state: State) -> Tensor:
     [N, V].
     """
     x, mass = masses(logits, state["temperature"][rows.slots])
-    total = (mass.sum(dim=1).clamp(min=1).double() / MASS_SCALE).log().float()[:, None]
+    total = totals(mass) / MASS_SCALE
     best = x == 0
-    surprise = x.sub_(total).mul_(-1 / math.log(2))
+    surprise = x.sub_(total.log().float()[:, None]).mul_(-1 / math.log(2))
     mu = state["mu"][rows.slots][:, None]
     logits.masked_fill_((surprise > mu) & ~best, float("-inf"))
     return surprise

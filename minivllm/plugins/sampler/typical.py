@@ -11,7 +11,7 @@ from torch import Tensor
 from minivllm.core.interfaces.sampling import Column, Columns, Draw, Row, Rows, State
 from minivllm.errors import RequestError
 
-from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler
+from .default import CHUNK, MIN_TEMPERATURE, DefaultSampler, last_kept
 from .mass import masses, mean
 from .spec import TYPICAL as TYPICAL_SPEC
 
@@ -76,8 +76,9 @@ def _restrict(logits: Tensor, temperature: Tensor, typical_p: Tensor) -> None:
     near = far.nan_to_num(torch.inf).sort(dim=1)
     inside = mass.gather(1, near.indices)
     after = inside.cumsum(dim=1)
-    keep = (after - inside).double() < (after[:, -1:].double() * typical_p.double()[:, None])
-    last = keep.sum(dim=1, keepdim=True).sub_(1).clamp_(min=0)
+    before = after - inside
+    budget = after[:, -1:].double() * typical_p.double()[:, None]
+    last = last_kept(before.double() < budget)
     edge = near.values.gather(1, last)
     edge = torch.where((typical_p < 1)[:, None], edge, torch.inf)
     logits.masked_fill_(far > edge, float("-inf"))
