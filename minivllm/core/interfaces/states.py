@@ -73,4 +73,4 @@ class StepStates:
     row: Tensor | None = None  # i64 [T] row of each token of a row; None means unknown
     longest: int | None = None  # no row has more tokens; None means unknown
     shortest: int | None = None  # no row has fewer tokens; None means unknown
-    chunks: Any = None  # what the kernels of long rows compute once for all layers
+    chunks: Any = None  # values that the kernels of long rows compute once for all layers

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.states import COPIES
 
-from .launch import kernel, pdl, wait
+from .launch import compile_once, kernel, pdl, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
@@ -48,6 +48,12 @@ class Chunks(NamedTuple):
     cuts: Tensor  # i32 [R, 4] tokens of the row before the end of each part; 0 first
     row: Tensor  # i32 [chunks] row of each chunk, R for the spare ones at the end
     first: Tensor  # i32 [R] number of the row's first chunk
+
+    @classmethod
+    def none(cls, rows: int, device: torch.device) -> Chunks:
+        """Return the chunks of a step without long rows."""
+        long = torch.zeros(rows, dtype=torch.uint8, device=device)
+        return cls(long, long, long[:0], long)
 
 
 def chunks_of(step: StepStates, tokens: int) -> Chunks:
@@ -264,7 +270,11 @@ def scan_long(
     grid = (len(chunks.row), heads)
     strides = (rows, ab.stride(0))
     _prepare[grid](mixed, ab, rates, dt_bias, *table, *made, *strides, **shape, BC=CHUNK, num_warps=WARPS, **launch)
-    part = min(PART if rows * heads * value_dim >= MANY * PART else SMALL_PART, value_dim)
+    many = rows * heads * value_dim >= MANY * PART
+    part = min(PART if many else SMALL_PART, value_dim)
     of_rows = (step.rows, step.start, step.behind, step.cu_q, chunks.long, chunks.cuts, step.save_at, step.save_to)
     tile = {"BC": CHUNK, "BV": part, "COPIES": COPIES, "num_warps": WARPS, "num_stages": STAGES}
-    _advance[rows, heads, value_dim // part](mixed, *made, memory["state"], *of_rows, out, **shape, **tile, **launch)
+    args = (mixed, *made, memory["state"], *of_rows, out)
+    _advance[rows, heads, value_dim // part](*args, **shape, **tile, **launch)
+    for other in (PART, SMALL_PART):
+        compile_once(_advance, args, {**shape, **tile, "BV": min(other, value_dim), **launch})

@@ -22,7 +22,7 @@ from torch import Tensor
 from minivllm.core.interfaces.states import COPIES
 
 from . import delta_chunks
-from .launch import kernel, pdl, release, settle, wait
+from .launch import compile_once, kernel, pdl, release, settle, wait
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.states import StepStates
@@ -89,7 +89,7 @@ def _scan(
     x, ab, weight, rates, dt_bias, ring, gates, state, rows, start, behind, cu_q, drafts, save_at, save_to, long, out,
     x_stride, ab_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, W: tl.constexpr, RING: tl.constexpr,
-    PK: tl.constexpr, BV: tl.constexpr, LONG: tl.constexpr, PDL: tl.constexpr,
+    PK: tl.constexpr, BV: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     C: tl.constexpr = 2 * HK * DK + HV * DV
     row, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -112,9 +112,8 @@ def _scan(
     tile = (head * DK + ok)[:, None] * DV + ov[None, :]
     on = on_k[:, None] & on_v[None, :]
     size: tl.constexpr = HV * DK * DV
-    if LONG:  # leave rows that are computed in chunks alone
-        mine = tl.load(long + row) == 0
-        on, n = on & mine, tl.where(mine, n, 0)
+    mine = tl.load(long + row) == 0  # other rows are computed in chunks
+    on, n = on & mine, tl.where(mine, n, 0)
     usable, fold = gap >= 0, tl.maximum(gap, 0)
     begin = first - fold
     S = tl.load(state + at * size + tile, mask=on & (begin > 0) & usable, other=0.0)
@@ -345,11 +344,9 @@ def _norm(
 def part_of(rows: int, tokens: int) -> int:
     """Return the elements of a value that a program computes, for a step of ``rows`` rows.
 
-    Long rows need short sums, which one warp adds without the others; few of them need many programs.  Rows of one
-    token read their state once, and its loads are widest in one program."""
-    if tokens > rows:
-        return 16 if rows <= FEW_ROWS else PART
-    return PART if rows <= FEW_ROWS else 128
+    Rows of several tokens need short sums, which one warp adds without the others.  Rows of one token read their state
+    once, and its loads are widest in one program."""
+    return PART if tokens > rows or rows <= FEW_ROWS else 128
 
 
 def mix(
@@ -438,37 +435,44 @@ def scan(
     rows = len(step.rows)
     taps = weight.shape[1]
     drafts = step.drafts.view(torch.uint8)
-    chunks = None if invariant else chunks_of(step, x, sizes)
-    long = drafts if chunks is None else chunks.long
-    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to, long)
+    in_chunks, chunks = chunks_of(step, x, sizes, invariant)
+    of_rows = (step.rows, step.start, step.behind, step.cu_q, drafts, step.save_at, step.save_to, chunks.long)
     keys = triton.next_power_of_2(key_dim)
     part = PART if invariant else part_of(rows, len(x))
     part = min(part, triton.next_power_of_2(value_dim))
     grid = (rows, heads, triton.cdiv(value_dim, part))
     shape = {"HK": key_heads, "HV": heads, "DK": key_dim, "DV": value_dim, "W": taps, "RING": ring.shape[1]}
-    tile = {"PK": keys, "BV": part, "LONG": chunks is not None, "num_warps": warps_of(keys, part)}
+    tile = {"PK": keys, "BV": part, "num_warps": warps_of(keys, part)}
     weights = (weight, rates, dt_bias)
     states = (ring, gates, memory["state"])
     strides = (x.stride(0), ab.stride(0))
-    all_long = chunks is not None and ring.shape[1] == taps and (step.shortest or 0) >= delta_chunks.LONG
-    if not all_long:
-        _scan[grid](x, ab, *weights, *states, *of_rows, out, *strides, **shape, **tile, **pdl(x))
-    if chunks is not None:
+    args = (x, ab, *weights, *states, *of_rows, out, *strides)
+    options = {**shape, **tile, **pdl(x)}
+    all_long = in_chunks and ring.shape[1] == taps and (step.shortest or 0) >= delta_chunks.LONG
+    if all_long:
+        compile_once(_scan, args, options)
+    else:
+        _scan[grid](*args, **options)
+    if in_chunks:
         delta_chunks.scan_long(x, ab, *weights, memory, sizes, step, chunks, out)
     keep(x, ring, step, taps - 1, ab, gates)
     return out
 
 
-def chunks_of(step: StepStates, x: Tensor, sizes: tuple[int, int, int, int]) -> delta_chunks.Chunks | None:
-    """Return the chunks of the long rows of a step, None where no row is long or the heads have no such kernel.
+def chunks_of(
+    step: StepStates, x: Tensor, sizes: tuple[int, int, int, int], invariant: bool
+) -> tuple[bool, delta_chunks.Chunks]:
+    """Return (whether rows may be computed in chunks, the chunks of the long rows of a step).
 
     They are computed once for all layers."""
-    most = step.longest or 0
-    if step.row is None or most < delta_chunks.LONG or not delta_chunks.takes(x.dtype, sizes):
-        return None
+    known = step.row is not None and (step.longest or 0) >= delta_chunks.LONG
+    wanted = known and not invariant and delta_chunks.takes(x.dtype, sizes)
     if step.chunks is None:
-        step.chunks = delta_chunks.chunks_of(step, len(x))
-    return step.chunks
+        step.chunks = {}
+    if wanted not in step.chunks:
+        none = delta_chunks.Chunks.none(len(step.rows), x.device)
+        step.chunks[wanted] = delta_chunks.chunks_of(step, len(x)) if wanted else none
+    return wanted, step.chunks[wanted]
 
 
 def warps_of(keys: int, part: int) -> int:

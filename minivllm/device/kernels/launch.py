@@ -115,6 +115,21 @@ def _prefer(function: int, percent: int) -> None:
         return
 
 
+_COMPILED: set[tuple[Any, ...]] = set()  # variants that ``compile_once`` has compiled
+
+
+def compile_once(run: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    """Compile the variant of a kernel that a launch with these arguments and options runs, without running it.
+
+    So the first such launch, in the middle of a request, need not wait for the compiler.  Only the first call for a
+    kernel, its options and the dtype and device of its first argument, a tensor, does anything."""
+    like = args[0]
+    key = (run, like.dtype, like.device, *options.items())
+    if key not in _COMPILED and capability(like.device):
+        _COMPILED.add(key)
+        run.warmup(*args, grid=(1,), **options)
+
+
 def pdl(like: torch.Tensor) -> dict[str, Any]:
     """Launch options for a kernel that takes ``PDL``."""
     return {"PDL": True, "launch_pdl": True} if capability(like.device) >= 9 else {"PDL": False}
