@@ -521,3 +521,32 @@ def test_an_engine_that_is_killed_leaves_its_pages_and_another_one_finds_them(tm
         assert tokens(llm, PROMPTS[:2]) == expected[:2]
         assert llm.stats()["tiers"][0]["loads"] > 20
         llm.check()
+
+
+def test_an_identity_is_of_weights_options_and_code(tmp_path, monkeypatch):
+    from minivllm.config import load_config
+    from minivllm.config.resolve import resolve
+    from minivllm.device.loading import fingerprint
+    from minivllm.device.worker.pages import identity_of
+    from minivllm.registry import Catalog
+
+    model = tmp_path / "model"
+    made = tiny.tiny_model(tiny.small_config(tiny.CONFIGS["llama"]))
+    tiny.save(made, model)
+
+    def identity(layout="x", **options):
+        keywords = {"model": str(model), "device": "cpu", "skip_tokenizer_init": True, **options}
+        return identity_of(resolve(load_config(keywords=keywords).engine, Catalog.discover()).wiring, layout)
+
+    first = identity()
+    assert identity() == first == identity(max_num_seqs=3, seed=9, scheduler="priority", evictor="lfu")
+    others = [identity("y"), identity(kv_format="int8"), identity(kvcache_block_size=32), identity(quantizer="int8")]
+    others += [identity(batch_invariant=True), identity(graph="off"), identity(dtype="bfloat16")]
+    (weights,) = model.glob("*.safetensors")
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    others.append(identity())
+    monkeypatch.setattr(fingerprint, "_code", lambda package: "changed")
+    others.append(identity())
+    assert len({first, *others}) == len(others) + 1

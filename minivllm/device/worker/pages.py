@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minivllm import __version__
-from minivllm.device.loading.fingerprint import model_files
+from minivllm.device.loading.fingerprint import code_of, model_files
 from minivllm.device.native import library
 
 from .capture import ALONE
@@ -140,7 +139,7 @@ def identity_of(wiring: Wiring, layout: Any) -> str:
     draft = wiring.speculation.draft_model
     folders = [wiring.model_dir, *own_models, *([] if draft is None else [draft.model_dir])]
     facts = {
-        "minivllm": __version__,
+        "code": code_of(wiring.parts[seam].target for seam in PAGES),
         "files": [dict(model_files(folder)) for folder in folders],
         "load_format": wiring.load_format,
         "seed": wiring.seed if wiring.load_format == "dummy" else None,
