@@ -26,7 +26,11 @@ from .places import ModelPlaces, describe_folder
 WITHOUT = ("graph_safe", "multi_position")
 
 
-MTP_PART = Part("minivllm/mtp", "minivllm.plugins.drafter.mtp:MTP")
+MTP_PART = Part(
+    "minivllm/mtp",
+    "minivllm.plugins.drafter.mtp:MTP",
+    options_target="minivllm.plugins.drafter.options:HeadOptions",
+)
 
 
 @dataclass(frozen=True)
@@ -128,7 +132,7 @@ class OwnModels:
         parts: Mapping[str, Part] = {}
         try:
             files = served.files
-            if "model" in part.options:
+            if part.options.get("model"):
                 files, parts = self._own_files(part)
             head = check_head(part, served, files)
         except (ConfigError, ModelError) as exc:
@@ -139,10 +143,9 @@ class OwnModels:
 
     def _own_files(self, part: Part) -> tuple[HeadFiles, Mapping[str, Part]]:
         """Return the files that the option ``model`` of a drafter names, and the head's quantizer."""
-        path = part.options["model"]
-        if not path:
-            raise ConfigError("its option 'model' is not set; expected the directory or Hugging Face id of a head")
-        checkpoint = self.places.checkpoint(path, part.options.get("revision"), f"revision of {part.name}")
+        checkpoint = self.places.checkpoint(
+            part.options["model"], part.options.get("revision"), f"revision of {part.name}"
+        )
         names = names_in(checkpoint.folder, self.places.config.load_format)
         return HeadFiles(str(checkpoint.folder), checkpoint.hf_config(), names), self.quantizer(checkpoint)
 

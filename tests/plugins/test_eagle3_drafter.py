@@ -160,7 +160,7 @@ def test_a_map_that_leads_elsewhere_is_refused(case, d2t, words, tmp_path):
 
 
 def test_the_option_model_is_needed():
-    with pytest.raises(ConfigError, match="drafter minivllm/eagle3: its option 'model' is not set"):
+    with pytest.raises(ModelError, match="drafter minivllm/eagle3: its option 'model' is not set"):
         LLM("pocket", device="cpu", drafter="eagle3")
 
 

@@ -17,6 +17,7 @@ from minivllm.device.worker.head_model import HeadModel
 from minivllm.device.worker.target_states import TargetStates
 from minivllm.errors import ModelError
 from minivllm.plugins.drafter.mtp import MTP
+from minivllm.pocket import train_head
 from minivllm.testing.tiny import read_tensors, tiny_dir, write_tensors
 
 torch.set_num_threads(1)  # on tiny tensors threads only wait for each other
@@ -228,3 +229,37 @@ def test_a_planted_fault_changes_drafts_and_no_token(case, fault, seen, monkeypa
         for _ in range(2):
             assert tokens(llm, case.prompts) == case.want
     assert any(drafts != case.expected(row, len(drafts)) for row, drafts in seen)
+
+
+# ---- the head of pocket --------------------------------------------------------------------------------------------
+
+STORIES = [[{"role": "user", "content": f"Tell me a story about {what}."}] for what in ("a fox", "a boat", "the rain")]
+
+
+def test_the_head_of_pocket_guesses_most_tokens_of_stories():
+    params = SamplingParams(temperature=0, max_tokens=60)
+    head = {"name": "mtp", "options": {"model": "pocket-mtp"}}
+    found = []
+    for drafter in ("none", head):
+        how = {"device": "cpu", "dtype": "float32", "max_num_seqs": 3, "num_kvcache_blocks": 40}
+        with LLM("pocket", drafter=drafter, num_speculative_tokens=2, speculate="always", **how) as llm:
+            found.append([out.tokens for out in llm.chat(STORIES, params, use_tqdm=False)])
+            stats = llm.stats().get("speculation")
+    assert found[0] == found[1]
+    first, second = stats["acceptance_by_position"]
+    assert first > 0.6 and second > 0.5
+
+
+def test_the_training_of_the_head_writes_files_that_the_drafter_reads(tmp_path):
+    train_head.main(["--out", str(tmp_path), "--steps", "2", "--rows", "1", "--length", "127", "--log", "1"])
+    with LLM(
+        "pocket",
+        drafter={"name": "mtp", "options": {"model": str(tmp_path)}},
+        device="cpu",
+        dtype="float32",
+        speculate="always",
+        max_num_seqs=1,
+        num_kvcache_blocks=20,
+    ) as llm:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+        assert llm.stats()["speculation"]["proposed"] and llm.stats()["speculation"]["failed"] is None

@@ -21,7 +21,7 @@ from .overrides import lay_over
 from .plain_config import plain_config
 from .text_model import TextModel, find_text_model, holds_text_model, nested_parts
 
-IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft"}  # word -> directory in minivllm/pocket
+IN_PACKAGE = {"pocket": "model", "pocket-draft": "draft", "pocket-mtp": "mtp"}  # word -> directory in minivllm/pocket
 # what checkpoints call a class by the code that comes with them -> transformers' name for it
 RENAMED = {"MPTForCausalLM": "MptForCausalLM"}
 # model types that have another name for max_position_embeddings

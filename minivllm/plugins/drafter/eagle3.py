@@ -28,6 +28,8 @@ class Eagle3(MTP):
 
     @classmethod
     def head(cls, options: Any, files: HeadFiles, target: ModelArch, cfg: Any) -> Head:
+        if not options.model:
+            raise ModelError("its option 'model' is not set; expected the directory or Hugging Face id of a head")
         arch = EagleArch(cfg, files.names or ())
         arch.check(files.cfg)
         layers = _layers_read(files.cfg, cfg)

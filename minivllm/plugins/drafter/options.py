@@ -59,7 +59,7 @@ class HeadOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field("", description="directory or Hugging Face id of the head")
+    model: str = Field("", description="directory or Hugging Face id of the head; pocket-mtp is the head of pocket")
     revision: str | None = Field(
         None, min_length=1, description="of a head that is a Hugging Face id: a branch, a tag or a commit"
     )

@@ -28,6 +28,7 @@ MODEL = _drafter(
 MTP = _drafter(
     impl=f"{HERE}.mtp:MTP",
     summary="the checkpoint's own head for next-token prediction proposes tokens",
+    options=f"{HERE}.options:HeadOptions",
     features=TARGET_HEAD,
 )
 EAGLE3 = _drafter(
