@@ -158,8 +158,8 @@ class ParserConformance(Lasting, SpecConformance):
             if text is None:
                 pytest.skip("the suite cannot write the format: override written")
             thought, said, found = self.read(parser, text, ReplyContext(FUNCTIONS), 1)
-            told = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
-            assert told == calls, f"{text!r}: found {told}"
+            parsed = [(name, json.loads(arguments)) for name, arguments, ended in found if ended]
+            assert parsed == calls, f"{text!r}: found {parsed}"
             assert not said.strip() and bool(thought) == parser.thinks(), f"{text!r}: {thought!r}, {said!r}"
 
     @since(1, 0)

@@ -1,4 +1,4 @@
-"""What the weights of a model would take, and what would multiply by them, told without loading any.
+"""What the weights of a model would take, and what would multiply by them, without loading any.
 
 The model is built on torch's ``meta`` device with the quantizer that was chosen, as it would be on the real one.
 """
@@ -126,15 +126,15 @@ def _sentences(found: Mapping[str, Component]) -> Iterator[tuple[str, str]]:
         yield name, f"{many}{_mib(one.held)}{of}: {'; '.join(forms)}"
     held, plain = (sum(getattr(one, key) for one in found.values()) for key in ("held", "plain"))
     yield "weights", f"{_mib(held)} of {_mib(plain)}"
-    told: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    by_rows: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, one in found.items():
         for form, served in one.served.items():
             if served:
                 said = f"{name} of {form}" if len(one.served) > 1 else name
-                told.setdefault(tuple(served.items()), []).append(said)
-    for pairs, names in told.items():
+                by_rows.setdefault(tuple(served.items()), []).append(said)
+    for pairs, names in by_rows.items():
         for rows, sentence in pairs:
-            yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(told) > 1 else sentence
+            yield f"rows {rows}", f"{sentence} ({', '.join(names)})" if len(by_rows) > 1 else sentence
 
 
 def _mib(size: int) -> str:

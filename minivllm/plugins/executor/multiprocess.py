@@ -69,7 +69,7 @@ class Multiprocess(Process):
         try:
             self._start(wiring, size)
             self._compare_all(size)
-            told = self._ready_all(size)
+            answers = self._ready_all(size)
         except (ChildEnded, EngineDeadError, OSError) as e:
             self._kill()
             self.stop()
@@ -78,13 +78,13 @@ class Multiprocess(Process):
             self._kill()
             self.stop()
             raise
-        capacity = capacity_of(told[0], wiring)
-        shares = [tuple(one["block_bytes"]) for one in told]
+        capacity = capacity_of(answers[0], wiring)
+        shares = [tuple(one["block_bytes"]) for one in answers]
         return replace(
             capacity,
             block_bytes=tuple(sum(share) for share in zip(*shares, strict=True)),
-            weight_bytes=sum(one["weight_bytes"] for one in told),
-            state_bytes=sum(one["state_bytes"] for one in told),
+            weight_bytes=sum(one["weight_bytes"] for one in answers),
+            state_bytes=sum(one["state_bytes"] for one in answers),
         )
 
     def _start(self, wiring: Wiring, size: int) -> None:
@@ -97,11 +97,11 @@ class Multiprocess(Process):
                 else:
                     self._child = child
                 text = wiring_to_json(replace(wiring, parallel=ParallelWiring(size, rank)))
-                told = {"rank": rank, "size": size, "wiring": text}
-                told |= {"timeout": PATIENCE * self.options.timeout}
-                told |= {"checked": self.options.checked, "sums": self.options.sums}
+                settings = {"rank": rank, "size": size, "wiring": text}
+                settings |= {"timeout": PATIENCE * self.options.timeout}
+                settings |= {"checked": self.options.checked, "sums": self.options.sums}
                 with self._named(rank):
-                    self._begin(child, rank, told, files)
+                    self._begin(child, rank, settings, files)
         finally:
             for file in files:
                 os.close(file)
@@ -111,9 +111,9 @@ class Multiprocess(Process):
         for _ in range(size):
             yield Child(WORKER, self.options.timeout)
 
-    def _begin(self, child: Child, rank: int, told: dict[str, Any], files: Sequence[int]) -> None:
+    def _begin(self, child: Child, rank: int, settings: dict[str, Any], files: Sequence[int]) -> None:
         """Send a rank its configuration and two files: the page of states, and the file in which the ranks meet."""
-        child.send(START, [json.dumps(told).encode()], files[0])
+        child.send(START, [json.dumps(settings).encode()], files[0])
         child.send(START, [b""], files[1])
 
     def _compare_all(self, size: int) -> None:
@@ -158,13 +158,13 @@ class Multiprocess(Process):
 
     def _ready_all(self, size: int) -> list[dict[str, Any]]:
         """Return the answers of all ranks when they are ready.  Raise the error of a rank that cannot start."""
-        told: dict[int, dict[str, Any]] = {}
+        answers: dict[int, dict[str, Any]] = {}
         end = time.monotonic() + self.options.start_timeout
         failed: Exception | None = None  # of another rank than 0, whose error is the better one
         lost: Exception | None = None  # what a rank said of another
         done: set[int] = set()  # those that have said why they end
-        while len(told) < size:
-            for rank in [r for r in range(size) if r not in told and r not in done]:
+        while len(answers) < size:
+            for rank in [r for r in range(size) if r not in answers and r not in done]:
                 try:
                     message = self._rank(rank).receive(wait=False)
                     ended = None if message is not None else self._rank(rank).ended()
@@ -179,7 +179,7 @@ class Multiprocess(Process):
                     self._tell(MEETING, bytes(message.data))
                     continue
                 if message.kind == READY:
-                    told[rank] = said["answer"]
+                    answers[rank] = said["answer"]
                     continue
                 done.add(rank)
                 end = min(end, time.monotonic() + DYING)
@@ -191,11 +191,11 @@ class Multiprocess(Process):
                     raise error
                 failed = failed or type(error)(f"{self._name(rank)}: {error}")
             if time.monotonic() > end:
-                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in told)
+                missing = "; ".join(self._where(rank) for rank in range(size) if rank not in answers)
                 late = ResourceError(f"not ready within {self.options.start_timeout:.0f} s: {missing}")
                 raise failed or lost or late
             time.sleep(STARTING)
-        return [told[rank] for rank in range(size)]
+        return [answers[rank] for rank in range(size)]
 
     def _ranks(self) -> list[Child]:
         return [*([self._child] if self._child is not None else []), *self._others]

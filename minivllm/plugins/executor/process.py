@@ -7,7 +7,7 @@
     call(verb)      ─ CALL, JSON ─► ◄─ ANSWER  Local.call
 
 Plans and results go as ``steps`` and ``core.interfaces.codec`` write them, through ``runtime.processes.channel``.  A
-worker that dies is noticed at once, and its last words are told (``runtime.processes.child``).
+worker that dies is noticed at once, and its last words are reported (``runtime.processes.child``).
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class Process(Executor):
         try:
             self._child = Child(WORKER)
             self._send(START, wiring_to_json(wiring).encode())
-            told = self._await(READY, 0)
+            answer = self._await(READY, 0)
         except (EngineDeadError, OSError) as e:
             self.stop()
             raise ResourceError(cannot_start("process", e)) from e
         except BaseException:
             self.stop()
             raise
-        return capacity_of(told, wiring)
+        return capacity_of(answer, wiring)
 
     def alive(self) -> bool:
         return self._child is not None and self._child.alive()
@@ -174,12 +174,12 @@ class Process(Executor):
             if message.kind not in (kind, FAILED):
                 self._results.append(self._result(message))
                 continue
-            told = json.loads(message.data)
-            if told["call"] < call:
+            reply = json.loads(message.data)
+            if reply["call"] < call:
                 continue
             if message.kind == FAILED:
                 raise self._failure(message)
-            return told["answer"]
+            return reply["answer"]
 
     def _failure(self, message: Message) -> Exception:
         if message.kind == FAILED:
@@ -221,8 +221,8 @@ def cannot_start(what: str, e: Exception) -> str:
     return f"the worker {what} cannot be started: {e}{limit}"
 
 
-def capacity_of(told: dict[str, Any], wiring: Wiring) -> Capacity:
+def capacity_of(answer: dict[str, Any], wiring: Wiring) -> Capacity:
     """Return the capacity that a worker has reported.  Steps run ahead of the engine on a CPU too."""
-    told["depth"] = max(told["depth"], 1) if wiring.steps.run_ahead is None else told["depth"]
-    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in told.items()}
+    answer["depth"] = max(answer["depth"], 1) if wiring.steps.run_ahead is None else answer["depth"]
+    fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in answer.items()}
     return Capacity(**fields)

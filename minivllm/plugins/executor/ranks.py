@@ -122,8 +122,8 @@ class RankRunner(Runner):
         found = self.ranks.all_gather([*self._seen, columns])
         for what, sums in zip(("plans", "hidden states", "columns"), zip(*found, strict=True), strict=True):
             if len(set(sums)) > 1:
-                told = ", ".join(f"rank {rank} {one:08x}" for rank, one in enumerate(sums))
-                raise RuntimeError(f"the ranks have different {what} before step {plan.id}: {told}")
+                listed = ", ".join(f"rank {rank} {one:08x}" for rank, one in enumerate(sums))
+                raise RuntimeError(f"the ranks have different {what} before step {plan.id}: {listed}")
 
     # ---- SAMPLE --------------------------------------------------------------------------------------------------
 

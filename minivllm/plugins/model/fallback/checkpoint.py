@@ -61,7 +61,7 @@ class HFConversion(Conversion):
         try:
             made = converter.convert(name, model=self.model, config=self.model.config)
         except Exception as exc:  # as where one of them is missing
-            told = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
-            raise ModelError(f"{name} cannot be made of the checkpoint's {told}; download it again") from exc
+            what = f"{len(pieces)} tensors, the first of which is {min(piece[0] for piece in pieces)}: {one_line(exc)}"
+            raise ModelError(f"{name} cannot be made of the checkpoint's {what}; download it again") from exc
         for target, tensor in made.items():
             yield target, tensor[0] if isinstance(tensor, list) else tensor

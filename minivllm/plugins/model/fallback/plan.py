@@ -181,14 +181,14 @@ def gate_of(module: nn.Module, names: Sequence[str]) -> str | None:
         return None
     generator = torch.Generator().manual_seed(0)
     gate, up, down = (torch.randn(12, 8, generator=generator) for _ in names)
-    x, twin = torch.randn(1, 3, 8, generator=generator), copy.copy(module)
-    twin._modules = dict(module._modules)
+    x, probe = torch.randn(1, 3, 8, generator=generator), copy.copy(module)
+    probe._modules = dict(module._modules)
     for name, weight in zip(names, (gate, up, down.T), strict=True):
         linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         linear.weight = nn.Parameter(weight.contiguous(), requires_grad=False)
-        twin._modules[name] = linear
+        probe._modules[name] = linear
     try:
-        found = twin(x)
+        found = probe(x)
     except Exception:
         return None  # it wants something else
     for activation in ACTIVATIONS:
@@ -250,20 +250,20 @@ def norm_of(module: nn.Module) -> Norm | None:
 
     The test uses random numbers of usual size, and small numbers whose results depend on epsilon.
     """
-    twin = copy.deepcopy(module).to_empty(device="cpu").float()
+    probe = copy.deepcopy(module).to_empty(device="cpu").float()
     generator = torch.Generator().manual_seed(0)
-    for param in twin.parameters():
+    for param in probe.parameters():
         param.copy_(torch.randn(param.shape, generator=generator))
-    dim, bias = twin.weight.shape[0], getattr(twin, "bias", None)
+    dim, bias = probe.weight.shape[0], getattr(probe, "bias", None)
     samples = [torch.randn(1, 3, dim, generator=generator) * size + shift for size, shift in ((2.0, 0.5), (1e-3, 0.0))]
     try:
-        found = [twin(x) for x in samples]
+        found = [probe(x) for x in samples]
     except Exception:
         return None
     if not all(isinstance(y, Tensor) and y.shape == x.shape for x, y in zip(samples, found, strict=True)):
         return None
     for kind in _candidates(module, bias is not None):
-        weight = twin.weight + kind.offset
+        weight = probe.weight + kind.offset
         for x, y in zip(samples, found, strict=True):
             if kind.centered:
                 wanted = F.layer_norm(x, (dim,), weight, bias, kind.eps)
