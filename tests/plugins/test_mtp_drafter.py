@@ -90,6 +90,7 @@ WAYS = {
     "chunks, rows wait": {"max_num_seqs": 3, "max_num_batched_tokens": 9, "kvcache_block_size": 8},
     "preempted": {"num_kvcache_blocks": 12, "kvcache_block_size": 16},
     "no prefix cache": {"enable_prefix_caching": False},
+    "blocks in a tier": {"kvstore": ["cpu"], "num_kvcache_blocks": 14, "kvcache_block_size": 16, "max_num_seqs": 2},
     "batch invariant": {"batch_invariant": True},
 }
 
