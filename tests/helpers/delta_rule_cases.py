@@ -98,6 +98,7 @@ def check_long(device: str, dtype: torch.dtype, shape: tuple[int, ...], seed: in
     row = torch.repeat_interleave(torch.arange(rows), step.cu_q.diff().cpu())
     if seed % 2:
         step.shortest = 40
+        step.behind.clamp_(max=0)  # without places for drafts no state lacks tokens
     step.row, step.longest = torch.cat([row, row.new_zeros(2)]).to(device), tokens
     given, memory = make_memory(device, dtype, shape, places, rows, tokens, seed)
     copy = {name: tensor.clone() for name, tensor in memory.items()}
