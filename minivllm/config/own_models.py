@@ -26,13 +26,6 @@ from .places import ModelPlaces, describe_folder
 WITHOUT = ("graph_safe", "multi_position")
 
 
-MTP_PART = Part(
-    "minivllm/mtp",
-    "minivllm.plugins.drafter.mtp:MTP",
-    options_target="minivllm.plugins.drafter.options:HeadOptions",
-)
-
-
 @dataclass(frozen=True)
 class Served:
     """The served model: its folder, architecture and config object, and the names of its tensors.

@@ -39,7 +39,7 @@ from . import tensor_parallel
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
-from .own_models import MTP_PART, OwnModels, Served, check_head, has_head
+from .own_models import OwnModels, Served, has_head
 from .places import ModelPlaces, describe_folder
 from .states import second_states_explained, states_explained
 from .steps import wire_steps
@@ -460,45 +460,44 @@ class _Fold:
     def _drafter(self, second_models: OwnModels, served: Served) -> SpeculationWiring:
         """Choose the drafter, its second model or head if it uses one, and the number of drafts in a step."""
         choice = self.config.drafter
-        if choice.name == "auto" and not choice.prefer:
-            choice = self._own_head(served)
         self._pick("drafter", choice, ("device",))
+        if choice.name == "auto" and not choice.prefer:
+            self._note_head(served)
         part = self.parts["drafter"]
         option = self.config.num_speculative_tokens
         drafts = min(option, int(part.traits.get("drafts", option)))
         model = None
         label = begins(source_of(self.origins, "drafter"))
+        if self.config.tensor_parallel_size > 1:
+            self._refuse_split(part, label)
         if "draft_model" in part.features:
             model = second_models.add(part, "draft_model", f"{label}the draft model")
         if "target_head" in part.features:
-            if self.config.tensor_parallel_size > 1:
-                size = f"tensor_parallel_size={self.config.tensor_parallel_size}"
-                raise ConfigError(f"{label}{part.name} with {size}: its layers run on one device; use 1, or ngram")
             model = second_models.add_head(part, served, f"{label}drafter {part.name}")
         return SpeculationWiring(drafts, self.config.speculate, model)
 
-    def _own_head(self, served: Served) -> PluginChoice:
-        """Return the drafter for the option ``auto``: ``mtp`` for a checkpoint that holds a usable head, else ``auto``.
+    def _refuse_split(self, part: Part, label: str) -> None:
+        """Raise ConfigError if the drafter cannot be used by several processes that share a model."""
+        reason = ""
+        if "target_head" in part.features:
+            reason = "its layers run on one device"
+        elif "host_tokens" in part.features:
+            reason = "processes may read different numbers of tokens on their hosts, and would draft different ones"
+        if reason:
+            size = f"tensor_parallel_size={self.config.tensor_parallel_size}"
+            raise ConfigError(f"{label}{part.name} with {size}: {reason}; use 1, or ngram")
 
-        A head that is not used is noted with the reason."""
-        if not has_head(served.names):
-            return self.config.drafter
-        reason = "" if self.config.tensor_parallel_size == 1 else "its layers run on one device"
-        if "made_up" in self.parts["executor"].traits:
-            reason = "the executor runs no model"
+    def _note_head(self, served: Served) -> None:
+        """Note that the checkpoint holds a usable head, which the option ``auto`` does not choose.
+
+        Steps with a head are slower than steps without drafts for now: they are neither captured nor native."""
+        if not has_head(served.names) or self.config.tensor_parallel_size > 1:
+            return
         able = frozenset({"multi_position"})
         if self._select("sampler", self.config.sampler, ("device",), {}, able).chosen is None:
-            reason = "the sampler decides one position of a row at a time"
-        if not reason:
-            try:
-                check_head(MTP_PART, served)
-            except (ConfigError, ModelError) as exc:
-                reason = str(exc)
-        if reason:
-            self.notes.append(("drafter.head", f"the checkpoint's head is not used: {reason}"))
-            return self.config.drafter
-        self.notes.append(("drafter.auto", "mtp: the checkpoint holds a head for next-token prediction"))
-        return PluginChoice(name="mtp")
+            return
+        found = "the checkpoint holds a head for next-token prediction"
+        self.notes.append(("drafter.head", f"{found}; drafter=mtp uses it"))
 
     def _model_parts(self, invariant: frozenset[str], checkpoint: Checkpoint) -> dict[str, Part]:
         """Return the model and quantizer plug-ins of a second model, chosen in the same way as those of the served

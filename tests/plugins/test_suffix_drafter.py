@@ -10,6 +10,7 @@ import torch
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.core.interfaces.drafter import DrafterContext
+from minivllm.device.worker import build
 from minivllm.device.worker.host_tokens import HostTokens
 from minivllm.plugins.drafter.options import SuffixOptions
 from minivllm.plugins.drafter.suffix import Suffix, Texts, places
@@ -162,3 +163,10 @@ def test_a_drafter_whose_learn_raises_is_not_used_again(tmp_path, monkeypatch):
 def test_an_unknown_option_is_refused():
     with pytest.raises(ConfigError, match="min_matches"):
         LLM("pocket", device="cpu", drafter={"name": "suffix", "options": {"min_matches": 3}})
+
+
+def test_a_model_of_several_processes_is_refused_before_weights_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "load_weights", lambda *args: pytest.fail("weights were read"))
+    path, _, _ = tiny_dir(tmp_path / "model")
+    with pytest.raises(ConfigError, match="suffix with tensor_parallel_size=2: processes may read different"):
+        LLM(str(path), device="cpu", skip_tokenizer_init=True, drafter="suffix", tensor_parallel_size=2)
