@@ -34,6 +34,12 @@ class DraftLimits:
 
     def check_layers(self, label: str, specs: Sequence[AttnSpec], switch: int | None) -> None:
         """Check the rotary embedding and the attention layers of the second model."""
+        self.check_switch(label, switch)
+        if any(spec.window is not None for spec in specs):
+            raise ConfigError(f"{label} has layers with a sliding window; expected full attention in all of them")
+
+    def check_switch(self, label: str, switch: int | None) -> None:
+        """Check that the second model changes its rotary embedding at the same length as the served model."""
         if switch is not None and switch >= self.max_len:
             switch = None
         if switch != self.switch:
@@ -42,5 +48,3 @@ class DraftLimits:
                 f"requests longer than {self.switch} (None means never); expected the same length for both, or a "
                 "smaller max_model_len"
             )
-        if any(spec.window is not None for spec in specs):
-            raise ConfigError(f"{label} has layers with a sliding window; expected full attention in all of them")

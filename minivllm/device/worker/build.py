@@ -77,12 +77,14 @@ class Worker:
 class SecondModel:
     """The model of a drafter or processor.  Its layers store their KV cache in the blocks of the first group.
 
-    ``states`` has two recurrent states for each slot (``OwnModel``), and is None for a model without any."""
+    ``states`` has two recurrent states for each slot (``OwnModel``), and is None for a model without any.
+    ``one_rope`` is true for a head that has one rotary table beside a served model that has two."""
 
     model: Any
     backend: AttentionBackend
     parts: ModelParts
     states: StateMemory | None = None
+    one_rope: bool = False
 
 
 def make_processors(wiring: Wiring, vocab_size: int) -> list[tuple[str, Processor]]:
@@ -167,7 +169,8 @@ def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt
     chosen = {**wiring.parts, **draft.parts}
     made, parts, notes = _load(wiring, folder, chosen, head.cfg, fmt, (), arch=head.arch)
     made.attach(worker.model)
-    worker.own_models["drafter"] = SecondModel(made, parts.backend, parts)
+    one_rope = head.arch.switch(head.cfg) != wiring.rope_switch
+    worker.own_models["drafter"] = SecondModel(made, parts.backend, parts, one_rope=one_rope)
     worker.notes += [f"the layers of the drafter: {note}" for note in notes]
     worker.weight_bytes += weight_bytes(parts)
 

@@ -69,6 +69,8 @@ class HeadModel(OwnModel):
         plan, last = rows_plan(slots, q_len, computed)
         read = self.read_plan(plan)
         read.states = None  # those of the served model
+        if self.second.one_rope:
+            read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]
         read.ids = self.state.tokens[slot_of, read.position + 1].long()
         read.hidden = self.last if copied else self.states.at(self.state, slot_of, read.position)
