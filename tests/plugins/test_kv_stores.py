@@ -141,6 +141,102 @@ def test_a_full_disk_loses_pages_and_nothing_else(tmp_path, monkeypatch):
     assert found(store_at(tmp_path)) == [0, 1, 2, 4]
 
 
+@pytest.mark.parametrize("part", [0, 30])
+def test_a_file_that_cannot_be_begun_is_not_used(tmp_path, monkeypatch, part):
+    store = store_at(tmp_path)
+    real = os.writev
+
+    def full(fd, parts):
+        real(fd, [bytes(parts[0])[:part]])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "writev", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.put(key_of(0), page_of(0, SIZE))
+    assert not files_of(tmp_path)
+    monkeypatch.setattr(os, "writev", real)
+    for number in range(5):
+        assert store.put(key_of(number), page_of(number, SIZE))
+    assert found(store) == list(range(5))
+    store.close()
+    assert found(store_at(tmp_path)) == list(range(5))
+
+
+def test_files_of_running_engines_of_other_models_take_no_room(tmp_path):
+    limit = 1 << 20
+    busy = filled(tmp_path, 200, limit=limit, identity=OTHER)
+    store = filled(tmp_path, 300, limit=limit)
+    assert found(store, 300) == list(range(300))
+    assert found(busy, 200) == list(range(200))
+
+
+def test_starts_continue_the_files_of_ended_engines(tmp_path):
+    for number in range(20):
+        store = store_at(tmp_path)
+        assert store.put(key_of(number), page_of(number, SIZE))
+        store.close()
+    assert len(files_of(tmp_path)) == 1
+    first, second = store_at(tmp_path), store_at(tmp_path)
+    assert second.put(key_of(20), page_of(20, SIZE))
+    assert first.put(key_of(21), page_of(21, SIZE))
+    assert len(files_of(tmp_path)) == 2
+    assert set(second.look()) == {key_of(21)} and set(first.look()) == {key_of(20)}
+    assert found(first, 22) == found(second, 22) == list(range(22))
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_many_files_need_few_descriptors(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "DESCRIPTORS", 10)
+    others = [store_at(tmp_path) for _ in range(50)]
+    for number, store in enumerate(others):
+        assert store.put(key_of(number), page_of(number, SIZE))
+    before = descriptors()
+    reader = store_at(tmp_path)
+    assert found(reader, 50) == list(range(50))
+    for store in others:
+        store.close()
+    before -= 50
+    owner = store_at(tmp_path, 1 << 20)
+    assert found(owner, 50) == list(range(50))
+    owner.drop([key_of(number) for number in range(25)])
+    assert owner.put(key_of(50), page_of(50, SIZE))
+    assert descriptors() - before <= 20
+    assert len(files_of(tmp_path)) == 25
+    assert found(reader, 50) == list(range(25, 50))
+    assert set(reader.look()) == {key_of(50)}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", lambda *args: (_ for _ in ()).throw(OSError(errno.EMFILE, "Too many open files")))
+        with pytest.raises(ResourceError, match=r"no more files can be opened .*this process may have \d+.*ulimit -n"):
+            store_at(tmp_path)
+
+
+def test_an_owner_that_closed_a_file_keeps_the_pages_that_another_one_added(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "DESCRIPTORS", 8)
+    others = [store_at(tmp_path) for _ in range(12)]
+    for number, store in enumerate(others):
+        assert store.put(key_of(number), page_of(number, SIZE))
+        store.close()
+    first = store_at(tmp_path)
+    closed = [file.path for file in first.files.values() if file.fd is None]
+    assert len(closed) == 4
+    second = store_at(tmp_path)
+    assert second.put(key_of(12), page_of(12, SIZE))
+    (shared,) = [file.path for number, file in second.files.items() if number == second.newest]
+    assert shared in closed
+    second.close()
+    (number,) = [number for number, file in first.files.items() if file.path == shared]
+    first.drop([key for key, place in first.places.items() if place.file == number])
+    assert shared.exists() and set(first.look()) == {key_of(12)}
+    for key in range(13, 20):
+        assert first.put(key_of(key), page_of(key, SIZE))
+    assert set(range(12, 20)) <= set(found(first, 20))
+    first.close()
+    assert set(range(12, 20)) <= set(found(store_at(tmp_path), 20))
+
+
 def test_the_files_keep_the_limit_and_dropped_pages_make_room(tmp_path):
     limit = 1 << 20
     store = store_at(tmp_path, limit)

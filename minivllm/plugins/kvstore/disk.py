@@ -5,17 +5,21 @@
                   r0of1-3000-0.kv     a file of an engine that has ended: locked by whoever opens it first
 
 The owner of a file holds its lock, which the system releases when the process ends.  Only the owner appends to a file
-and deletes it.  If the files take more than the limit, files of other models and of ended engines are deleted first,
-the oldest first.  Then the file with the fewest pages in use is deleted, and these pages move to the newest file.
+and deletes it.  A start continues the files of ended engines that are below the size of a file.  Of more files than
+``DESCRIPTORS``, those that were not read for longest are closed, and opened and locked again when needed.  If the files
+take more than the limit, files of other models and of ended engines are deleted first, the oldest first.  Then the file
+with the fewest pages in use is deleted, and these pages move to the newest file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import os
+import resource
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote, unquote
@@ -41,6 +45,7 @@ from .segments import (
 )
 
 LARGEST = 256 << 20  # bytes of a file, after which the next one is begun
+DESCRIPTORS = 256  # open files at most, and at most a quarter of the limit of the process
 FILES = 16  # files that the limit is divided into, at least
 IN_USE = 0.7  # share of the limit for pages in use; the rest are removed pages that wait for a file to be deleted
 ABOUT, NAMED = "about.txt", ".name"  # the model, for readers; files with the keys of a named prefix
@@ -48,10 +53,12 @@ NUMBERS = itertools.count()  # of the files of this process
 
 
 class PageFile:
-    """An open file of pages.  ``owned`` means that this store holds its lock."""
+    """A file of pages.  ``owned`` means that this store holds its lock, or held it when it closed the file."""
 
-    def __init__(self, path: Path, fd: int, owned: bool, size: int) -> None:
-        self.path, self.fd, self.owned, self.size = path, fd, owned, size
+    def __init__(self, path: Path, fd: int, owned: bool, size: int, ended: bool) -> None:
+        self.path, self.owned, self.size = path, owned, size
+        self.fd: int | None = fd  # None while it is closed
+        self.ended = ended  # no record may be appended
         self.live = 0  # bytes of the records in use
 
 
@@ -72,7 +79,9 @@ class DiskStore(KVStore):
         self.share = options.bytes // ctx.ranks
         self.largest = max(1 << 16, min(LARGEST, self.share // FILES))
         self.files: dict[int, PageFile] = {}
+        self.opened: dict[int, None] = {}  # numbers of the files with a descriptor, the one used longest ago first
         self.places: dict[bytes, Place] = {}
+        self.found: list[bytes] = []  # keys of pages of other processes that ``look`` has not returned yet
         self.newest: int | None = None
         self.numbers = itertools.count()
         self.skipped = 0  # files and ends of files that could not be used
@@ -81,8 +90,15 @@ class DiskStore(KVStore):
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / ABOUT).write_text(ctx.label, encoding="utf-8")
             self._open_all()
+            self.found.clear()  # ``keys`` returns them
             self._find_foreign()
         except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+                raise ResourceError(
+                    f"kvstore disk: no more files can be opened ({e.strerror}; this process may have {limit}); raise "
+                    "the limit with `ulimit -n`"
+                ) from e
             raise ResourceError(
                 f"kvstore disk: the folder {self.folder} cannot be used ({e.strerror}); expected a folder that can be "
                 "written, in the option path"
@@ -104,10 +120,13 @@ class DiskStore(KVStore):
                 self._open(path)
 
     def _open(self, path: Path) -> None:
+        """Open a file and index its pages.  OSError if the process may open no more files."""
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:  # another process has just deleted it
-            self.skipped += 1
+            fd = _open_file(path)
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                raise
+            self.skipped += 1  # another process has just deleted it
             return
         number = next(self.numbers)
         try:
@@ -117,23 +136,74 @@ class DiskStore(KVStore):
             os.close(fd)
             self.skipped += 1
             return
-        self.skipped += owned and behind > 0
+        damaged = behind > 0
+        self.skipped += owned and damaged
         size = os.fstat(fd).st_size
-        self.files[number] = PageFile(path, fd, owned, size if owned else size - behind)
+        self.files[number] = PageFile(path, fd, owned, size if owned else size - behind, damaged)
         self._add(found)
+        self._used(number)
 
-    def _add(self, found: Mapping[bytes, Place]) -> dict[bytes, int]:
-        """Index pages that were found in files, and return the sizes of those that are new."""
-        new = {}
+    def _fd(self, number: int) -> int:
+        """Return the descriptor of a file.  A closed file is opened and locked again; OSError if that fails."""
+        file = self.files[number]
+        if file.fd is None:
+            file.fd = _open_file(file.path)
+            file.owned = file.owned and _lock(file.fd)
+            self._extend(number)
+        self._used(number)
+        return file.fd
+
+    def _used(self, number: int) -> None:
+        """Move a file to the end of the open ones, and close the first if there are too many.  Files of other engines
+        are closed before those with a lock."""
+        self.opened.pop(number, None)
+        self.opened[number] = None
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = DESCRIPTORS if limit < 0 else min(DESCRIPTORS, limit // 4)
+        while len(self.opened) > max(most, 8):
+            others = [one for one in self.opened if one not in (number, self.newest)]
+            self._release(next((one for one in others if not self.files[one].owned), others[0]))
+
+    def _release(self, number: int) -> None:
+        """Close the descriptor of a file, which releases its lock."""
+        file = self.files[number]
+        if file.fd is not None:
+            del self.opened[number]
+            os.close(file.fd)
+            file.fd = None
+
+    def _extend(self, number: int) -> None:
+        """Index the records that another process has appended to a file."""
+        file = self.files[number]
+        fd = file.fd
+        assert fd is not None
+        total = os.fstat(fd).st_size
+        if total > file.size and not (file.owned and file.ended):
+            found, behind = scan(fd, self.digest, number, file.size)
+            file.size = total - behind
+            file.ended = behind > 0
+            self._add(found)
+
+    def _hold(self, number: int) -> bool:
+        """Lock an owned file, and return True; False if another process has taken or deleted it."""
+        file = self.files[number]
+        if file.owned:
+            try:
+                self._fd(number)
+            except FileNotFoundError:
+                self._forget(number)
+                return False
+        return file.owned
+
+    def _add(self, found: Mapping[bytes, Place]) -> None:
+        """Index pages that were found in files."""
         for key, place in found.items():
             if key not in self.places:
                 self.places[key] = place
                 self.files[place.file].live += PAGE_HEAD.size + place.size
-                new[key] = place.size
-        return new
+                self.found.append(key)
 
     def look(self) -> Mapping[bytes, int]:
-        before = set(self.places)
         known = {file.path for file in self.files.values()}
         for path in files_below(self.root):
             if path.parent == self.folder and path.name.startswith(self._prefix) and path not in known:
@@ -141,14 +211,16 @@ class DiskStore(KVStore):
         for number, file in list(self.files.items()):
             if file.owned:
                 continue
-            state = os.fstat(file.fd)
-            if not state.st_nlink:  # its owner has deleted it
+            try:
+                state = file.path.stat()
+                if state.st_size > file.size:
+                    self._fd(number)
+                    self._extend(number)
+            except FileNotFoundError:  # its owner has deleted it
                 self._forget(number)
-            elif state.st_size > file.size:
-                found, behind = scan(file.fd, self.digest, number, file.size)
-                file.size = state.st_size - behind
-                self._add(found)
-        return {key: place.size for key, place in self.places.items() if key not in before}
+        new = {key: self.places[key].size for key in self.found if key in self.places}
+        self.found.clear()
+        return new
 
     def _forget(self, number: int) -> None:
         """Close a file, and forget its pages."""
@@ -164,28 +236,51 @@ class DiskStore(KVStore):
         if path.exists():  # of an earlier process with the same number
             path = self.folder / f"{path.stem}-{os.urandom(4).hex()}{SUFFIX}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        file = PageFile(path, fd, _lock(fd), 0)
+        try:
+            owned = _lock(fd)
+            write_all(fd, [memoryview(file_head(self.digest))])
+        except OSError:  # the disk is full
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        file = PageFile(path, fd, owned, FILE_HEAD.size, ended=False)
         number = next(self.numbers)
         self.files[number], self.newest = file, number
-        write_all(fd, [memoryview(file_head(self.digest))])
-        file.size = FILE_HEAD.size
+        self._used(number)
         self._find_foreign()
         return file
 
     def _file_for(self, need: int) -> PageFile:
         """Return the file to which a record of ``need`` bytes is appended."""
         newest = None if self.newest is None else self.files[self.newest]
-        if newest is None or newest.size + need > max(self.largest, FILE_HEAD.size + need):
-            return self._begin()
-        return newest
+        largest = max(self.largest, FILE_HEAD.size + need)
+        if newest is not None and newest.size + need <= largest:
+            return newest
+        able = [
+            (file.size, number)
+            for number, file in self.files.items()
+            if file.owned and not file.ended and file.size + need <= largest
+        ]
+        for _, number in sorted(able, reverse=True):
+            if not self._hold(number):
+                continue
+            file = self.files[number]
+            deleted = not os.fstat(self._fd(number)).st_nlink
+            file.ended = file.ended or deleted
+            if not file.ended and file.size + need <= largest:
+                self.newest = number
+                return file
+        return self._begin()
 
     def _close(self, number: int, delete: bool) -> None:
-        file = self.files.pop(number)
-        if number == self.newest:
-            self.newest = None
+        """Close a file, and ``delete`` it from the folder."""
+        file = self.files[number]
         if delete:
             file.path.unlink(missing_ok=True)
-        os.close(file.fd)
+        self._release(number)
+        del self.files[number]
+        if number == self.newest:
+            self.newest = None
 
     # ---- space ---------------------------------------------------------------------------------------------------
 
@@ -212,20 +307,21 @@ class DiskStore(KVStore):
                     self.foreign.append((path, path.stat().st_size))
 
     def _delete_foreign(self) -> bool:
-        """Delete the oldest file of another model that no engine uses.  Return False if there is none."""
-        while self.foreign:
-            path, _ = self.foreign.pop(0)
-            try:
-                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError:
-                continue
-            try:
-                if _lock(fd):
-                    path.unlink(missing_ok=True)
-                    return True
-            finally:
-                os.close(fd)
-        return False
+        """Delete the oldest file of another model, or stop counting it if an engine uses it.  Return False if there is
+        none."""
+        if not self.foreign:
+            return False
+        path, _ = self.foreign.pop(0)
+        try:
+            fd = _open_file(path)
+        except OSError:  # another process has deleted it
+            return True
+        try:
+            if _lock(fd):
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(fd)
+        return True
 
     def _compact(self) -> bool:
         """Delete the owned file with the fewest bytes in use, and append its pages in use to the newest file.  Return
@@ -239,38 +335,47 @@ class DiskStore(KVStore):
             newest = None if self.newest is None else self.files[self.newest]
             if newest is None or newest.live >= newest.size - FILE_HEAD.size:
                 return False
-            self.newest = None  # the next record begins a file, and this one can be compacted
+            newest.ended = True
+            self.newest = None  # the next record goes to another file, and this one can be compacted
             return True
         number = min(able)[1]
+        if not self._hold(number):  # its bytes are counted no more
+            return True
+        self.files[number].ended = True
         moving = [(key, place) for key, place in self.places.items() if place.file == number]
         for key, place in moving:
             page = self._read(key, place)
-            del self.places[key]
-            self.files[number].live -= PAGE_HEAD.size + place.size
-            if page is not None:
+            if number not in self.files:  # another process has deleted it
+                return True
+            if page is None:
+                del self.places[key]
+            else:
                 self._append(key, page)
+            self.files[number].live -= PAGE_HEAD.size + place.size
         self._close(number, delete=True)
         return True
 
     def _append(self, key: bytes, page: np.ndarray) -> None:
         head, checksum = page_head(key, page)
         file = self._file_for(len(head) + page.nbytes)
+        assert self.newest is not None
         at = file.size
+        fd = self._fd(self.newest)
         try:
-            write_all(file.fd, [memoryview(head), memoryview(page.data)])
+            write_all(fd, [memoryview(head), memoryview(page.data)])
         except OSError:
-            self._cut(file)
+            self._cut(fd, file)
             raise
         file.size += len(head) + page.nbytes
         file.live += len(head) + page.nbytes
-        assert self.newest is not None
         self.places[key] = Place(self.newest, at, page.nbytes, checksum)
 
-    def _cut(self, file: PageFile) -> None:
+    def _cut(self, fd: int, file: PageFile) -> None:
         """Remove a part of a record from the end of a file, or begin another file if that fails."""
         try:
-            os.ftruncate(file.fd, file.size)
+            os.ftruncate(fd, file.size)
         except OSError:
+            file.ended = True
             self.newest = None
 
     # ---- pages ---------------------------------------------------------------------------------------------------
@@ -293,8 +398,14 @@ class DiskStore(KVStore):
         return page
 
     def _read(self, key: bytes, place: Place) -> np.ndarray | None:
+        """Return a page, or None if it is damaged or its file has been deleted."""
+        try:
+            fd = self._fd(place.file)
+        except FileNotFoundError:
+            self._forget(place.file)
+            return None
         page = self.ctx.empty(place.size)
-        return page if read_page(self.files[place.file].fd, key, place, page) else None
+        return page if read_page(fd, key, place, page) else None
 
     def drop(self, keys: Iterable[bytes]) -> None:
         for key in keys:
@@ -303,7 +414,8 @@ class DiskStore(KVStore):
                 continue
             file = self.files[place.file]
             file.live -= PAGE_HEAD.size + place.size
-            if file.owned and not file.live and place.file != self.newest:
+            empty = file.owned and not file.live and place.file != self.newest
+            if empty and self._hold(place.file) and not file.live:  # no other process has added pages
                 self._close(place.file, delete=True)
 
     # ---- names ---------------------------------------------------------------------------------------------------
@@ -334,6 +446,10 @@ class DiskStore(KVStore):
         for number in list(self.files):
             self._close(number, delete=False)
         self.places.clear()
+
+
+def _open_file(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
 
 
 def _lock(fd: int) -> bool:
