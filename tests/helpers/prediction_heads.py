@@ -154,7 +154,8 @@ class Eagle3Reference(torch.nn.Module):
         """Write the files of the head, as published ones; ``change`` replaces tensors, and None leaves one out."""
         folder = Path(folder)
         folder.mkdir(exist_ok=True)
-        more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(self.layers)}} if self.told else {}
+        outputs = [i - 1 for i in self.layers]
+        more = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": outputs}} if self.told else {}
         values = {**self.cfg.to_dict(), "draft_vocab_size": len(self.d2t), **more, **config}
         values["architectures"] = ["LlamaForCausalLMEagle3"]
         (folder / "config.json").write_text(json.dumps(values))

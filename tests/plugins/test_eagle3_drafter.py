@@ -122,12 +122,28 @@ def test_sampled_rows_get_drafts_of_the_reduced_vocabulary_only(case, seen):
 # ---- refused files -------------------------------------------------------------------------------------------------
 
 D2T = torch.arange(40)
+IDS = "eagle_aux_hidden_state_layer_ids"
 REFUSED = {
     "another vocabulary": ({"vocab_size": 62}, {}, ModelError, "vocab_size=62; expected 61"),
     "another hidden size": ({"hidden_size": 64}, {}, ModelError, "hidden_size=64; expected 32"),
     "another family": ({"model_type": "qwen3"}, {}, ModelError, "model_type='qwen3'"),
     "layers of another model": (
-        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}}, {}, ModelError, "reads layers",
+        {"eagle_config": {IDS: [2, 16, 29]}}, {}, ModelError, r"eagle_config\.eagle_aux.*=\[2, 16, 29\]: .* from 0 to ",
+    ),
+    "no numbers of layers": ({IDS: [[2], 4, 5]}, {}, ModelError, r"layer_ids=\[\[2\], 4, 5\]: expected a list"),
+    "no list of layers": ({IDS: "2"}, {}, ModelError, "layer_ids='2': expected a list of different layers from 1 to"),
+    "a layer twice": ({"eagle_config": {IDS: [1, 1]}}, {}, ModelError, "expected a list of different layers"),
+    "the input of the first layer": ({IDS: [0, 1, 2]}, {}, ModelError, "different layers from 1 to"),
+    "two lists": (
+        {IDS: [1, 2, 3], "eagle_config": {IDS: [1, 2]}}, {}, ModelError, r"which are outputs: expected \[2, 3\]",
+    ),
+    "eagle_config is no object": ({"eagle_config": 3}, {}, ModelError, "eagle_config=3: expected an object"),
+    "no states of layers": (
+        {"eagle_config": {"use_aux_hidden_state": False}}, {}, ModelError, "use_aux_hidden_state=false",
+    ),
+    "no last norm": ({"use_last_layernorm": False}, {}, ModelError, "use_last_layernorm=false, which is not impl"),
+    "no first norm": (
+        {"eagle_config": {"use_input_layernorm_in_first_layer": False}}, {}, ModelError, "in_first_layer=false",
     ),
     "no map": ({}, {"d2t": None}, ModelError, "expected a tensor d2t"),
     "no product of the states": ({}, {"fc.weight": None}, ConfigError, "has no tensor fc"),
@@ -157,6 +173,30 @@ def test_a_map_that_leads_elsewhere_is_refused(case, d2t, words, tmp_path):
     files = case.head.write(tmp_path / "head", {"d2t": d2t})
     with pytest.raises(ModelError, match=words):
         case.engine(files)
+
+
+def test_a_map_of_token_ids_in_place_of_differences_is_refused(case, tmp_path):
+    head = Eagle3Reference(case.model, case.head.layers, case.head.told, drafted=20)
+    ids = torch.arange(20) + 1
+    files = head.write(tmp_path / "head", {"d2t": ids, "t2d": None})
+    with pytest.raises(ModelError, match="d2t of the drafter's head holds token ids; expected their differences"):
+        case.engine(files)
+
+
+@pytest.mark.parametrize("layers", [(1, 3, 2), (2,)])
+@pytest.mark.parametrize("where", ["outputs", "inputs", "both"])
+def test_layers_of_config_json_are_read_by_either_convention(case, layers, where, tmp_path, seen, monkeypatch):
+    """One layer has the width of the head's own states, and its states pass ``fc`` too."""
+    head = Eagle3Reference(case.model, layers)
+    config = {} if where == "outputs" else {IDS: list(layers)}
+    if where == "inputs":
+        config["eagle_config"] = {IDS: []}
+    monkeypatch.setattr(case, "files", head.write(tmp_path / "head", **config))
+    with case.engine() as llm:
+        assert tokens(llm, case.prompts[1:4]) == case.want[1:4]
+        points = ", ".join(f"layers.{i}.input" for i in layers)
+        assert f"reads {points}" in str(llm.explain())
+    assert seen and all(drafts == head.drafts(row, len(drafts)) for row, drafts in seen)
 
 
 def test_the_option_model_is_needed():

@@ -76,7 +76,8 @@ class Head:
     at the token before ids[t], concatenated.  ``position`` and the place in the KV cache are those of the token before.
     A call returns states [T, W], and ``logits`` maps states [N, W] to logits [N, V] of the served model's vocabulary
     for the token after ``ids``.  For the second and later drafts of a row ``hidden`` are the states [N, W] of the draft
-    before.  ``attach(model)`` is called once with the served model, whose embedding and output layer may be used.
+    before, and ``drafted`` is true.  ``attach(model)`` is called once with the served model, whose embedding and output
+    layer may be used.
     """
 
     arch: ModelArch

@@ -106,6 +106,7 @@ class StepTensors:
     watch: StepWatch | None = None
     # hidden states [T, width] of the served model, for the layers of a drafter (``drafter.Head``)
     hidden: Tensor | None = None
+    drafted: bool = False  # ``hidden`` are the head's own states at the draft before
 
 
 class LinearModule(Protocol):

@@ -91,11 +91,20 @@ class VocabularyMap(Module):
 
     def finish(self) -> None:
         if self.marked is None:
+            self._check_differences()
             return
         marked = self.marked.nonzero()[:, 0]
         self.marked = None
         if not torch.equal(marked, self.ids.cpu().sort()[0]):
             raise ModelError("d2t and t2d of the drafter's head name different token ids; download the files again")
+
+    def _check_differences(self) -> None:
+        """Raise ModelError if ``d2t`` holds token ids, which grow from each output to the next.
+
+        Differences grow only where token ids are left out, and do not grow everywhere in a vocabulary."""
+        differences = self.ids.cpu() - torch.arange(len(self.ids))
+        if len(differences) > 1 and (differences.diff() > 0).all():
+            raise ModelError("d2t of the drafter's head holds token ids; expected their differences from 0, 1, 2 ...")
 
 
 class WideBlock(DecoderBlock):
@@ -113,7 +122,7 @@ class EagleHead:
     def __init__(
         self, spec: DecoderSpec, parts: ModuleParts, states: int, drafted: int, params: Sequence[str], embeds: bool
     ) -> None:
-        hidden = self.hidden = spec.hidden
+        hidden = spec.hidden
         self.vocab, self.reduced = spec.vocab, drafted < spec.vocab
         self.embed: Any = parts.embedding("embed", spec.vocab, hidden) if embeds else None
         self.fc = parts.linear("fc", states, [("", hidden)])
@@ -132,7 +141,7 @@ class EagleHead:
     def __call__(self, step: StepTensors) -> Tensor:
         states = step.hidden
         assert states is not None
-        if states.shape[1] != self.hidden:  # those of the served model, not of the draft before
+        if not step.drafted:
             states = self.fc(states)
         embedding = self.embedding_norm(self.embed(step.ids))[0]
         both = torch.cat([embedding, self.hidden_norm(states)[0]], dim=1)

@@ -73,6 +73,7 @@ class HeadModel(OwnModel):
             read.meta.position = read.position
         slot_of = read.meta.slots[read.meta.row]
         read.ids = self.state.tokens[slot_of, read.position + 1].long()
+        read.drafted = copied
         read.hidden = self.last if copied else self.states.at(self.state, slot_of, read.position)
         indices = self.state.to(last) if len(read.ids) > len(slots) else None
         model = self.second.model

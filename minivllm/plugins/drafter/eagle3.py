@@ -19,6 +19,8 @@ from minivllm.plugins.model.llama import Llama
 from .mtp import MTP
 
 IDS = "eagle_aux_hidden_state_layer_ids"
+# settings of config.json that only have the value true here
+NEEDED = ("use_aux_hidden_state", "use_last_layernorm", "use_input_layernorm_in_first_layer")
 LAYERS = ("midlayer.", "layers.0.")  # beginnings of the names of the layer's tensors
 SOURCES = {"hidden_norm": "hidden_norm", "input_layernorm": "layers.0.norm1"}
 
@@ -61,6 +63,10 @@ class EagleArch(ModelArch):
             raise ModelError(f"the head has hidden_size={cfg.hidden_size}; {expected}")
         if getattr(cfg, "norm_before_residual", False):
             raise ModelError("the head has norm_before_residual=true, which is not implemented; use another head")
+        nested = _nested(cfg)
+        for name in NEEDED:
+            if nested.get(name, getattr(cfg, name, None)) is False:
+                raise ModelError(f"the head has {name}=false, which is not implemented; use another head")
         drafted = self._drafted(cfg)
         if type(drafted) is not int or not 1 <= drafted <= cfg.vocab_size:
             raise ModelError(f"draft_vocab_size={shown(drafted)}: expected 1 to {cfg.vocab_size}")
@@ -99,13 +105,35 @@ class EagleArch(ModelArch):
 
 
 def _layers_read(cfg: Any, target: Any) -> tuple[int, ...]:
-    """Return the layers of the model before which a head reads the hidden states.  ModelError for impossible ones."""
+    """Return the layers of the model before which a head reads the hidden states.  ModelError for impossible ones.
+
+    A list at the top of config.json has these numbers, as in vLLM.  A list in ``eagle_config`` has the numbers of the
+    layers whose outputs are read, as in SpecForge and SGLang.  Without a list, or with empty ones, the layers are
+    those of EAGLE-3."""
     count = target.num_hidden_layers
-    own = getattr(cfg, "eagle_config", None) or {}
-    found = own.get(IDS) if isinstance(own, dict) else None
-    layers = tuple(found) if isinstance(found, list) else (2, count // 2, count - 3)
-    possible = set(range(1, count))
-    if not layers or len(possible.intersection(layers)) < len(layers):
-        what = "config.json" if found is not None else "EAGLE-3"
-        raise ModelError(f"{what} reads layers {list(layers)}; expected different ones from 1 to {count - 1}")
-    return layers
+    inner = _layer_list(_nested(cfg).get(IDS), "eagle_config." + IDS, 0, count - 2)
+    outer = _layer_list(getattr(cfg, IDS, None), IDS, 1, count - 1)
+    inputs = [index + 1 for index in inner]
+    if inner and outer and inputs != outer:
+        found = f"{IDS}={outer} names other layers than eagle_config.{IDS}={inner}"
+        raise ModelError(f"{found}, which are outputs: expected {inputs}, or one of the two lists")
+    usual = [2, count // 2, count - 3]
+    return tuple(inputs or outer or _layer_list(usual, "the layers of EAGLE-3", 1, count - 1))
+
+
+def _layer_list(found: Any, name: str, least: int, most: int) -> list[int]:
+    """Return a list of different layer numbers from ``least`` to ``most``, which is empty for None."""
+    if found is None:
+        return []
+    numbers = isinstance(found, list) and all(type(index) is int and least <= index <= most for index in found)
+    if not numbers or len(set(found)) < len(found):
+        raise ModelError(f"{name}={shown(found)}: expected a list of different layers from {least} to {most}")
+    return found
+
+
+def _nested(cfg: Any) -> dict[str, Any]:
+    """Return the object ``eagle_config`` of config.json, which is empty if it is missing."""
+    found = getattr(cfg, "eagle_config", None)
+    if not isinstance(found, dict | None):
+        raise ModelError(f"eagle_config={shown(found)}: expected an object")
+    return found or {}
