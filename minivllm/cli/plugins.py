@@ -48,7 +48,10 @@ def with_verb(argv: Sequence[str]) -> list[str]:
 
 
 def add_commands(command: Any, wiring: argparse.ArgumentParser, common: argparse.ArgumentParser) -> None:
-    """Add ``plugins`` and ``explain``.  ``command`` makes a subparser of ``minivllm``."""
+    """Add the commands ``plugins`` and ``explain``.  ``command`` adds a subparser to ``minivllm``.
+
+    ``wiring`` and ``common`` are parent parsers: the flags of the configuration, and ``--debug``.
+    """
     from minivllm.registration.spec import KINDS
 
     text = "List, show and check the plug-ins that are installed; `plugins [SEAM]` is short for `plugins list [SEAM]`."

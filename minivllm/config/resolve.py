@@ -581,10 +581,11 @@ class _Fold:
         features: frozenset[str] = frozenset(),
         at: str = "",
     ) -> Selection:
-        """Select a plug-in of a kind.  PluginError names the source of the choice.
+        """Select the plug-in of a kind that supports the given facts and features, as the user's choice allows.
 
-        The request consists of the ``known`` facts, the facts ``more``, and ``features``.  ``at`` is the path of the
-        choice in the configuration, by default its option.
+        The facts are those resolved so far whose names are in ``known``, and ``more``.  ``features`` are required.
+        ``at`` is the path of the choice in the configuration, by default the option of the kind.  The message of a
+        PluginError begins with the source of the choice, such as a file.
         """
         facts = {name: self.facts[name] for name in known if name in self.facts}
         facts.update(more or {})
@@ -656,7 +657,11 @@ def _without_type(checkpoint: Checkpoint) -> str:
 
 
 def make_part(registry: Registry, chosen: Candidate, choice: PluginChoice, at: str, origins: Mapping[str, str]) -> Part:
-    """Check the options of a chosen plug-in and return it as data."""
+    """Return a chosen plug-in and its checked options as plain data, which a worker process can receive.
+
+    ``at`` is the path of the choice in the configuration, and ``origins`` has the source of each value.  The error of
+    invalid options names both.
+    """
     spec = chosen.require_spec()
     entry = chosen.entry
     options = registry.options(chosen, choice.options, f"{at}.options", origins)

@@ -48,7 +48,7 @@ Test = TypeVar("Test", bound=Callable[..., Any])
 
 
 def since(major: int, minor: int, spec_only: bool = False) -> Callable[[Test], Test]:
-    """Mark a test with the first version of the seam's contract that demands it.
+    """Mark a test with the first version of the plug-in contract that requires it.
 
     The test skips for a plug-in whose spec names an older version.  A test marked ``spec_only`` also runs when a
     package that the implementation needs is not installed.

@@ -22,7 +22,7 @@ class ExecutorTaps(ExecutorRows):
     """The tests of taps and steering."""
 
     def need_points(self, driver: Driver) -> None:
-        """Skip the test if the executor serves no points of the model."""
+        """Skip the test if the executor does not support taps."""
         if driver.capacity.taps is None:
             pytest.skip("excused: its capacity has taps=None, so the engine gives it none")
 

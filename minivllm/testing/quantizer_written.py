@@ -169,9 +169,9 @@ def methods(spec: Spec) -> Any:
 
 
 def sizes(spec: Spec, default: tuple[float, float], *dtypes: str) -> tuple[float, float]:
-    """Return the sizes of the smallest and the largest numbers to test a weight with.
+    """Return the magnitudes of the numbers in a tiny and in a huge test weight.
 
-    The default is narrowed to the range of float16 if a dtype, or the dtype of the scales, is float16.
+    They are ``default``, or 0.01 and 10000 if a dtype, or the dtype of the scales, is float16, whose range is small.
     """
     method = of(spec)
     half = "float16" in dtypes or (method is not None and method.scales == "float16")

@@ -63,7 +63,10 @@ class Batches:
             )
 
     def _crowd(self, row: Tensor) -> Iterator[SampledSeq]:
-        """Yield 40 other sequences, each kind of logits with several parameters."""
+        """Yield 40 sequences to put into a batch with the tested row.
+
+        Their logits are the eight kinds of ``unlike(row)``, each with several sampling parameters.
+        """
         tried = self.tried_rows()
         kinds = unlike(row)
         for i in range(5 * len(kinds)):

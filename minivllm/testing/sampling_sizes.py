@@ -112,7 +112,12 @@ class ProcessorSizes(SamplingSizes):
         return [keywords for name in sorted(self.reads - set(self.unknown())) for keywords in self.keywords_with(name)]
 
     def _long(self) -> Iterator[tuple[str, dict[str, Any], tuple[int, ...]]]:
-        """Yield (parameter, keywords, end of a history after which they take effect)."""
+        """Yield the parameters that are lists, words or n-grams, each with long values, as (parameter, keywords, output
+        tokens).
+
+        ``keywords`` set the parameter.  The output tokens decide whether a word or an n-gram can be completed by the
+        next token.
+        """
         for n in ENTRIES:
             tokens = [_token(i) for i in range(n)]
             yield "logit_bias", {"logit_bias": {token: 1.0 + i % 9 for i, token in enumerate(tokens)}}, (3,)

@@ -75,7 +75,9 @@ class LoadChoice:
         self.byte_seconds[tier] = mean(self.byte_seconds[tier], seconds / max(size, 1))
 
     def written(self, size: int, seconds: float) -> None:
-        """Note the total bytes that were written to the device so far, and their time."""
+        """Set the time to write a byte from host memory to device memory, from the bytes and
+        seconds of all writes so far.
+        """
         if size:
             self.write_seconds = seconds / size
 

@@ -64,7 +64,7 @@ class NamedPrefixes:
 
     @property
     def index(self) -> TierIndex:
-        """Return the tier that keeps names.  RequestError if there is none."""
+        """Return the tier that stores named prefixes.  RequestError if no tier does."""
         if self.tier < 0:
             raise RequestError("no tier keeps names of prefixes: add the store disk to kvstore")
         return self.owner.tiers[self.tier]

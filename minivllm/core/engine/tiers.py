@@ -152,7 +152,12 @@ class Tiers:
     # ---- to the tiers ------------------------------------------------------------------------------------------------
 
     def published(self, slot: int, first: int, last: int) -> None:
-        """Note the keys of the blocks ``first`` to ``last`` - 1 of a row, which were published just now."""
+        """Store the page keys of the blocks ``first`` to ``last`` - 1 of the row in ``slot``, which
+        the prefix cache now has.
+
+        A tier stores a block under its key when the block is evicted, or soon after this call if
+        the tier is eager.
+        """
         s, seq = self.cache.slots, self.cache.slots.at(slot)
         keys = self.keys_of(s.tokens[slot, : last * s.block], seq.request.salt, seq.page_keys, last)
         tenant = int(s.tenant[slot])

@@ -50,10 +50,11 @@ class CodecError(ValueError):
 
 
 class ColumnSpec(NamedTuple):
-    """An array ``name`` of the object called ``owner``.
+    """One array of a message, with the names of the message's object (``owner``) and of the array
+    (``name``).
 
-    Its first dimension is the count called ``length``.  ``width`` is the size of its second dimension; 0 means that it
-    has one dimension.
+    ``length`` is the name of the count that gives its first dimension.  ``width`` is the size of
+    its second dimension; 0 means that the array has one dimension.
     """
 
     owner: str

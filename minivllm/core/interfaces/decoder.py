@@ -150,7 +150,10 @@ class GatedDelta:
         return self.value_heads * self.value_dim
 
     def state(self, processes: int = 1) -> Recurrent:
-        """Return the state of a sequence, or the share of each of several processes."""
+        """Return the shapes and dtypes of the state of one sequence in one process.
+
+        ``processes`` is the number of tensor-parallel processes; each has an equal share.
+        """
         heads = self.value_heads // processes
         tensors = (
             StateTensor("state", (heads, self.key_dim, self.value_dim), "float32"),
@@ -174,7 +177,10 @@ class ShortConv:
     bias: bool = False
 
     def state(self, processes: int = 1) -> Recurrent:
-        """Return the state of a sequence, or the share of each of several processes."""
+        """Return the shapes and dtypes of the state of one sequence in one process.
+
+        ``processes`` is the number of tensor-parallel processes; each has an equal share.
+        """
         ring = StateTensor("ring", (self.inner // processes,), ring=True)
         return Recurrent((ring,), self.width - 1)
 

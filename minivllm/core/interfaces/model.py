@@ -418,7 +418,12 @@ def _delta_rules(hf: str, our: str, names: DeltaNames, spec: GatedDelta) -> list
 
 
 def _mlp_rules(hf: str, our: str, gate_up: tuple[str, ...], down: str, gated: bool) -> list[Rule]:
-    """Return the rules of an MLP, with the same prefixes as ``_layer_rules``."""
+    """Return the rules that load the weights of an MLP.
+
+    ``hf`` and ``our`` are name prefixes in the checkpoint and in the model.  ``gate_up`` and
+    ``down`` are names in the checkpoint; one name in ``gate_up`` means that gate and up are one
+    tensor.
+    """
     rules = [Rule(hf + down, our + "down")]
     if not gated:
         return [*rules, Rule(hf + gate_up[-1], our + "up")]

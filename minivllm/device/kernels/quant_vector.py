@@ -146,8 +146,9 @@ def _steps(most, TOP: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _beside(residual, norm, on, N: tl.constexpr, MODE: tl.constexpr):
-    """Return the residual of outputs ``on`` and the weight of the next norm, which are loaded before the sums are
-    ready.
+    """Load the residual and the weight of the next norm at the output columns ``on`` (MODE 2), else return zeros.
+
+    The loads begin before the products, so that both overlap.
     """
     if MODE == 2:
         stream = tl.load(residual + on, mask=on < N, other=0.0)

@@ -56,8 +56,11 @@ def checkpoint_headers(folder: Path, pickled: bool = False) -> dict[str, Header]
 
 
 def file_stamps(folder: Path, pickled: bool = False) -> dict[Path, tuple[int, int, int]]:
-    """Return size, time of change in ns and inode of each file of weights, which tell a file that was written or
-    replaced; a file that is gone has no entry."""
+    """Return size, modification time in ns and inode of each file of weights.
+
+    ``check_unchanged`` compares them to find a file that was written or replaced.  A file that no longer exists has no
+    entry.  ``pickled`` lists the files of ``torch.save`` in place of those of safetensors.
+    """
     paths = [folder] if is_gguf(folder) else [path for path, _ in checkpoint_files(folder, pickled)]
     found = {}
     for path in paths:

@@ -360,7 +360,11 @@ class Runner:
         return not self._poison and not self.chain.commits[-1] and native.draws(plan)
 
     def _sample_captured(self, running: Running, late: LateInputs | None) -> bool:
-        """Run SAMPLE as one replay; return False if the step needs an operation that cannot be captured."""
+        """Draw the tokens of a step by a replay of the captured SAMPLE, and return True.  ``late`` has the late masks.
+
+        Return False without drawing if FORWARD was not captured, an error of a slot must be reported, the step needs an
+        operation that cannot be captured, or there is no capture and none can be made.
+        """
         plan = running.plan
         asked = self.graphs.asked(plan) if running.graph is not None and not self._poison else None
         done = self.graphs.sample(running.graph, asked, plan, late) if asked is not None else None

@@ -209,7 +209,11 @@ def _absolute(path: str) -> str:
 
 
 def _facts(resolved: Resolved, capacity: Capacity | None) -> Entries:
-    """Return the values that minivllm chose for options that the configuration left open."""
+    """Return the values with which the engine runs, whether the user or minivllm chose them.
+
+    ``capacity`` adds the depth of run-ahead, and the sizes of the KV cache, the weights and the recurrent states.  None
+    leaves them out, before the engine is built.
+    """
     wiring = resolved.wiring
     facts: Entries = {"device": wiring.device, "dtype": wiring.dtype}
     facts["max_model_len"] = wiring.max_model_len

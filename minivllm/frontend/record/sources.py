@@ -73,7 +73,10 @@ def plugin_source(target: str) -> Source:
 
 
 def package_source() -> Source:
-    """Return the source of minivllm with its native part, without the plug-ins."""
+    """Return the hash of minivllm's Python and C++ files.
+
+    The folders of ``APART`` are left out: plug-ins have hashes of their own, and no step of the engine uses the rest.
+    """
     root = Path(__file__).parents[2]
     apart = [root / folder for folder in APART]
     found = {}

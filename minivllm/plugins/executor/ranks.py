@@ -177,7 +177,11 @@ class RankRunner(Runner):
 
 
 class _Padded:
-    """Rank 0's model while it draws behind a captured FORWARD: logits of ``hidden`` are rows of those of ``whole``."""
+    """The model of rank 0 while rank 0 samples after a captured FORWARD.
+
+    ``logits`` of ``hidden`` computes the logits of ``whole``, the padded hidden states of the capture, and returns the
+    rows that sample.  All ranks compute logits of ``whole``, so that the shapes of their collective call are equal.
+    """
 
     def __init__(self, model: Any, hidden: Tensor, whole: Tensor, rows: Callable[[], Tensor]) -> None:
         self._model, self._hidden, self._whole, self._rows = model, hidden, whole, rows

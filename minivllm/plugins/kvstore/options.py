@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class CpuStoreOptions(BaseModel):
-    """How much memory the tier takes, and when pages go there."""
+    """The options of the tier in CPU memory: its size, when pages are stored, and when a request loads them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -25,7 +25,7 @@ class CpuStoreOptions(BaseModel):
 
 
 class DiskStoreOptions(BaseModel):
-    """The folder of the files, their size, and when pages go there."""
+    """The options of the tier on disk: its folder and size, when pages are stored, and when a request loads them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

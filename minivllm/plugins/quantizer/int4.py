@@ -85,7 +85,12 @@ def _codes(w: Tensor, times: Tensor | float, out: Tensor) -> Tensor:
 
 
 def _ranges(w: Tensor, symmetric: bool, clip: bool) -> Iterator[tuple[Tensor, list[float]]]:
-    """Yield a step [n] whose grid holds all elements, and the factors to try with it."""
+    """Yield the step f32 [n] of each group of w f32 [group, n], and the factors by which to shorten it.
+
+    The step is the smallest for which the 16 points of the grid cover all elements of the group.  ``symmetric`` yields
+    two steps, the second one negative, since the grid from -8 to 7 has one point more below 0 than above.  ``clip``
+    False yields the factor 1 only.
+    """
     low, high = w.amin(0), w.amax(0)
     wholes = [(high - low) / 15]
     if symmetric:

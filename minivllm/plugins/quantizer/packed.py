@@ -85,7 +85,10 @@ class Share:
         )
 
     def taken(self, words: Tensor, bits: int) -> Tensor:
-        """Return this process's columns u8 of rows of words, whose fields are all ``inputs``."""
+        """Unpack rows of packed words i32 [rows, W], and return this process's columns, u8 [rows, columns].
+
+        A row of words has one field of ``bits`` bits for each of the ``inputs`` of all processes.
+        """
         first = self.columns.start * bits // 32
         last = -(-self.columns.stop * bits // 32)
         at = first * 32 // bits if 32 % bits == 0 else 0

@@ -140,7 +140,10 @@ class EngineHooks:
         return None if plan is None else self._planned[plan.id][0]
 
     def _publish(self, publish: Callable[[Flight, StepResult], None], flight: Flight, result: StepResult) -> None:
-        """Publish the result of a step inside the wrappers."""
+        """Call ``publish`` inside the plug-ins' wrappers of the hook ``minivllm_publish``.
+
+        The result is kept for ``minivllm_step_finished`` if a plug-in has that hook.
+        """
         view, row = self._planned.pop(result.id)
         self.manager.wrap("minivllm_publish", lambda: publish(flight, result), lambda none: None, step=view)
         if self.manager.listens("minivllm_step_finished"):

@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class EngineView:
-    """The configuration of an engine."""
+    """The configuration of an engine, as hooks receive it when the engine starts and stops."""
 
     model: str  # directory of the model
     device: str

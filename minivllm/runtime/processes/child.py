@@ -199,7 +199,11 @@ def signal_name(number: int) -> str:
 
 
 def attach(sock: str, memory: str, last: Callable[[], None] | None = None) -> Channel:
-    """Return the started process's end of the channel.  This process ends when the channel closes (``follow``)."""
+    """Open the channel to the parent process, in a process that it has started.
+
+    ``sock`` and ``memory`` are the numbers of inherited file descriptors.  When the parent closes the channel, this
+    process ends; ``follow`` describes how, and when it calls ``last``.
+    """
     ours = socket.socket(fileno=int(sock))
     ours.set_inheritable(False)
     channel = Channel(ours, int(memory), started=True)

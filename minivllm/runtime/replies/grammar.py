@@ -242,12 +242,12 @@ class _Messages:
         return rules.source(joined(thoughts, body))
 
     def _message(self, channel: str) -> str:
-        """Return the sequence of a message with any text."""
+        """Return the grammar of a message in a channel, such as "analysis": its header, then free text without tags."""
         head = self._channels.channel + channel + self._channels.message
         return joined(self._rules.sequence(head), f"{self._text}*")
 
     def _call(self, name: str) -> str:
-        """Return the sequence of the header of a call."""
+        """Return the grammar of the header of a call of function ``name``."""
         channels = self._channels
         recipient = f"{channels.calls} {channels.recipient}{name} "
         template = f"{channels.channel}{recipient}{channels.constrain}json{channels.message}"

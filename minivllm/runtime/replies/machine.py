@@ -107,7 +107,10 @@ class DescribedReply:
         return None if out.lead or out.spaces or text[-1].isspace() else Thought(text)
 
     def cut(self) -> Sequence[Part]:
-        """Return the rest of an answer that the length limit has cut, without an incomplete call."""
+        """End an answer at its length limit, and return the parts of the text that was held back.
+
+        An incomplete tool call is dropped.
+        """
         if self._collects and '"name"' not in "".join(self._held + self._collected) and self._is_object():
             self._release()  # an answer that is other JSON
         if self._is_text and not self._waits_for_head():

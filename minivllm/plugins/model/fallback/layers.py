@@ -39,7 +39,10 @@ class Projection(Replaced):
 
 
 class Shared:
-    """One product of several matrices that are given the same tensor; ``piece`` gives what each of them would."""
+    """Several matrices that are multiplied by the same tensor, as one product.
+
+    ``piece`` returns the output of one matrix.  The product is computed at the first call for an input.
+    """
 
     def __init__(self, linear: Any, inp: int, sizes: Sequence[int]) -> None:
         self.linear, self.inp, self.sizes = linear, inp, list(sizes)
