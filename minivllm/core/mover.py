@@ -25,6 +25,7 @@ import numpy as np
 from .interfaces.kvstore import KEY_BYTES, KVStore
 
 RELEASE = -1  # KV group of a row of ``fill`` that releases its ticket
+DROP = -1  # KV group of a row of ``store`` that removes its page from the tier
 LOOK = 1.0  # seconds without work after which a store looks for pages of other processes
 CLOSING = 2.0  # seconds to wait for the threads at the end
 log = logging.getLogger("minivllm")
@@ -86,7 +87,7 @@ class TierThread:
             size = page.nbytes
             stored = bool(self.store.put(key, page))
         except Exception as e:
-            self._fault("put", e)
+            self.fault("put", e)
         self._done(ticket, stored, size, time.monotonic() - begun)
 
     def get(self, key: bytes, size: int) -> np.ndarray | None:
@@ -94,7 +95,7 @@ class TierThread:
         try:
             page = self.store.get(key)
         except Exception as e:
-            self._fault("get", e)
+            self.fault("get", e)
             return None
         if page is None or page.dtype != np.uint8 or page.shape != (size,):
             self.faults += 1
@@ -107,7 +108,7 @@ class TierThread:
         try:
             kept = bool(self.store.mark(name, keys))
         except Exception as e:
-            self._fault("mark", e)
+            self.fault("mark", e)
         self._done(ticket, kept, 0, 0.0)
 
     def drop(self, keys: list[bytes]) -> None:
@@ -115,9 +116,10 @@ class TierThread:
         try:
             self.store.drop(keys)
         except Exception as e:
-            self._fault("drop", e)
+            self.fault("drop", e)
 
-    def _fault(self, what: str, e: Exception) -> None:
+    def fault(self, what: str, e: Exception) -> None:
+        """Count an exception, and log each one whose number is a power of two."""
         self.faults += 1
         if self.faults & (self.faults - 1) == 0:  # 1, 2, 4, 8 ...
             log.warning(
@@ -135,7 +137,7 @@ class TierThread:
         try:
             found = self.store.look()
         except Exception as e:
-            self._fault("look", e)
+            self.fault("look", e)
             return
         with self._wake:
             self.news.update(found)
@@ -159,7 +161,7 @@ class TierThread:
         try:
             self.store.close()
         except Exception as e:
-            self._fault("close", e)
+            self.fault("close", e)
 
     def close(self) -> None:
         """End the thread once its work is done."""
@@ -187,6 +189,12 @@ def _description(store: KVStore) -> dict[str, Any]:
         "keys": {key.hex(): size for key, size in store.keys().items()},
         "names": names,
     }
+
+
+def _keys_of(rows: np.ndarray) -> list[bytes]:
+    """Return the keys of rows of ``Mover.store``."""
+    raw = rows[:, 4:].astype(">i8").tobytes()
+    return [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)]
 
 
 class Mover:
@@ -218,17 +226,30 @@ class Mover:
 
     def store(self, rows: np.ndarray) -> None:
         """Read blocks and store them as pages.  ``rows`` i64 [n, 6] are (tier, group, block, ticket, and the key as two
-        numbers)."""
-        for group in sorted(set(rows[:, 1].tolist())):
+        numbers); the group DROP removes the page of the key before all others are stored.  A block that cannot be
+        read is not stored."""
+        dropped = rows[rows[:, 1] == DROP]
+        for tier in sorted(set(dropped[:, 0].tolist())):
+            of_tier, thread = dropped[dropped[:, 0] == tier], self.tiers[tier]
+            thread.add(partial(thread.drop, _keys_of(of_tier)))
+        groups = set(rows[:, 1].tolist()) - {DROP}
+        for group in sorted(groups):
             of_group = rows[rows[:, 1] == group]
-            blocks, index = np.unique(of_group[:, 2], return_inverse=True)
-            batch = self.memory.read(group, blocks.tolist())
-            keys = of_group[:, 4:].astype(">i8").tobytes()
             tiers, tickets = of_group[:, 0].tolist(), of_group[:, 3].tolist()
-            for i, at in enumerate(index.tolist()):
-                key = keys[KEY_BYTES * i : KEY_BYTES * (i + 1)]
-                thread = self.tiers[tiers[i]]
-                thread.add(partial(thread.put, tickets[i], key, batch, at))
+            threads = [self.tiers[tier] for tier in tiers]
+            blocks, index = np.unique(of_group[:, 2], return_inverse=True)
+            try:
+                batch = self.memory.read(group, blocks.tolist())
+            except Exception as e:  # such as no pinned memory: the pages are lost, and no step is
+                for thread in dict.fromkeys(threads):
+                    thread.fault("read", e)
+                for ticket in tickets:
+                    self._done(ticket, False, 0, 0.0)
+                continue
+            places = index.tolist()
+            orders = zip(threads, tickets, _keys_of(of_group), places, strict=True)
+            for thread, ticket, key, place in orders:
+                thread.add(partial(thread.put, ticket, key, batch, place))
 
     def fill(self, rows: np.ndarray) -> None:
         """Write staged pages to blocks.  ``rows`` i64 [n, 3] are (group, block, ticket); the group RELEASE releases the
@@ -254,16 +275,12 @@ class Mover:
     def call(self, args: Mapping[str, Any]) -> dict[str, Any]:
         """Carry out orders, and return the tickets that are done since the last call, as JSON values.
 
-        ``get`` has rows (tier, ticket, key, KV group), ``drop`` has rows (tier, keys), ``mark``
-        has rows (tier, ticket, name, keys or None).  ``store`` and ``fill`` have the
-        rows of these methods; the engine sends them here only if no step is in flight."""
+        ``get`` has rows (tier, ticket, key, KV group), ``mark`` has rows (tier, ticket, name, keys or None).
+        ``store`` and ``fill`` have the rows of these methods; the engine sends them here only if no step is in
+        flight."""
         for tier, ticket, key, group in args.get("get", ()):
             size = self.memory.page_bytes[group]
             self._order_get(self.tiers[tier], ticket, bytes.fromhex(key), size)
-        for tier, keys in args.get("drop", ()):
-            thread = self.tiers[tier]
-            gone = [bytes.fromhex(key) for key in keys]
-            thread.add(partial(thread.drop, gone))
         for tier, ticket, name, keys in args.get("mark", ()):
             pages = None if keys is None else [bytes.fromhex(key) for key in keys]
             self.tiers[tier].add(partial(self.tiers[tier].mark, ticket, name, pages))

@@ -8,11 +8,16 @@ from tier_machine import PATIENCE, EagerStore, TierDevice, WeakStore, drive, par
 
 from minivllm.core.engine.cache import KVCache
 from minivllm.core.engine.checkpoints import Checkpoints
+from minivllm.core.engine.forks import fork_ready
 from minivllm.core.engine.tier_choice import LoadChoice, Slope
 from minivllm.core.engine.tier_index import TierIndex
 from minivllm.core.engine.tiers import Tiers
+from minivllm.core.interfaces.strategy import Branch, DecodingStrategy, Guide
 from minivllm.core.mover import RELEASE, Mover, TierThread
+from minivllm.errors import RequestError
 from minivllm.plugins.executor.sim_pages import SimPages
+from minivllm.plugins.scheduler.fcfs import Fcfs
+from minivllm.plugins.strategy.beam import Beam
 from minivllm.testing.sim import answer, outputs, request, sim_engine
 
 FAULTS = {}
@@ -259,6 +264,164 @@ def test_a_row_that_leaves_before_its_delta_takes_its_writes_with_it():
     assert [f[0] for f in bench.tiers.fills] == [RELEASE] * 3
     bench.run(again)
     assert bench.tokens(again)[0] == answer(PROMPT, again.params)[0]
+
+
+def test_blocks_that_a_branch_shares_are_filled_when_its_parent_is_preempted():
+    bench = Bench(checkpoints=4)
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    again = bench.ask("b", PROMPT, n=2)
+    bench.engine.step()
+    bench.work()
+    bench.engine._turn_tiers()
+    planner = bench.engine.planner
+    assert planner._enter(again.sequences[0], 0)
+    fork_ready(planner)
+    assert again.sequences[1].slot >= 0
+    planner.preempt(again.sequences[0].slot)
+    assert sum(group == 0 for group, *_ in bench.tiers.fills) == 3
+    bench.run(again)
+    assert bench.tokens(again) == [answer(PROMPT, again.params, i)[0] for i in range(2)]
+
+
+@pytest.mark.parametrize("states", [None, 4])
+def test_a_plan_that_fails_after_an_admission_sends_no_page_ahead_of_the_row(states, monkeypatch):
+    """The pages are written with the delta that has the states, copies and tables of the row."""
+    bench = Bench(checkpoints=states)
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    again = bench.ask("b", PROMPT, n=2)
+    bench.engine.step()
+    bench.work()
+    planner, written = bench.engine.planner, []
+    real = planner._make_plan
+
+    def fails(*args):
+        monkeypatch.setattr(planner, "_make_plan", real)
+        raise RuntimeError("once")
+
+    monkeypatch.setattr(planner, "_make_plan", fails)
+    real_fill = Mover.fill
+    monkeypatch.setattr(Mover, "fill", lambda self, rows: (written.append(len(rows)), real_fill(self, rows)))
+    bench.engine.step()
+    assert again.sequences[0].slot >= 0
+    assert not written
+    assert any(group != RELEASE for group, *_ in bench.tiers.fills)
+    bench.engine._turn_tiers()
+    assert not written
+    bench.run(again)
+    assert written
+    assert bench.tokens(again) == [answer(PROMPT, again.params, i)[0] for i in range(2)]
+
+
+@pytest.mark.parametrize("store", [WeakStore, EagerStore])
+def test_pages_of_beams_have_the_keys_of_their_tokens(store):
+    """Beams take the places of others in every step; ``check`` compares the keys with the tokens of the rows."""
+    bench = Bench(store, strategy=Beam())
+    ask = dict(max_tokens=18, beam_width=3, ignore_eos=True)
+    searches = [request(bench.engine, f"r{i}", [i, 3, 5], **ask) for i in range(6)]
+    named = 0
+    while bench.engine.busy:
+        bench.engine.step()
+        bench.work()
+        bench.engine.check()
+        named = max(named, len(bench.tiers.named[0]))
+    assert all(r.answer and r.answer[0].error is None for r in searches)
+    assert named > 5
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_full_tier_has_room_for_the_pages_for_which_it_lost_others(depth):
+    """Steps evict blocks of the device, for which the tier evicts pages; some of these are ordered again at once."""
+    bench = Bench(depth=depth)
+    for i in range(120):
+        twins = [bench.ask(f"{name}{i}", [i % 13, i % 7, i % 5, *[i % 3] * 6]) for name in "ab"]
+        bench.run(*twins)
+    for _ in range(3):
+        bench.engine.step()
+        bench.work()
+    (tier,) = bench.tiers.tiers
+    assert tier.evictions > 50
+    assert tier.skipped == 0
+    for thread in bench.engine.executor.threads:
+        assert not thread.store.refused
+        assert thread.store.pages.keys() == tier.stored
+
+
+@pytest.mark.parametrize("store", [WeakStore, EagerStore])
+def test_blocks_that_cannot_be_read_are_not_stored_and_nothing_else(store, monkeypatch):
+    """On idle turns, and within a step's delta when blocks are evicted."""
+    real, calls = SimPages.read, []
+
+    def read(self, *args):
+        calls.append(args)
+        if len(calls) % 2:
+            raise RuntimeError("out of pinned memory")
+        return real(self, *args)
+
+    monkeypatch.setattr(SimPages, "read", read)
+    bench = Bench(store)
+    for i in range(12):
+        r = bench.ask(f"r{i}", [i, i, 1, 2, 3, 4, 5] * 2)
+        bench.run(r)
+        assert bench.tokens(r)[0] == answer(r.prompt, r.params)[0]
+    bench.evict()
+    assert not bench.engine.dead
+    assert len(calls) > 4
+    assert not bench.tiers.storing and not bench.tiers.queued
+    (tier,) = bench.tiers.tiers
+    assert tier.skipped > 0
+    assert tier.faults > 0
+    bench.engine.check()
+
+
+class Fussy(Fcfs):
+    """Fails on the sequences ``fails``, counted from the moment that it is set."""
+
+    fails = 10**9
+
+    def key(self, view):
+        self.fails -= 1
+        if self.fails == 0:
+            raise RuntimeError("no")
+        return super().key(view)
+
+
+class Guided(DecodingStrategy):
+    """n samples with a guide each."""
+
+    reads = frozenset({"guidance_scale"})
+
+    def start(self, params):
+        guide = Guide(1.5, (1, 2))
+        return [Branch(i, guide=guide) for i in range(params.n)]
+
+    def result(self, params, ends):
+        return [e.sample for e in ends]
+
+
+def test_a_request_that_the_scheduler_refuses_leaves_no_sequence_that_waits_for_pages(monkeypatch):
+    bench = Bench(policy=Fussy, strategy=Guided())
+    bench.run(bench.ask("a", PROMPT))
+    bench.evict()
+    real, begun = Tiers.begin, []
+
+    def begin(self, seq):  # pages come for the first sequence only
+        begun.append(seq)
+        return len(begun) == 1 and real(self, seq)
+
+    monkeypatch.setattr(Tiers, "begin", begin)
+    bench.engine.planner.policy.fails = 1
+    with pytest.raises(RequestError, match="Fussy failed on this request"):
+        bench.ask("b", PROMPT, n=2)
+    assert len(begun) == 2
+    assert not bench.tiers.waits
+    for _ in range(3):
+        bench.engine.step()
+        bench.work()
+    assert not bench.tiers.active
+    assert not bench.engine.executor.mover._staged
+    bench.engine.check()
 
 
 def test_a_request_computes_what_comes_too_late():

@@ -25,7 +25,8 @@ PATIENCE = 0.5  # seconds
 
 
 class WeakStore(KVStore):
-    """Keeps pages in a dict.  ``trouble`` holds the kinds of the next faults."""
+    """Keeps pages in a dict, and refuses a page that exceeds its part of the limit.  ``trouble`` holds the kinds of the
+    next faults."""
 
     patience = PATIENCE
     always = True
@@ -34,6 +35,7 @@ class WeakStore(KVStore):
         super().__init__(options, ctx)
         self.pages: dict[bytes, np.ndarray] = {}
         self.trouble: list[str] = []
+        self.refused = 0  # pages, for lack of room
 
     @property
     def limit(self) -> int:
@@ -50,6 +52,9 @@ class WeakStore(KVStore):
         if fault == "raises":
             raise OSError("no space left on the device")
         if fault == "lost":
+            return False
+        if sum(page.nbytes for page in (*self.pages.values(), page)) > self.limit // self.ctx.ranks:
+            self.refused += 1
             return False
         self.pages[key] = page.copy()
         return True
@@ -206,7 +211,12 @@ class TierMachine(CacheMachine):
         assert not self.tiers.waits and not self.tiers.staged and not self.tiers.loading
         for mover in (self.engine.executor.mover, self.engine.executor.second):
             assert not mover._staged, "a page stays staged"
-        for tier in self.tiers.tiers:
+        stores = [thread.store for thread in self.engine.executor.threads]
+        n = len(self.tiers.tiers)
+        for i, tier in enumerate(self.tiers.tiers):
+            for store in stores[i::n]:
+                assert store.pages.keys() == tier.stored, "the index and a store have other pages"
+                assert not store.refused, "a page of the index had no room in a store"
             self.seen["loads"] += tier.loads
             self.seen["stores"] += tier.stores
             self.seen["late"] += tier.late

@@ -623,6 +623,7 @@ def test_an_identity_is_of_weights_options_and_code(tmp_path, monkeypatch):
     from minivllm.config import load_config
     from minivllm.config.resolve import resolve
     from minivllm.device.loading import fingerprint
+    from minivllm.device.worker import pages
     from minivllm.device.worker.pages import identity_of
     from minivllm.registry import Catalog
 
@@ -642,6 +643,8 @@ def test_an_identity_is_of_weights_options_and_code(tmp_path, monkeypatch):
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(raw)
+    others.append(identity())
+    monkeypatch.setattr(pages, "KEYS", 1)
     others.append(identity())
     monkeypatch.setattr(fingerprint, "_code", lambda package: "changed")
     others.append(identity())

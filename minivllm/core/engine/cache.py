@@ -427,10 +427,11 @@ class KVCache:
             self.checkpoints.release(slot)
         for g, pool in enumerate(self.pools):
             blocks = self.slots.table[g, slot, : self.slots.blocks[g, slot]].copy()
-            self.copies = [c for c in self.copies if c[0] != g or c[2] not in blocks]
-            if self.tiers is not None:
-                self.tiers.cancel(g, blocks)
             pool.release(blocks)
+            gone = blocks[pool.ref[blocks] == 0]  # a branch may still share the others
+            self.copies = [c for c in self.copies if c[0] != g or c[2] not in gone]
+            if self.tiers is not None:
+                self.tiers.cancel(g, gone)
 
     # ---- publication -------------------------------------------------------------------------------------------------
 

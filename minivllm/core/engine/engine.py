@@ -227,6 +227,8 @@ class Engine:
             for seq in queued:
                 if seq.queued:
                     self.planner.waiting.remove(seq)
+                if self.cache.tiers is not None:
+                    self.cache.tiers.leave(seq)
             who, said = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
             raise RequestError(f"scheduler {who} failed on this request: {said}") from e
         self.requests[request.id] = request

@@ -144,6 +144,7 @@ def apply(planner: ForkPlanner, beams: Beams) -> None:
         planner.cache.fork(source.slot, child.slot, n)
         s.tokens[child.slot, :n] = s.tokens[source.slot, :n]
         child.keys = list(source.keys)
+        child.page_keys = list(source.page_keys)
         planner.forks.append((source.slot, child.slot, child))
     for beam, node in step.append:
         slot = seqs[beam].slot
@@ -169,4 +170,6 @@ def preempt_beams(planner: ForkPlanner, beams: Beams) -> None:
         planner.leave(seq.slot)
         seq.status = WAITING
     for seq, ids in zip(seqs, tokens, strict=False):
-        seq.tokens, seq.known, seq.keys, seq.hint = ids, len(ids), [], None
+        seq.tokens, seq.known = ids, len(ids)
+        seq.keys, seq.page_keys = [], []
+        seq.hint = None

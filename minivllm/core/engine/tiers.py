@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from minivllm.core.interfaces.kvstore import KEY_BYTES
-from minivllm.core.mover import LOOK, RELEASE
+from minivllm.core.mover import DROP, LOOK, RELEASE
 
 from .taps import most_cached
 from .tier_choice import LoadChoice
@@ -45,6 +45,11 @@ STAGED = (
 )  # bytes of loaded pages of waiting requests, beyond which later requests wait for earlier ones
 POLL = 1e-3  # seconds between two looks at loads and stores while steps run
 FLUSH = 10.0  # seconds that the end of the engine waits for pages to be stored
+
+
+def halves(key: bytes) -> list[int]:
+    """Return a key as the two numbers of a row of ``Delta.store``."""
+    return np.frombuffer(key, ">i8").tolist()
 
 
 class TieredCache(Protocol):
@@ -216,8 +221,7 @@ class Tiers:
         ticket = self.new_ticket()
         self.storing[ticket] = Stored(tier, named.key, size)
         self.queued += size
-        key = np.frombuffer(named.key, ">i8").tolist()
-        self.rows.append((tier, group, block, ticket, *key))
+        self.rows.append((tier, group, block, ticket, *halves(named.key)))
         return True
 
     def _drain(self) -> None:
@@ -232,16 +236,33 @@ class Tiers:
         self.next_ticket += 1
         return self.next_ticket
 
-    def changes(self) -> dict[str, np.ndarray]:
-        """Return the fields of plan.Delta since the last call; no empty ones."""
+    def changes(self, idle: bool = False) -> dict[str, np.ndarray]:
+        """Return the fields of plan.Delta since the last call; no empty ones.
+
+        ``idle`` means that no delta is sent.  Then pages that are written to blocks stay here, because the tables,
+        copies and states of their rows are only sent with the next delta."""
         self._drain()
         found = {}
-        if self.rows:
-            found["store"] = np.array(self.rows, np.int64)
-        if self.fills:
+        rows = [*self._drops(), *self.rows]
+        if rows:
+            found["store"] = np.array(rows, np.int64)
+            self.rows = []
+        writes = any(group != RELEASE for group, *_ in self.fills)
+        if self.fills and not (idle and writes):
             found["fill"] = np.array(self.fills, np.int64)
-        self.rows, self.fills = [], []
+            self.fills = []
         return found
+
+    def _drops(self) -> list[tuple[int, ...]]:
+        """Return the rows of ``Delta.store`` that remove evicted pages.
+
+        They come before all orders of the same delta, for which these pages make room.  A page that is evicted and
+        ordered again is removed first."""
+        rows: list[tuple[int, ...]] = []
+        for i, tier in enumerate(self.tiers):
+            rows += [(i, DROP, 0, 0, *halves(key)) for key in tier.dropped]
+            tier.dropped = []
+        return rows
 
     # ---- back to the device ------------------------------------------------------------------------------------------
 
@@ -405,16 +426,9 @@ class Tiers:
             args["get"], self.gets = self.gets, []
         if self.prefixes.marks:
             args["mark"], self.prefixes.marks = self.prefixes.marks, []
-        drops = []
-        for i, tier in enumerate(self.tiers):
-            if tier.dropped:
-                keys = [key.hex() for key in tier.dropped]
-                drops.append([i, keys])
-                tier.dropped = []
-        if drops:
-            args["drop"] = drops
-        if idle:
-            args |= {name: rows.tolist() for name, rows in self.changes().items()}
+        changes = self.changes(idle=True) if idle else {}
+        for name, rows in changes.items():
+            args[name] = rows.tolist()
         waits = bool(self.storing or self.loading or self.prefixes.marking)
         due = self.now() - self.polled >= (POLL if waits else LOOK)
         if args or due or (waits and idle):
@@ -485,8 +499,9 @@ class Tiers:
         tier.load_seconds += page.seconds
         if page.failed:
             tier.lost += 1
-            tier.remove(page.key)
-            tier.dropped.append(page.key)
+            if page.key in tier.stored:  # otherwise it was evicted, and may be on its way again
+                tier.remove(page.key)
+                tier.dropped.append(page.key)
         else:
             tier.loads += 1
             self.choice.page_loaded(page.tier, page.size, page.seconds)
@@ -544,6 +559,7 @@ class Tiers:
         for g, pool in enumerate(self.cache.pools):
             for block in self.named[g]:
                 assert pool.published(block), "a block has the key of a page and is not cached"
+        self._check_keys()
         if self.cache.checkpoints is not None:
             kept = set(self.cache.checkpoints.of_block.values())
             assert set(self.named[self.states]) <= kept, (
@@ -562,3 +578,17 @@ class Tiers:
         assert self.queued == sum(order.size for order in self.storing.values()), (
             "the queue's bytes"
         )
+
+    def _check_keys(self) -> None:
+        """Compare the keys of the published blocks of all rows with the tokens of the rows."""
+        s = self.cache.slots
+        for slot in s.running.tolist():
+            n, salt = int(s.prefix_published[slot]), s.at(slot).request.salt
+            tokens = s.tokens[slot, : n * s.block]
+            keys = self.keys_of(tokens, salt, [], n)
+            for g in range(len(self.cache.pools)):
+                blocks = s.table[g, slot, :n].tolist()
+                for digest, block in zip(keys, blocks, strict=True):
+                    named = self.named[g].get(block)
+                    right = named is None or named.key == self.page_key(digest, g)
+                    assert right, "a block has the key of other tokens"

@@ -94,7 +94,7 @@ class Delta:
     # i32 [n, 2] (slot, token id): tokens that the host chose
     token: np.ndarray = field(default_factory=nothing(0, 2))
     # i64 [n, 6] (tier, group, block, ticket, key as two numbers): blocks to store in a tier (``core.mover``).  The last
-    # group are recurrent states, by index.
+    # group are recurrent states, by index; group -1 removes the page of a key.
     store: np.ndarray = field(default_factory=nothing(0, 6, dtype=np.int64))
     # i64 [n, 3] (group, block, ticket): loaded pages to write to blocks; group -1 releases a ticket
     fill: np.ndarray = field(default_factory=nothing(0, 3, dtype=np.int64))

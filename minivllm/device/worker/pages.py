@@ -139,6 +139,7 @@ def identity_of(wiring: Wiring, layout: Any) -> str:
     draft = wiring.speculation.draft_model
     folders = [wiring.model_dir, *own_models, *([] if draft is None else [draft.model_dir])]
     facts = {
+        "keys": KEYS,
         "code": code_of(wiring.parts[seam].target for seam in PAGES),
         "files": [dict(model_files(folder)) for folder in folders],
         "load_format": wiring.load_format,
@@ -164,6 +165,7 @@ def _machine(device: str) -> list[str]:
     return [torch.cuda.get_device_name()]
 
 
+KEYS = 2  # a higher number after a fault that stored pages under wrong keys: 1 did so for beams
 PAGES = ("model", "quantizer", "kvformat", "attention")  # seams whose plug-ins determine keys and values
 
 
