@@ -564,7 +564,11 @@ def test_the_command_lists_verifies_and_moves_prefixes(tmp_path, capsys):
     assert said("export", "hen", target, "--path", here)[1].err.startswith(
         "minivllm: error: no model has a prefix 'hen'"
     )
+    os.chmod(target, 0o644)
+    assert said("export", "fox é", target, "--path", here)[0] == 0
     assert said("import", target, "--path", there)[0] == 0
+    private = [target, *files_of(there), *there.glob("*/*.name")]
+    assert {path.stat().st_mode & 0o777 for path in private} == {0o600}
     with LLM(**SMALL, kvstore=disk_at(there)) as llm:
         assert llm.prefixes() == {"fox é": saved}
         assert llm.generate(TEXT, DRAW, use_tqdm=False)[0].num_cached_tokens == saved

@@ -6,10 +6,12 @@ import io
 import json
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -112,7 +114,7 @@ def export(root: Path, name: str, target: Path) -> int:
         what = "several models have" if having else "no model has"
         raise ConfigError(f"{what} a prefix {shown(name)} in {root}; there are: {', '.join(known) or 'none'}")
     folder, pages = having[0].folder, 0
-    with tarfile.open(target, "w") as tar:
+    with _private(target) as file, tarfile.open(fileobj=file, mode="w") as tar:
         _add(tar, f"{folder.name}/{ABOUT}", having[0].about.encode())
         for marked in sorted(folder.glob(f"*-{quote(name, safe='')}{NAMED}")):
             rank = marked.name.partition("-")[0]
@@ -148,9 +150,17 @@ def _collect(folder: Path, rank: str, keys: list[bytes]) -> bytes:
     return b"".join(parts)
 
 
+def _private(path: Path) -> BinaryIO:
+    """Open a file to write, which nobody else can read, because prompts can be read from it."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        os.fchmod(fd, 0o600)  # it may have been there
+    return os.fdopen(fd, "wb")
+
+
 def _add(tar: tarfile.TarFile, name: str, data: bytes) -> None:
     info = tarfile.TarInfo(name)
-    info.size = len(data)
+    info.size, info.mode = len(data), 0o600
     tar.addfile(info, io.BytesIO(data))
 
 
@@ -170,7 +180,8 @@ def import_from(root: Path, source: Path) -> int:
             path = path.with_name(f"{path.stem}-{os.urandom(6).hex()}{SUFFIX}")
         path.parent.mkdir(parents=True, exist_ok=True)
         new = path.with_name(f"{path.name}.new")
-        new.write_bytes(data)
+        with _private(new) as file:
+            file.write(data)
         new.replace(path)
     return pages
 
