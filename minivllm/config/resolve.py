@@ -224,12 +224,21 @@ class _Fold:
             self.notes.append((f"{claim}.states", second_states_explained(states, layers, wiring)))
 
     def _stores(self) -> tuple[Part, ...]:
-        """Choose the tiers of the KV cache.  Raise ConfigError if the prefix cache is off."""
-        if self.config.kvstore and not self.config.enable_prefix_caching:
-            label = begins(source_of(self.origins, "kvstore"))
-            raise ConfigError(
-                f"{label}kvstore: enable_prefix_caching=false finds no stored block; remove the one or the other"
+        """Choose the tiers of the KV cache.  Raise ConfigError if the prefix cache is off, or keeps no recurrent
+        states."""
+        if not self.config.kvstore:
+            return ()
+        reason = ""
+        if not self.config.enable_prefix_caching:
+            reason = "enable_prefix_caching=false finds no stored block; remove the one or the other"
+        elif self.states and self.config.num_state_checkpoints == 0:
+            reason = (
+                "num_state_checkpoints=0 stores no recurrent states, without which no stored block of this model is "
+                "used; expected 1 or more, or -1 for as many as fit; raise it, or remove kvstore"
             )
+        if reason:
+            label = begins(source_of(self.origins, "kvstore"))
+            raise ConfigError(f"{label}kvstore: {reason}")
         return tuple(self._several("kvstore", self.config.kvstore, ()))
 
     def _checkpoints(self) -> int:

@@ -317,6 +317,8 @@ def test_checkpoints_without_a_prefix_cache_are_refused(tmp_path):
     make(tmp_path, "qwen3_5_text")
     with pytest.raises(ConfigError, match="num_state_checkpoints=4: enable_prefix_caching=false uses no checkpoints"):
         LLM(str(tmp_path), skip_tokenizer_init=True, num_state_checkpoints=4, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match=r"kvstore: num_state_checkpoints=0 .* expected 1 or more, or -1"):
+        LLM(str(tmp_path), skip_tokenizer_init=True, num_state_checkpoints=0, kvstore="cpu")
 
 
 def test_states_without_room_are_refused_with_their_size(tmp_path):
