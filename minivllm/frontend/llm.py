@@ -18,7 +18,10 @@ from .front_door import FrontDoor
 from .loop import LOOK, settles
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from minivllm.core.engine.request import Request
+    from minivllm.core.interfaces.params import SamplingParams
     from minivllm.registry import Selection
     from minivllm.runtime.text.embeddings import EmbeddingRequestOutput, ScoringRequestOutput
     from minivllm.runtime.text.outputs import RequestOutput
@@ -362,7 +365,8 @@ class LLM(FrontDoor):
         """Compute a prompt, and keep its blocks on the disk under a name until ``drop_prefix``, also over restarts.
 
         Return the number of tokens that are kept: those of whole blocks, and with recurrent states up to their last
-        copy.  Requests with this beginning, ``tenant`` and ``cache_salt`` find them.  RequestError if no tier keeps
+        copy.  Requests with this beginning, ``tenant`` and ``cache_salt`` find them; if the rotary embedding changes
+        with the length of a request, only those that may become as long as the prompt.  RequestError if no tier keeps
         names, or if there is no room."""
         from minivllm.core.interfaces.params import SamplingParams
 
@@ -374,7 +378,7 @@ class LLM(FrontDoor):
         output = self.generate({"prompt_token_ids": ids.tolist()}, params, use_tqdm=False)[0]
         if output.error:
             raise RequestError(output.error)
-        return self.engine.save_prefix(name, ids, params.salt)
+        return self.engine.save_prefix(name, ids, self._salt(ids, params))
 
     def drop_prefix(self, name: str) -> None:
         """Forget the name of a prefix, so that its blocks may be evicted."""
@@ -385,17 +389,28 @@ class LLM(FrontDoor):
         return self.engine.named_prefixes().tokens()
 
     def block_keys(self, prompt: Any, tenant: str = "", cache_salt: str | None = None) -> list[str]:
-        """Return the keys (hex) of the whole blocks of a prompt.
+        """Return the keys (hex) of the whole blocks of a prompt, as of a request for one token.
 
         They are the same in every process with the same model and options.  RequestError without tiers."""
+        from minivllm.core.interfaces.params import SamplingParams
+
         from .prompts import read_prompt
 
         tiers = self.engine.cache.tiers
         if tiers is None:
             raise RequestError("the keys of blocks need a tier: set kvstore")
         ids = read_prompt(prompt, self.tokenizer).ids
-        keys = tiers.keys_of(ids, (tenant, cache_salt or ""), [], len(ids) // tiers.cache.block)
+        salt = self._salt(ids, SamplingParams(max_tokens=1, tenant=tenant, cache_salt=cache_salt))
+        keys = tiers.keys_of(ids, salt, [], len(ids) // tiers.cache.block)
         return [key.hex() for key in keys]
+
+    def _salt(self, ids: np.ndarray, params: SamplingParams) -> tuple[str, ...]:
+        """Return the salt of a request for one token after a prompt i32 [n]."""
+        from minivllm.core.engine.request import Request
+        from minivllm.core.engine.request_checks import salt_of
+
+        request = Request("", ids, params, 0.0, end=len(ids) + 1)
+        return salt_of(request, self.engine.wiring)
 
     def start_profile(self) -> None:
         """Start a torch profiler trace of everything that the executor runs."""

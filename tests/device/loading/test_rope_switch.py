@@ -87,6 +87,19 @@ def test_long_and_short_requests_share_prefixes_with_their_like_alone(checkpoint
     assert hits == [0, 32, 0, 32, 32]
 
 
+def test_a_saved_prefix_has_the_salt_of_its_request(checkpoint, tmp_path):
+    path, _ = checkpoint
+    store = {"name": "disk", "options": {"path": str(tmp_path), "load": "always"}}
+    with LLM(model=path, device="cpu", dtype="float32", kvstore=store, **SIZES) as llm:
+        short, long = {"prompt_token_ids": prompt(33)}, {"prompt_token_ids": prompt(64)}
+        assert llm.save_prefix("short", short) == 32
+        assert llm.save_prefix("long", long) == 64
+        names = llm.engine.cache.tiers.prefixes.keys
+        for name, ids in (("short", short), ("long", long)):
+            assert [key[:-1].hex() for key in names[name]] == [key[:-2] for key in llm.block_keys(ids)]
+        assert llm.block_keys(short) != llm.block_keys(long)[:4]
+
+
 def test_an_engine_whose_sequences_never_get_long_has_one_table(checkpoint):
     path, hf = checkpoint
     with LLM(model=path, device="cpu", dtype="float32", **{**SIZES, "max_model_len": SWITCH}) as llm:
