@@ -10,6 +10,7 @@ import torch
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.core.interfaces.drafter import DrafterContext
+from minivllm.core.interfaces.plan import Delta, StepPlan
 from minivllm.device.worker import build
 from minivllm.device.worker.host_tokens import HostTokens
 from minivllm.plugins.drafter.options import SuffixOptions
@@ -144,6 +145,25 @@ def test_host_and_device_have_the_same_tokens(tmp_path, monkeypatch):
         assert not any(out.error for out in outs), [out.error for out in outs]
         assert llm.stats()["preemptions"]
     assert len(checked) > 50 and all(checked)
+
+
+def test_a_fork_of_a_sequence_that_leaves_in_the_same_step_keeps_the_tokens():
+    ended = []
+    host = HostTokens(4, 20, lambda owner, tokens, prompt: ended.append((owner, tokens.tolist(), prompt)))
+
+    def apply(number, **delta):
+        nothing = np.zeros(0, np.int32)
+        host.apply(
+            StepPlan(number, slots=nothing, q_len=nothing, computed=nothing, samples=nothing, delta=Delta(**delta))
+        )
+
+    apply(1, token=np.array([[0, 7]]))  # the slot of a sequence whose tokens are 7, 8 and 9
+    apply(2, token=np.array([[0, 8], [0, 9]]))
+    apply(3, leave=i32(0), fork=np.array([[0, 1, 1], [1, 2, 2]]))
+    assert ended == [(0, [7, 8, 9], 0)]
+    assert [row.tolist() for row in host.known(i32(1, 2), i32(3, 3))] == [[7, 8, 9]] * 2
+    with pytest.raises(RuntimeError, match="have \\[0\\] tokens"):
+        host.known(i32(0), i32(1))
 
 
 def test_a_drafter_whose_learn_raises_is_not_used_again(tmp_path, monkeypatch):

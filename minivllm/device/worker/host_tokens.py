@@ -32,13 +32,16 @@ class HostTokens:
     def apply(self, plan: StepPlan) -> None:
         """Apply the delta of a plan, in the order of ``plan.Delta``."""
         delta = plan.delta
+        before = self.length.copy() if len(delta.fork) else self.length
         for slot in delta.leave.tolist():
             self._leave(slot)
         if delta.join is not None:
             self._join(delta.join, plan.id)
         for source, to, _ in delta.fork.tolist():
             self.tokens[to] = self.tokens[source]
-            for column in (self.length, self.prompt, self.owner):
+            # a source that leaves in this step is empty by now, and its tokens are still there
+            self.length[to] = self.length[source] or before[source]
+            for column in (self.prompt, self.owner):
                 column[to] = column[source]
             self.since[to] = plan.id
         for slot, token in delta.token.tolist():
