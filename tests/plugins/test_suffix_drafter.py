@@ -44,6 +44,15 @@ def test_the_longest_matches_are_those_of_a_plain_search(seed):
         assert (length, found.tolist()) == (expected, ends)
 
 
+@pytest.mark.parametrize("most", [1, 32])
+def test_the_places_of_a_repeated_token_are_bounded_and_the_newest_are_kept(most):
+    text = np.append(np.full(50_000, 7, np.int32), i32(-1))
+    length, found = places(text, text[:100], most, len(text))
+    assert length == most and 1000 < len(found) <= 4096
+    assert found.tolist() == [*range(50_000 - len(found), 50_000)]
+    assert drafter().continued(text[:30_000], text, 4) == [7, 7, 7, 7]
+
+
 def test_the_most_frequent_continuation_is_drafted_and_the_last_of_equal_ones():
     find = drafter(min_share=0.0)
     nothing = i32()

@@ -4,8 +4,9 @@ history      ... a b c d e ... a b c x y ...  a b c     the last tokens, a b c, 
 earlier outputs  ... z a b c d f ... a b c d g          and twice in earlier outputs of the same owner
 drafts                                              d   3 of the 4 places continue with d; then e, f and g are equal
 
-SuffixDecoding keeps its texts in suffix trees.  Here the places are found by comparing whole arrays, which takes some
-microseconds for a text of 64K tokens, finds the same places and needs no memory besides the texts.
+SuffixDecoding keeps its texts in suffix trees.  Here the places are found by comparing whole arrays, which takes
+from 0.1 to a few milliseconds for a text of 64K tokens and needs no memory besides the texts.  Text that repeats has
+a place at most of its tokens, so only the newest ``PLACES`` that share two tokens are compared further.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext
 
+PLACES = 2048  # places of one text that are compared with more than two tokens
 END = -1  # behind each kept text; equal to no token
 NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 
@@ -25,18 +27,21 @@ NOWHERE, NOTHING = np.empty(0, np.int64), np.empty(0, np.int32)
 def places(text: np.ndarray, history: np.ndarray, most: int, stop: int) -> tuple[int, np.ndarray]:
     """Find the longest end of ``history`` i32 [n] that occurs in ``text`` i32 [m] and ends before index ``stop``.
 
-    Return its length, up to ``most`` tokens, and the ascending indices i64 of the last token of each occurrence."""
+    Return its length, up to ``most`` tokens, and the ascending indices i64 of the last token of each occurrence.  Of
+    more than ``PLACES`` occurrences of the last two tokens, older ones are left out."""
     length = 0
     found = NOWHERE
     ends = np.flatnonzero(text[:stop] == history[-1])
     while len(ends):
         length += 1
+        if length > 1:
+            ends = ends[-PLACES:]
         found = ends
         if length >= min(most, len(history)):
             break
         ends = ends[ends >= length]
         ends = ends[text[ends - length] == history[-1 - length]]
-    return length, found
+    return length, found[-PLACES:]
 
 
 class Texts:
@@ -139,6 +144,7 @@ def _most_frequent(tokens: np.ndarray) -> tuple[int, float]:
     Return END if that is the most frequent, or if there is no token.  Of equally frequent ones the last wins."""
     if not len(tokens):
         return END, 0.0
-    values, index, counts = np.unique(tokens[::-1], return_index=True, return_counts=True)
-    best = np.lexsort((index, -counts))[0]
-    return int(values[best]), float(counts[best] / len(tokens))
+    counts = np.bincount(tokens + 1)  # END is -1
+    often = counts[tokens + 1]
+    most = often.max()
+    return int(tokens[often == most][-1]), float(most / len(tokens))
