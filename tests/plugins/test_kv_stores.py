@@ -653,3 +653,46 @@ def test_an_identity_is_of_weights_options_and_code(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint, "_code", lambda package: "changed")
     others.append(identity())
     assert len({first, *others}) == len(others) + 1
+
+
+def test_the_code_of_plug_ins_is_told_apart(tmp_path, monkeypatch):
+    from importlib import metadata
+
+    from minivllm.device.loading import fingerprint
+    from minivllm.registration import given
+
+    monkeypatch.syspath_prepend(tmp_path)
+    module, package, spread = tmp_path / "kv_module.py", tmp_path / "kv_package", tmp_path / "kv_spread"
+    for folder in (package, spread):
+        folder.mkdir()
+        (folder / "part.py").write_text("x = 1")
+    (package / "__init__.py").write_text("raise RuntimeError")
+    module.write_text("x = 1")
+
+    def code(target):
+        for cached in (fingerprint._code, fingerprint._distributions):
+            cached.cache_clear()
+        return fingerprint.code_of([target])
+
+    def changed(target, change):
+        before = code(target)
+        assert code(target) == before
+        change()
+        return code(target) != before
+
+    assert changed("kv_module:X", lambda: module.write_text("x = 2"))
+    assert changed("kv_package.part:X", lambda: (package / "part.py").write_text("x = 2"))
+    assert changed("kv_spread.part:X", lambda: (spread / "part.py").write_text("x = 2"))
+    assert code("__main__:X")
+    versions = iter(["1.0", "1.1"])
+    monkeypatch.setattr(metadata, "packages_distributions", lambda: {"kv_package": ["Kv"]})
+    monkeypatch.setattr(metadata, "version", lambda name: next(versions))
+    assert code("kv_package:X") != code("kv_package:X")
+
+    class Source:
+        hash = "one"
+
+    target = given.give(StallingStore, lambda cls: Source)
+    assert changed(target, lambda: setattr(Source, "hash", "two"))
+    Source.hash = ""
+    assert fingerprint.UNREADABLE in code(target).values()

@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 
+from minivllm.registration import given
+
 PATTERNS = ("config.json", "*quant*.json", "*.index.json", "*.safetensors", "*.gguf", "*.bin", "*.pt", "*.pth")
-CODE = (".py", ".cpp", ".h", ".so")
+CODE = (".py", ".cpp", ".h", ".cu", ".so")
 OWN = ("device", "plugins")  # folders of minivllm whose code computes keys and values
 READERS = 8  # files that are read at a time
 PIECE = 8 << 20
+UNREADABLE = os.urandom(16).hex()  # in place of a hash of code that has no source
 
 
 def model_files(folder: str) -> Mapping[str, str]:
@@ -44,25 +50,52 @@ def _digest(path: str, size: int, changed: int) -> str:
 
 
 def code_of(targets: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of the code of each package that an import target ("package.module:Class") names.  Of
-    minivllm, these are the folders in ``OWN``."""
-    packages = {target.partition(":")[0].partition(".")[0] for target in targets}
-    return {name: _code(name) for name in sorted({"minivllm", *packages})}
+    """Return the SHA-256 of the code of each package that an import target ("package.module:Class") names, with the
+    distributions that installed it.  Of minivllm, these are the folders in ``OWN``.
+
+    A class that the program passed has the hash of its source.  Without a source that is a number of this process, so
+    that no later process has the same code."""
+    found = {"minivllm": _code("minivllm")}
+    for target in sorted(set(targets)):
+        passed = given.find(target)
+        if passed is not None:
+            found[passed.name] = passed.source.hash or UNREADABLE
+            continue
+        package = target.partition(":")[0].partition(".")[0]
+        if package not in found:
+            found[package] = " ".join([_code(package), *_distributions(package)])
+    return found
+
+
+@lru_cache(maxsize=64)
+def _distributions(package: str) -> tuple[str, ...]:
+    """Return the names and versions of the distributions that installed a package."""
+    names = sorted(set(metadata.packages_distributions().get(package, ())))
+    return tuple(f"{name}=={metadata.version(name)}" for name in names)
 
 
 @lru_cache(maxsize=64)
 def _code(package: str) -> str:
     """Return the SHA-256 of the files of a package or module, which is not imported."""
-    spec = importlib.util.find_spec(package)
-    origin = None if spec is None or spec.origin is None else Path(spec.origin)
-    if origin is None:
-        return "unknown"
-    folder = origin.parent
-    paths = [origin]
-    if spec is not None and spec.submodule_search_locations:
-        roots = [folder / name for name in OWN] if package == "minivllm" else [folder]
-        paths = sorted(path for root in roots for path in root.rglob("*") if path.suffix in CODE)
     sha = hashlib.sha256()
-    for path in paths:
-        sha.update(str(path.relative_to(folder)).encode() + _digest_of(path).encode())
+    for root in _roots(package):
+        found = sorted(path for path in root.rglob("*") if path.suffix in CODE) if root.is_dir() else [root]
+        for path in found:
+            sha.update(str(path.relative_to(root.parent)).encode() + _digest_of(path).encode())
     return sha.hexdigest()
+
+
+def _roots(package: str) -> list[Path]:
+    """Return the folders of a package, or the file of a module."""
+    if package == "__main__":
+        file = getattr(sys.modules[package], "__file__", None)
+        return [] if file is None else [Path(file)]
+    spec = importlib.util.find_spec(package)
+    if spec is None:
+        return []
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    if package == "minivllm":
+        return [folder / name for folder in folders for name in OWN]
+    if folders or spec.origin is None or not spec.has_location:
+        return folders
+    return [Path(spec.origin)]

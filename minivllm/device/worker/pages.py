@@ -135,12 +135,16 @@ def _row_bytes(t: Tensor) -> int:
 
 def identity_of(wiring: Wiring, layout: Any) -> str:
     """Return the digest (hex) of all that determines a page besides its tokens and its salt."""
-    own_models = [model.model_dir for model in wiring.own_models.values()]
-    draft = wiring.speculation.draft_model
-    folders = [wiring.model_dir, *own_models, *([] if draft is None else [draft.model_dir])]
+    seconds = list(wiring.own_models.values())
+    if wiring.speculation.draft_model is not None:
+        seconds.append(wiring.speculation.draft_model)
+    folders = [wiring.model_dir, *(model.model_dir for model in seconds)]
+    parts = [wiring.parts[seam] for seam in PAGES]
+    for model in seconds:
+        parts += model.parts.values()
     facts = {
         "keys": KEYS,
-        "code": code_of(wiring.parts[seam].target for seam in PAGES),
+        "code": code_of(part.target for part in parts),
         "files": [dict(model_files(folder)) for folder in folders],
         "load_format": wiring.load_format,
         "seed": wiring.seed if wiring.load_format == "dummy" else None,
