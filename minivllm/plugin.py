@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     )
     from minivllm.core.interfaces.grammar import Compiled, Grammar, GrammarContext, GrammarSource
     from minivllm.core.interfaces.kvformat import KVFormat, KVLayout, TensorSpec
-    from minivllm.core.interfaces.kvstore import KVStore
+    from minivllm.core.interfaces.kvstore import KVStore, StoreContext
     from minivllm.core.interfaces.model import (
         Attention,
         Conversion,
@@ -339,6 +339,7 @@ __all__ = [
     "StepTensors",
     "StepWatch",
     "StepWiring",
+    "StoreContext",
     "StoredWeight",
     "StructuredOutputsParams",
     "Tap",

@@ -213,7 +213,7 @@ def sim_engine(
     now: Callable[[], float] = monotonic,
     checkpoints: int | None = None,
     stores: tuple[Part, ...] = (),
-    device: Callable[..., SimExecutor] = SimExecutor,
+    device: Callable[..., SimExecutor] | None = None,
 ) -> Engine:
     """Return an engine over a simulated device.
 
@@ -221,13 +221,14 @@ def sim_engine(
     ``reads`` names parameters that requests may set although no processor here applies them.  ``drafts`` is the number
     of draft tokens that each row brings to a step.  ``now`` is the engine's clock, in seconds.
     ``checkpoints`` is the number of checkpoints of recurrent states; None means that the model has no such states.
-    ``stores`` are the tiers of the KV cache.  ``device`` makes the simulated device.
+    ``stores`` are the tiers of the KV cache.  ``device`` makes the simulated device.  None means
+    ``SimExecutor``.
     """
     wiring = _wiring(slots, max_len, block, depth, budget, drafts, len(windows), checkpoints, stores)
     options = SimOptions(step_ms=0, vocab_size=VOCAB, check=True)
     if not isinstance(blocks, list):
         blocks = [blocks] * len(windows)
-    executor = device(options, blocks, windows)
+    executor = (device or SimExecutor)(options, blocks, windows)
     parts = EngineParts(
         policy=lambda ctx: policy(None, ctx),
         evictor=lambda ctx: evictor(None, ctx),
