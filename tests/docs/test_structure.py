@@ -25,7 +25,8 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ core.declared_params                                         the request parameters that plug-ins declare
     │ registry  registration                                find plug-ins, choose one
     │ server  runtime.tenant_cache  core.json_schema  runtime.processes  plugins.specs
-    │ registration.spec  registration.parameters  registration.fresh  device.native  device.loading.gguf_file
+    │ registration.spec  registration.parameters  registration.fresh  registration.given
+    │ device.native  device.loading.gguf_file
     │ runtime.usage                                         statistics that stay on this machine
     │ plugin                                                names for authors, each imported when it is used
     ▼ minivllm  device.hardware  files  validation  errors  moved    imported from everywhere
@@ -110,7 +111,7 @@ MAY_IMPORT = {
     "lab.traces": "core.engine",
     "frontend": (
         "config runtime.structured frontend.record runtime.text core.engine device.functions "
-        "device.worker runtime.hooks core runtime.energy core.interfaces registry registration "
+        "device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
         "runtime.usage device.hardware"
     ),
     "config": (
@@ -119,7 +120,8 @@ MAY_IMPORT = {
     ),
     "runtime.structured": "core.interfaces registry runtime.replies runtime.tenant_cache",
     "frontend.record": (
-        "runtime.text device.loading core.declared_params registration registration.spec device.native device.hardware"
+        "runtime.text device.loading core.declared_params registration registration.given registration.spec "
+        "device.native device.hardware"
     ),
     "runtime.text": (
         "core.engine core.interfaces runtime.replies runtime.processes registration.fresh device.loading.gguf_file"
@@ -134,7 +136,7 @@ MAY_IMPORT = {
         "device.loading device.layers device.kernels device.native core core.wiring core.interfaces registry "
         "device.hardware"
     ),
-    "device.loading": "device.layers core.interfaces device.loading.gguf_file",
+    "device.loading": "device.layers core.interfaces registration.given device.loading.gguf_file",
     "device.layers": "device.kernels core.interfaces device.native",
     "device.kernels": "core.interfaces",
     "runtime.hooks": "core registry registration",
@@ -144,7 +146,7 @@ MAY_IMPORT = {
     "runtime.replies": "core.json_schema",
     "core.interfaces": "core.declared_params core.json_schema registration.spec registration.parameters",
     "core.declared_params": "registry plugins.specs registration.spec registration.parameters",
-    "registry": "registration registration.spec registration.fresh",
+    "registry": "registration registration.spec registration.fresh registration.given",
     "registration": "plugins.specs registration.spec registration.fresh",
     "server": "runtime.processes",
     "runtime.tenant_cache": "",
@@ -154,6 +156,7 @@ MAY_IMPORT = {
     "registration.spec": "registration.parameters",
     "registration.parameters": "",
     "registration.fresh": "",
+    "registration.given": "",
     "device.native": "",
     "device.loading.gguf_file": "",
     "runtime.usage": "",
