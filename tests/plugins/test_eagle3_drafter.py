@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
-from prediction_heads import Eagle3Reference
+from prediction_heads import Eagle3Reference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams
 from minivllm.device.layers.decoder import DecoderBlock
@@ -66,26 +64,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture
 def seen(case, monkeypatch):
-    """Return a list to which each call of ``propose`` appends (known tokens, drafts) of its rows.
-
-    In every other call the engine gets the right tokens instead, and accepts them."""
-    found, calls = [], itertools.count()
-    texts = [prompt + want[0] for prompt, want in zip(case.prompts, case.want, strict=True)]
-
-    def propose(self, ask, original=Eagle3.propose):
-        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
-        drafts, count = original(self, ask)
-        both = zip(rows, drafts.tolist(), strict=True)
-        found.extend((row, drafts) for row, drafts in both if len(row) > 1)
-        if next(calls) % 2:
-            for i, row in enumerate(rows):
-                text = next((text for text in texts if text[: len(row)] == row), row)
-                right = text[len(row) : len(row) + ask.k]
-                drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
-        return drafts, count
-
-    monkeypatch.setattr(Eagle3, "propose", propose)
-    return found
+    return watch_drafts(Eagle3, case.prompts, case.want, monkeypatch)
 
 
 WAYS = {

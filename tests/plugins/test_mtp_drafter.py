@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from prediction_heads import MTPReference
+from prediction_heads import MTPReference, watch_drafts
 
 from minivllm import LLM, ConfigError, SamplingParams, explain
 from minivllm.device.layers.heads import PredictionHead
@@ -61,27 +60,7 @@ def case(request, tmp_path_factory):
 
 @pytest.fixture
 def seen(case, monkeypatch):
-    """Return a list to which each call of ``propose`` appends (known tokens, drafts) of its rows.
-
-    Random heads guess badly.  So in every other call the engine gets the right tokens instead, and accepts them."""
-    found, calls = [], itertools.count()
-    texts = [prompt + want[0] for prompt, want in zip(case.prompts, case.want, strict=True)]
-
-    def propose(self, ask, original=MTP.propose):
-        rows = [ask.rows.tokens[slot, :n].tolist() for slot, n in zip(ask.slots, ask.known, strict=True)]
-        drafts, count = original(self, ask)
-        assert count.tolist() == [ask.k * (n > 1) for n in ask.known]
-        both = zip(rows, drafts.tolist(), strict=True)
-        found.extend((row, drafts) for row, drafts in both if len(row) > 1)
-        if next(calls) % 2:
-            for i, row in enumerate(rows):
-                text = next((text for text in texts if text[: len(row)] == row), row)
-                right = text[len(row) : len(row) + ask.k]
-                drafts[i, : len(right)] = torch.tensor(right, dtype=torch.int64)
-        return drafts, count
-
-    monkeypatch.setattr(MTP, "propose", propose)
-    return found
+    return watch_drafts(MTP, case.prompts, case.want, monkeypatch)
 
 
 WAYS = {
