@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 CHUNK, LONG = 64, 32  # tokens
 DIMS = (64, 128)  # of a head; products of fewer columns were wrong with Triton 3.6 for some choices of stages
 TOKENS = 32  # of a program that mixes
-# times of an H200 choose these: warps, stages of loads, elements of a value for many and for few programs
+# chosen by times on an H200: warps, stages of loads, elements of a value for many and for few programs
 WARPS, STAGES, PART, SMALL_PART, MANY = 4, 3, 64, 32, 128
 EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
 

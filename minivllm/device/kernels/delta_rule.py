@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 OF_ROWS = ("rows", "start", "behind", "cu_q", "save_at", "save_to")  # arguments of kernels that change in each step
 MOST_TAPS = 3  # inputs before a token that the convolution reads
 EPS = tl.constexpr(1e-6)  # of the norm of queries and keys
-# times of an H200 choose these (value dim 128): elements of a state in the registers of a warp, rows that are few
+# chosen by times on an H200 (value dim 128): elements of a state in the registers of a warp, rows that are few
 WARP, FEW_ROWS, PART = 4096, 4, 32
 HEADS = 8  # of tokens that a program of the gated norm computes
 
@@ -209,7 +209,8 @@ def _one(
     ok, ov = tl.arange(0, PK), part * BV + tl.arange(0, BV)
     on_k, on_v = ok < DK, ov < DV
     cq, ck, cv = key * DK + ok, (HK + key) * DK + ok, 2 * HK * DK + head * DV + ov
-    # the state and the window were written before this step, so they are read while the product before still runs
+    # The state and the window are read before ``settle``, while the product before still runs.  That is safe because
+    # only an earlier step wrote them: each step begins with torch's launches, which wait for all work before them.
     at, first, gap = tl.load(rows + row), tl.load(start + row), tl.load(behind + row)
     token = tl.load(cu_q + row)
     mine = tl.load(cu_q + row + 1) > token

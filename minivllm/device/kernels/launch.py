@@ -131,5 +131,5 @@ def compile_once(run: Any, args: tuple[Any, ...], options: dict[str, Any]) -> No
 
 
 def pdl(like: torch.Tensor) -> dict[str, Any]:
-    """Launch options for a kernel that takes ``PDL``."""
+    """Return the launch options of a kernel with the argument ``PDL``, for tensors on the device of ``like``."""
     return {"PDL": True, "launch_pdl": True} if capability(like.device) >= 9 else {"PDL": False}

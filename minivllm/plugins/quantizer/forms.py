@@ -77,8 +77,10 @@ def fields(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def fields_within(words: Tensor, bits: int, count: int) -> Tensor:
-    """Return the first ``count`` fields u8 of each row of words i32 [rows, W], each word of which has 32 // ``bits`` of
-    them, low first, and nothing in what is left."""
+    """Return the first ``count`` fields of each row of words i32 [rows, W], as u8 [rows, count].
+
+    A word holds 32 // ``bits`` fields, the first one in its lowest bits.  Its highest bits are unused if ``bits`` does
+    not divide 32."""
     at = torch.arange(32 // bits, device=words.device, dtype=torch.int32) * bits
     found = (words.unsqueeze(-1) >> at) & ((1 << bits) - 1)
     return found.flatten(1)[:, :count].to(torch.uint8)
