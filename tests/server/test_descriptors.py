@@ -189,6 +189,31 @@ def test_without_descriptors_nothing_is_tried_for_a_moment_and_connections_are_t
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
+def test_an_idle_connection_is_closed_only_for_one_that_waits(lines):
+    async def main():
+        bound, known = socket.create_server(("127.0.0.1", 0)), set()
+        acceptor = accepting.Acceptor(bound, lambda: Idle(known), known, 4)
+        links = []
+        for count in range(1, 5):
+            links.append(socket.create_connection(bound.getsockname()))
+            while len(known) < count:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(known) == 4 and not warnings(lines)
+        first = set(known)
+        links.append(socket.create_connection(bound.getsockname()))
+        while not known - first:
+            await asyncio.sleep(0.01)
+        assert len(known) == 4 and len(warnings(lines)) == 1
+        for link in links:
+            link.close()
+        acceptor.close()
+        await acceptor.wait_closed()
+        bound.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
 def test_an_error_that_is_not_about_descriptors_is_not_hidden(lines):
     async def main():
         bound = Socket(errno.EBADF)

@@ -17,11 +17,12 @@ import heapq
 import logging
 import os
 import resource
+import select
 import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from minivllm.errors import ResourceError
@@ -77,7 +78,7 @@ class Acceptor:
         self,
         bound: socket.socket,
         make: Callable[[], Any],
-        connections: Iterable[Any],
+        connections: Collection[Any],
         room: int,
         context: ssl.SSLContext | None = None,
         seconds: float = 10.0,
@@ -89,6 +90,7 @@ class Acceptor:
         self._connections = connections
         self._tls: dict[str, Any] = {} if context is None else {"ssl": context}
         self._opening: dict[asyncio.Task[None], float] = {}  # task that sets a connection up -> its start
+        self._made: dict[asyncio.Task[None], Any] = {}  # such a task -> its protocol, once it has one
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._later: asyncio.TimerHandle | None = None
@@ -102,12 +104,15 @@ class Acceptor:
     @property
     def open(self) -> int:
         """Return the number of connections that are open or being set up."""
-        return len(self._connections) + len(self._opening)  # type: ignore[arg-type]
+        counted_twice = sum(protocol in self._connections for protocol in self._made.values())
+        return len(self._connections) + len(self._opening) - counted_twice
 
     def _take(self) -> None:
         """Accept waiting connections, called by the event loop when there are any."""
         for _ in range(TURN):
             over = self.open - self.room
+            if over >= 0 and not self._has_waiting():
+                return
             if over >= 0 and self._make_room():
                 return  # the descriptors are freed in the next round of the event loop
             if over >= SPARE:
@@ -128,11 +133,20 @@ class Acceptor:
             self._opening[task] = self._loop.time()
             task.add_done_callback(self._begun)
 
+    def _has_waiting(self) -> bool:
+        """Return whether a connection waits in the kernel to be accepted."""
+        poll = select.poll()
+        poll.register(self._bound.fileno(), select.POLLIN)
+        return bool(poll.poll(0))
+
     async def _begin(self, link: socket.socket, spare: bool) -> None:
         """Set up an accepted connection, with a TLS handshake if the server uses TLS."""
 
+        task = asyncio.current_task()
+        assert task is not None
+
         def make() -> Any:
-            protocol = self._make()
+            protocol = self._made[task] = self._make()
             protocol.spare = spare
             return protocol
 
@@ -154,6 +168,7 @@ class Acceptor:
 
     def _begun(self, task: asyncio.Task[None]) -> None:
         del self._opening[task]
+        self._made.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             logs.log.error("a connection failed", exc_info=error)
 
