@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from minivllm.runtime.text.outputs import RequestOutput
 
     from .core.interfaces.params import SamplingParams
+    from .core.interfaces.session import Session
     from .core.interfaces.structured import StructuredOutputsParams
     from .core.interfaces.taps import Tap
     from .frontend.async_llm import AsyncLLM
@@ -40,6 +41,7 @@ _LAZY = {
     "LLM": "minivllm.frontend.llm",
     "RequestOutput": "minivllm.runtime.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
+    "Session": "minivllm.core.interfaces.session",
     "StructuredOutputsParams": "minivllm.core.interfaces.structured",
     "Tap": "minivllm.core.interfaces.taps",
     "explain": "minivllm.frontend.explaining",
@@ -58,6 +60,7 @@ __all__ = [
     "RequestOutput",
     "ResourceError",
     "SamplingParams",
+    "Session",
     "StructuredOutputsParams",
     "Tap",
     "__version__",

@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
     from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows, Sampler, SamplingContext
     from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
+    from minivllm.core.interfaces.session import Session, SessionTurn
     from minivllm.core.interfaces.strategy import Branch, BranchEnd, DecodingStrategy, Grown, Guide, Moves, Pick, Search
     from minivllm.core.interfaces.structured import StructuredOutputsParams
     from minivllm.core.interfaces.taps import Tap
@@ -152,6 +153,7 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     "minivllm.errors": "ConfigError MinivllmError ModelError OptionError PluginError RequestError ResourceError",
     # requests
     "minivllm.core.interfaces.params": "SamplingParams",
+    "minivllm.core.interfaces.session": "Session SessionTurn",
     "minivllm.core.interfaces.structured": "StructuredOutputsParams",
     "minivllm.core.interfaces.taps": "Tap",
     # attention
@@ -327,6 +329,8 @@ __all__ = [
     "SchedulerContext",
     "SchedulerPolicy",
     "Search",
+    "Session",
+    "SessionTurn",
     "Shard",
     "ShortConv",
     "Spec",

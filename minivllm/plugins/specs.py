@@ -13,6 +13,8 @@ BUILTINS: tuple[tuple[str, str, str], ...] = (
     ("drafter", "none", "minivllm.plugins.drafter.spec:NONE"),
     ("drafter", "suffix", "minivllm.plugins.drafter.spec:SUFFIX"),
     ("evictor", "cost-aware", "minivllm.plugins.evictor.spec:COST_AWARE"),
+    ("evictor", "tail-lru", "minivllm.plugins.evictor.spec:TAIL_LRU"),
+    ("evictor", "agent-ttl", "minivllm.plugins.evictor.spec:AGENT_TTL"),
     ("evictor", "fifo", "minivllm.plugins.evictor.spec:FIFO"),
     ("evictor", "lfu", "minivllm.plugins.evictor.spec:LFU"),
     ("evictor", "lru", "minivllm.plugins.evictor.spec:LRU"),

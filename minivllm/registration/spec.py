@@ -114,7 +114,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "evictor",
                 _SEAMS + "evictor:Evictor",
-                api=(1, 1),
+                api=(1, 2),
                 traits={"order": "the order of eviction: lru, fifo or lfu"},
             ),
             Kind(
@@ -186,7 +186,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             Kind(
                 "scheduler",
                 _SEAMS + "scheduler:SchedulerPolicy",
-                api=(1, 2),
+                api=(1, 3),
                 features={"starvation_free": "a request waits for a bounded time under a steady stream of others"},
             ),
             Kind("strategy", _SEAMS + "strategy:DecodingStrategy", api=(1, 4)),

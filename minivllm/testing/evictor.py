@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
+from minivllm.core.interfaces.session import SessionTurn
 
 from .base import Seen, same_figures, since
 from .evictor_lives import HITS, EvictorLife, check_order, lives
@@ -38,6 +39,14 @@ SLOWER = 3
 NOISE = 3e-5
 TRIES = 3  # attempts, one of which must succeed: another process may slow down the others
 BRANCH = st.integers(0, BRANCHES - 1)
+# requests of a few sessions, and None for a request without a session
+TURNS = st.none() | st.builds(
+    SessionTurn,
+    st.integers(1, 4),
+    tokens=st.integers(1, 200),
+    next_s=st.sampled_from([1e-9, 5.0, 1e9, np.inf]),
+    budget=st.integers(-1, 100),
+)
 
 
 class _Machine(RuleBasedStateMachine):
@@ -62,8 +71,11 @@ class _Machine(RuleBasedStateMachine):
         If another sequence has cached a block with the same content, this block is shared, without a lookup.
         """
         if key not in self.tree.refs:
-            self.seen["came back"] += key in self.tree.gone
-            self.evictor.add(keys([key]), self.tree.add(key, parent, depth))
+            back = key in self.tree.gone
+            self.seen["came back"] += back
+            info = self.tree.add(key, parent, depth)
+            session, kind = np.array([key % 5]), np.array([key % 6], np.int8)
+            self.evictor.add(keys([key]), replace(info, session=session, kind=kind, evicted=np.array([back])))
         elif woken := self.tree.take([key]):
             self.evictor.hold(keys(woken))
         path.append(key)
@@ -106,6 +118,9 @@ class _Machine(RuleBasedStateMachine):
         if woken:
             self.seen["held again"] += 1
             self.evictor.hold(keys(woken))
+        turn = data.draw(TURNS)
+        if turn is not None:
+            self.evictor.began(keys(path), turn)
         if self.tree.depth[path[0]]:
             self.orphans.append(path)
         else:
@@ -124,7 +139,22 @@ class _Machine(RuleBasedStateMachine):
         """End a running sequence."""
         lists = data.draw(st.sampled_from([paths for paths in (self.running, self.orphans) if paths]))
         path = lists.pop(data.draw(st.integers(0, len(lists) - 1)))
+        turn = data.draw(TURNS)
+        if turn is not None:
+            self.seen["turns"] += 1
+            self.evictor.ended(keys(path), turn)
         self._free(path)
+
+    @precondition(lambda self: self.tree.refs)
+    @rule(data=st.data())
+    def end_in_a_tier(self, data: Any) -> None:
+        """End a turn whose blocks are free, as in a tier behind the device, or whose request waits and has none."""
+        turn = data.draw(TURNS)
+        path = self.tree.path(data.draw(st.sampled_from(sorted(self.tree.refs))))
+        free = [key for key in path if not self.tree.refs[key]]
+        if turn is not None:
+            self.evictor.began(keys([]), turn)
+            self.evictor.ended(keys(data.draw(st.sampled_from([free, []]))), turn)
 
     def _free(self, path: list[int]) -> None:
         """Remove a user from the keys of a path, and free the keys that are no longer held."""
@@ -292,6 +322,7 @@ class EvictorConformance(Lasting, SpecConformance):
             "evicted beside held ones": 10,
             "came back": 8,
             "without a parent": 50,
+            "turns": 30,
         }
         seen.require(**least)
 
@@ -464,10 +495,14 @@ class EvictorConformance(Lasting, SpecConformance):
         return self.build(EvictorContext(64, 16, "device"))
 
     def once_more(self, instance: Evictor, number: int) -> None:
-        """Cache, hit and free a sequence of a new tenant, and evict or drop its keys."""
+        """Cache, hit and free a sequence of a new tenant and session, and evict or drop its keys."""
         path = keys([key_of(0, 4 * number + i) for i in range(4)])
         tenant = np.full(4, number, np.int32)
-        instance.add(path, replace(_roots(4), tenant=tenant, cost=16.0 + tenant))
+        session = np.full(4, number + 1)
+        instance.add(path, replace(_roots(4), tenant=tenant, cost=16.0 + tenant, session=session))
+        turn = SessionTurn(number + 1, tokens=64, next_s=1e6, budget=32)
+        instance.began(path, turn)
+        instance.ended(path, turn)
         instance.free(path)
         instance.hit(path[:2])
         instance.hold(path[:2])

@@ -68,6 +68,7 @@ PAGES = {
     "taps": 2,
     "caching": 1,
     "tiers": 2,
+    "sessions": 1,
     "reproducibility": 2,
     "speculative": 1,
     "experiments": 9,

@@ -37,6 +37,8 @@ EVICTORS: list[Any] = [
     {"name": "s3fifo", "options": {"small": 0.5, "promote_after": 1}},
     {"name": "prefix-depth", "options": {"band": 2}},
     {"name": "cost-aware", "options": {"horizon": 0.1, "ghosts": 0.0}},
+    "agent-ttl",
+    {"name": "tail-lru", "options": {"budget": 40}},
 ]  # fmt: skip
 RULES = {"skip": ["layers.0.attn.o"], "bits": {"re:.*\\.qkv\\.[kv]": 16, "*.mlp.down": "fp8-weight", "*.mlp.*": 4}}
 SMALL = {"group_size": 32}  # of 96 inputs

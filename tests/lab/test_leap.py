@@ -17,7 +17,7 @@ from minivllm.lab.traces.read import read_trace
 from minivllm.plugins.executor.costs import BrokenLine, CostTable, PromptCosts
 
 SCHEDULERS = ("fcfs", "fcfs", "static", "fair", "prefix-aware", "shortest-job", "adaptive", "prefill-first", "deadline")
-EVICTORS = ("lru", "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware")
+EVICTORS = ("lru", "lru", "lfu", "fifo", "s3fifo", "prefix-depth", "cost-aware", "tail-lru", "agent-ttl")
 COSTS = CostTable(  # about pocket's, no two sums alike
     BrokenLine([0, 1, 8], [1.1e-4, 9.3e-4, 3.7e-3]),
     PromptCosts(BrokenLine([1, 32], [1.3e-3, 5.3e-3]), {"row": 2.9e-5, "kv": 5.9e-7, "pairs": 3.7e-7, "chunk": 1.1e-4}),

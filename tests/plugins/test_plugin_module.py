@@ -33,10 +33,10 @@ HookContracts Hooks Join KVFormat KVLayout LateInputs LayerSpec LinearModule Loa
 ModelArch ModelError Module ModuleInfo Moves MultipleOf NULL_BLOCK Needs Norm OptionError ParallelWiring Param Part
 PartSource Parts Pick PlannedStep PluginError PluginQuery PreemptionView Processor QKPre Quantizer QueueView Range
 Reason RequestEnd RequestError RequestView ResourceError Rope Router Row Rows Rule Runner Sampler SamplingContext
-SamplingParams SchedulerContext SchedulerPolicy Search Shard Spec SpeculationWiring StepError StepPlan StepResult
-StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams Tap TensorSpec Tensors
-WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended Pairs Reasoning
-Reply ReplyContext
+SamplingParams SchedulerContext SchedulerPolicy Search Session SessionTurn Shard Spec SpeculationWiring StepError
+StepPlan StepResult StepShape StepTaps StepTensors StepWatch StepWiring StoredWeight StructuredOutputsParams Tap
+TensorSpec Tensors WeightNames WeightScheme Wiring ConvNames ShortConv Begun Calls Channels DescribedParser Ended
+Pairs Reasoning Reply ReplyContext
 ReplyFormat ReplyParser Said Thought Written
 build_worker check_shape decode_late decode_plan decode_result decoder_rules encode_late
 encode_plan encode_result fields gumbel hookimpl no_adapter noise noise_bits part_rows route wiring_from_json

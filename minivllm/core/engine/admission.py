@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minivllm.core.interfaces.scheduler import QueueView
+from minivllm.core.interfaces.scheduler import ABSENT, QueueView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from .request import Seq
 
 
-DTYPES = {"id": np.int64, **dict.fromkeys(("arrival", "ttft_due", "tpot_due"), np.float64)}
+DTYPES = {
+    **dict.fromkeys(("id", "session", "turn", "parent"), np.int64),
+    **dict.fromkeys(("arrival", "ttft_due", "tpot_due", "next_s", "deadline"), np.float64),
+}
 ROW = np.dtype([(f.name, DTYPES.get(f.name, np.int32)) for f in fields(QueueView)], align=True)
 COLUMNS = frozenset(f.name for f in fields(QueueView))
 
@@ -50,6 +53,9 @@ def row_of(seq: Seq) -> bytes:
     r, n = seq.request, len(seq.request.prompt)
     ttft, at = r.params.ttft_ms, r.arrival
     due = np.inf if ttft is None else at + ttft / 1e3
+    facts: list[Any] = list(ABSENT.values())
+    if r.turn is not None:
+        facts = [getattr(r.turn, name) for name in ABSENT]
     row = (
         seq.id,
         at,
@@ -66,6 +72,7 @@ def row_of(seq: Seq) -> bytes:
         seq.preempted,
         0,
         seq.finish_reason == "abort",
+        *facts,
     )
     # joining bytes to a table is far faster than joining tuples
     return np.array(row, ROW).tobytes()
@@ -78,3 +85,15 @@ def queue_view(rows: list[bytes], cached: Callable[[], np.ndarray] | None = None
     return LazyView(
         len(rows), lambda name: cached() if cached and name == "cached" else table[name]
     )
+
+
+def session_column(seqs: Sequence[Seq], name: str) -> np.ndarray:
+    """Return a column of ``QueueView`` with a fact of the sessions of some sequences."""
+    absent = ABSENT[name]
+    dtype = np.int32 if name == "budget" else np.dtype(type(absent))
+    column = np.full(len(seqs), absent, dtype)
+    for i, seq in enumerate(seqs):
+        turn = seq.request.turn
+        if turn is not None:
+            column[i] = getattr(turn, name)
+    return column

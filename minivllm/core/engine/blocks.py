@@ -30,10 +30,13 @@ from minivllm.core.interfaces.attention import NULL_BLOCK
 from minivllm.core.interfaces.evictor import BlockInfo
 from minivllm.errors import EngineDeadError, describe_error
 
+from .evicted import EvictedKeys, reads_turns
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from minivllm.core.interfaces.evictor import Evictor
+    from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.timing import SeamTimes
 
     from .events import EngineEvents
@@ -107,8 +110,10 @@ class BlockPool:
         self.roots: dict[Salt, tuple[int, int]] = {}  # includes each root that has a cached child
         self.most_roots = MAX_ROOTS
         self.next_root = -1
-        # blocks published but not yet reported: (key, parent key, depth, cost, tenant)
-        self.new: list[tuple[int, int, int, float, int]] = []
+        # blocks published but not yet reported: (key, parent key, depth, cost, tenant, session, kind, evicted)
+        self.new: list[tuple[int, int, int, float, int, int, int, bool]] = []
+        self.lost = EvictedKeys(total)
+        self.reads_turns = reads_turns(evictor)
         self.queries = self.hits = self.evictions = 0  # tokens, tokens, blocks
         # callbacks for each block that is evicted, and for each block that leaves the index
         self.evicted: Callable[[int], None] | None = None
@@ -153,6 +158,10 @@ class BlockPool:
         from the index for another reason than lack of space."""
         self._tell("drop", keys)
         self.events.blocks_dropped(self.kv_group, keys)
+
+    def report(self, event: str, keys: np.ndarray, turn: SessionTurn) -> None:
+        """Report to the evictor that a request of a session ``began`` or ``ended``, with its cached blocks."""
+        self._tell(event, keys, turn)
 
     # ---- a sequence's blocks -----------------------------------------------------------------------------------------
 
@@ -304,7 +313,15 @@ class BlockPool:
         self.found[found] += 1
 
     def publish(
-        self, block: int, parent: int, key: int, tokens: np.ndarray, depth: int, tenant: int = 0
+        self,
+        block: int,
+        parent: int,
+        key: int,
+        tokens: np.ndarray,
+        depth: int,
+        tenant: int = 0,
+        session: int = 0,
+        kind: int = 0,
     ) -> int:
         """Add a held block to the prefix index, and return the block that holds this content from now on.
 
@@ -312,7 +329,8 @@ class BlockPool:
         shares instead.  A key that collides with a block in use leaves the new block unpublished.  Positions of the
         block that hold tokens must not be written any more.  ``parent`` is the preceding block or the root number of
         the salt; ``tokens`` i32 [block], where -1 fills up a partial block; ``depth`` is the block's index in the
-        sequence.  ``announce`` reports the block to the evictor."""
+        sequence; ``session`` and ``kind`` are columns of ``BlockInfo``.  ``announce`` reports the block to the
+        evictor."""
         duplicate = self.index.get(key)
         if duplicate is not None:
             if self.parent[duplicate] == parent and np.array_equal(self.tokens[duplicate], tokens):
@@ -336,7 +354,9 @@ class BlockPool:
             self.younger[sibling] = block
         self.youngest[parent, first] = block
         cost = depth * self.block + (self.block if tokens[-1] >= 0 else int((tokens >= 0).sum()))
-        self.new.append((key, int(self.key[parent]) if parent >= 0 else 0, depth, cost, tenant))
+        parent_key = int(self.key[parent]) if parent >= 0 else 0
+        evicted = self.lost.take(key)
+        self.new.append((key, parent_key, depth, cost, tenant, session, kind, evicted))
         return block
 
     def announce(self) -> None:
@@ -344,7 +364,7 @@ class BlockPool:
         of the evictor about these blocks."""
         if not self.new:
             return
-        key, parent, depth, cost, tenant = zip(*self.new, strict=True)
+        key, parent, depth, cost, tenant, session, kind, evicted = zip(*self.new, strict=True)
         self.new.clear()
         info = BlockInfo(
             parent=np.array(parent, np.uint64),
@@ -352,6 +372,9 @@ class BlockPool:
             bytes=np.array([self.block_bytes] * len(key), np.int64),
             cost=np.array(cost, np.float64),
             tenant=np.array(tenant, np.int32),
+            session=np.array(session, np.int64),
+            kind=np.array(kind, np.int8),
+            evicted=np.array(evicted, np.bool_),
         )
         keys = np.array(key, np.uint64)
         self._tell("add", keys, info)
@@ -384,6 +407,7 @@ class BlockPool:
             if self.evicted is not None:
                 self.evicted(block)
             self._forget(key, block)
+        self.lost.add(keys.tolist())
         self.evictions += n
         self.events.blocks_evicted(self.kv_group, keys)
 

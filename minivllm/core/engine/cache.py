@@ -513,7 +513,11 @@ class KVCache:
         pool, own = self.pools[g], int(self.slots.table[g, slot, i])
         if pool.published(own):
             return
-        stands = pool.publish(own, parent, key, row, i, int(self.slots.tenant[slot]))
+        request, tenant = self.slots.at(slot).request, int(self.slots.tenant[slot])
+        session, kind = 0, 0
+        if request.turn is not None:
+            session, kind = request.turn.session, request.kind_of(i)
+        stands = pool.publish(own, parent, key, row, i, tenant, session, kind)
         if stands != own:
             self.duplicates = True
             pool.share(np.array([stands]))

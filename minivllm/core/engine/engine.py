@@ -49,6 +49,7 @@ from .publisher import Publisher
 from .request import FINISHED, Request, Seq
 from .request_checks import binders, host_draw, prepare, salt_of
 from .searches import advance, finish_beams
+from .sessions import kinds_of, report_turn, turn_of
 from .slots import Slots
 from .speculation import Speculation
 from .strategies import answer
@@ -168,15 +169,13 @@ class Engine:
             opened,
             names,
             parts.evictor,
-            lambda name, pages: EvictorContext(capacity=pages, block=block, tier=name),
+            lambda name, pages: EvictorContext(pages, block, name, self.now),
             self.now,
         )
 
     def _pool(self, group: int, evictor: Any) -> BlockPool:
         total = self.capacity.blocks[group]
-        made: Evictor = evictor(
-            EvictorContext(capacity=total - 1, block=self.wiring.block, tier="device")
-        )
+        made: Evictor = evictor(EvictorContext(total - 1, self.wiring.block, "device", self.now))
         size = self.capacity.block_bytes[group]
         return BlockPool(total, self.wiring.block, made, size, self.clock.seams, self.events, group)
 
@@ -201,6 +200,9 @@ class Engine:
         request.tenant = self.tenants.setdefault(who, next(self._tenant))
         request.owner_number = 1 + request.tenant if request.owner else 0
         request.salt = salt_of(request, self.wiring)
+        request.turn = turn_of(request)
+        if request.turn is not None:
+            request.kinds = kinds_of(request, self.wiring.block)
         seed = p.seed if p.seed is not None else self._seeds.getrandbits(63)
         for b in started:
             seq = Seq(
@@ -266,6 +268,7 @@ class Engine:
         try:
             for one in seq.pair if seq.slot >= 0 and reason != "error" else ():
                 self.cache.publish_tail(one.slot, one)
+            report_turn(self.cache, seq, "ended")
             self.planner.end(seq)
         except EngineDeadError as e:  # the evictor failed: blocks are in doubt
             self._die(str(e))
@@ -543,6 +546,7 @@ class Engine:
             "prefix_by_depth": self.cache.by_depth(),
             **self.clock.summary(),
             "evictions": sum(p.evictions for p in self.cache.pools),
+            "evicted_needed": sum(p.lost.needed for p in self.cache.pools),
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
             **self._state_stats(),
             **({} if tiers is None else tiers.stats()),

@@ -28,6 +28,7 @@ from .guides import enter_guide
 from .owners import OwnerShares, candidates, make_way, of_the_largest, owner_count, who_is_stuck
 from .plan_columns import asked_columns, join_of, step_rows
 from .request import RUNNING, WAITING
+from .sessions import report_turn
 from .steady import Steady, next_steady, steady_of
 from .taps import most_cached
 from .waiting import WaitingQueue
@@ -196,6 +197,7 @@ class Planner:
             token_budget=self.max_tokens,
             oldest_wait=0.0 if head is None else max(0.0, now - head.request.arrival),
             tpot_slack=float(s.tpot_due[s.running].min(initial=np.inf)) - now,
+            evicted_needed=sum(pool.lost.needed for pool in self.cache.pools),
         )
 
     def _fill(
@@ -438,6 +440,8 @@ class Planner:
         self.joins.append((slot, seq))
         seq.status = RUNNING
         cached = self.cache.adopt(slot, hit, most)
+        if not seq.preempted:
+            report_turn(self.cache, seq, "began")
         if not seq.preempted and seq is seq.request.sequences[0]:
             seq.request.cached_tokens = cached
         if protected:

@@ -23,6 +23,7 @@ from .stops import StopRule
 if TYPE_CHECKING:
     from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
+    from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.interfaces.taps import Tap
 
     from .tap_values import RequestTaps, TapValues
@@ -140,6 +141,8 @@ class Request:
     topk: int = -1
     # completes(generated ids) -> the stop string completed by the last id, or None; for beams
     completes: Any = None
+    turn: SessionTurn | None = None  # the facts of its session; None if the client has sent none
+    kinds: np.ndarray | None = None  # of the blocks of its prompt (see ``sessions.kinds_of``)
     tenant: int = 0  # number of ``owner``, or of params.tenant
     owner_number: int = 0  # number of ``owner``; 0 = no owner
     # (tenant, cache_salt, ...): only requests with an equal salt share prefixes
@@ -162,6 +165,13 @@ class Request:
     tap_bytes: int = 0  # bytes of the values that its sequences have read
     # joules of the request (``runtime.energy.account.RequestJoules``); None without an energy counter
     energy: Any = None
+
+    def kind_of(self, block: int) -> int:
+        """Return the kind of a block of its sequences, 0 for none (see ``BlockInfo.kind``)."""
+        kinds = self.kinds
+        if kinds is None or block >= len(kinds):
+            return 0
+        return int(kinds[block])
 
     @property
     def stored(self) -> int:

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .admission import LazyView
+from minivllm.core.interfaces.scheduler import ABSENT
+
+from .admission import LazyView, session_column
 
 if TYPE_CHECKING:
     from minivllm.core.interfaces.scheduler import QueueView
@@ -197,6 +199,10 @@ class Slots:
             "blocks": lambda: self.blocks[:, slots].sum(axis=0),
             "aborted": lambda: np.zeros(len(slots), np.int32),
         }
-        return LazyView(
-            len(slots), lambda name: made[name]() if name in made else getattr(self, name)[slots]
-        )
+
+        def column(name: str) -> np.ndarray:
+            if name in ABSENT:
+                return session_column([self.at(slot) for slot in slots.tolist()], name)
+            return made[name]() if name in made else getattr(self, name)[slots]
+
+        return LazyView(len(slots), column)

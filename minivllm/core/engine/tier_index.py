@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minivllm.core.interfaces.evictor import BlockInfo
+from minivllm.errors import EngineDeadError, describe_error
+
+from .evicted import EvictedKeys, reads_turns
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from minivllm.core.interfaces.evictor import Evictor
+    from minivllm.core.interfaces.session import SessionTurn
 
 
 def evictor_key(key: bytes) -> int:
@@ -30,6 +34,8 @@ class TierIndex:
     ) -> None:
         self.name, self.limit, self.patience, self.eager = name, limit, patience, eager
         self.evictor = evictor
+        self.reads_turns = reads_turns(evictor)
+        self.evicted_keys = EvictedKeys(max(1, evictor.ctx.capacity))
         self.size: dict[bytes, int] = {}
         self.stored: set[bytes] = set()
         self.by_number: dict[int, bytes] = {}
@@ -52,7 +58,16 @@ class TierIndex:
         """Return True if the tier has a page, and no load of it hangs."""
         return key in self.stored and not self.overdue
 
-    def reserve(self, key: bytes, size: int, depth: int, cost: float, tenant: int) -> bool:
+    def reserve(
+        self,
+        key: bytes,
+        size: int,
+        depth: int,
+        cost: float,
+        tenant: int,
+        session: int = 0,
+        kind: int = 0,
+    ) -> bool:
         """Add a page that is about to be stored, and evict others for it.  Return False if it has no place."""
         number = evictor_key(key)
         if key in self.size or number in self.by_number or size > self.limit:
@@ -66,6 +81,9 @@ class TierIndex:
             bytes=np.array([size], np.int64),
             cost=np.array([cost], np.float64),
             tenant=np.array([tenant], np.int32),
+            session=np.array([session], np.int64),
+            kind=np.array([kind], np.int8),
+            evicted=np.array([self.evicted_keys.take(number)], np.bool_),
         )
         self.evictor.add(np.array([number], np.uint64), info)
         self.size[key], self.by_number[number] = size, key
@@ -109,6 +127,18 @@ class TierIndex:
         for call in (self.evictor.hit, self.evictor.hold, self.evictor.free):
             call(numbers)
 
+    def report(self, event: str, pages: Sequence[bytes], turn: SessionTurn) -> None:
+        """Report to the evictor that a request of a session ``began`` or ``ended``, with those of its pages that the
+        tier has and may evict."""
+        loose = [key for key in pages if key in self.stored and key not in self.pinned]
+        keys = np.array([evictor_key(key) for key in loose], np.uint64)
+        report = getattr(self.evictor, event)
+        try:
+            report(keys, turn)
+        except Exception as e:
+            problem = f"{type(self.evictor).__name__} failed in {event}: {describe_error(e)}"
+            raise EngineDeadError(f"evictor {problem}") from e
+
     def _evict(self, need: int) -> bool:
         """Evict pages of about ``need`` bytes.  Return False if no stored page is left."""
         mean = max(1, self.used // max(1, len(self.size)))
@@ -117,6 +147,7 @@ class TierIndex:
             key = self.by_number[number]
             self._forget(key)
             self.dropped.append(key)
+        self.evicted_keys.add(victims)
         self.evictions += len(victims)
         return bool(victims)
 

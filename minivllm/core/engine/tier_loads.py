@@ -57,3 +57,5 @@ class Named:
     key: bytes
     depth: int
     tenant: int
+    session: int = 0
+    kind: int = 0

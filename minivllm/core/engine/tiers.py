@@ -14,6 +14,7 @@ model, so a page is right wherever it comes from.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from minivllm.core.interfaces.evictor import Evictor, EvictorContext
+    from minivllm.core.interfaces.session import SessionTurn
 
     from .blocks import BlockPool, Salt
     from .checkpoints import Checkpoints
@@ -164,20 +166,22 @@ class Tiers:
         the tier is eager.
         """
         s, seq = self.cache.slots, self.cache.slots.at(slot)
-        keys = self.keys_of(s.tokens[slot, : last * s.block], seq.request.salt, seq.page_keys, last)
-        tenant = int(s.tenant[slot])
+        request, tenant = seq.request, int(s.tenant[slot])
+        session = 0 if request.turn is None else request.turn.session
+        keys = self.keys_of(s.tokens[slot, : last * s.block], request.salt, seq.page_keys, last)
         for g, pool in enumerate(self.cache.pools):
             for i in range(first, last):
                 block = int(s.table[g, slot, i])
                 if block and pool.published(block) and block not in self.named[g]:
-                    self._name(g, block, Named(self.page_key(keys[i], g), i, tenant))
+                    key, kind = self.page_key(keys[i], g), request.kind_of(i)
+                    self._name(g, block, Named(key, i, tenant, session, kind))
 
     def checkpointed(self, block: int, index: int) -> None:
         """Note the key of a copy of recurrent states behind a published block."""
         behind = self.named[0].get(block)
         if behind is not None:
             key = self.page_key(behind.key, self.states)
-            self._name(self.states, index, Named(key, behind.depth, behind.tenant))
+            self._name(self.states, index, replace(behind, key=key))
 
     def _name(self, group: int, block: int, named: Named) -> None:
         self.named[group][block] = named
@@ -216,7 +220,8 @@ class Tiers:
         size, cost = self.page_bytes[group], float((named.depth + 1) * self.cache.block)
         full = self.storing and self.queued + size > QUEUE
         index = self.tiers[tier]
-        if full or not index.reserve(named.key, size, named.depth, cost, named.tenant):
+        facts = named.tenant, named.session, named.kind
+        if full or not index.reserve(named.key, size, named.depth, cost, *facts):
             return False
         ticket = self.new_ticket()
         self.storing[ticket] = Stored(tier, named.key, size)
@@ -409,6 +414,14 @@ class Tiers:
         self.staged_bytes -= page.size
         if not page.failed:
             self.fills.append((RELEASE, 0, page.ticket))
+
+    def report(self, event: str, seq: Seq, turn: SessionTurn) -> None:
+        """Report to the evictors of the tiers that a sequence of a session ``began`` or ``ended``."""
+        groups = range(len(self.page_bytes))
+        pages = [self.page_key(key, g) for key in seq.page_keys for g in groups]
+        for tier in self.tiers:
+            if tier.reads_turns:
+                tier.report(event, pages if event == "ended" else [], turn)
 
     # ---- the worker --------------------------------------------------------------------------------------------------
 

@@ -5,14 +5,17 @@ The same class serves every tier of the cache: device, CPU memory and disk.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-API = (1, 1)  # 1.1: Evictor.figures
+from .session import SessionTurn
+
+API = (1, 2)  # 1.1: Evictor.figures; 1.2: facts of sessions, ``evicted``, EvictorContext.now
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,18 @@ class BlockInfo:
     bytes: np.ndarray  # i64 size of the block
     cost: np.ndarray  # f64 number of tokens to recompute if the block is lost
     tenant: np.ndarray  # i32 number of the tenant whose request computed the block
+    # i64 number of the session (see ``SessionTurn``) whose request computed the block, 0 for none
+    session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    # i8 kind of the block's first token: the index in ``SPAN_KINDS`` + 1, 0 for none
+    kind: np.ndarray = field(default_factory=lambda: np.empty(0, np.int8))
+    # bool; True means that the block was evicted lately, and a request needed it again
+    evicted: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+
+    def __post_init__(self) -> None:
+        for name in ("session", "kind", "evicted"):
+            column = getattr(self, name)
+            if not len(column):
+                object.__setattr__(self, name, np.zeros(len(self.parent), column.dtype))
 
 
 @dataclass(frozen=True)
@@ -36,6 +51,9 @@ class EvictorContext:
     capacity: int  # blocks in the tier
     block: int  # tokens per block
     tier: str  # device | cpu | disk
+    now: Callable[[], float] = (
+        time.monotonic
+    )  # the engine's clock in seconds, which may be a virtual one
 
 
 class Evictor(ABC):
@@ -71,6 +89,18 @@ class Evictor(ABC):
     @abstractmethod
     def drop(self, keys: np.ndarray) -> None:
         """Forget these keys.  The engine removed their blocks for another reason, such as a reset of the cache."""
+
+    def began(self, keys: np.ndarray, turn: SessionTurn) -> None:  # noqa: B027  (optional)
+        """Receive a request of a session that was admitted.  ``keys`` are the blocks of its prefix hit.
+
+        The engine calls it after ``hold``, only if it is overridden and the client has sent facts of the session, and
+        in tiers behind the device too, where ``keys`` is empty."""
+
+    def ended(self, keys: np.ndarray, turn: SessionTurn) -> None:  # noqa: B027  (optional)
+        """Receive a request of a session that ends.  ``keys`` are its blocks in this tier, which other requests may
+        share.  On the device they are freed after this call.
+
+        The engine calls it under the conditions of ``began``.  A request that ends while it waits has no keys."""
 
     @abstractmethod
     def victims(self, n: int) -> np.ndarray:

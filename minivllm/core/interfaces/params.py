@@ -15,6 +15,7 @@ from minivllm.registration.parameters import NUMBERS, Param, is_whole, unknown_p
 from minivllm.validation import flaw
 
 from .plan import STOP_IDS
+from .session import Session
 from .structured import StructuredOutputsParams
 
 MAX_N = 128
@@ -97,8 +98,9 @@ class SamplingParams:
 
     ``bad_words`` are words or lists of token ids.  The last token of such a list is not drawn after its other tokens.
     ``structured_outputs`` restricts the form of the text; it is a ``StructuredOutputsParams`` or a mapping with its
-    fields.  ``trace_headers`` is the W3C trace context of the caller (``traceparent``, ``tracestate``), for hooks that
-    trace.
+    fields.  ``session`` has facts about the session of the request, for schedulers and evictors; it is a ``Session`` or
+    a mapping with its fields.  ``trace_headers`` is the W3C trace context of the caller (``traceparent``,
+    ``tracestate``), for hooks that trace.
 
     ``extra`` holds parameters of samplers, processors and strategies by name.  Parameters that a plug-in spec declares
     (``minivllm.plugin.Param``) are also keywords and attributes of this class, and are checked as fields are; ``extra``
@@ -142,6 +144,7 @@ class SamplingParams:
     choose_fn: Callable[[np.ndarray, Sequence[int]], int] | None = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    session: Session | Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     # Type checkers see only the fields, because the parameters of plug-ins are declared at run time.
@@ -212,6 +215,7 @@ class SamplingParams:
         self._check_service()
         self._check_functions()
         self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+        self.session = Session.of(self.session)
 
     def _check_branches(self) -> None:
         """Check the parameters that decide how many branches the request has."""

@@ -16,7 +16,10 @@ from typing import Any
 
 import numpy as np
 
-API = (1, 2)  # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted
+API = (1, 3)  # 1.1: SchedulerPolicy.figures; 1.2: QueueView.aborted; 1.3: facts of sessions
+
+# columns of ``QueueView`` with facts of sessions, and their values for a request without them
+ABSENT = {"session": 0, "turn": 0, "parent": 0, "next_s": np.inf, "deadline": np.inf, "budget": -1}
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,19 @@ class QueueView:
     blocks: np.ndarray  # i32 number of blocks of all KV groups
     # i32 1 if the client aborted the sequence, else 0; set for the view of ``ended`` only
     aborted: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
+    # The facts of ``SessionTurn``, each of its type: i64, i64, i64, f64, f64, i32.
+    session: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    turn: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    parent: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    next_s: np.ndarray = field(default_factory=lambda: np.empty(0))
+    deadline: np.ndarray = field(default_factory=lambda: np.empty(0))
+    budget: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def __post_init__(self) -> None:
-        if not len(self.aborted):
-            object.__setattr__(self, "aborted", np.zeros(len(self.id), np.int32))
+        for name, absent in (("aborted", 0), *ABSENT.items()):
+            column = getattr(self, name)
+            if not len(column):
+                object.__setattr__(self, name, np.full(len(self.id), absent, column.dtype))
 
     def __len__(self) -> int:
         return len(self.id)
@@ -72,6 +84,8 @@ class Load:
     oldest_wait: float  # seconds since the arrival of the oldest waiting request
     # seconds until the next token of a running sequence with a target is due
     tpot_slack: float = np.inf
+    # blocks since the start that were evicted and soon computed again, of all KV groups
+    evicted_needed: int = 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,24 @@ class S3FifoOptions(BaseModel):
     promote_after: int = Field(2, ge=1, le=3, description="Hits in the small queue that lead to the main one.")
 
 
+class TailLruOptions(BaseModel):
+    """The facts of sessions whose clients send none."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    budget: int = Field(0, ge=0, description="Tokens that a session's next request may compute before it is late.")
+    prompt: int = Field(200, ge=0, description="Tokens that the next request of a session is expected to add.")
+
+
+class AgentTtlOptions(BaseModel):
+    """How long the blocks of a session stay after a turn."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    slack: float = Field(3.0, gt=0, le=1000, description="Time to live, in times the expected time to the next turn.")
+    longest: float = Field(300.0, gt=0, le=1e6, description="Seconds; the longest time to live.")
+
+
 class CostAwareOptions(BaseModel):
     """How fast values decrease, and how many evicted keys are stored."""
 

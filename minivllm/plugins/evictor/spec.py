@@ -5,7 +5,7 @@ from functools import partial
 from minivllm.registration.spec import Spec
 
 HERE = "minivllm.plugins.evictor"
-_evictor = partial(Spec, api=(1, 1))
+_evictor = partial(Spec, api=(1, 2))
 
 LRU = _evictor(
     impl=f"{HERE}.lru:Lru",
@@ -32,6 +32,16 @@ PREFIX_DEPTH = _evictor(
     impl=f"{HERE}.prefix_depth:PrefixDepth",
     summary="evicts the deepest block, so that the beginnings of prompts stay",
     options=f"{HERE}.options:PrefixDepthOptions",
+)
+TAIL_LRU = _evictor(
+    impl=f"{HERE}.tail_lru:TailLru",
+    summary="tail-optimised LRU (2025): first the ends of sessions whose next request stays within its budget",
+    options=f"{HERE}.options:TailLruOptions",
+)
+AGENT_TTL = _evictor(
+    impl=f"{HERE}.agent_ttl:AgentTtl",
+    summary="lru, but keeps blocks of a session for some time after a turn, as long as the next one is expected",
+    options=f"{HERE}.options:AgentTtlOptions",
 )
 COST_AWARE = _evictor(
     impl=f"{HERE}.cost_aware:CostAware",

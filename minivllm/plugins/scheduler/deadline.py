@@ -28,7 +28,7 @@ MOST = 0.8  # share of the time until a token is due
 
 
 class Deadline(SchedulerPolicy):
-    """A policy with the targets ``ttft_ms`` and ``tpot_ms`` of requests.
+    """A policy with the targets ``ttft_ms`` and ``tpot_ms`` of requests, and the deadlines of their sessions.
 
     No request starves.  Requests that have waited ``max_wait`` seconds precede all others, by arrival, and a step
     computes at least ``min_chunk`` tokens of a prompt.
@@ -43,7 +43,11 @@ class Deadline(SchedulerPolicy):
 
     def key(self, new: QueueView) -> np.ndarray:
         usual = new.arrival + self.options.default_ttft_ms / 1e3
-        due = np.where(np.isfinite(new.ttft_due), new.ttft_due, usual)
+        answer = new.predicted_out / self.options.decode_rate
+        start = new.deadline - answer
+        due = np.minimum(new.ttft_due, start)
+        known = np.isfinite(due)
+        due = np.where(known, due, usual)
         return due - new.prompt / self.options.prefill_rate
 
     def order(self, head: QueueView, running: QueueView, now: float) -> np.ndarray:

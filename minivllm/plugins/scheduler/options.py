@@ -55,6 +55,9 @@ class DeadlineOptions(BaseModel):
     prefill_rate: float = Field(
         20_000.0, gt=0, description="Prompt tokens per second: when a request has to start to be in time."
     )
+    decode_rate: float = Field(
+        50.0, gt=0, description="Output tokens per second of a request: when an answer with a deadline has to start."
+    )
     max_wait: float = Field(
         30.0, ge=0, le=1e6, description="Seconds of waiting after which a request goes first, in time or not."
     )

@@ -204,6 +204,7 @@ GENERATION = {
     "ttft_ms": (FLOAT, "extension: target for the time to the first token, in ms", "ttft_ms"),
     "tpot_ms": (FLOAT, "extension: target for the time of each further token, in ms", "tpot_ms"),
     "expected_tokens": (INT, "extension: expected length of the answer, for the scheduler", "expected_tokens"),
+    "session": (DICT, "extension: facts about the request's session: id, turn, parent, spans, ...", "session"),
     "timeout_s": (FLOAT, "extension: time limit of the whole answer, in seconds"),
     "vllm_xargs": (DICT, "extension: parameters of processors and samplers, by name", "extra"),
     "truncate_prompt_tokens": (INT, "extension: number of prompt tokens to keep; -1: as many as fit"),

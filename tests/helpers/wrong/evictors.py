@@ -24,6 +24,8 @@ FAULTS = {
     "Tombstones": (VICTIMS, ENGINE),
     "ChainsOnly": (VICTIMS, ENGINE),
     "DepthOfTheParent": (VICTIMS, ENGINE),
+    "FreesAtTheEndOfATurn": (VICTIMS,),
+    "EvictsAnEndedTurn": (VICTIMS,),
     "FiguresBeforeTheFirstKey": ("test_its_figures_are_numbers_by_name_and_asking_changes_nothing",),
 }
 RIGHT = ("Fifo", "FixedArrays")
@@ -49,6 +51,26 @@ class FiguresBeforeTheFirstKey(Lru):
 
     def figures(self):
         return {"hits_a_key": np.float64(self.hits) / np.float64(self.keys)}
+
+
+class FreesAtTheEndOfATurn(Lru):
+    """Frees the blocks of a turn that ends, which other requests may share."""
+
+    spec = Spec(f"{__name__}:FreesAtTheEndOfATurn", (1, 2), "a planted fault")
+
+    def ended(self, keys, turn):
+        self.free(keys)
+
+
+class EvictsAnEndedTurn(Lru):
+    """Forgets the free blocks of a session whose next turn is far away, as if they were evicted at once."""
+
+    spec = Spec(f"{__name__}:EvictsAnEndedTurn", (1, 2), "a planted fault")
+
+    def ended(self, keys, turn):
+        if turn.next_s > 1e3:
+            for key in keys.tolist():
+                self.queue.pop(key, None)
 
 
 class EvictsHeld(Lru):

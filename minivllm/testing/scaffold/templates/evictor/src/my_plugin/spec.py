@@ -4,6 +4,6 @@ from minivllm.plugin import Spec
 
 MY_PLUGIN = Spec(
     impl="my_plugin.plugin:MyPlugin",
-    api=(1, 1),
+    api=(1, 2),
     summary="evicts the block with the fewest hits, and of equal blocks the one freed longest ago",
 )

@@ -1,0 +1,81 @@
+"""The facts of sessions in the form in which schedulers and evictors read them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.interfaces.session import Session, SessionTurn
+
+from .blocks import chain_key
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+    from .request import Request, Seq
+
+NO_KEYS = np.empty(0, np.uint64)
+NO_KINDS = np.empty(0, np.int8)
+
+
+def number_of(salt: tuple[str, ...], name: str | None) -> int:
+    """Return the number of a session's or a turn's name: a positive 63-bit digest of the salt and the name.
+
+    0 means that there is no name.  The salt begins with the tenant."""
+    if name is None:
+        return 0
+    return chain_key(0, repr((*salt, "session", name)).encode()) >> 1 or 1
+
+
+def turn_of(request: Request) -> SessionTurn | None:
+    """Return the facts of a request's session; None if the client has sent none."""
+    facts = request.params.session
+    salt = request.params.salt
+    if not isinstance(facts, Session):
+        return None
+    known: dict[str, Any] = {}
+    if facts.next_s is not None:
+        known["next_s"] = float(facts.next_s)
+    if facts.deadline_s is not None:
+        known["deadline"] = request.arrival + facts.deadline_s
+    if facts.budget is not None:
+        known["budget"] = facts.budget
+    return SessionTurn(
+        number_of(salt, facts.id),
+        number_of(salt, facts.turn),
+        number_of(salt, facts.parent),
+        len(request.prompt),
+        **known,
+    )
+
+
+def kinds_of(request: Request, block: int) -> np.ndarray:
+    """Return the kinds of the blocks of a request's prompt, i8 [blocks]; empty without spans."""
+    facts = request.params.session
+    if not isinstance(facts, Session) or not facts.spans:
+        return NO_KINDS
+    return facts.kinds(len(request.prompt), block)
+
+
+def report_turn(cache: KVCache, seq: Seq, event: str) -> None:
+    """Report to the evictors that a sequence of a session was admitted (``began``) or ends (``ended``).
+
+    The sequence is in a slot, or ends while it waits."""
+    turn = seq.request.turn
+    if turn is None:
+        return
+    s = cache.slots
+    slot = seq.slot
+    length = int(s.collected[slot]) if slot >= 0 else seq.known
+    turn = replace(turn, tokens=length)
+    for g, pool in enumerate(cache.pools):
+        if not pool.reads_turns:
+            continue
+        keys = NO_KEYS
+        if slot >= 0:
+            n = int(s.blocks[g, slot])
+            keys = pool.key[s.table[g, slot, :n]]
+        pool.report(event, keys[keys > 0], turn)
+    if cache.tiers is not None:
+        cache.tiers.report(event, seq, turn)

@@ -1,0 +1,54 @@
+"""Share the code of evictors that read facts of sessions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo, EvictorContext
+from minivllm.core.interfaces.session import SessionTurn
+
+from .leaves import LeafBlock, Leaves
+
+LEAST = 64  # sessions whose last turns are kept, even in a smaller cache
+
+
+class SessionLeaves(Leaves):
+    """An evictor with the last turn of each session that ended lately.  ``LeafBlock.mark`` is the number of the session
+    that used the block last, 0 for none."""
+
+    def __init__(self, options: Any, ctx: EvictorContext) -> None:
+        super().__init__(options, ctx)
+        self.turns: dict[int, SessionTurn] = {}  # by session, the one that ended last at the end
+
+    def add(self, keys: np.ndarray, info: BlockInfo) -> None:
+        super().add(keys, info)
+        for key, session in zip(keys.tolist(), info.session.tolist(), strict=True):
+            self.blocks[key].mark = session
+
+    def began(self, keys: np.ndarray, turn: SessionTurn) -> None:
+        self.assign(keys, turn.session)
+
+    def ended(self, keys: np.ndarray, turn: SessionTurn) -> None:
+        self.turns.pop(turn.session, None)
+        self.turns[turn.session] = turn
+        if len(self.turns) > max(LEAST, self.ctx.capacity):
+            self.forgot(self.turns.pop(next(iter(self.turns))).session)
+        self.assign(keys, turn.session)
+
+    def assign(self, keys: np.ndarray, session: int) -> None:
+        """Set the session of blocks, and rank those again that are ripe."""
+        for key in keys.tolist():
+            block = self.blocks[key]
+            block.mark = session
+            if not block.held and not block.children:
+                self.unqueue(block)
+                self.enqueue(block)
+
+    def forgot(self, session: int) -> None:
+        """Handle a session whose last turn is no longer kept."""
+
+    def turn_of(self, block: LeafBlock) -> SessionTurn | None:
+        """Return the last turn of the session that used a block last; None if there is none."""
+        return self.turns.get(block.mark)
