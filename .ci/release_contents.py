@@ -22,6 +22,8 @@ BUILT = r"minivllm/(\w+/)*native/(_cpu\.so|_why_not\.txt)"
 NEEDED = {
     "the mark of typed packages": r"minivllm/py\.typed",
     "the weights of the packaged model": r"minivllm/pocket/model/model\.safetensors",
+    "the page of the server": r"minivllm/server/page/static/index\.html",
+    "the licences of the page's libraries": r"minivllm/server/page/static/licences\.txt",
     "the sources of the native part": r"minivllm/(\w+/)*native/kernels\.cpp",
 }
 NEEDED_IN_SDIST = {

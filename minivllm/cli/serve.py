@@ -91,6 +91,8 @@ def add_commands(command: Any, wiring: argparse.ArgumentParser) -> None:
     add_engine_flags(sub)
     text = "offer the routes of operators, and taps"
     sub.add_argument("--admin", action="store_true", default=None, help=text)
+    text = "serve the page with a chat and the live engine at /, and the page of the API at /docs (default)"
+    sub.add_argument("--page", action=argparse.BooleanOptionalAction, help=text)
     text = "names of the model in requests"
     sub.add_argument("--served-model-name", nargs="+", metavar="NAME", help=text)
     text = "web pages whose scripts may use the server (CORS); or a JSON list"
@@ -150,7 +152,7 @@ def check_packages(command: str) -> None:
 def load(args: argparse.Namespace) -> Loaded:
     """Return the configuration, with flags laid over files."""
     check_one_model(args)
-    server = _used(args, [name for name, _, _ in SERVER] + ["admin", "served_model_name", "allowed_hosts"])
+    server = _used(args, [name for name, _, _ in SERVER] + ["admin", "page", "served_model_name", "allowed_hosts"])
     flags = engine_options(args)
     if "max_logprobs" in flags:  # the server checks this limit of the engine as well
         server["max_logprobs"] = flags["max_logprobs"]

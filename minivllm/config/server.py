@@ -45,6 +45,9 @@ class ServerConfig(Strict):
     admin: bool = Field(
         False, description="enable /start_profile, /stop_profile, /reset_prefix_cache, /debug/state and the field taps"
     )
+    page: bool = Field(True, description="serve the page at / (chat and live engine) and the page at /docs (API)")
+    live_interval: float = Field(0.25, ge=0.1, description="time between two states of the engine on open pages")
+    max_live_sockets: int = Field(16, ge=0, description="largest number of open pages that show the live engine")
     steering_dir: str | None = Field(None, description="folder of vectors NAME.npy that taps may add")
     tool_parser: str = Field(
         "auto",

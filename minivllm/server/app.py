@@ -49,6 +49,8 @@ from .openai.bodies import (
     TemplateBody,
     TokenizeBody,
 )
+from .page.files import Page
+from .page.live import LiveSocket
 from .responses import routes as responses
 from .responses.socket import ResponsesSocket
 
@@ -107,7 +109,10 @@ ROUTES: Routes = (
     ("/", ollama_models.root, "GET", None, (TEXT,), (503,)),
     ("/metrics", operations.prometheus, "GET", None, (TEXT,), (503,)),
 )
-SOCKETS = (("/v1/ws", websocket.Connection), ("/v1/responses", ResponsesSocket))
+SOCKETS: tuple[tuple[str, type[sockets.Socket]], ...] = (
+    ("/v1/ws", websocket.Connection),
+    ("/v1/responses", ResponsesSocket),
+)
 _OPERATIONS: Routes = (
     ("/start_profile", operations.start_profile, "POST"),
     ("/stop_profile", operations.stop_profile, "POST"),
@@ -156,7 +161,7 @@ class Application:
         self.generated_token = None if self.admin_token == admin_key else self.admin_token
         if keys and self.admin_token is not None:
             keys.append(self.admin_token)
-        accepted = ApiKeys(keys)
+        accepted = ApiKeys(keys, self.admin_token)
         app = FastAPI(
             title="minivllm",
             version=minivllm.__version__,
@@ -182,13 +187,16 @@ class Application:
                 responses=_documented(kinds, codes),
                 openapi_extra=_documented_input(path, body),
             )
-        for path, kind in SOCKETS:
+        page = Page.load() if server.page else None
+        live = (("/v1/live", LiveSocket),) if page else ()
+        for path, kind in (*SOCKETS, *live):
             socket = sockets.endpoint(lambda: self.service, accepted, kind)
             app.add_api_websocket_route(path, socket)
         app.add_exception_handler(HTTPException, _http_error)
         app.add_exception_handler(ApiError, _api_error)
         app.add_exception_handler(Exception, _api_error)  # FastAPI would answer 500 with plain text
-        self.guard = Guard(around(app, middleware), accepted, server)
+        inner = app if page is None else page.before(app)
+        self.guard = Guard(around(inner, middleware), accepted, server, page=page)
         self.asgi: Any = self.guard
         if server.allowed_origins:
             self.asgi = Cors(

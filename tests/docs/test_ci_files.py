@@ -64,7 +64,9 @@ def test_an_issue_form_has_what_its_host_wants(path):
 
 def test_a_release_lacks_no_file_of_the_package_and_has_no_other():
     faults_of = runpy.run_path(str(ROOT / ".ci" / "release_contents.py"))["faults_of"]
-    package = {f"minivllm/{name}" for name in ("py.typed", "pocket/model/model.safetensors", "x/native/kernels.cpp")}
+    page = "server/page/static"
+    names = "py.typed", "pocket/model/model.safetensors", "x/native/kernels.cpp", f"{page}/index.html"
+    package = {f"minivllm/{name}" for name in (*names, f"{page}/licences.txt")}
     built = "minivllm/x/native/_cpu.so"
     assert faults_of(package | {"LICENSE"}, {"the license": "LICENSE"}, package) == []
     assert faults_of(package | {built}, {}, package, re.escape(built)) == []

@@ -60,6 +60,7 @@ def here(tmp_path, monkeypatch):
 # page -> how many commands and Python blocks are run at least
 PAGES = {
     "quickstart": 7,
+    "page": 0,
     "options": 4,
     "sampling": 6,
     "python": 7,

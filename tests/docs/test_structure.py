@@ -5,6 +5,7 @@ The picture orders the parts (rooms) by their imports at run time; all arrows po
     │ cli                                                   the commands
     │ server.batch                                          requests of a file, by the application without a socket
     │ server.serve  server.app  server.operations  server.compat  server.pool_jobs
+    │ server.page                                           the page, and the state of the engine for it
     │ server.anthropic                                      Anthropic's Messages API, over the chats of OpenAI's
     │ server.responses                                      OpenAI's Responses API, over its chats
     │ server.ollama                                         another protocol, by the classes of OpenAI's
@@ -72,7 +73,7 @@ MAY_IMPORT = {
         "server.app server.openai server.link server.http runtime.text core.declared_params server runtime.processes"
     ),
     "server.app": (
-        "server.operations server.embedding server.compat server.anthropic server.responses server.ollama "
+        "server.operations server.page server.embedding server.compat server.anthropic server.responses server.ollama "
         "server.openai server.http server"
     ),
     "server.operations": "server.anthropic server.openai server.link server.http server",
@@ -80,6 +81,7 @@ MAY_IMPORT = {
     "server.pool_jobs": (
         "server.openai server.link server.http runtime.text runtime.replies core.interfaces server runtime.processes"
     ),
+    "server.page": "server.openai server.http server",
     "server.anthropic": "server.openai server.http runtime.text server",
     "server.responses": "server.openai server.link server.http runtime.text server",
     "server.ollama": "server.embedding server.openai server.http server",

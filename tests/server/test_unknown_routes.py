@@ -32,7 +32,7 @@ INSTEAD = {
     "/completion": COMPLETIONS,
     "/generate": COMPLETIONS, "/api/v1/generate": COMPLETIONS,
     "/api/tag": "did you mean /api/tags?", "/info": "/tokenizer_info", "/healthz": "/health",
-    "/docs": "/openapi.json", "/v1/ws": "WebSocket",
+    "/redoc": "/openapi.json", "/v1/ws": "WebSocket",
     "/v1": CHAT, "/nothing/like/it": CHAT, "/v1/" + "x" * 4000: CHAT,
 }  # fmt: skip
 

@@ -56,10 +56,14 @@ def admin_token(server: ServerConfig, keys: Sequence[str], admin_key: str = "") 
 
 
 class ApiKeys:
-    """The accepted API keys.  Without any, every request is accepted."""
+    """The accepted API keys.  Without any, every request is accepted.
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = [_digest(key.encode()) for key in dict.fromkeys(keys)]
+    ``operator`` is the operator's key among them, None for none."""
+
+    def __init__(self, keys: Iterable[str] = (), operator: str | None = None) -> None:
+        unique = list(dict.fromkeys(keys))
+        self._digests = [_digest(key.encode()) for key in unique]
+        self._operator = f"key-{unique.index(operator)}" if operator in unique else None
 
     def __bool__(self) -> bool:
         return bool(self._digests)
@@ -80,6 +84,10 @@ class ApiKeys:
             if hmac.compare_digest(digest, known):
                 found = f"key-{number}"
         return found if key else None
+
+    def sees_all(self, tenant: str) -> bool:
+        """Return whether a tenant may see the requests of all tenants: the operator, or the only tenant."""
+        return len(self._digests) < 2 or tenant == self._operator
 
     def identity(self, tenant: str) -> str:
         """Return a text that identifies the key of a tenant even if other keys are added or removed.  "" without a key.

@@ -24,6 +24,7 @@ from .connection import CROWDED, POLLED, unknown_coding
 
 if TYPE_CHECKING:
     from minivllm.config.server import ServerConfig
+    from minivllm.server.page.files import Page
 
 OPEN = frozenset({"/health", "/ping"})  # routes that require no key
 TRACE = re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-.{0,256})?")  # W3C Trace Context
@@ -36,11 +37,14 @@ class Guard:
     It stores in ``scope["state"]``: ``request_id``, made here; ``echoed``, the id in the answer, which is the client's
     own if it sent a valid one; ``tenant``, the name of the API key; ``owner``, which shares limits (``fair_queue``);
     ``identity``, which has the stored responses of a key; ``trace``, the W3C trace context; and ``log``, to which a
-    route may add values of the request's log line.
+    route may add values of the request's log line.  The files of ``page`` require no key, because a browser asks for
+    them without one.
     """
 
-    def __init__(self, app: Any, keys: ApiKeys, server: ServerConfig, metrics: Any = None) -> None:
-        self.app, self.keys, self.metrics = app, keys, metrics
+    def __init__(
+        self, app: Any, keys: ApiKeys, server: ServerConfig, metrics: Any = None, page: Page | None = None
+    ) -> None:
+        self.app, self.keys, self.metrics, self.page = app, keys, metrics, page
         self.max_header_bytes, self.max_headers = server.max_header_bytes, server.max_headers
         self.hosts = cross_site.Hosts(server.allowed_hosts, server.host, bool(keys))
         self.origins = server.allowed_origins
@@ -166,7 +170,9 @@ class Guard:
             raise ApiError(400, what, headers=CLOSE)
         if scope["method"] == "OPTIONS":
             cross_site.check_preflight(scope["headers"], self.origins)
-        if asked_path(scope) not in OPEN:
+        path = asked_path(scope)
+        is_page = self.page is not None and self.page.serves(scope, path)
+        if path not in OPEN and not is_page:
             tenant = self.keys.tenant(headers)
             if tenant is None:
                 what = "expected a valid API key: Authorization: Bearer KEY"

@@ -55,7 +55,7 @@ class EngineInfo:
     ``weight_bytes`` is the memory of the weights.  ``shape`` has the model's type and sizes (``description.SHAPE``).
     ``hidden`` is the width of an embedding, 0 if the engine makes none.  ``pooling`` and ``pooling_fault`` are those of
     ``frontend.pooling.DefaultPooling``.  ``for_embeddings`` is true for a model whose files name a pooling.  ``forms``
-    are the kinds of grammars that the engine compiles.
+    are the kinds of grammars that the engine compiles.  ``explained`` has (seam, plug-in, reasons) for each choice.
     """
 
     model: str
@@ -79,6 +79,7 @@ class EngineInfo:
     pooling_fault: str
     for_embeddings: bool
     forms: list[str]
+    explained: list[list[str]]
 
 
 class EngineClient:
@@ -268,6 +269,10 @@ class EngineClient:
     async def state(self, trim: bool) -> dict[str, Any]:
         """Return the engine's tables and memory (``state.engine``), to find leaks."""
         return await self._ask("state", trim=trim)
+
+    async def snapshot(self, owner: str | None, steps: int = 0, ended: int = 0) -> dict[str, Any]:
+        """Return a snapshot of the engine (``snapshot.Snapshots.take``)."""
+        return await self._ask("snapshot", owner=owner, steps=steps, ended=ended)
 
     def tables(self) -> dict[str, int]:
         """Return the numbers of entries in the client's tables, all 0 without requests."""

@@ -58,6 +58,7 @@ def describe(engine: Engine, resolved: Any) -> dict[str, Any]:
         "pooling_fault": pooling.fault,
         "for_embeddings": os.path.isfile(modules),
         "forms": [] if engine.grammars is None else list(engine.grammars.kinds),
+        "explained": _explained(resolved),
     }
 
 
@@ -65,3 +66,12 @@ def _shape(config: Any) -> dict[str, Any]:
     """Return the type and the sizes of a model that its configuration has."""
     found = {name: getattr(config, name, None) for name in SHAPE}
     return {name: value for name, value in found.items() if isinstance(value, (str, int))}
+
+
+def _explained(resolved: Any) -> list[list[str]]:
+    """Return (seam, chosen plug-in, reasons as text) of each choice, for the page of the server."""
+    found = []
+    for selection in resolved.explanation.selections:
+        chosen = "" if selection.chosen is None else selection.chosen.entry.label
+        found.append([selection.kind, chosen, selection.explain()])
+    return found

@@ -52,6 +52,7 @@ from . import state
 from .compiling import LOOK, Compiling
 from .frames import ENDS, ROW, Frame
 from .pace import FIRST, LEAST, SHARED_FOR, SHARED_LEAST, SHARED_LEAST_ELSE, SHARED_TURN, TURN, Pace
+from .snapshot import Snapshots
 from .taps import PooledTaps, PooledValues, embedded, fault, pooled
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ class EngineLoop(TurnLoop):
             getattr(grammars, "workers", 1),
             lambda params: grammars.stop(params.structured_outputs, params.salt),
         )
+        self.snapshots = Snapshots(engine)
         self._sent = 0.0  # time.monotonic of the last frame
         self._dead_sent = False  # the end of the engine was reported
         engine.events.tokens_streamed.subscribe(self._add_tokens)
@@ -352,6 +354,9 @@ class EngineLoop(TurnLoop):
     def _ask_state(self, trim: bool) -> dict[str, Any]:
         tables = {"live": len(self.live), "compiling": len(self.compiling), "arriving": len(self.arriving)}
         return state.engine(self.engine, tables, self.accepted, trim)
+
+    def _ask_snapshot(self, owner: str | None, steps: int, ended: int) -> dict[str, Any]:
+        return self.snapshots.take(owner, steps, ended, len(self.arriving) + len(self.compiling))
 
     def _ask_reset_prefix_cache(self) -> bool:
         self.engine.reset_prefix_cache()

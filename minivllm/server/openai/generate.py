@@ -26,6 +26,7 @@ from minivllm.server.background_jobs import Jobs
 from minivllm.server.errors import ApiError
 from minivllm.server.http import body as bodies
 from minivllm.server.http.sse import DONE, EventStream, Gone, LongAnswer, dump, encode, supervise
+from minivllm.server.link.live_states import LiveStates
 from minivllm.server.link.streams import end, take
 from minivllm.server.link.taps import NOTHING, PooledTaps
 from minivllm.server.metrics import times_of
@@ -80,6 +81,7 @@ class Service:
         self.slices = Slices()
         self.responses = Store.of(self.server)
         self.background = Jobs()
+        self.live = LiveStates(self.client, self.server)
         # identity of a key -> responses of its WebSockets, as long as one is open
         self.socket_responses: WeakValueDictionary[str, KeyResponses] = WeakValueDictionary()
         self._chosen: dict[str, Chosen] = {}
@@ -108,7 +110,8 @@ class Service:
         return spelling_of(self.parser(), self.tokens.tokenizer)
 
     async def close(self) -> None:
-        """End the responses in the background and the worker pool."""
+        """End the responses in the background, the states for pages and the worker pool."""
+        await self.live.close()
         await self.background.close()
         await self.tokens.pool.close()
 

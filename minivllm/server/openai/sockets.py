@@ -41,6 +41,10 @@ class Socket:
         self.taken = 0  # requests so far
         self.ending = False
 
+    async def begin(self) -> int | None:
+        """Begin to serve, because the key of the connection is accepted.  Return a code to close it, else None."""
+        return None
+
     async def receive(self, raw: str) -> None:
         """Handle a message of the client."""
         raise NotImplementedError
@@ -120,6 +124,9 @@ class Socket:
         """Handle the client's messages and return the close code, once there are no more."""
         if self.tenant is None and not await self._authenticate():
             return BAD_KEY
+        refused = await self.begin()
+        if refused is not None:
+            return refused
         while not self.ending:
             try:
                 raw = await self.socket.receive_text()

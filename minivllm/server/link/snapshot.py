@@ -1,0 +1,237 @@
+"""Snapshots of the engine for the live page: requests, the map of KV blocks, and the times of the last steps.
+
+A snapshot is made on the engine's thread, only when the server asks for it.  It has no text and no token id.
+``owner`` limits a snapshot to the requests and blocks of one owner, and leaves out all figures of the whole engine.
+
+    cells   one byte for each block of the leading KV group, in base64: ``FREE`` ... ``SHARED``, plus ``IN_TIER``
+    of      i16 for each block, in base64: the index of the request in ``rows`` that uses the block, or -1
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from minivllm.core.timing import PARTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from minivllm.core.engine.engine import Engine
+    from minivllm.core.engine.request import Request, Seq
+
+FREE, CACHED, USED, SHARED = range(4)  # states of a block, in the order in which a cell of several blocks shows them
+IN_TIER = 8  # added to the state of a block whose content is also in a tier
+MOST_CELLS = 16_384  # a larger cache is shown with several blocks in a cell
+MOST_ROWS = 512  # running and waiting sequences in a snapshot
+MOST_SEARCHED = 4096  # waiting sequences among which those of an owner are searched
+MOST_ENDED = 64  # ended requests that are kept while somebody watches
+MOST_STEPS = 512  # steps over which times are averaged
+WATCHED = 10.0  # seconds after a snapshot in which ended requests are kept
+# why a request does not run, in the order in which it is checked
+LOADING, NO_ROW, NO_BLOCKS, HELD, BUDGET = "loading", "rows", "blocks", "held", "budget"
+
+
+class Snapshots:
+    """Makes the snapshots of an engine, and keeps the requests that ended while somebody watches."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._until = 0.0  # time.monotonic until which ended requests are kept
+        self._ended: deque[tuple[int, Request]] = deque(maxlen=MOST_ENDED)
+        self._count = 0  # ended requests so far
+        engine.events.request_finished.subscribe(self._finished)
+
+    def _finished(self, request: Request) -> None:
+        """Keep an ended request if somebody watches."""
+        if time.monotonic() < self._until:
+            self._count += 1
+            self._ended.append((self._count, request))
+        elif self._ended:
+            self._ended.clear()
+
+    def take(self, owner: str | None, steps: int, ended: int, arriving: int = 0) -> dict[str, Any]:
+        """Return a snapshot.
+
+        ``owner`` None means the whole engine.  ``steps`` and ``ended`` are the counts of the reader's last snapshot.
+        ``arriving`` is the number of requests that wait before the engine.
+        """
+        engine = self.engine
+        self._until = time.monotonic() + WATCHED
+        now = engine.now()
+        slots = engine.slots
+        running = [slots.at(slot) for slot in slots.running.tolist()]
+        if owner is not None:
+            running = [seq for seq in running if seq.request.owner == owner]
+        running = running[:MOST_ROWS]
+        waiting = self._waiting(owner, MOST_ROWS - len(running))
+        why = self._why(waiting)
+        rows = _columns(engine, [*running, *waiting], now)
+        rows["why"] = [""] * len(running) + why
+        found: dict[str, Any] = {
+            "at": round(time.time(), 3),
+            "rows": rows,
+            "blocks": self._blocks(running, owner),
+            "count": self._count,
+            "ended": [_ended(request, now) for n, request in self._ended if n > ended and _is_of(request, owner)],
+        }
+        if owner is None:
+            found["engine"] = {**self._figures(), "arriving": arriving}
+            found["steps"] = self._steps(steps)
+        return found
+
+    def _waiting(self, owner: str | None, most: int) -> list[Seq]:
+        """Return waiting sequences, at most ``most``, those that wait for a tier first."""
+        tiers = self.engine.cache.tiers
+        loading: Iterable[Seq] = () if tiers is None else tiers.waits
+        queued: list[Seq] = [*loading]
+        if owner is None:
+            entries = self.engine.planner.waiting.first(most)
+            queued += [entry[2] for entry in entries]
+        else:
+            queued += islice(self.engine.planner.waiting, MOST_SEARCHED)
+            queued = [seq for seq in queued if seq.request.owner == owner]
+        return queued[:most]
+
+    def _why(self, waiting: list[Seq]) -> list[str]:
+        """Return the reason for which each waiting sequence does not run yet."""
+        engine = self.engine
+        planner, cache = engine.planner, engine.cache
+        tiers = cache.tiers
+        loading = set() if tiers is None else set(tiers.waits)
+        if len(engine.slots.free) <= planner.reserved:
+            reason = NO_ROW
+        elif planner.wake_at:
+            reason = HELD
+        else:
+            reason = BUDGET
+        reasons = []
+        for seq in waiting:
+            lacks = reason == BUDGET and cache.blocks_for(seq.known) > cache.available
+            other = NO_BLOCKS if lacks else reason
+            reasons.append(LOADING if seq in loading else other)
+        return reasons
+
+    def _blocks(self, running: list[Seq], owner: str | None) -> dict[str, Any]:
+        """Return the map of the blocks of the leading KV group."""
+        cache, slots = self.engine.cache, self.engine.slots
+        pool = cache.pools[0]
+        of = np.full(pool.total, -1, np.int16)
+        rows = np.array([seq.slot for seq in running], np.intp)
+        counts = slots.blocks[0, rows]
+        table = slots.table[0, rows, : int(counts.max(initial=0))]
+        held = np.arange(table.shape[1]) < counts[:, None]
+        of[table[held]] = np.repeat(np.arange(len(rows), dtype=np.int16), counts)
+        state = np.zeros(pool.total, np.uint8)
+        state[pool.ref > 0] = USED
+        state[pool.ref > 1] = SHARED
+        if owner is not None:
+            state[of < 0] = FREE
+        else:
+            state[(pool.ref == 0) & (pool.key > 0)] = CACHED
+            if cache.tiers is not None:
+                named = cache.tiers.named[0]
+                state[np.fromiter(named, np.intp, len(named))] += IN_TIER
+        state, of = state[1:], of[1:]  # without the null block
+        per = -(-len(state) // MOST_CELLS)
+        if per > 1:
+            starts = np.arange(0, len(state), per)
+            state = np.maximum.reduceat(state, starts)
+            of = np.maximum.reduceat(of, starts)
+        cells = base64.b64encode(state.tobytes()).decode()
+        owners = base64.b64encode(of.astype("<i2").tobytes()).decode()
+        return {"total": pool.total - 1, "per": per, "block": pool.block, "cells": cells, "of": owners}
+
+    def _figures(self) -> dict[str, Any]:
+        """Return the counters of the whole engine."""
+        engine = self.engine
+        pool, tiers = engine.cache.pools[0], engine.cache.tiers
+        return {
+            "running": engine.slots.n_running,
+            "waiting": engine.planner.n_waiting + (0 if tiers is None else len(tiers.waits)),
+            "finished": engine.finished,
+            "generated": engine.publisher.tokens,
+            "preemptions": engine.planner.preemptions,
+            "free": pool.free,
+            "cached": pool.idle,
+            "held": pool.held,
+            "queries": pool.queries,
+            "hits": pool.hits,
+            "evictions": pool.evictions,
+            "tiers": [] if tiers is None else [tier.figures() for tier in tiers.tiers],
+        }
+
+    def _steps(self, since: int) -> dict[str, Any]:
+        """Return the mean times in ms of the steps after step ``since``, by part and by plug-in."""
+        clock = self.engine.clock
+        count = min(clock.count - since, MOST_STEPS, clock.size)
+        found: dict[str, Any] = {"count": clock.count, "n": max(count, 0)}
+        if count <= 0:
+            return found
+        rows = np.arange(clock.count - count, clock.count) % clock.size
+        parts = 1e3 * clock.part[rows].mean(axis=0)
+        seams = {name: round(1e3 * float(column[rows].mean()), 4) for name, column in clock.seam.items()}
+        found["ms"] = dict(zip(PARTS, parts.round(4).tolist(), strict=True))
+        found["device_ms"] = round(float(clock.device_ms[rows].mean()), 4)
+        found["rows"] = round(float(clock.rows[rows].mean()), 1)
+        found["tokens"] = int(clock.tokens[rows].sum())
+        found["seams"] = seams
+        return found
+
+
+def _is_of(request: Request, owner: str | None) -> bool:
+    """Return whether a request belongs to an owner, None for all of them."""
+    return owner is None or request.owner == owner
+
+
+def _columns(engine: Engine, seqs: list[Seq], now: float) -> dict[str, Any]:
+    """Return the columns of the given sequences.  Times are in seconds before now, None for what has not happened."""
+    slots = engine.slots
+    requests = [seq.request for seq in seqs]
+    at = [seq.slot for seq in seqs]
+    known = [int(slots.known[slot]) if slot >= 0 else seq.known for slot, seq in zip(at, seqs, strict=True)]
+    computed = [int(slots.computed[slot]) if slot >= 0 else 0 for slot in at]
+    blocks = [int(slots.blocks[0, slot]) if slot >= 0 else 0 for slot in at]
+    return {
+        "id": [request.id for request in requests],
+        "owner": [request.owner for request in requests],
+        "sample": [seq.sample for seq in seqs],
+        "running": [slot >= 0 for slot in at],
+        "prompt": [len(request.prompt) for request in requests],
+        "cached": [request.cached_tokens for request in requests],
+        "known": known,
+        "computed": computed,
+        "end": [request.end for request in requests],
+        "blocks": blocks,
+        "preempted": [seq.preempted for seq in seqs],
+        "arrival": [_before(request.arrival, now) for request in requests],
+        "scheduled": [_before(request.scheduled, now) for request in requests],
+        "first": [_before(request.first_token, now) for request in requests],
+    }
+
+
+def _before(at: float | None, now: float) -> float | None:
+    """Return the seconds from a time until now, None without a time."""
+    return None if at is None else round(now - at, 3)
+
+
+def _ended(request: Request, now: float) -> dict[str, Any]:
+    """Return the facts of an ended request, with times in seconds before now."""
+    return {
+        "id": request.id,
+        "owner": request.owner,
+        "prompt": len(request.prompt),
+        "cached": request.cached_tokens,
+        "tokens": sum(seq.known for seq in request.sequences) - len(request.sequences) * len(request.prompt),
+        "why": request.sequences[0].finish_reason if request.sequences else None,
+        "preempted": sum(seq.preempted for seq in request.sequences),
+        "arrival": _before(request.arrival, now),
+        "scheduled": _before(request.scheduled, now),
+        "first": _before(request.first_token, now),
+        "finished": _before(request.finished, now),
+    }
