@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from minivllm.config import EngineConfig
     from minivllm.runtime.text.outputs import RequestOutput
 
+    from .core.interfaces.adapters import LoRARequest
     from .core.interfaces.params import SamplingParams
     from .core.interfaces.session import Session
     from .core.interfaces.structured import StructuredOutputsParams
@@ -39,6 +40,7 @@ _LAZY = {
     "AsyncLLM": "minivllm.frontend.async_llm",
     "EngineConfig": "minivllm.config",
     "LLM": "minivllm.frontend.llm",
+    "LoRARequest": "minivllm.core.interfaces.adapters",
     "RequestOutput": "minivllm.runtime.text.outputs",
     "SamplingParams": "minivllm.core.interfaces.params",
     "Session": "minivllm.core.interfaces.session",
@@ -53,6 +55,7 @@ __all__ = [
     "ConfigError",
     "EngineConfig",
     "EngineDeadError",
+    "LoRARequest",
     "MinivllmError",
     "ModelError",
     "PluginError",

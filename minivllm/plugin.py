@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.drafter import Ask, Drafter, DrafterContext, DraftModel, Head, HeadFiles
     from minivllm.core.interfaces.evictor import BlockInfo, Evictor, EvictorContext
     from minivllm.core.interfaces.executor import (
+        AdapterWiring,
         CacheWiring,
         Capacity,
         DraftWiring,
@@ -164,8 +165,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # evictor
     "minivllm.core.interfaces.evictor": "BlockInfo Evictor EvictorContext",
     # executor
-    "minivllm.core.interfaces.executor": "CacheWiring Capacity DraftWiring Executor ParallelWiring Part "
-    "SpeculationWiring StepWiring Wiring",
+    "minivllm.core.interfaces.executor": "AdapterWiring CacheWiring Capacity DraftWiring Executor ParallelWiring "
+    "Part SpeculationWiring StepWiring Wiring",
     "minivllm.core.interfaces.plan": "Delta Join LateInputs LogProbs StepError StepPlan StepResult",
     "minivllm.core.interfaces.codec": "CodecError decode_late decode_plan decode_result encode_late "
     "encode_plan encode_result",
@@ -215,6 +216,7 @@ __all__ = [
     "ANY",
     "MLP",
     "NULL_BLOCK",
+    "AdapterWiring",
     "Ask",
     "AtLeast",
     "AtMost",

@@ -13,6 +13,7 @@ import json
 
 from minivllm import __version__
 from minivllm.core.interfaces.executor import (
+    AdapterWiring,
     CacheWiring,
     DraftWiring,
     ParallelWiring,
@@ -52,6 +53,7 @@ def wiring_from_json(text: str) -> Wiring:
     values["steps"] = StepWiring(**steps)
     values["speculation"] = SpeculationWiring(**speculation)
     values["parallel"] = ParallelWiring(**values["parallel"])
+    values["adapters"] = AdapterWiring(**values["adapters"])
     return Wiring(**values)
 
 

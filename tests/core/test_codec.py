@@ -80,6 +80,7 @@ def joins(draw):
         saved=array(draw, "i8", draw(st.sampled_from([0, n]))),
         steer=array(draw, "i4", draw(st.integers(0, 2)), 2),
         vectors=array(draw, "f4", draw(st.integers(0, 4))),
+        adapter=array(draw, "i4", draw(st.sampled_from([0, n]))),
     )
 
 
@@ -87,7 +88,7 @@ def joins(draw):
 def plans(draw):
     r = draw(st.integers(0, 4))
     size = st.integers(0, 3)
-    widths = dict(fork=3, table=4, trim=4, copy=3, token=2)
+    widths = dict(fork=3, table=4, trim=4, copy=3, token=2, adapter=2)
     delta = Delta(
         join=draw(st.none() | joins()),
         leave=array(draw, "i4", draw(size)),
@@ -193,7 +194,7 @@ def test_bytes_of_another_kind_or_version_are_refused_and_named(monkeypatch):
     with pytest.raises(CodecError, match=r"kind 2; expected .* kind 1"):
         codec.decode_plan(late.ljust(2000, b"\0"))
     monkeypatch.setattr(codec, "VERSION", 99)
-    with pytest.raises(CodecError, match=r"6, kind 2; expected .* 99, kind 2"):
+    with pytest.raises(CodecError, match=r"7, kind 2; expected .* 99, kind 2"):
         codec.decode_late(late)
 
 

@@ -37,7 +37,7 @@ from .plan import (
 )
 from .sampling import Row
 
-VERSION = 6
+VERSION = 7
 MAGIC = b"mvllmstp"
 PLAN, LATE, RESULT = 1, 2, 3  # kinds
 HEAD = struct.Struct("<8sIIQ")
@@ -211,6 +211,7 @@ _PLAN = Layout(
                 ("token", 2),
                 ("state", 2),
                 ("save", 4),
+                ("adapter", 2),
             ],
         ),
         *_own("delta", [("keep", 2), ("forget", 0), ("store", 6), ("fill", 3)], I8),
@@ -218,7 +219,7 @@ _PLAN = Layout(
         *_columns("join", I4, "joins", "stop_ids", STOP_IDS),
         *_columns("join", I8, "joins", "seed"),
         *_own("join", [("saved", 0), ("owner", 0)], I8),
-        *_own("join", [("tokens", 0), ("steer", 2)]),
+        *_own("join", [("tokens", 0), ("steer", 2), ("adapter", 0)]),
         *_own("join", [("vectors", 0)], F4),
     ],
 )

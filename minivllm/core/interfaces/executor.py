@@ -15,8 +15,9 @@ from .plan import LateInputs, StepPlan, StepResult
 
 # 2.0: Wiring nests; 2.1: StepPlan.guided, Capacity.guides; 2.2: Wiring.own_models; 2.3: StepPlan.taps, Join.steer,
 # Capacity.taps; 2.4: Executor.now; 2.5: StepPlan.pooled, Capacity.hidden,
-# CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"
-API = (2, 6)
+# CacheWiring.recurrent; 2.6: Delta.store, Delta.fill, CacheWiring.stores, the verb "kv_tiers"; 2.7: Delta.adapter,
+# Join.adapter, Wiring.adapters, the verb "adapters"
+API = (2, 7)
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,15 @@ class SpeculationWiring:
 
 
 @dataclass(frozen=True)
+class AdapterWiring:
+    """The options of adapters (LoRA)."""
+
+    max_loras: int = 0  # adapters on the device at the same time; 0 means that requests have none
+    max_lora_rank: int = 16  # largest rank of an adapter
+    max_cpu_loras: int = 0  # adapters in host memory, those on the device included
+
+
+@dataclass(frozen=True)
 class ParallelWiring:
     """The place of a process in a tensor-parallel group."""
 
@@ -93,6 +103,7 @@ class Wiring:
     steps: StepWiring = StepWiring()
     speculation: SpeculationWiring = SpeculationWiring()
     parallel: ParallelWiring = ParallelWiring()
+    adapters: AdapterWiring = AdapterWiring()
     processors: tuple[Part, ...] = ()
     # second models, by the name of the processor that uses it (feature ``own_model``)
     own_models: Mapping[str, DraftWiring] = field(default_factory=dict)
@@ -177,9 +188,11 @@ class Executor(ABC):
         """Run a rare operation, named by ``verb``.  Arguments and result must be JSON values.
 
         Verbs: "profile_start", "profile_stop", "seams_start", "seams_stop", "kv_resident" (bytes of the KV cache that
-        are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID) and
+        are resident in this machine's memory), "devices" (the devices that compute, "cpu" or a GPU's UUID),
         "kv_tiers" (orders for the stores of ``CacheWiring.stores``, carried out by each rank as ``core.mover.Mover``
-        describes; the answer is a list with one element for each rank).
+        describes; the answer is a list with one element for each rank) and "adapters" (``load``: pairs (number, folder)
+        of adapters to load next to the steps; the answer is a list with, for each rank, pairs (number, error or None)
+        of the loads that have ended since the last call).
         NotImplementedError names a verb that the executor does not implement.
         """
         raise NotImplementedError(f"{type(self).__name__} does not know the verb {verb!r}")

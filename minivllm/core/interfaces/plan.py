@@ -63,12 +63,15 @@ class Join:
     vectors: np.ndarray = field(default_factory=nothing(dtype=np.float32))
     # i64 [n] number of the owner of each sequence (``blocks.owner_of``); an empty array means 0 for all
     owner: np.ndarray = field(default_factory=nothing(dtype=np.int64))
+    # i32 [n] place on the device of each sequence's adapter, -1 for none; an empty array means that no
+    # sequence has one
+    adapter: np.ndarray = field(default_factory=nothing())
 
 
 @dataclass(frozen=True)
 class Delta:
     """The changes on the host since the last step.  The device applies them before the step, in this order: store,
-    keep, leave, state, join, fork, save, table, trim, copy, fill, forget, token."""
+    keep, leave, state, adapter, join, fork, save, table, trim, copy, fill, forget, token."""
 
     join: Join | None = None
     leave: np.ndarray = field(default_factory=nothing())  # i32 [n] slots that become free
@@ -98,6 +101,9 @@ class Delta:
     store: np.ndarray = field(default_factory=nothing(0, 6, dtype=np.int64))
     # i64 [n, 3] (group, block, ticket): loaded pages to write to blocks; group -1 releases a ticket
     fill: np.ndarray = field(default_factory=nothing(0, 3, dtype=np.int64))
+    # i32 [n, 2] (place, number): loaded adapters to copy to places on the device; place -1 frees the adapter's host
+    # memory
+    adapter: np.ndarray = field(default_factory=nothing(0, 2))
 
 
 NO_CHANGE = Delta()
