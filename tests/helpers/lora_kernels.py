@@ -1,0 +1,52 @@
+"""Checks of the kernels of adapters against float64, for the interpreter and for a GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from minivllm.device.kernels.lora import LoraProduct
+
+PLACES, RANK = 5, 16
+# (inputs, first outputs of the parts, outputs), shapes of qkv, gate and up, and a plain layer
+SHAPES = [(1100, [0, 70, 100], 230), (64, [0, 136], 272), (40, [0], 48)]
+
+
+def case(device, dtype, shape, tokens, seed=0):
+    """Return (x, y, a, b, ranks, places).  Rows beyond the rank of an adapter are NaN, and must not be read."""
+    torch.manual_seed(seed)
+    inputs, starts, outputs = shape
+    a = torch.randn(PLACES, len(starts), RANK, inputs).mul(inputs**-0.5)
+    b = torch.randn(PLACES, outputs, RANK).mul(0.3)
+    ranks = torch.tensor([[3, 7], [16, 7], [0, 7], [9, 7], [1, 7]], dtype=torch.int32)[:, 0]
+    for place, rank in enumerate(ranks.tolist()):
+        a[place, :, rank:], b[place, :, rank:] = torch.nan, torch.nan
+    x, y = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
+    x[:: max(2, tokens // 2)] *= 3
+    places = torch.randint(-1, PLACES, (tokens,), dtype=torch.int32)
+    values = (t.to(dtype).to(device) for t in (x, y, a, b))
+    return (*values, ranks.to(device), places.to(device))
+
+
+def expected(x, y, a, b, ranks, places, starts):
+    """Return y + (x A^T) B^T in float64."""
+    out, bounds = y.double().clone(), [*starts, b.shape[1]]
+    for t, place in enumerate(places.tolist()):
+        rank = int(ranks[place]) if place >= 0 else 0
+        for part in range(len(starts) if rank else 0):
+            rows = slice(bounds[part], bounds[part + 1])
+            inner = a[place, part, :rank].double() @ x[t].double()
+            out[t, rows] += b[place, rows, :rank].double() @ inner
+    return out
+
+
+def check(device, dtype, shape, tokens, tolerance, invariant=False):
+    x, y, a, b, ranks, places = case(device, dtype, shape, tokens)
+    product = LoraProduct(a, b, ranks, shape[1], invariant)
+    got = product(x, y.clone(), places)
+    error = (got.double() - expected(x, y, a, b, ranks, places, shape[1])).abs().max().item()
+    assert error < tolerance, (dtype, shape, tokens, error)
+    assert torch.equal(got[places < 0], y[places < 0]), "a row without an adapter changes"
+    if invariant:
+        for t in range(0, tokens, 3):
+            alone = product(x[t : t + 1], y[t : t + 1].clone(), places[t : t + 1])
+            assert torch.equal(alone, got[t : t + 1]), "the bits of a row depend on the other rows"
