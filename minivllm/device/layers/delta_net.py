@@ -112,7 +112,7 @@ class DeltaNet(Module):
 
     def _inputs(self, h: Normed) -> tuple[Tensor, Tensor, Tensor]:
         """Return q | k | v [T, channels], z [T, value_heads * value_dim] and b | a [T, 2 * value_heads]."""
-        if self.both is not None:
+        if self.both is not None and not self.project.linear.adapted:
             x, z, ab = self.both(h).split([self.channels, self.inner, 2 * self.heads], dim=-1)
             return x, z, ab
         x, z = self.project(h).split([self.channels, self.inner], dim=-1)

@@ -102,14 +102,16 @@ class _Pair:
         return self._kernel
 
     def kernel(self, x: Tensor | Rounded) -> Any:
-        """Return the joined kernel if it is faster for the rows of ``x`` [T, in] than separate layers, else None."""
-        kernel = None if isinstance(x, Rounded) else self.made()
+        """Return the joined kernel if it is faster for the rows of ``x`` [T, in] than separate layers, else None.
+
+        A step with adapters needs separate layers."""
+        kernel = None if isinstance(x, Rounded) or self.linear.adapted else self.made()
         return kernel if kernel is not None and kernel.fits(x) else None
 
     def rounds(self, rows: int) -> torch.dtype | None:
         """Return the 8-bit dtype in which the product reads this number of rows; None means unquantized."""
         wants = getattr(self.made(), "rounds", None)
-        return None if wants is None else wants(rows)
+        return None if wants is None or self.linear.adapted else wants(rows)
 
     def takes_tops(self) -> bool:
         """Return whether the kernel accepts the largest absolute values of a row's parts (``GatedRow.tops``)."""
@@ -200,7 +202,7 @@ class Partial(_Pair):
             return self._kernel.of_rows(*x)
         row, known = row_of(x)
         kernel = self.kernel(row)
-        return self.linear.scheme.apply(row) if kernel is None else kernel(row, **known)[0]
+        return self.linear.partial(row) if kernel is None else kernel(row, **known)[0]
 
 
 class LinearNorm(_Pair):

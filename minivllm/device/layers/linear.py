@@ -110,6 +110,7 @@ class Linear(Module):
         super().__init__(info.name)
         self.info, self.scheme, self.group = info, scheme, group
         self.reduce = info.split == "row" and info.shard.size > 1
+        self.adapter: Any = None  # the ``LinearAdapter`` of the layer; None if no adapters are served
         self.tensors = dict(scheme.tensors)
         self.bias: Tensor | None = None
         if info.bias:
@@ -161,7 +162,17 @@ class Linear(Module):
         return stored_by(self.scheme)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.summed(self.scheme.apply(x))
+        return self.summed(self.partial(x))
+
+    @property
+    def adapted(self) -> bool:
+        """Return whether the running step has adapters, so that the product does not depend on the weight alone."""
+        return self.adapter is not None and self.adapter.on
+
+    def partial(self, x: Tensor) -> Tensor:
+        """Return this process's part of the product [T, out], with the adapters of the step."""
+        y = self.scheme.apply(x)
+        return y if self.adapter is None else self.adapter.add(x, y)
 
     def summed(self, y: Tensor) -> Tensor:
         """Return the layer's result [T, out] from this process's part ``y`` [T, out] of the product.

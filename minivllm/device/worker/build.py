@@ -30,6 +30,7 @@ from minivllm.errors import ConfigError, ResourceError
 from minivllm.registry import build_part, head_of
 
 from . import step
+from .adapters import Adapters
 from .capture import ALONE, release_unused, synchronize
 from .recurrent import StateMemory, state_bytes
 from .state import DeviceState
@@ -71,6 +72,7 @@ class Worker:
     own_models: dict[str, SecondModel] = field(default_factory=dict)
     # hidden states that a drafter reads, None without one
     target_states: TargetStates | None = None
+    adapters: Adapters | None = None  # None if no adapters are served
 
 
 @dataclass
@@ -152,10 +154,22 @@ def build_worker(wiring: Wiring, ranks: Any = None) -> Worker:
         worker.own_models[name] = SecondModel(made, its.backend, its, states)
         worker.notes += [f"{said}: {note}" for note in notes]
         worker.weight_bytes += weight_bytes(its)
+    if wiring.adapters.max_loras:
+        worker.adapters = _take_adapters(wiring, cfg, parts, device)
     if parts.states:
         worker.states = _take_states(worker, wiring, parts)
     _take_cache(worker, wiring, parts, fmt)
     return worker
+
+
+def _take_adapters(wiring: Wiring, cfg: Any, parts: ModelParts, device: torch.device) -> Adapters:
+    """Allocate the memory of adapters.  Raise ResourceError if it is too small."""
+    try:
+        with torch.inference_mode():
+            return Adapters(wiring, cfg, parts, device)
+    except (RuntimeError, MemoryError) as e:
+        which = f"max_loras={wiring.adapters.max_loras} adapters of max_lora_rank={wiring.adapters.max_lora_rank}"
+        raise ResourceError(f"no memory for {which} ({str(e).splitlines()[0]}): lower one of them") from e
 
 
 def _load_head(worker: Worker, wiring: Wiring, draft: DraftWiring, cfg: Any, fmt: KVFormat) -> None:

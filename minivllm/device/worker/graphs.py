@@ -44,6 +44,7 @@ from minivllm.device.layers.pooling import reads_last_tokens
 from minivllm.errors import describe_error
 
 from . import step
+from .adapters import applied
 from .capture import GraphRecorder
 from .captured import Asked, Buffers, CapturedCalls, bounds, column_tensors, read_columns
 from .state import staged
@@ -73,6 +74,11 @@ TAPPED_CAPTURES = 48  # largest number of FORWARD captures of steps with taps
 
 
 @dataclass(frozen=True)
+class AdaptedKey(GraphKey):
+    """The captured shape of a step in which rows have adapters.  Other captures contain no operations of adapters."""
+
+
+@dataclass(frozen=True)
 class TappedKey(GraphKey):
     """The captured shape of a step with taps.
 
@@ -81,6 +87,12 @@ class TappedKey(GraphKey):
 
     steered: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
+    adapted: bool = False  # rows have adapters
+
+
+def adapted(key: GraphKey) -> bool:
+    """Return whether a captured shape contains the operations of adapters."""
+    return key.adapted if isinstance(key, TappedKey) else isinstance(key, AdaptedKey)
 
 
 def replay_ms(graph: torch.cuda.CUDAGraph) -> float:
@@ -152,19 +164,21 @@ class Graphs:
         most = int((plan.computed + plan.q_len).max())
         span = SHORT if most <= SHORT else self.runner.wiring.max_model_len
         steered, read = self.runner.taps.of_step(plan)
+        adapts = self.runner.adapts(plan)
+        kind = AdaptedKey if adapts else GraphKey
         # rows of drafts need positions of their own, so they cannot run as a decode step
         if tokens == rows and len(plan.samples) == rows and not len(plan.draft):
             size = self.sizes[int(np.searchsorted(self.sizes, rows))]
-            key = GraphKey("decode", size, size, span)
+            key = kind("decode", size, size, span)
             if not steered and not read:
                 return self._unless_refused(key)
         elif not self.mixed or tokens > MOST_TOKENS or read:
             return None  # a capture stores tap values of one token for each row only
         else:
             size = self.coarse[int(np.searchsorted(self.coarse, rows))]
-            key = GraphKey("mixed", size, max(token_size(tokens), size), span)
+            key = kind("mixed", size, max(token_size(tokens), size), span)
         if steered or read:
-            key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read)
+            key = TappedKey(key.kind, key.rows, key.tokens, key.span, steered, read, adapts)
         if key in self.forwards:
             return key
         larger = self._larger(key)
@@ -175,14 +189,14 @@ class Graphs:
         """Return the smallest existing capture that can run a mixed step of shape ``key``.
 
         Return None if it would be too large (see ``WASTE``), or if the step has taps."""
-        if type(key) is not GraphKey:
+        if isinstance(key, TappedKey):
             return None
         if key not in self.serving:
             most = max(CHEAP_TOKENS, WASTE * key.tokens)
             found = [
                 one
                 for one in self.forwards
-                if type(one) is GraphKey and one.kind == "mixed" and one.span == key.span
+                if type(one) is type(key) and one.kind == "mixed" and one.span == key.span
                 if one.rows >= key.rows and key.tokens <= one.tokens <= most
             ]
             self.serving[key] = min(found, key=lambda one: (one.tokens, one.rows), default=None)
@@ -289,12 +303,14 @@ class Graphs:
         The largest sizes come first, so that smaller captures reuse their memory.  Decode sizes whose replay
         takes longer than that of a larger size are removed."""
         none = (-1,) * (len(self.runner.processors) - 1)
+        kinds = (GraphKey,) if self.runner.adapters is None else (GraphKey, AdaptedKey)
         sampler, prompt = self.runner.sampler, np.zeros(1, np.int32)
         bound = [sampler.bind_prompt(SamplingParams(temperature=t), prompt) for t in (0.0, 1.0)]
         variants = sorted({row.variant for row in bound if row is not None})
         for size in sorted({*self.sizes, *self.coarse}, reverse=True):
             if size in self.sizes:
-                self._capture_forward(GraphKey("decode", size, size, SHORT))
+                for kind in kinds:
+                    self._capture_forward(kind("decode", size, size, SHORT))
             for variant in variants:
                 self._sample_of(size, Asked((*none, variant), False, -1, False))
         keys = {size: GraphKey("decode", size, size, SHORT) for size in self.sizes if size >= self.measured_from}
@@ -305,13 +321,16 @@ class Graphs:
             if self._try_forward(GraphKey("mixed", *least, SHORT)):
                 for shape in more:
                     self._try_forward(GraphKey("mixed", *shape, SHORT))
+                if self.runner.adapters is not None:
+                    self._try_forward(AdaptedKey("mixed", *least, SHORT))
         if self.runner.graph_safe[-1]:
             for variant in variants:
                 self._draw_once(variant)
         times = {size: replay_ms(self.forwards[key].graph) for size, key in keys.items()}
         for size in set(keys) - set(useful_sizes(times)):
             self.sizes.remove(size)
-            del self.forwards[keys[size]]
+            for kind in kinds:
+                del self.forwards[kind("decode", size, size, SHORT)]
 
     def _draw_once(self, variant: int) -> None:
         """Draw once for the spare slot from float32 logits, so that the sampler's kernels are compiled.
@@ -375,7 +394,8 @@ class Graphs:
             read = read_columns(r.state, static)
             self._tap(key, read)
             read.watch = r.watch(read)
-            step.forward(r.model, r.backend, read, key, out=b.hidden)
+            with applied(r.adapters, read.meta, adapted(key)):
+                step.forward(r.model, r.backend, read, key, out=b.hidden)
 
         captured = self._capture(run)
         captured.keep = static
@@ -391,7 +411,9 @@ class Graphs:
             read, last = step.read_rows(r.state, table, host, padded=True)
             self._tap(key, read)
             read.watch = r.watch(read)
-            step.forward(r.model, r.backend, read, key, last, r.selects_tokens(read), b.hidden)
+            selects = r.selects_tokens(read) and not adapted(key)
+            with applied(r.adapters, read.meta, adapted(key)):
+                step.forward(r.model, r.backend, read, key, last, selects, b.hidden)
 
         captured = self._capture(run)
         captured.rows = table

@@ -31,6 +31,7 @@ from minivllm.device.layers.pooling import pool, pool_captured, rows_of, used_to
 from minivllm.errors import RequestError, describe_error, describe_step_error, external_part
 
 from . import step
+from .adapters import applied
 from .build import build_worker, has_kernels
 from .calls import GuardedCalls, ProcessorChain, SeparateCalls
 from .capture import release_unused, synchronize
@@ -68,6 +69,7 @@ class Runner:
         self.state = DeviceState(slots, wiring.max_model_len, len(w.groups), wiring.block, w.device, wiring.rope_switch)
         self.state.recurrent = w.states
         self.mover = page_mover(wiring, w)
+        self.adapters = w.adapters
         self.taps = TapState(w.model, w.vocab_size, getattr(torch, wiring.dtype), self.state, ranks)
         self.seams = SeamTimes()
         self.chain = chain = ProcessorChain(w.processors, self.state, slots, self.seams)
@@ -170,12 +172,9 @@ class Runner:
                 self.state.apply(plan.delta, self.worker.caches)
                 if self.mover is not None and len(plan.delta.fill):
                     self.mover.fill(plan.delta.fill)
-                for slot in plan.delta.leave.tolist() if self._poison else ():
-                    self._poison.pop(slot, None)
-                self._poison.update(self.taps.apply(plan.delta))
-                for source, to, _ in plan.delta.fork.tolist() if self._poison else ():
-                    if source in self._poison:
-                        self._poison[to] = self._poison[source]
+                if self.adapters is not None:
+                    self.adapters.apply(plan.delta)
+                self._apply_faults(plan)
                 self._recommit(plan)
                 self.state.restore(plan.delta.join)
                 self._take_tokens(plan)
@@ -185,7 +184,7 @@ class Runner:
                     self.drafting.prepare(running)
                     plan = running.plan
                 what = "model"
-                if self.native is not None and self.native.takes(plan):
+                if self.native is not None and not self.adapts(plan) and self.native.takes(plan):
                     running.hidden, running.pooled = self.seams.run(what, self.native.forward, plan)
                     running.native = running.pooled is None
                     return running
@@ -215,13 +214,23 @@ class Runner:
             self._fail(running, what, as_exception(e))
         return running
 
+    def _apply_faults(self, plan: StepPlan) -> None:
+        """Apply the delta of a plan to the taps, and to the errors of slots."""
+        for slot in plan.delta.leave.tolist() if self._poison else ():
+            self._poison.pop(slot, None)
+        self._poison.update(self.taps.apply(plan.delta))
+        for source, to, _ in plan.delta.fork.tolist() if self._poison else ():
+            if source in self._poison:
+                self._poison[to] = self._poison[source]
+
     def _forward(self, running: Running, plan: StepPlan, run: Callable[..., Any]) -> None:
         """Run the layers as separate launches."""
         read, found = self.read(plan), dict[str, "Tensor"]()
         tapped = self.taps.tokens(plan)
         read.taps = self.taps.eager(plan, tapped, read.meta, found)
         read.watch = self.watch(read)
-        selects = self.selects_tokens(read)
+        adapts = self.adapts(plan)
+        selects = self.selects_tokens(read) and not adapts
         at, indices = np.cumsum(plan.q_len)[plan.samples] - 1, None
         needed = used_tokens(plan, at)
         used: np.ndarray | None = None
@@ -229,7 +238,8 @@ class Runner:
             used = needed
             # keep one token if none is used, because kernels cannot be launched for an empty tensor
             indices = self.state.to(used if len(used) else np.zeros(1, np.int64))
-        hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
+        with applied(self.adapters, read.meta, adapts):
+            hidden = step.forward(self.model, self.backend, read, GraphKey(), indices, selects, run=run)
         if len(plan.taps):
             place = rows_of(np.arange(len(read.ids)), used)
             self._keep_taps(running, tapped, found, hidden, place)
@@ -239,6 +249,10 @@ class Runner:
             running.prompt = self._score_prompt(plan, hidden)
         if len(at):
             running.hidden = hidden if len(at) == len(hidden) else hidden[self.state.to(rows_of(at, used))]
+
+    def adapts(self, plan: StepPlan) -> bool:
+        """Return whether a row of a step has an adapter."""
+        return self.adapters is not None and self.adapters.serves(plan)
 
     def watch(self, read: StepTensors) -> StepWatch | None:
         """Return the object that stores the hidden states of a step for a drafter, None if none reads them."""
@@ -420,6 +434,9 @@ class Runner:
             self._trace = None
         if self.mover is not None:
             self.mover.close()
+        if self.adapters is not None:
+            self.adapters.close()
+            self.adapters = None
         if self.device.type == "cuda":
             # a failed device raises here; its results are lost, so there is nothing to wait for
             with contextlib.suppress(RuntimeError):
