@@ -38,6 +38,8 @@ from minivllm.errors import (
     shown,
 )
 
+from .adapters import VERB as ADAPTERS
+from .adapters import Adapters
 from .blocks import BlockPool
 from .cache import KVCache
 from .checkpoints import Checkpoints
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.executor import Capacity, Executor, Wiring
     from minivllm.core.interfaces.plan import StepResult
 
+    from .adapter_set import Adapter
     from .parts import CacheOptions, EngineParts
     from .tier_names import NamedPrefixes
 
@@ -99,6 +102,7 @@ class Engine:
         groups = len(caching.windows)
         self.slots = Slots(wiring.max_num_seqs, wiring.max_model_len, groups, wiring.block)
         self.cache = self._cache(parts, caching)
+        self.adapters = self._adapters(parts)
         policy = parts.policy(
             SchedulerContext(wiring.max_num_seqs, wiring.max_num_batched_tokens, wiring.block)
         )
@@ -112,6 +116,7 @@ class Engine:
             self.finish,
             self.events,
             self.speculation,
+            self.adapters,
         )
         self.publisher = Publisher(
             self.slots,
@@ -152,6 +157,20 @@ class Engine:
             self._add_tiers(cache, parts)
         return cache
 
+    def _adapters(self, parts: EngineParts) -> Adapters | None:
+        """Build the book of adapters; None if none are served.  ConfigError if the executor loads none."""
+        limits = self.wiring.adapters
+        if not limits.max_loras or parts.check_adapter is None:
+            return None
+        try:
+            self.executor.call(ADAPTERS, {"load": []})
+        except NotImplementedError as e:
+            who = type(self.executor).__name__
+            raise ConfigError(
+                f"enable_lora=true: the executor {who} loads no adapters; use local, process or multiprocess"
+            ) from e
+        return Adapters(limits, self.slots, parts.check_adapter, parts.evictor, self.now)
+
     def _add_tiers(self, cache: KVCache, parts: EngineParts) -> None:
         """Add the tiers of the wiring to the cache.  ConfigError if the executor keeps none."""
         names = [part.name.removeprefix("minivllm/") for part in self.wiring.cache.stores]
@@ -191,6 +210,25 @@ class Engine:
             raise RequestError(
                 f"request id {shown(request.id)} is in use; choose a new one", "request_id"
             )
+        request.adapter = self._adapter_of(request)
+        try:
+            self._add(request)
+        except BaseException:
+            if self.adapters is not None and request.adapter is not None:
+                self.adapters.release(request.adapter)
+            raise
+
+    def _adapter_of(self, request: Request) -> Adapter | None:
+        """Return the adapter that a new request names, None without one.  RequestError if it cannot be used."""
+        if request.lora is None:
+            return None
+        if self.adapters is None:
+            what = "this engine serves no adapters; set enable_lora=true"
+            raise RequestError(f"lora_request: {what}", "lora_request")
+        return self.adapters.find(request.lora)
+
+    def _add(self, request: Request) -> None:
+        """Check a request whose adapter is known, and queue its sequences."""
         p = request.params
         started = prepare(self, request)
         request.arrival = request.arrival if self.executor.now is None else self.now()
@@ -231,6 +269,8 @@ class Engine:
                     self.planner.waiting.remove(seq)
                 if self.cache.tiers is not None:
                     self.cache.tiers.leave(seq)
+                if self.adapters is not None:
+                    self.adapters.leave(seq)
             who, said = type(self.planner.policy).__name__, describe_error(e, self.planner.policy)
             raise RequestError(f"scheduler {who} failed on this request: {said}") from e
         self.requests[request.id] = request
@@ -293,6 +333,8 @@ class Engine:
         if request.done and request.finished is None:
             request.answer = self.clock.seams.run("strategy", answer, request)
             request.finished = self.now()
+            if self.adapters is not None and request.adapter is not None:
+                self.adapters.release(request.adapter)
             self.finished += 1
             self.requests.pop(request.id, None)
             self.events.request_finished(request)
@@ -321,7 +363,7 @@ class Engine:
             raise EngineDeadError(self.dead)
         self.clock.begin()
         try:
-            self._turn_tiers()
+            self._turn_loads()
             plan = self.events.planning(self._launch)
             if self.dead or (plan is None and not self.in_flight):
                 return False
@@ -330,7 +372,7 @@ class Engine:
             if not self.dead:
                 self.collect(self.capacity.depth if plan is not None else len(self.in_flight) - 1)
             if not self.in_flight:
-                self._turn_tiers()
+                self._turn_loads()
             self.check() if self.checked else self.cache.audit()
         except BaseException as e:
             # The executor or the cache failed, so the engine's state cannot be trusted any more.
@@ -347,8 +389,14 @@ class Engine:
         self.events.turn_ended()
         return True
 
-    def _turn_tiers(self) -> None:
-        """Send orders to the tiers, and queue the sequences whose pages have been loaded."""
+    def _turn_loads(self) -> None:
+        """Order loads of adapters and pages, and queue the sequences whose loads have ended."""
+        if self.adapters is not None and not self.dead:
+            ready, failed = self.adapters.turn(partial(self.ask, self.executor.call))
+            for seq in ready:
+                self.planner.requeue(seq)
+            for seq, error in failed:
+                self.finish(seq, "error", error=error)
         tiers = self.cache.tiers
         if tiers is None or self.dead:
             return
@@ -431,8 +479,9 @@ class Engine:
         """Return the seconds to wait after a ``step`` that found no work: until the scheduler's hold ends, and at most
         ``IDLE``."""
         hold = self.planner.wake_at - self.now() if self.planner.wake_at else IDLE
-        tiers = self.cache.tiers
-        longest = IDLE if tiers is None or not tiers.active else POLL
+        tiers, adapters = self.cache.tiers, self.adapters
+        loads = adapters is not None and bool(adapters.loading)
+        longest = POLL if loads or (tiers is not None and tiers.active) else IDLE
         return min(max(hold, 0.0), longest)
 
     def plan(self) -> Flight | None:
@@ -532,7 +581,7 @@ class Engine:
         lead, tiers = self.cache.pools[0], self.cache.tiers
         stats = {
             "running": self.slots.n_running,
-            "waiting": self.planner.n_waiting + (0 if tiers is None else len(tiers.waits)),
+            "waiting": self.planner.n_waiting + self._loading,
             "finished": self.finished,
             "generated_tokens": self.publisher.tokens,
             "overshoot_tokens": self.publisher.overshoot,
@@ -550,9 +599,18 @@ class Engine:
             **({"speculation": self.speculation.summary()} if self.speculation else {}),
             **self._state_stats(),
             **({} if tiers is None else tiers.stats()),
+            **({} if self.adapters is None else self.adapters.stats()),
         }
         self.events.stats_asked(stats)
         return stats
+
+    @property
+    def _loading(self) -> int:
+        """Count the sequences that wait for an adapter or for pages of a tier."""
+        tiers, adapters = self.cache.tiers, self.adapters
+        return (0 if tiers is None else len(tiers.waits)) + (
+            0 if adapters is None else len(adapters.waits)
+        )
 
     def _state_stats(self) -> dict[str, Any]:
         """Return the statistics of recurrent states; an empty dict for a model without them."""

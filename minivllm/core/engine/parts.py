@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .events import EngineEvents
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.adapters import AdapterFiles
     from minivllm.core.interfaces.evictor import Evictor, EvictorContext
     from minivllm.core.interfaces.sampling import Processor, Row, Sampler
     from minivllm.core.interfaces.scheduler import SchedulerContext, SchedulerPolicy
@@ -39,6 +40,8 @@ class EngineParts:
     grammars: Any = None
     # listeners may subscribe before the engine exists
     events: EngineEvents = field(default_factory=EngineEvents)
+    # (folder, largest rank) -> the files of an adapter, checked (RequestError); needed if adapters are served
+    check_adapter: Callable[[str, int], AdapterFiles] | None = None
     now: Callable[[], float] = monotonic  # the engine's clock, seconds
     energy: Any = None  # the account of joules (``runtime.energy.account.EnergyAccount``)
 

@@ -95,6 +95,7 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         if ids := seq.request.stops.ids:
             row[: len(ids)] = ids
     owners = [owner_of(seq.request.salt) for seq in seqs]
+    adapters = slots.adapter[at]
     return Join(
         slot=at,
         known=np.array(known, np.int32),
@@ -115,4 +116,5 @@ def join_of(joins: list[tuple[int, Seq]], slots: Slots) -> Join:
         steer=np.array([line[:2] for line in added], np.int32).reshape(-1, 2),
         vectors=np.concatenate([NO_VECTORS, *(vector for *_, vector in added)]),
         owner=np.array(owners, np.int64) if any(owners) else no_rows(dtype=np.int64),
+        adapter=adapters if (adapters >= 0).any() else no_rows(),
     )

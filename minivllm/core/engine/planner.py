@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
     from minivllm.core.timing import SeamTimes
 
+    from .adapters import Adapters
     from .beams import Beams
     from .cache import KVCache
     from .events import EngineEvents
@@ -64,6 +65,7 @@ class Planner:
         finish: FinishSequence,
         events: EngineEvents,
         speculation: Speculation | None = None,
+        adapters: Adapters | None = None,
     ) -> None:
         self.slots = slots
         self.cache = cache
@@ -71,6 +73,7 @@ class Planner:
         self.max_tokens = max_tokens
         self.seams = seams
         self.finish, self.events, self.speculation = finish, events, speculation
+        self.adapters = adapters
         self.waiting = WaitingQueue()
         self.step_id = 0
         # most prompt tokens in a step; a server lowers it if steps would take too long
@@ -111,9 +114,11 @@ class Planner:
         return self.waiting.n
 
     def add(self, seq: Seq) -> None:
-        """Queue a sequence that is new, or preempted and without a step in flight.  If a tier has pages of it, it waits
-        for them first, outside the queue."""
+        """Queue a sequence that is new, or preempted and without a step in flight.  If its adapter must be loaded, or a
+        tier has pages of it, it waits for them first, outside the queue."""
         seq.status = WAITING
+        if self.adapters is not None and self.adapters.begin(seq):
+            return
         tiers = self.cache.tiers
         if tiers is not None and seq.load is None and tiers.begin(seq):
             return
@@ -138,6 +143,8 @@ class Planner:
             self.waiting.remove(seq)
         if self.cache.tiers is not None:
             self.cache.tiers.leave(seq)
+        if self.adapters is not None:
+            self.adapters.leave(seq)
         if seq.saved:
             self.forgotten.append(seq.id)
         if self._ends:
@@ -435,6 +442,8 @@ class Planner:
         beside = 0 if guide is None else guide.request.end if protected else guide.known
         if not self.cache.has_room(hit, upto, spare, beside):
             return False
+        if self.adapters is not None and not self.adapters.place(seq):
+            return False
         self.waiting.remove(seq, served=True)
         slot = s.enter(seq)
         self.joins.append((slot, seq))
@@ -515,6 +524,8 @@ class Planner:
             changes["join"] = join_of(joins, s)
         noted: dict[str, list[Any]] = {"leave": self.left, "fork": forks, "token": self.chosen}
         changes |= {name: np.array(rows, np.int32) for name, rows in noted.items() if rows}
+        if self.adapters is not None and (rows := self.adapters.changes()):
+            changes["adapter"] = np.array(rows, np.int32)
         noted = {"keep": self.keeps, "forget": self.forgotten}
         changes |= {name: np.array(rows, np.int64) for name, rows in noted.items() if rows}
         for taken in (self.left, self.chosen, self.joins, self.forks, self.keeps, self.forgotten):

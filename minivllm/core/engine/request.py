@@ -21,11 +21,13 @@ from .scores import Scores, TokenLogprobs
 from .stops import StopRule
 
 if TYPE_CHECKING:
+    from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.finish import FinishReason
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.session import SessionTurn
     from minivllm.core.interfaces.taps import Tap
 
+    from .adapter_set import Adapter
     from .tap_values import RequestTaps, TapValues
     from .tier_loads import Load
 
@@ -130,6 +132,8 @@ class Request:
     first_token: float | None = None
     finished: float | None = None
     cached_tokens: int = 0
+    lora: LoRARequest | None = None  # the adapter that the client named
+    adapter: Adapter | None = None  # the engine's entry of the same adapter
     strategy: Any = None  # the DecodingStrategy that made its sequences
     beams: Any = None  # beams.Beams if its strategy is called after every step
     logprobs: int = 0  # best log-probabilities per token in the client's answer

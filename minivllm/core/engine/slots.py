@@ -76,6 +76,7 @@ class Slots:
         self.tapped = self._flags[10]  # its request reads or adds at points of the model
         self.pooled = self._flags[11]  # its request pools hidden states and draws no token
         self.scale = np.zeros(size, np.float32)  # of the guide
+        self.adapter = np.full(size, -1, np.int32)  # place on the device; -1 = none
         self.topk[:], self.prompt_topk[:], self.ready[:] = -1, -1, True
         self.asking = 0  # rows with ``prompt_topk``
         self.special = 0  # rows that are late, host or scored
@@ -86,8 +87,7 @@ class Slots:
         self.pooling = 0  # rows with ``pooled``
         self.prefix_published = np.zeros(size, np.int32)  # blocks published in the prefix index
         self.blocks = np.zeros((groups, size), np.int32)
-        # leading blocks released (sliding window)
-        self.trimmed = np.zeros((groups, size), np.int32)
+        self.trimmed = np.zeros((groups, size), np.int32)  # leading blocks released (window)
         self.table = np.zeros((groups, size, -(-max_len // block) + 1), np.int32)
         self.tokens = np.zeros((size, max_len + 1), np.int32)
 
@@ -151,6 +151,7 @@ class Slots:
         self.timed += int(self.tpot[slot] < np.inf)
         self.tapping += r.tapped is not None
         self.pooling += r.pooling is not None
+        self.adapter[slot] = -1 if r.adapter is None else r.adapter.place
         self.prefix_published[slot] = 0
         self.blocks[:, slot], self.trimmed[:, slot] = 0, 0
         self.running = np.concatenate((self.running, np.array((slot,), np.intp)))

@@ -109,6 +109,8 @@ class Local(Executor):
             return resident_bytes([(t.data_ptr(), t.nbytes) for t in caches if t.device.type == "cpu"])
         if verb == "kv_tiers" and self.runner.mover is not None:
             return [self.runner.mover.answer(args or {})]
+        if verb == "adapters" and self.runner.adapters is not None:
+            return [self.runner.adapters.answer(args or {})]
         if verb == "devices":
             return [_name(self.runner.device)]
         if verb == "figures":

@@ -1,0 +1,96 @@
+"""An adapter (LoRA) as the engine handles it, and the adapters that one memory holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from minivllm.core.interfaces.evictor import BlockInfo, Evictor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from minivllm.core.interfaces.adapters import AdapterFiles, LoRARequest
+
+# states of an adapter
+NEW, LOADING, READY, FAILED = range(4)
+
+
+@dataclass(eq=False)
+class Adapter:
+    """An adapter that requests use, or that is in host memory."""
+
+    number: int  # key of its weights in the workers
+    request: LoRARequest
+    files: AdapterFiles
+    state: int = NEW
+    place: int = -1  # on the device; -1 for none
+    users: int = 0  # requests that have not ended
+    used: int = 0  # number of its last admission
+    waiting: int = 0  # ranks whose load has not ended
+    error: str = ""
+
+    @property
+    def key(self) -> np.ndarray:
+        """Return its key for an evictor, u64 [1]."""
+        return np.array([self.number], np.uint64)
+
+
+class ResidentSet:
+    """The adapters of one memory of ``size`` adapters, and the evictor that chooses who leaves it.
+
+    Adapters in use are held.  They are released to the evictor, in the order of their last use, when one must leave."""
+
+    def __init__(self, size: int, evictor: Evictor) -> None:
+        self.size, self.evictor = size, evictor
+        self.adapters: dict[int, Adapter] = {}  # by number
+        self._released: set[int] = set()
+
+    def add(self, adapter: Adapter) -> None:
+        """Add an adapter as in use."""
+        one = np.ones(1, np.int32)
+        info = BlockInfo(
+            one.astype(np.uint64) * 0,
+            one * 0,
+            one.astype(np.int64),
+            one.astype(np.float64),
+            one * 0,
+        )
+        self.adapters[adapter.number] = adapter
+        self.evictor.add(adapter.key, info)
+
+    def use(self, adapter: Adapter) -> None:
+        """Report the use of an adapter of the set to the evictor."""
+        self.evictor.hit(adapter.key)
+        if adapter.number in self._released:
+            self._released.remove(adapter.number)
+            self.evictor.hold(adapter.key)
+
+    def drop(self, adapter: Adapter) -> None:
+        """Remove an adapter for another reason than a lack of room."""
+        if self.adapters.pop(adapter.number, None) is not None:
+            self._released.discard(adapter.number)
+            self.evictor.drop(adapter.key)
+
+    def evict(self, busy: Callable[[Adapter], bool]) -> Adapter | None:
+        """Remove and return the evictor's choice among adapters that are not ``busy``; None if all are."""
+        idle = [one for one in self.adapters.values() if not busy(one)]
+        for one in sorted(idle, key=lambda one: one.used):
+            if one.number not in self._released:
+                self._released.add(one.number)
+                self.evictor.free(one.key)
+        for number in [n for n in self._released if busy(self.adapters[n])]:
+            self._released.remove(number)
+            self.evictor.hold(self.adapters[number].key)
+        victims = self.evictor.victims(1)
+        if not len(victims):
+            return None
+        number = int(victims[0])
+        self._released.remove(number)
+        return self.adapters.pop(number)
+
+    @property
+    def full(self) -> bool:
+        return len(self.adapters) >= self.size

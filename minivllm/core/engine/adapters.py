@@ -1,0 +1,277 @@
+"""The adapters (LoRA) of an engine: which are loaded, which are on the device, and which requests wait for one.
+
+    request ──► folder checked ──► load ordered (the request waits beside the queue) ──► queue
+    admitted ──► place on the device: an empty one, or the evictor's choice among adapters without a running row
+             ──► delta.adapter copies the weights, in the order of the steps
+
+So a place changes only behind all steps that were planned before, and an adapter with a running row keeps its place.
+Adapters on the device stay in host memory, which holds at most ``max_cpu_loras``.  The evictor also chooses there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minivllm.core.interfaces.evictor import EvictorContext
+from minivllm.errors import RequestError, shown
+
+from .adapter_set import FAILED, LOADING, NEW, READY, Adapter, ResidentSet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from minivllm.core.interfaces.adapters import AdapterFiles, LoRARequest
+    from minivllm.core.interfaces.evictor import Evictor
+    from minivllm.core.interfaces.executor import AdapterWiring
+
+    from .request import Seq
+    from .slots import Slots
+
+VERB = "adapters"  # of ``Executor.call``
+POLL = 2e-3  # seconds between two looks at loads while steps run
+FREE = -1  # the place in ``Delta.adapter`` that frees host memory
+
+
+class Adapters:
+    """The adapters of an engine.  Invariant: an adapter on the device is in host memory too."""
+
+    def __init__(
+        self,
+        limits: AdapterWiring,
+        slots: Slots,
+        check: Callable[[str, int], AdapterFiles],
+        evictor: Callable[[EvictorContext], Evictor],
+        now: Callable[[], float],
+    ) -> None:
+        """Start without adapters.  ``check`` checks a folder without reading its weights (RequestError), and
+        ``evictor`` makes the evictor of a memory."""
+        self.limits, self.slots, self.check, self.now = limits, slots, check, now
+        self.device = ResidentSet(
+            limits.max_loras, evictor(EvictorContext(limits.max_loras, 1, "device"))
+        )
+        self.host = ResidentSet(
+            limits.max_cpu_loras, evictor(EvictorContext(limits.max_cpu_loras, 1, "cpu"))
+        )
+        self.known: dict[int, Adapter] = {}  # by the id of its request
+        self.names: dict[str, Adapter] = {}
+        self.by_place: list[Adapter | None] = [None] * limits.max_loras
+        self.waits: dict[Seq, Adapter] = {}  # sequences outside the queue
+        self.rows: dict[int, int] = {}  # place -> number, for ``Delta.adapter``
+        self.freed: list[int] = []  # numbers whose host memory the next delta frees
+        self.orders: list[tuple[int, str]] = []  # loads of the next call
+        self.loading: dict[int, Adapter] = {}
+        self.loads = self.swaps = self.failed = 0
+        self._uses = self._number = 0
+        self._polled = -1.0
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def find(self, asked: LoRARequest) -> Adapter:
+        """Return the adapter of a new request, which must ``release`` it.  RequestError if its folder is malformed, or
+        its id or name is in use."""
+        adapter = self._find(asked)
+        adapter.users += 1
+        return adapter
+
+    def _find(self, asked: LoRARequest) -> Adapter:
+        adapter = self.known.get(asked.lora_int_id)
+        if adapter is not None and adapter.request == asked:
+            if adapter.state == FAILED and not adapter.users:
+                self.forget(adapter)
+            elif self.check(asked.lora_path, self.limits.max_lora_rank) == adapter.files:
+                return adapter
+            else:
+                raise RequestError(
+                    f"the files of adapter {shown(asked.lora_name)} have changed since it was loaded: "
+                    "give the new adapter another name and id",
+                    "lora_request",
+                )
+        for what, value, other in (
+            ("id", asked.lora_int_id, self.known.get(asked.lora_int_id)),
+            ("name", asked.lora_name, self.names.get(asked.lora_name)),
+        ):
+            if other is not None and not self._forgettable(other):
+                raise RequestError(
+                    f"the {what} {shown(value)} belongs to adapter {shown(other.request.lora_name)} of "
+                    f"{shown(other.request.lora_path)}: choose another {what}",
+                    "lora_request",
+                )
+            if other is not None:
+                self.forget(other)
+        files = self.check(asked.lora_path, self.limits.max_lora_rank)
+        self._number += 1
+        adapter = Adapter(self._number, asked, files)
+        self.known[asked.lora_int_id] = self.names[asked.lora_name] = adapter
+        return adapter
+
+    def _forgettable(self, adapter: Adapter) -> bool:
+        """Return whether nothing refers to an adapter any more."""
+        return not adapter.users and adapter.state in (NEW, FAILED)
+
+    def release(self, adapter: Adapter) -> None:
+        """Note that a request with the adapter has ended."""
+        adapter.users -= 1
+        unloaded = self.names.get(adapter.request.lora_name) is not adapter
+        if self._forgettable(adapter) or (
+            unloaded and not adapter.users and adapter.state == READY
+        ):
+            self.forget(adapter)
+
+    def forget(self, adapter: Adapter) -> None:
+        """Remove an adapter without requests from all memories."""
+        asked = adapter.request
+        if self.known.get(asked.lora_int_id) is adapter:
+            del self.known[asked.lora_int_id]
+        if self.names.get(asked.lora_name) is adapter:
+            del self.names[asked.lora_name]
+        self.device.drop(adapter)
+        self._leave_place(adapter)
+        self._leave_host(adapter)
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter by its name.  Requests that use it keep it until they end.  RequestError if none has it."""
+        adapter = self.names.pop(name, None)
+        if adapter is None:
+            raise RequestError(f"no adapter is named {shown(name)}", "lora_name")
+        self.known.pop(adapter.request.lora_int_id, None)
+        if not adapter.users and adapter.state != LOADING:
+            self.forget(adapter)
+
+    # ---- loads -------------------------------------------------------------------------------------------------------
+
+    def begin(self, seq: Seq) -> bool:
+        """Order the load of a sequence's adapter if it is not in host memory.  Return True if the sequence must wait
+        for it."""
+        adapter = seq.request.adapter
+        if adapter is None or adapter.state == READY:
+            return False
+        self.waits[seq] = adapter
+        return True
+
+    def leave(self, seq: Seq) -> None:
+        """Forget that a sequence waits, because it has ended."""
+        self.waits.pop(seq, None)
+
+    def turn(self, call: Callable[..., Any]) -> tuple[list[Seq], list[tuple[Seq, str]]]:
+        """Order loads and look at those that run, by the executor's ``call``.
+
+        Return the sequences whose adapters are loaded, and those whose adapters failed, each with the error."""
+        if not self.waits and not self.loading:
+            return [], []
+        for adapter in dict.fromkeys(self.waits.values()):
+            if adapter.state == NEW:
+                self._order(adapter)
+        if self.orders or self.now() - self._polled >= POLL:
+            self._polled = self.now()
+            self._poll(call)
+        ready = [seq for seq, adapter in self.waits.items() if adapter.state == READY]
+        failed = [
+            (seq, adapter.error) for seq, adapter in self.waits.items() if adapter.state == FAILED
+        ]
+        for seq in (*ready, *(seq for seq, _ in failed)):
+            del self.waits[seq]
+        return ready, failed
+
+    def _order(self, adapter: Adapter) -> None:
+        """Order the load of an adapter if host memory has room for it."""
+        if self.host.full:
+            victim = self.host.evict(
+                lambda one: bool(one.users) or one.place >= 0 or one.state == LOADING
+            )
+            if victim is None:
+                self._make_place()  # the adapter that leaves the device may leave host memory at the next turn
+                return
+            self._leave_host(victim)
+            self.forget(victim)
+        adapter.state = LOADING
+        self.host.add(adapter)
+        self.loading[adapter.number] = adapter
+        self.orders.append((adapter.number, adapter.files.folder))
+        self.loads += 1
+
+    def _poll(self, call: Callable[..., Any]) -> None:
+        orders, self.orders = self.orders, []
+        answers: Sequence[Iterable[Any]] = call(VERB, {"load": orders})
+        for number, _ in orders:
+            self.loading[number].waiting = len(answers)
+        for ended in answers:
+            for number, error in ended:
+                adapter = self.loading[number]
+                adapter.waiting -= 1
+                adapter.error = adapter.error or error or ""
+        for adapter in [one for one in self.loading.values() if not one.waiting]:
+            del self.loading[adapter.number]
+            adapter.state = FAILED if adapter.error else READY
+            if adapter.error:
+                self.failed += 1
+                self._leave_host(adapter)
+            if not adapter.users and self.names.get(adapter.request.lora_name) is not adapter:
+                self.forget(adapter)  # it was unloaded meanwhile
+
+    def _leave_host(self, adapter: Adapter) -> None:
+        """Free the host memory of an adapter with the next delta."""
+        if adapter.state in (READY, FAILED) and adapter.number not in self.freed:
+            self.freed.append(adapter.number)
+        self.host.drop(adapter)
+        if adapter.state == READY:
+            adapter.state = NEW
+
+    # ---- places on the device ----------------------------------------------------------------------------------------
+
+    def place(self, seq: Seq) -> bool:
+        """Give the adapter of a sequence a place on the device, and return True.  Return False if running rows use all
+        places."""
+        adapter = seq.request.adapter
+        if adapter is None:
+            return True
+        self._uses += 1
+        adapter.used = self._uses
+        if adapter.place >= 0:
+            self.device.use(adapter)
+            return True
+        at = self._make_place()
+        if at is None:
+            return False
+        adapter.place, self.by_place[at] = at, adapter
+        self.rows[at] = adapter.number
+        self.device.add(adapter)
+        self.host.use(adapter)
+        return True
+
+    def _make_place(self) -> int | None:
+        """Return an empty place on the device, which an adapter without running rows leaves if necessary."""
+        if None in self.by_place:
+            return self.by_place.index(None)
+        s = self.slots
+        running = {int(place) for place in s.adapter[s.running]}
+        victim = self.device.evict(lambda one: one.place in running)
+        if victim is None:
+            return None
+        at = victim.place
+        self._leave_place(victim)
+        self.swaps += 1
+        return at
+
+    def _leave_place(self, adapter: Adapter) -> None:
+        if adapter.place >= 0:
+            self.rows.pop(adapter.place, None)
+            self.by_place[adapter.place], adapter.place = None, -1
+
+    def changes(self) -> list[tuple[int, int]]:
+        """Return the rows of ``Delta.adapter`` since the last delta, and clear them."""
+        if not self.rows and not self.freed:
+            return []
+        rows = [*self.rows.items(), *((FREE, number) for number in self.freed)]
+        self.rows, self.freed = {}, []
+        return rows
+
+    def stats(self) -> dict[str, Any]:
+        figures = {
+            "on_device": sum(one is not None for one in self.by_place),
+            "in_host_memory": len(self.host.adapters),
+            "waiting": len(self.waits),
+            "loads": self.loads,
+            "failed_loads": self.failed,
+            "replaced_on_device": self.swaps,
+        }
+        return {"adapters": figures}
