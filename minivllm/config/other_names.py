@@ -12,7 +12,6 @@ from typing import Any
 
 _DRAFTER = 'use drafter="ngram", or drafter={"name": "model", "options": {"model": ...}}, with num_speculative_tokens=N'
 _NO_CODE = "the code of a model's directory is never run: leave it out"
-_LORA = "adapters are not served: merge the adapter into the weights"
 _TEXT = "only text is served: leave it out"
 _ONE_DEVICE = "use tensor_parallel_size=N to share a model among devices"
 
@@ -24,9 +23,6 @@ OPTIONS: dict[str, str] = {
     "ngram_prompt_lookup_max": _DRAFTER,
     "trust_remote_code": _NO_CODE,
     "code_revision": _NO_CODE,
-    "enable_lora": _LORA,
-    "max_loras": _LORA,
-    "max_lora_rank": _LORA,
     "limit_mm_per_prompt": _TEXT,
     "mm_processor_kwargs": _TEXT,
     "allowed_local_media_path": _TEXT,
@@ -103,7 +99,7 @@ use chat_template <- chat_format
 use logprobs in SamplingParams <- logits_all
 use use_tqdm=False of generate <- use_tqdm_on_load
 use hooks=["opentelemetry"] <- otlp_traces_endpoint collect_detailed_traces
-adapters are not served: merge the adapter into the weights <- lora_* max_cpu_loras fully_sharded_loras
+use enable_lora=True and lora_request of generate <- lora_* fully_sharded_loras
 only text is served: leave it out <- language_model_only mm_* enable_mm_embeds \
     interleave_mm_strings media_io_kwargs skip_mm_profiling \
     allowed_media_domains disable_chunked_mm_input enable_prompt_embeds mmproj
@@ -134,7 +130,6 @@ _NEUTRAL = """\
 the code of a model's directory is never run <- trust_remote_code=False
 prefills are always cut to the token budget <- enable_chunked_prefill=True
 the next step of a GPU is always planned ahead <- async_scheduling=True
-adapters are not served <- enable_lora=False
 only text is served <- language_model_only=True
 models generate <- task=generate|auto runner=generate|auto convert=auto|none
 the tokenizer is the model's <- tokenizer_mode=auto|hf

@@ -36,6 +36,7 @@ from minivllm.registry import Candidate, Catalog, PluginQuery, Registry, Selecti
 from minivllm.validation import begins, source_of
 
 from . import tensor_parallel
+from .adapters import wire_adapters
 from .draft_limits import DraftLimits
 from .explanation import Explanation
 from .kv_groups import attention_layers, group_layers
@@ -287,6 +288,7 @@ class _Fold:
             steps=wire_steps(config, self.facts["device"], self.origins),
             speculation=speculation,
             parallel=ParallelWiring(config.tensor_parallel_size),
+            adapters=wire_adapters(config, self.origins),
             logprobs_mode=config.logprobs_mode,
             max_logprobs=config.max_logprobs,
             max_tap_bytes=config.max_tap_bytes,

@@ -220,6 +220,12 @@ class EngineConfig(Strict):
     energy: Annotated[str, Field(pattern=r"^(off|on|rapl|rapl:.+)$")] = Field(
         "off", description="measure energy and divide it among requests: on (the device's counter), rapl, rapl:FOLDER"
     )
+    enable_lora: bool = Field(False, description="serve adapters (LoRA) that requests name")
+    max_loras: int = Field(8, ge=1, le=512, description="adapters on the device at the same time")
+    max_lora_rank: int = Field(16, ge=1, le=512, description="largest rank of an adapter")
+    max_cpu_loras: int | None = Field(
+        None, ge=1, le=65536, description="adapters in host memory; None: four times max_loras"
+    )
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share the model")
     run_ahead: int | None = Field(
         None, ge=0, description="steps in flight besides the newest one; None: the executor's choice"

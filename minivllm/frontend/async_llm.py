@@ -54,24 +54,28 @@ class AsyncLLM(FrontDoor):
     # ---- on the event loop ---------------------------------------------------------------------------------------
 
     async def generate(
-        self, prompt: Any, sampling_params: Any = None, request_id: str | None = None, taps: Any = None
+        self,
+        prompt: Any,
+        sampling_params: Any = None,
+        request_id: str | None = None,
+        taps: Any = None,
+        lora_request: Any = None,
     ) -> AsyncIterator[StreamOutput]:
         """Yield pieces of the answer as tokens are generated.  The last piece has ``finished`` and the complete
         ``output``.
 
-        ``taps`` is a list of ``Tap``.  RequestError if the request is refused.
+        ``taps`` is a list of ``Tap``, ``lora_request`` a LoRARequest or None.  RequestError if the request is refused.
         """
-        from .prompts import params_for, taps_for
+        from .prompts import adapters_for, params_for, taps_for
         from .requests import Tracked
 
         self._refuse_within("generate")
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[StreamOutput | MinivllmError] = asyncio.Queue()
         default = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = params_for(default, 1)[0]
-        put = partial(_call, loop, queue.put_nowait)
-        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=taps_for(taps, 1)[0])
-
+        params, tap_list = params_for(default, 1)[0], taps_for(taps, 1)[0]
+        put, lora = partial(_call, loop, queue.put_nowait), adapters_for(lora_request, 1)[0]
+        tracked = Tracked(prompt, params, self.tokenizer, request_id, stream=put, taps=tap_list, lora=lora)
         if params.structured_outputs is not None:
             try:
                 await asyncio.to_thread(tracked.prepare, self.engine)
@@ -120,10 +124,10 @@ class AsyncLLM(FrontDoor):
     ) -> AsyncIterator[StreamOutput]:
         """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of
         ``LLM.chat``."""
-        check_template_keywords(template, ("add_generation_prompt", "taps"))
-        taps = template.pop("taps", None)
+        check_template_keywords(template, ("add_generation_prompt", "taps", "lora_request"))
+        taps, lora = template.pop("taps", None), template.pop("lora_request", None)
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
-        return self.generate(prompt, sampling_params, request_id, taps)
+        return self.generate(prompt, sampling_params, request_id, taps, lora)
 
     async def embed(
         self,

@@ -46,6 +46,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.parts import CacheOptions, EngineParts, monotonic
     from minivllm.device.functions.host_rows import HostDraw
+    from minivllm.device.loading.adapter_files import check_adapter
     from minivllm.device.worker.build import make_processors
     from minivllm.registry import Catalog, build_part
     from minivllm.runtime.hooks.bridge import EngineHooks
@@ -78,6 +79,7 @@ def _build(loaded: Loaded, live: bool) -> tuple[Engine, Resolved, Tokenizer | No
                 strategies=figures.each("strategy", [(p.name, build_part("strategy", p)) for p in resolved.strategies]),
                 host_sampler=HostDraw,
                 grammars=grammars,
+                check_adapter=check_adapter,
                 now=executor.now or monotonic,
                 energy=counter_of(config.energy, executor, parts["executor"].name),
             ),

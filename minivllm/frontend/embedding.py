@@ -28,7 +28,7 @@ KEYWORDS = ("prompts", "pooling", "normalize", "dimensions", "truncate_prompt_to
 # keywords of vLLM's ``LLM.embed`` and ``LLM.score`` that this engine does not have -> hint
 HINTS = {
     "pooling_params": "pass pooling, normalize and dimensions",
-    "lora_request": "adapters are not served",
+    "lora_request": "vectors are the base model's; adapters serve generate and chat",
     "tokenization_kwargs": "use truncate_prompt_tokens, or tokenize the prompt yourself and pass token ids",
 }
 TOGETHER = 32  # vectors in one product

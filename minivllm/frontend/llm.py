@@ -77,7 +77,6 @@ def check_template_keywords(names: Iterable[str], others: Sequence[str] = ()) ->
 
 # keywords of vLLM's ``LLM.chat`` and of other libraries that this engine does not have -> hint
 CHAT_HINTS = {
-    "lora_request": "adapters are not served",
     "mm_processor_kwargs": "this engine serves text",
     "chat_template_content_format": "the content format is determined from the text of the template",
     "enable_thinking": "pass it in chat_template_kwargs",
@@ -104,21 +103,28 @@ class LLM(FrontDoor):
     # ---- generation ----------------------------------------------------------------------------------------------
 
     def generate(
-        self, prompts: Any = None, sampling_params: Any = None, use_tqdm: bool = True, taps: Any = None, **other: Any
+        self,
+        prompts: Any = None,
+        sampling_params: Any = None,
+        use_tqdm: bool = True,
+        taps: Any = None,
+        lora_request: Any = None,
+        **other: Any,
     ) -> list[RequestOutput]:
         """Complete prompts and return the outputs in the order of the prompts.
 
         ``prompts`` is a string, token ids, ``{"prompt_token_ids": [...]}``, or a list of these.  ``sampling_params`` is
         a SamplingParams, or a list with one for each prompt.  ``taps`` is a list of ``Tap`` for all prompts, or a list
-        of such lists.  Keywords of vLLM are accepted if they are None (``lora_request=None``).
+        of such lists.  ``lora_request`` is a LoRARequest for all prompts, or a list with one or None for each prompt.
+        Other keywords of vLLM are accepted if they are None (``prompt_adapter_request=None``).
 
         RequestError if a prompt is refused; then nothing runs.  A request that fails later has finish_reason "error"
         and a message in ``error``.
         """
-        from .prompts import check_call, is_one_prompt, params_for, taps_for
+        from .prompts import adapters_for, check_call, is_one_prompt, params_for, taps_for
         from .requests import Tracked
 
-        check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps"))
+        check_call(other, ("prompts", "sampling_params", "use_tqdm", "taps", "lora_request"))
         if hasattr(prompts, "tolist"):  # a tensor or an array
             prompts = prompts.tolist()
         single = is_one_prompt(prompts)
@@ -129,11 +135,12 @@ class LLM(FrontDoor):
         items = [prompts] if single else list(prompts)
         params = params_for(self._params_or_default(sampling_params), len(items))
         all_taps = taps_for(taps, len(items))
+        adapters = adapters_for(lora_request, len(items))
         bar = _bar(len(items)) if use_tqdm else None
         done = None if bar is None else lambda _: bar.update(1)
         tracked = [
-            Tracked(prompt, params_, self.tokenizer, done=done, taps=taps_)
-            for prompt, params_, taps_ in zip(items, params, all_taps, strict=True)
+            Tracked(prompt, params_, self.tokenizer, done=done, taps=taps_, lora=lora)
+            for prompt, params_, taps_, lora in zip(items, params, all_taps, adapters, strict=True)
         ]
         with contextlib.nullcontext() if bar is None else bar:
             self._run(tracked)
@@ -203,6 +210,7 @@ class LLM(FrontDoor):
         add_generation_prompt: bool | None = None,
         split_special_tokens: bool = True,
         taps: Any = None,
+        lora_request: Any = None,
         **template: Any,
     ) -> list[RequestOutput]:
         """Answer a conversation ([{"role": ..., "content": ...}, ...]), or a list of conversations, with the chat
@@ -211,7 +219,7 @@ class LLM(FrontDoor):
         ``tools`` is a list of functions as JSON schemas, and ``documents`` a list of mappings.  ``chat_template`` is
         the name of one of the model's templates, or the text of a template; ``chat_template_kwargs`` are its variables.
         ``continue_final_message`` continues the last message; it requires that ``add_generation_prompt`` is None or
-        False.  ``taps`` is as in ``generate``.
+        False.  ``taps`` and ``lora_request`` are as in ``generate``.
 
         Text in a message that looks like a special token remains text, so that no message can end its turn.  With
         ``split_special_tokens=False`` it becomes the special token, as in transformers' ``apply_chat_template``.
@@ -223,20 +231,23 @@ class LLM(FrontDoor):
             render_chat(self.tokenizer, conversation, add_generation_prompt, split_special_tokens, **template)
             for conversation in (messages if many else [messages])
         ]
-        return self.generate(prompts, sampling_params, use_tqdm, taps)
+        return self.generate(prompts, sampling_params, use_tqdm, taps, lora_request)
 
-    def stream(self, prompt: Any, sampling_params: Any = None, taps: Any = None) -> OutputStream:
+    def stream(
+        self, prompt: Any, sampling_params: Any = None, taps: Any = None, lora_request: Any = None
+    ) -> OutputStream:
         """Return an iterator over pieces of one answer, as tokens are generated.
 
         Leaving the loop early, or ``close``, aborts the request.  ``taps`` is a list of ``Tap``; their values are in
-        the last piece.
+        the last piece.  ``lora_request`` is a LoRARequest or None.
         """
-        from .prompts import params_for, taps_for
+        from .prompts import adapters_for, params_for, taps_for
         from .requests import Tracked
 
         pieces: deque[StreamOutput] = deque()
         params = params_for(self._params_or_default(sampling_params), 1)[0]
-        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=taps_for(taps, 1)[0])
+        tap_list, lora = taps_for(taps, 1)[0], adapters_for(lora_request, 1)[0]
+        tracked = Tracked(prompt, params, self.tokenizer, stream=pieces.append, taps=tap_list, lora=lora)
         refuse_within(self.engine.within, "stream")
         self._recorder.tally.next_batch()
         tracked.prepare(self.engine)
@@ -249,10 +260,10 @@ class LLM(FrontDoor):
         self, messages: Any, sampling_params: Any = None, split_special_tokens: bool = True, **template: Any
     ) -> OutputStream:
         """Stream the answer to a conversation.  Further keywords and ``split_special_tokens`` are those of ``chat``."""
-        check_template_keywords(template, ("add_generation_prompt", "taps"))
-        taps = template.pop("taps", None)
+        check_template_keywords(template, ("add_generation_prompt", "taps", "lora_request"))
+        taps, lora = template.pop("taps", None), template.pop("lora_request", None)
         prompt = render_chat(self.tokenizer, messages, split_special_tokens=split_special_tokens, **template)
-        return self.stream(prompt, sampling_params, taps)
+        return self.stream(prompt, sampling_params, taps, lora)
 
     def get_tokenizer(self) -> Tokenizer:
         """Return the model's tokenizer (``encode``, ``decode``, ``apply_chat_template``).  RequestError if there is

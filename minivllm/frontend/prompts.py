@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from minivllm.core.interfaces.adapters import LoRARequest
 from minivllm.core.interfaces.params import SamplingParams
 from minivllm.core.interfaces.taps import Tap
 from minivllm.errors import RequestError, brief, shown, suggest
@@ -43,15 +44,14 @@ REFUSED = {
     "token_type_ids": "no model here reads them",
     "messages": "a conversation goes to chat",
     "sampling_params": "they are the second argument of generate",
-    "lora_request": "adapters are not served",
+    "lora_request": "it is an argument of generate",
 }
 KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 # keywords of vLLM's ``LLM.generate`` that this engine does not have -> hint
 CALL_HINTS = {
-    "lora_request": "adapters are not served",
     "prompt_token_ids": 'pass a prompt {"prompt_token_ids": [...]}, or the list of ids itself',
     "guided_options_request": "use structured_outputs in SamplingParams",
-    "prompt_adapter_request": "adapters are not served",
+    "prompt_adapter_request": "prompt adapters are not served; lora_request names an adapter of PEFT's LoRA",
     "priority": "use priority in SamplingParams",
     "tokenization_kwargs": "tokenize the prompt yourself and pass token ids",
 }
@@ -224,6 +224,20 @@ def taps_for(taps: Any, n: int) -> list[tuple[Tap, ...]]:
             f"{len(taps)} lists of taps for {n} prompts; expected one list, or one for each prompt", "taps"
         )
     return [tuple(element) for element in taps]
+
+
+def adapters_for(lora: Any, n: int) -> list[LoRARequest | None]:
+    """Return the adapter of each of n prompts, from a LoRARequest for all of them, a list of those, or None."""
+    if lora is None or isinstance(lora, LoRARequest):
+        return [lora] * n
+    if not isinstance(lora, (list, tuple)) or not all(one is None or isinstance(one, LoRARequest) for one in lora):
+        raise RequestError(
+            f"lora_request={shown(lora)}: expected a LoRARequest, or a list with one or None for each prompt",
+            "lora_request",
+        )
+    if len(lora) != n:
+        raise RequestError(f"{len(lora)} adapters for {n} prompts; expected one for each prompt", "lora_request")
+    return list(lora)
 
 
 def _are_taps(values: Sequence[Any]) -> bool:

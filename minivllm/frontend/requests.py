@@ -22,6 +22,7 @@ from .text import RequestText
 if TYPE_CHECKING:
     from minivllm.core.engine.engine import Engine
     from minivllm.core.engine.request import Seq
+    from minivllm.core.interfaces.adapters import LoRARequest
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.taps import Tap
     from minivllm.runtime.text.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ class Tracked(RequestText):
         stream: Callable[[StreamOutput], None] | None = None,
         done: Callable[[Tracked], None] | None = None,
         taps: tuple[Tap, ...] = (),
+        lora: LoRARequest | None = None,
     ) -> None:
         """Convert the prompt and the parameters.  RequestError if they are malformed."""
         if request_id is not None and flaw(request_id):
@@ -77,6 +79,7 @@ class Tracked(RequestText):
             sink=self._sink,
             on_done=self._ended,
             taps=taps,
+            lora=lora,
         )
 
     def prepare(self, engine: Engine) -> None:

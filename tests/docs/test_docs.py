@@ -67,6 +67,7 @@ PAGES = {
     "configuration": 12,
     "structured": 2,
     "taps": 2,
+    "adapters": 1,
     "caching": 1,
     "tiers": 2,
     "sessions": 1,

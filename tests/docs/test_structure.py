@@ -112,7 +112,7 @@ MAY_IMPORT = {
     "lab.quantize": "runtime.text plugins device.loading device.kernels",
     "lab.traces": "core.engine",
     "frontend": (
-        "config runtime.structured frontend.record runtime.text core.engine device.functions "
+        "config runtime.structured frontend.record runtime.text core.engine device.functions device.loading "
         "device.worker runtime.hooks core runtime.energy core.interfaces registry registration.given "
         "runtime.usage device.hardware"
     ),

@@ -118,7 +118,7 @@ def test_every_way_into_a_chat_gives_the_same_prompt(llm):
         ({"tool": [TOOL]}, "Did you mean 'tools'"),
         ({"enable_thinking": False}, "chat_template_kwargs"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "use only one of them"),
-        ({"lora_request": None}, "adapters"),
+        ({"lora_request": "a"}, "expected a LoRARequest"),
     ],
 )
 def test_what_a_chat_cannot_honour_is_refused(llm, more, want):
