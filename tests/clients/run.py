@@ -64,20 +64,12 @@ class Server:
         self.log, self.port = log, free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
+    def command(self) -> list[str]:
+        start = [sys.executable, "-m", "minivllm", "serve", "pocket", "--host", "127.0.0.1", "--port", str(self.port)]
+        return [*start, "--api-key", KEY]
+
     def __enter__(self) -> Server:
-        command = [
-            sys.executable,
-            "-m",
-            "minivllm",
-            "serve",
-            "pocket",
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(self.port),
-            "--api-key",
-            KEY,
-        ]
+        command = self.command()
         with open(self.log, "w") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
         until = time.monotonic() + 120

@@ -24,7 +24,9 @@ function hello(facts) {
 }
 
 const engine = new Engine({ needKey, hello });
-const chat = new Chat({ needKey, why: (request) => {
+const chat = new Chat({ needKey, why: async (request) => {
+  // the end of a request comes with the next state
+  if (!engine.why(request)) await new Promise((resolve) => { setTimeout(resolve, 1000 * (engine.hello?.interval || 0) + 300); });
   chat.notice(engine.why(request) || "This request ended before the page was connected to the engine, so its timeline is not known.");
 } });
 const compare = new Compare(needKey);

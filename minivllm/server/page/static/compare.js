@@ -1,6 +1,6 @@
 // One prompt with two settings, generated at the same time.
 import { KeyNeeded, stream } from "./api.js";
-import { Growing } from "./render.js";
+import { Growing, el } from "./render.js";
 import * as settings from "./settings.js";
 import * as store from "./store.js";
 
@@ -30,7 +30,9 @@ export class Compare {
 
   async one(side, prompt) {
     const facts = this.of("facts", side);
-    const growing = new Growing(this.of("reply", side));
+    const box = el("div");
+    this.of("reply", side).replaceChildren(box);
+    const growing = new Growing(box);
     const values = this.sides[side];
     const start = performance.now();
     let text = "", first = 0, usage = null, ended = "";

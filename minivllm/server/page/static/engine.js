@@ -7,6 +7,7 @@ const NAMES = ["free", "cached", "used", "shared"];
 const WHY = { rows: "waits: all rows are in use", blocks: "waits: too few blocks are free", loading: "waits: its blocks are loaded from a tier",
   held: "waits: the scheduler holds it back", budget: "waits: the tokens of this step are spent" };
 const PARTS = ["plan", "submit", "wait", "publish"];
+const NARROW = matchMedia("(max-width: 860px)");
 const MOST_ROWS = 100, MOST_LINES = 28, SECONDS = 120;
 
 function bytes(text) {
@@ -17,6 +18,7 @@ function bytes(text) {
 }
 
 function set(node, text) { if (node.nodeValue !== text) node.nodeValue = text; }
+const short = (id) => id.slice(0, 8) + id.slice(32).replace(/^-0$/, ""); // of a request with several prompts also which one
 const number = (n) => (n >= 1e6 ? `${(n / 1e6).toFixed(1)}M` : n >= 1e4 ? `${(n / 1e3).toFixed(0)}k` : String(Math.round(n)));
 const size = (n) => (n >= 2 ** 30 ? `${(n / 2 ** 30).toFixed(1)} GiB` : `${(n / 2 ** 20).toFixed(0)} MiB`);
 
@@ -67,7 +69,7 @@ export class Engine {
     const message = JSON.parse(data);
     this.refused = message.type === "error";
     if (message.type === "hello") {
-      this.hello = message; this.wait = 500; this.last = null; this.ended = [];
+      this.hello = message; this.wait = 500; this.state = this.incoming = null; this.ended = [];
       this.options.hello(message.engine);
       this.explain(message.engine);
       $("whole").hidden = message.scope !== "all";
@@ -76,26 +78,40 @@ export class Engine {
       this.link(this.about);
     } else if (message.type === "state") {
       this.link(this.about);
-      this.last = this.state; this.state = message;
+      this.incoming = message;
       for (const one of message.ended) this.ended.push({ ...one, at: message.at });
       this.ended = this.ended.slice(-MOST_LINES);
-      this.parse = performance.now() - begin;
+      if (this.times.length < 5000) this.times.push(performance.now() - begin);
       this.later();
     } else if (message.type === "down") this.link(message.restarting ? "The engine has ended and is being restarted…" : `The engine does not run: ${message.why}`);
     else if (message.type === "error") this.link(message.error.message);
   }
 
-  later() { if (!this.due) this.due = requestAnimationFrame(() => { this.due = 0; if (this.state) this.draw(); }); }
+  // A state is drawn in several frames, a part in each, so that no frame takes long.
+  later() {
+    if (this.due) { this.again = true; return; }
+    this.stage = 0;
+    this.due = requestAnimationFrame(() => this.frame());
+  }
 
-  draw() {
+  frame() {
     const begin = performance.now();
-    const before = this.seen;
-    const fresh = before !== this.state;
-    this.seen = this.state;
-    const visible = $("engine").offsetParent !== null;
-    if (fresh) this.measure();
-    if (visible) { this.drawTiles(); this.drawMap(); this.drawRows(); this.drawLines(); if (fresh && this.state.engine) this.drawPlots(); }
-    if (this.times.length < 5000) this.times.push(performance.now() - begin + (fresh ? this.parse || 0 : 0));
+    const stages = [() => this.begin(), () => this.drawMap(), () => this.drawRows(), () => this.drawLines(), () => this.drawPlots()];
+    this.due = 0;
+    if (!this.state && !this.incoming) return;
+    stages[this.stage++]();
+    const visible = NARROW.matches ? document.body.dataset.view === "engine" : true;
+    if (visible && this.stage < stages.length) this.due = requestAnimationFrame(() => this.frame());
+    else if (this.again) { this.again = false; this.later(); }
+    if (this.times.length < 5000) this.times.push(performance.now() - begin);
+  }
+
+  begin() {
+    if (this.incoming) {
+      this.last = this.state; this.state = this.incoming; this.incoming = null; this.fresh = true;
+      this.measure();
+    }
+    this.drawTiles();
   }
 
   // ---- figures ----------------------------------------------------------------------------------------------------
@@ -187,7 +203,7 @@ export class Engine {
     }
     const colours = this.palette(), { cells, before } = this;
     const wide = colours.width || 300;
-    const side = Math.max(2, Math.min(14, Math.floor(Math.sqrt(wide * 190 / cells.length))));
+    const side = Math.max(2, Math.min(14, Math.floor(Math.sqrt(wide * 330 / cells.length))));
     const across = Math.max(1, Math.floor(wide / side)), down = Math.ceil(cells.length / across);
     const { small } = this;
     if (small.width !== across || small.height !== down || !this.image) { small.width = across; small.height = down; this.pen = small.getContext("2d"); this.image = this.pen.createImageData(across, down); this.pixels = new Uint32Array(this.image.data.buffer); }
@@ -237,7 +253,7 @@ export class Engine {
     if (at < 0 || at >= cells.length) { $("map-text").textContent = ""; return; }
     const id = of[at] >= 0 ? state.rows.id[of[at]] : "";
     const many = state.blocks.per > 1 ? ` to ${Math.min((at + 1) * state.blocks.per, state.blocks.total)}` : "";
-    $("map-text").textContent = `Block ${at * state.blocks.per + 1}${many}: ${NAMES[cells[at] & 7]}${cells[at] & 8 ? ", also in a tier" : ""}${id ? `, of request ${id.slice(0, 8)}` : ""}`;
+    $("map-text").textContent = `Block ${at * state.blocks.per + 1}${many}: ${NAMES[cells[at] & 7]}${cells[at] & 8 ? ", also in a tier" : ""}${id ? `, of request ${short(id)}` : ""}`;
   }
 
   // ---- requests ---------------------------------------------------------------------------------------------------
@@ -262,7 +278,7 @@ export class Engine {
       if (row.hidden !== hidden) row.hidden = hidden;
       if (hidden) continue;
       const told = rows.prompt[i] - rows.computed[i] > 1 ? `prompt ${Math.round(100 * rows.computed[i] / rows.prompt[i])} %` : "generates";
-      set(texts[0], rows.id[i].slice(0, 8) + (rows.sample[i] ? `/${rows.sample[i]}` : "") + (rows.owner[i].startsWith("key") ? ` ${rows.owner[i]}` : ""));
+      set(texts[0], short(rows.id[i]) + (rows.sample[i] ? `/${rows.sample[i]}` : "") + (rows.owner[i].startsWith("key") ? ` ${rows.owner[i]}` : ""));
       set(texts[1], rows.running[i] ? told : WHY[rows.why[i]] || "waits");
       set(texts[2], `${rows.prompt[i]} + ${Math.max(0, rows.known[i] - rows.prompt[i])}`);
       set(texts[3], rows.cached[i] ? String(rows.cached[i]) : "–");
@@ -298,7 +314,7 @@ export class Engine {
         const left = 100 * (1 - edges[j] / span), width = Math.max(0, 100 * (edges[j] - edges[j + 1]) / span);
         segment.style.left = `${left.toFixed(2)}%`; segment.style.width = width ? `${width.toFixed(2)}%` : "0"; segment.hidden = !width;
       });
-      set(text, this.wanted && one.id.startsWith(this.wanted) ? `${one.id.slice(0, 8)} ◀` : one.id.slice(0, 8));
+      set(text, this.wanted && one.id.startsWith(this.wanted) ? `${short(one.id)} ◀` : short(one.id));
     });
     if (!shown.length && !$("timeline").dataset.empty) { $("timeline").dataset.empty = "1"; $("timeline").append(el("p", { class: "dim", text: "No request since this page was opened." })); }
     if (shown.length && $("timeline").dataset.empty) { delete $("timeline").dataset.empty; $("timeline").querySelector("p")?.remove(); }
@@ -326,15 +342,15 @@ export class Engine {
 
   drawPlots() {
     const now = performance.now();
-    if (now - (this.plotted || 0) < 900) return; // once a second is enough for two minutes
+    if (!this.fresh || !this.state.engine || now - (this.plotted || 0) < 450) return; // twice a second, one plot each time
+    this.fresh = false;
     this.plotted = now;
     if (!this.plots) {
       this.plots = [this.plot($("rate"), ["generated", "prompt and other"], ["--answer", "--prompt"]), this.plot($("step-plot"), [...PARTS, "device"].map((name) => `${name} ms`), ["#7b5bd6", "#2f6fd6", "#98a1b0", "#23865b", "#d4351c"])];
     }
-    const width = Math.max(200, $("rate").clientWidth);
+    const width = Math.max(200, this.palette().width);
     for (const plot of this.plots) if (Math.abs(plot.width - width) > 2) plot.setSize({ width, height: 120 });
     if (this.odd = !this.odd) this.plots[0].setData(this.rates); else if (this.steps[0].length) this.plots[1].setData(this.steps);
-    this.plotted = now - 450;
     const { steps } = this.state;
     if (!steps?.ms) return;
     const total = PARTS.reduce((sum, name) => sum + steps.ms[name], 0) || 1;
