@@ -82,6 +82,7 @@ if TYPE_CHECKING:
     from minivllm.core.interfaces.params import SamplingParams
     from minivllm.core.interfaces.plan import Delta, Join, LateInputs, LogProbs, StepError, StepPlan, StepResult
     from minivllm.core.interfaces.quantizer import ModuleInfo, PartSource, Quantizer, Shard, StoredWeight, WeightScheme
+    from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRequest, RouterContext
     from minivllm.core.interfaces.sampling import Column, Draw, Processor, Row, Rows, Sampler, SamplingContext
     from minivllm.core.interfaces.scheduler import Load, QueueView, SchedulerContext, SchedulerPolicy, StepShape
     from minivllm.core.interfaces.session import Session, SessionTurn
@@ -201,6 +202,8 @@ _HOMES: dict[str, str] = {  # module -> names that it defines
     # processor and sampler
     "minivllm.core.interfaces.sampling": "Column Draw Processor Row Rows Sampler SamplingContext",
     "minivllm.device.worker.sampling": "gumbel noise noise_bits",
+    # router
+    "minivllm.core.interfaces.router": "ReplicaLoad ReplicaRouter RoutedRequest RouterContext",
     # scheduler
     "minivllm.core.interfaces.scheduler": "Load QueueView SchedulerContext SchedulerPolicy StepShape",
     # strategy
@@ -310,6 +313,8 @@ __all__ = [
     "Range",
     "Reason",
     "Reasoning",
+    "ReplicaLoad",
+    "ReplicaRouter",
     "Reply",
     "ReplyContext",
     "ReplyFormat",
@@ -319,7 +324,9 @@ __all__ = [
     "RequestView",
     "ResourceError",
     "Rope",
+    "RoutedRequest",
     "Router",
+    "RouterContext",
     "Row",
     "Rows",
     "Rule",

@@ -182,6 +182,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
                     "checkpoint that is not quantized",
                 },
             ),
+            Kind(
+                "router",
+                "minivllm.core.interfaces.router:ReplicaRouter",
+                features={"sticky": "all requests of a session go to the same replica while it accepts requests"},
+            ),
             Kind("sampler", _SEAMS + "sampling:Sampler", api=(1, 4), facts=("device",), features=_SAMPLING),
             Kind(
                 "scheduler",
@@ -222,7 +227,7 @@ TRAIT_FORMS: Mapping[tuple[str, str], tuple[Callable[[Any], bool], str]] = Mappi
 )
 OPTION_OF = {  # kind -> name of its option in the configuration, if that differs from the kind
     "kvformat": "kv_format", "model": "model_arch", "parser": "server.tool_parser", "processor": "processors",
-    "strategy": "strategies",
+    "router": "server.router", "strategy": "strategies",
 }  # fmt: skip
 RESERVED = ("trimmer",)  # kinds whose contract does not exist yet
 ASKED = ("processor", "sampler", "strategy")  # kinds that may declare parameters of requests

@@ -130,7 +130,7 @@ def test_a_seam_that_is_reserved_or_unknown_is_refused():
         catalog["atention"]
     assert str(info.value) == (
         "No seam is called 'atention'. Did you mean 'attention'? There are: attention, drafter, evictor, executor, "
-        "grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, sampler, scheduler, strategy."
+        "grammar, hooks, kvformat, kvstore, model, parser, processor, quantizer, router, sampler, scheduler, strategy."
     )
     assert set(catalog) == set(KINDS) and not set(RESERVED) & set(KINDS) and "trimmer" not in catalog
     assert check_seam("kv_format") == "kvformat" and check_seam("processors") == "processor"
