@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .parser import ParserConformance
     from .processor import ProcessorConformance
     from .quantizer import QuantizerConformance
+    from .router import RouterConformance
     from .sampler import SamplerConformance
     from .scheduler import SchedulerConformance
     from .session import Outcome, run
@@ -39,8 +40,8 @@ _MODULES = {**{name: module for module, name in SUITES.values()}, "Outcome": "se
 __all__ = [
     "SUITES", "AttentionConformance", "DrafterConformance", "EvictorConformance", "ExecutorConformance",
     "GrammarConformance", "HooksConformance", "KVFormatConformance", "KVStoreConformance", "ModelConformance",
-    "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "SamplerConformance",
-    "SchedulerConformance", "StrategyConformance", "run",
+    "Outcome", "ParserConformance", "ProcessorConformance", "QuantizerConformance", "RouterConformance",
+    "SamplerConformance", "SchedulerConformance", "StrategyConformance", "run",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ SUITES = {  # seam -> (module of this package, class)
     "parser": ("parser", "ParserConformance"),
     "processor": ("processor", "ProcessorConformance"),
     "quantizer": ("quantizer", "QuantizerConformance"),
+    "router": ("router", "RouterConformance"),
     "sampler": ("sampler", "SamplerConformance"),
     "scheduler": ("scheduler", "SchedulerConformance"),
     "strategy": ("strategy", "StrategyConformance"),

@@ -1,0 +1,221 @@
+"""The conformance suite of routers, which choose the replica of a request.
+
+Random requests of sessions with common prefixes are routed while replicas come and go.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from minivllm.core.interfaces.router import ReplicaLoad, ReplicaRouter, RoutedRequest, RouterContext
+
+from .base import since
+from .kept import Lasting
+from .spec import SpecConformance
+
+REPLICAS = 4
+CTX = RouterContext(REPLICAS, block=16, blocks=512)
+MS = 1.0  # milliseconds of a choice with the keys of a long prompt, at most
+LONG = 2000  # block keys of a long prompt
+TRIES = 5  # attempts, one of which must be fast enough: another process may slow down the others
+SHARE = 0.5  # of an even share, which each idle replica gets of new prompts at least
+
+
+def request(keys: Sequence[int], session: str = "") -> RoutedRequest:
+    """Return a request with block keys."""
+    return RoutedRequest(CTX.block * len(keys) + 3, session, lambda: keys)
+
+
+@dataclass
+class World:
+    """Replicas with their running requests, and a router that is used as a server uses it."""
+
+    router: ReplicaRouter
+    rng: random.Random
+    open: set[int] = field(default_factory=lambda: set(range(REPLICAS)))  # replicas that accept requests
+    running: list[tuple[int, RoutedRequest]] = field(default_factory=list)
+
+    def loads(self) -> list[ReplicaLoad]:
+        """Return the loads of the replicas that accept requests, in any order."""
+        loads = []
+        for number in self.open:
+            sizes = [one.tokens for at, one in self.running if at == number]
+            waiting = sum(sizes[-2:])
+            loads.append(ReplicaLoad(number, len(sizes), sum(sizes), waiting))
+        self.rng.shuffle(loads)
+        return loads
+
+    def route(self, one: RoutedRequest) -> int:
+        """Route a request, and check that its replica accepts requests."""
+        number = self.router.choose(one, self.loads())
+        valid = type(number) is int and number in self.open
+        assert valid, f"choose returned {number!r}: expected the number of a replica in loads, one of {self.open}"
+        self.router.sent(one, number)
+        self.running.append((number, one))
+        return number
+
+    def end_some(self) -> None:
+        """End a part of the running requests."""
+        self.rng.shuffle(self.running)
+        del self.running[len(self.running) // 2 :]
+
+    def lose(self, number: int) -> None:
+        """End a replica."""
+        self.open.discard(number)
+        self.running = [(at, one) for at, one in self.running if at != number]
+
+    def restart(self, number: int) -> None:
+        """Start a replica again, whose cache is then empty."""
+        self.router.emptied(number)
+        self.open.add(number)
+
+
+def sessions(rng: random.Random, count: int) -> Iterator[RoutedRequest]:
+    """Yield requests of sessions whose prompts grow, some without a name and some shorter than a block."""
+    prompts: dict[str, list[int]] = {}
+    for _ in range(count):
+        name = f"s{rng.randrange(12)}"
+        prompt = prompts.setdefault(name, [7, 8])
+        prompt += [rng.getrandbits(60) for _ in range(rng.randrange(4))]
+        keys = [] if rng.random() < 0.1 else list(prompt)
+        yield request(keys, name if rng.random() < 0.8 else "")
+
+
+class RouterConformance(Lasting, SpecConformance):
+    """The suite of routers.
+
+    A router needs nothing else.  One that claims ``sticky`` is tested with sessions."""
+
+    kind = "router"
+
+    def context(self) -> tuple[Any, ...]:
+        """Return the arguments to build the plug-in besides its options."""
+        return (CTX,)
+
+    def exercise(self, instance: ReplicaRouter) -> Any:
+        """Return the choices of random requests."""
+        world = World(instance, random.Random(1))
+        return [world.route(one) for one in sessions(random.Random(1), 40)]
+
+    def lasting(self) -> ReplicaRouter:
+        """Create an instance that routes many requests."""
+        return self.build(*self.context())
+
+    def once_more(self, instance: ReplicaRouter, number: int) -> None:
+        """Route requests of new prompts and new sessions."""
+        rng = random.Random(number)
+        world = World(instance, rng)
+        for turn in range(40):
+            world.route(request([rng.getrandbits(60) for _ in range(50)], f"{number:06}-{turn:02}"))
+
+    def let_go(self, instance: ReplicaRouter) -> None:
+        """Release an instance, which holds nothing."""
+
+    @since(1, 0)
+    def test_a_choice_is_a_replica_that_accepts_requests(self) -> None:
+        """Check random requests while replicas end, are drained and start again, one of them alone at times."""
+        for seed in range(60 if self.long else 10):
+            rng = random.Random(seed)
+            world = World(self.build(*self.context()), rng)
+            for one in sessions(rng, 200):
+                world.route(one)
+                if rng.random() < 0.1:
+                    world.end_some()
+                if rng.random() < 0.1 and len(world.open) > 1:
+                    world.lose(rng.choice(sorted(world.open)))
+                closed = sorted(set(range(REPLICAS)) - world.open)
+                if closed and rng.random() < 0.1:
+                    world.restart(rng.choice(closed))
+
+    @since(1, 0)
+    def test_new_prompts_of_new_sessions_reach_every_replica(self) -> None:
+        """Check that prompts without a common prefix are spread, while their requests run."""
+        rng = random.Random(3)
+        world = World(self.build(*self.context()), rng)
+        count = 100
+        chosen = Counter(
+            world.route(request([rng.getrandbits(60) for _ in range(8)], f"new {number}")) for number in range(count)
+        )
+        least = SHARE * count / REPLICAS
+        few = {number: chosen[number] for number in range(REPLICAS) if chosen[number] < least}
+        assert not few, (
+            f"{count} new prompts were sent to {dict(chosen)}: expected at least {least:.0f} on each replica"
+        )
+
+    @since(1, 0)
+    def test_a_replica_that_is_started_again_gets_requests(self) -> None:
+        """Check that an idle replica that comes back gets a part of the new prompts."""
+        rng = random.Random(4)
+        world = World(self.build(*self.context()), rng)
+        world.lose(2)
+        for number in range(40):
+            world.route(request([rng.getrandbits(60) for _ in range(8)], f"old {number}"))
+        world.restart(2)
+        chosen = [world.route(request([rng.getrandbits(60) for _ in range(8)], f"new {n}")) for n in range(40)]
+        assert 2 in chosen, "a replica that was started again gets no request"
+
+    @since(1, 0)
+    def test_a_session_stays_on_its_replica(self) -> None:
+        """Check a router that claims ``sticky``: a session moves only if its replica accepts no requests, and then
+        stays where it is."""
+        if not self.claims("sticky"):
+            pytest.skip("the router does not claim sticky")
+        for seed in range(20 if self.long else 5):
+            rng = random.Random(seed)
+            world = World(self.build(*self.context()), rng)
+            homes: dict[str, int] = {}
+            for one in sessions(rng, 300):
+                number = world.route(one)
+                home = homes.get(one.session)
+                stayed = home is None or number == home or home not in world.open
+                assert stayed or not one.session, f"session {one.session} moved from replica {home} to {number}"
+                homes[one.session] = number
+                if rng.random() < 0.2:
+                    world.end_some()
+                if rng.random() < 0.03 and len(world.open) > 1:
+                    world.lose(rng.choice(sorted(world.open)))
+                elif rng.random() < 0.05 and len(world.open) < REPLICAS:
+                    world.restart(min(set(range(REPLICAS)) - world.open))
+
+    @since(1, 0)
+    def test_a_choice_changes_neither_its_request_nor_the_loads(self) -> None:
+        """Check that the lists of a call are left alone."""
+        router = self.build(*self.context())
+        keys = list(range(1, 40))
+        loads = [ReplicaLoad(number, 1, 100 * number, 10) for number in (3, 0, 2)]
+        before = list(loads)
+        one = request(keys, "a")
+        router.sent(one, router.choose(one, loads))
+        assert loads == before, "choose changed the list of loads"
+        assert keys == list(range(1, 40)), "the router changed the keys of a request"
+
+    @since(1, 0)
+    def test_a_choice_is_fast(self) -> None:
+        """Check the time of ``choose`` and ``sent`` with the keys of a long prompt, since all requests wait for it."""
+        router = self.build(*self.context())
+        prompt = list(range(1, LONG + 1))
+        loads = [ReplicaLoad(number) for number in range(REPLICAS)]
+
+        def seconds(call: Callable[[RoutedRequest], Any]) -> float:
+            times = []
+            for turn in range(TRIES):
+                one = request([*prompt[: LONG - turn], *range(LONG, LONG + turn)], f"{turn}")
+                one.keys  # noqa: B018  (computed by the server)
+                begin = time.perf_counter()
+                call(one)
+                times.append(time.perf_counter() - begin)
+            return min(times)
+
+        for name, call in (
+            ("choose", lambda one: router.choose(one, loads)),
+            ("sent", lambda one: router.sent(one, 1)),
+        ):
+            ms = 1e3 * seconds(call)
+            assert ms < MS, f"{name} takes {ms:.2f} ms for {LONG} keys: expected less than {MS} ms"
